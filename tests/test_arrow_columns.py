@@ -13,7 +13,7 @@ import onnxgrad as og
 from onnxgrad.cli import app
 from onnxgrad.data.arrays import DataError, column_array, to_numbers
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.data.columns import stacked
+from onnxgrad.data.columns import stack_columns
 from onnxgrad.data.tables import read_table
 from small_models import linear
 
@@ -100,7 +100,7 @@ def test_a_column_as_an_array(name):
             assert len(array) == len(column)
         table = pa.table({"a": column, "b": pa.array(np.arange(len(column)))})
         rows = np.concatenate([values.reshape(len(column), -1), table["b"].to_numpy()[:, None]], 1)
-        np.testing.assert_allclose(stacked("x", table).astype(float), rows, rtol=1e-15)
+        np.testing.assert_allclose(stack_columns("x", table).astype(float), rows, rtol=1e-15)
 
 
 @pytest.mark.parametrize("name", in_files(COLUMNS))
@@ -147,14 +147,16 @@ def test_tensors_in_another_order_of_axes(tmp_path):
         np.testing.assert_array_equal(to_numbers("a", taken), tensors[-len(taken) :][: len(taken)])
     pq.write_table(pa.table({"a": column}), tmp_path / "a.parquet")
     np.testing.assert_array_equal(read_table(tmp_path / "a.parquet")["a"], tensors)
-    np.testing.assert_array_equal(stacked("x", pa.table({"a": column})), tensors.reshape(2, 6))
+    np.testing.assert_array_equal(
+        stack_columns("x", pa.table({"a": column})), tensors.reshape(2, 6)
+    )
 
 
 @pytest.mark.parametrize("name", ["pandas", "polars"])
 def test_frames_of_nested_lists_and_decimals(name):
     frame = pytest.importorskip(name).DataFrame
     made = frame({"a": [[[1, 2]], [[3, 4]]], "b": [Decimal("0.5"), Decimal("1.5")]})
-    np.testing.assert_array_equal(stacked("x", made), [[1, 2, 0.5], [3, 4, 1.5]])
+    np.testing.assert_array_equal(stack_columns("x", made), [[1, 2, 0.5], [3, 4, 1.5]])
 
 
 @pytest.mark.parametrize("kind", in_files([*KINDS, "fixed", "tensor"]))

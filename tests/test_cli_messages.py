@@ -278,7 +278,7 @@ def messages(tree):
 # what no command calls, or calls with no argument of a user
 ELSEWHERE = ("cli", "explain", "plot", "sklearn", "torch", "artifacts")
 ONLY_PYTHON = ("training/stack", "training/compat")
-ALONE = ("data/sequences", "optimizers/groups")
+ALONE = ("data/padding", "optimizers/groups")
 
 
 def test_messages_name_arguments_by_the_function():

@@ -56,7 +56,7 @@ def files():
     [
         "onnxgrad.cli.train.read_model",
         "onnxgrad.cli.train.prepare",
-        "onnxgrad.cli.job.mapped",
+        "onnxgrad.cli.job.map_data",
         "onnxgrad.training.loop.Loop._epoch",
         "onnxgrad.training.run.runner.Runner.run",
     ],
@@ -103,7 +103,7 @@ def test_while_the_model_is_written(here, send_in, begins):
 def test_while_predictions_are_written(here, send_in):
     Path("out.csv").write_bytes(PRECIOUS)
     before = files()
-    send_in("onnxgrad.cli.prediction_files._Tables.write", call=3)
+    send_in("onnxgrad.cli.prediction_files._table_of", call=3)
     line = ("predict", "linear.onnx", "rows.csv", "--ignore", "y", "--batch-size", 4)
     made = invoke(*line, "-o", "out.csv", "--overwrite")
     assert made.exit_code == 130

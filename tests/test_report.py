@@ -201,7 +201,7 @@ def test_residuals_are_those_of_numpy(tmp_path):
     assert "RMSE" in page_of(tmp_path)
 
 
-def test_rows_of_a_held_out_share_have_their_own_numbers(tmp_path):
+def test_rows_of_a_hold_out_have_their_own_numbers(tmp_path):
     labels = KIND.copy()
     trainer = og.Trainer(network(3), "cross_entropy", callbacks=[og.Recorder(tmp_path)])
     trainer.fit(X, labels, epochs=2, validation=0.3)

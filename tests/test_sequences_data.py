@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onnxgrad import LearningRateSGD, OrtGradientOptimizer, Trainer, add_loss_output
-from onnxgrad.data.sequences import by_length, pad_sequences
+from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Plan, build_objective

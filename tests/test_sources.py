@@ -17,9 +17,9 @@ import pytest
 
 from onnxgrad import LearningRateSGD, OrtGradientOptimizer, Trainer, add_loss_output
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.data.columns import stacked
-from onnxgrad.data.prefetch import prefetched
-from onnxgrad.data.readers import Batches, described
+from onnxgrad.data.columns import stack_columns
+from onnxgrad.data.prefetch import read_ahead
+from onnxgrad.data.readers import Batches, describe_arrays
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.batches import ReaderSource
 from onnxgrad.training.data import Dataset
@@ -243,10 +243,10 @@ def test_a_shuffle_reaches_beyond_a_row_group(tmp_path):
 def test_skipped_blocks_are_not_decoded(tmp_path, monkeypatch):
     reader = small_blocks(tmp_path).X
     read = []
-    decoded = type(reader)._decoded
+    decoded = type(reader)._decode
     monkeypatch.setattr(
         type(reader),
-        "_decoded",
+        "_decode",
         lambda self, *args: (read.append(len(p["a"])) or p for p in decoded(self, *args)),
     )
     assert len(list(reader.batches(SIZE, 0, 8))) == 2
@@ -270,7 +270,7 @@ def test_items_are_read_ahead_but_not_many(new_threads):
             read.append(i)
             yield i
 
-    ahead = prefetched(items(), 3)
+    ahead = read_ahead(items(), 3)
     assert next(ahead) == 0
     while len(read) < 4:
         time.sleep(0.005)
@@ -285,7 +285,7 @@ def test_an_error_is_raised_with_its_traceback(new_threads):
         yield 1
         raise OSError("the disk is gone")
 
-    ahead = prefetched(wrong_item(), 2)
+    ahead = read_ahead(wrong_item(), 2)
     assert next(ahead) == 1
     with pytest.raises(OSError, match="disk is gone") as caught:
         next(ahead)
@@ -302,7 +302,7 @@ def test_the_thread_ends_with_its_consumer(new_threads):
         finally:
             closed.append(True)
 
-    ahead = prefetched(items(), 2)
+    ahead = read_ahead(items(), 2)
     next(ahead)
     assert [t.name for t in new_threads()] == ["onnxgrad-data"]
     ahead.close()
@@ -794,7 +794,7 @@ def test_memory_is_bounded(tmp_path):
 def test_arrays_of_bfloat16_have_a_digest():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     one, two = (
-        described("arrays", {"x": np.full((3, 2), n, ml_dtypes.bfloat16)}) for n in (1.0, 2.0)
+        describe_arrays("arrays", {"x": np.full((3, 2), n, ml_dtypes.bfloat16)}) for n in (1.0, 2.0)
     )
     assert one["inputs"] == two["inputs"] == {"x": {"shape": [3, 2], "dtype": "bfloat16"}}
     assert one["digest"] != two["digest"]
@@ -859,7 +859,7 @@ def test_columns_of_a_training_that_failed_are_forgotten():
 def decoded(path, **options):
     """Return the rows of all batches, in order."""
     read = list(arrow_dataset(path, "price", **options).batches(7, None, 0))
-    return [np.concatenate([stacked("", part[i]) for part in read]) for i in (0, 1)]
+    return [np.concatenate([stack_columns("", part[i]) for part in read]) for i in (0, 1)]
 
 
 def test_files_of_a_folder_may_differ(tmp_path):

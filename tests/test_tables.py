@@ -12,11 +12,12 @@ import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
-from onnxgrad.cli.columns import assign
+from onnxgrad.cli.data_options import LabelOptions
+from onnxgrad.cli.targets import Targets
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Cells, Rows
 from onnxgrad.data.columns import Names
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.data.tables import read_table
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo
@@ -31,9 +32,10 @@ def image(*dims):
     return value("image", "FLOAT", *dims)
 
 
-def assigned(table, targets, inputs, *trained):
-    ranks = {name: array.ndim for name, array in table.items()}
-    return assign(ranks, targets, [x.name for x in inputs], *trained)
+def assigned(table, targets, inputs, trained=None):
+    rest = [name for name in table if name not in targets]
+    arrays = [name for name in rest if table[name].ndim > 1]
+    return (trained or Names()).by_input(rest, [x.name for x in inputs], arrays)
 
 
 def as_value(table, names, x, what, **limits):
@@ -241,11 +243,11 @@ def test_several_targets():
 
 def test_unknown_target_names_the_close_ones():
     with pytest.raises(ValueError, match=r"column 'lable'. Did you mean 'label'\?"):
-        assigned({"label": np.arange(2)}, ["lable"], [image("N", 1)])
+        Targets.of(LabelOptions(target=["lable"]), ["label"], Names())
 
 
 def test_all_columns_are_targets():
-    with pytest.raises(DataError, match="every column is a target"):
+    with pytest.raises(DataError, match="every column is a label"):
         assigned({"a": np.arange(2)}, ["a"], [image("N", 1)])
 
 

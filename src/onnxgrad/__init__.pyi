@@ -55,7 +55,7 @@ from .data.images import (
     random_flip as random_flip,
     resize as resize,
 )
-from .data.sequences import (
+from .data.padding import (
     by_length as by_length,
     pad_sequences as pad_sequences,
 )

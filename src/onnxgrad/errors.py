@@ -195,8 +195,11 @@ class ProcessLostError(PrintableError, RuntimeError):
 class Face:
     """How messages name arguments: as the keywords of a call in Python.
 
-    Another face, such as the command line, names them by its own words.
+    Another face, such as the command line, names them by its own words. `first` is the number of a
+    first column.
     """
+
+    first = 0
 
     def named(self, python: str) -> str:
         """Return the name of an argument, of a function, or of what else Python calls so."""
@@ -233,6 +236,11 @@ def named(python: str) -> str:
 def argument(name: str, *value: Any) -> str:
     """Return an argument as the user writes it: `name=value`, or `name=` without a value."""
     return _face.given(name, *value)
+
+
+def first_number() -> int:
+    """Return the number that the user gives to a first column."""
+    return _face.first
 
 
 def first_line(error: BaseException) -> str:

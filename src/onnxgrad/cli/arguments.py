@@ -34,8 +34,10 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
     Raises:
         ValueError: an unknown name, or text that is not NAME=VALUE.
     """
-    weights = [number("class-weight", text) for text in options.class_weight if text != "balanced"]
-    if weights and "balanced" in options.class_weight:
+    balanced = "balanced" in options.class_weight
+    stated = [text for text in options.class_weight if text != "balanced"]
+    weights = dict(read_number("class-weight", text) for text in stated)
+    if weights and balanced:
         raise ValueError("--class-weight balanced computes all weights: leave out the others")
     return {
         **loss_arguments(options),
@@ -46,8 +48,8 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
         "clip_norm": options.clip_norm,
         "accumulate": options.accumulate,
         "batch_norm": options.batch_norm,
-        "dropout": dict(number("dropout", text) for text in options.dropout) or None,
-        "class_weight": "balanced" if "balanced" in options.class_weight else dict(weights) or None,
+        "dropout": dict(read_number("dropout", text) for text in options.dropout) or None,
+        "class_weight": "balanced" if balanced else weights or None,
         "recompute": options.recompute,
         "device": options.device,
         "parallel": _parallel(options),
@@ -94,7 +96,7 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
             loss = {options.output_index: loss}
     elif options.output_index is not None:
         raise ValueError("--output-index and OUTPUT=LOSS both name outputs: leave it out")
-    chosen = dict(named("loss-option", text) for text in options.loss_option)
+    chosen = dict(read_value("loss-option", text) for text in options.loss_option)
     if isinstance(loss, dict) and chosen:
         if len(loss) > 1:
             raise ValueError("--loss-option is for one loss, and there are several: leave it out")
@@ -102,7 +104,8 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
     return {
         "loss": loss,
         "loss_options": chosen or None,
-        "loss_weights": dict(number("loss-weight", text) for text in options.loss_weight) or None,
+        "loss_weights": dict(read_number("loss-weight", text) for text in options.loss_weight)
+        or None,
         "metrics": metrics.get(None, []) if set(metrics) <= {None} else metrics,
     }
 
@@ -118,11 +121,11 @@ def optimizer(options: OptimizerOptions) -> Optimizer:
     if options.optimizer not in names:
         raise unknown("optimizer", options.optimizer, names)
     preset = names[options.optimizer]
-    chosen = dict(named("optimizer-option", text) for text in options.optimizer_option)
+    chosen = dict(read_value("optimizer-option", text) for text in options.optimizer_option)
     if options.weight_decay is not None:
         chosen["weight_decay"] = options.weight_decay
     check_options(f"option of optimizer {options.optimizer!r}", chosen, preset)
-    return _called(f"--optimizer {options.optimizer}", preset, (), chosen)
+    return _call_preset(f"--optimizer {options.optimizer}", preset, (), chosen)
 
 
 def learning_rate(options: OptimizerOptions) -> Schedule:
@@ -132,7 +135,7 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
         raise unknown("schedule", name, SCHEDULES)
     if rate is None:
         rate = _RATES.get(options.optimizer, 0.001)
-    chosen = dict(named("schedule-option", text) for text in options.schedule_option)
+    chosen = dict(read_value("schedule-option", text) for text in options.schedule_option)
     check_options(f"option of schedule {name!r}", chosen, SCHEDULES[name], skip=1)
     steps = int(warmup) if warmup is not None and warmup >= 1 else warmup
     if steps is not None and steps >= 1 and steps != warmup:
@@ -140,11 +143,13 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
     own = name in ("cosine", "inverse_sqrt")
     if own and steps:
         chosen["warmup"] = steps
-    schedule = _called(f"--schedule {name}", SCHEDULES[name], (rate,), chosen)
+    schedule = _call_preset(f"--schedule {name}", SCHEDULES[name], (rate,), chosen)
     return schedule if own or not steps else compose.warmup(schedule, steps)
 
 
-def _called(what: str, function: Callable[..., Any], first: Sequence[Any], chosen: dict) -> Any:
+def _call_preset(
+    what: str, function: Callable[..., Any], first: Sequence[Any], chosen: dict
+) -> Any:
     """Return the result of a preset; errors of its arguments name the option."""
     try:
         return function(*first, **chosen)
@@ -159,7 +164,7 @@ def _called(what: str, function: Callable[..., Any], first: Sequence[Any], chose
         raise ValueError(f"{what}: {e}") from None
 
 
-def named(option: str, text: str) -> tuple[str, Any]:
+def read_value(option: str, text: str) -> tuple[str, Any]:
     """Return the name and the value of `NAME=VALUE`; what is no JSON is a text."""
     name, equals, value = text.partition("=")
     if not equals or not name:
@@ -170,7 +175,7 @@ def named(option: str, text: str) -> tuple[str, Any]:
         return name, value
 
 
-def number(option: str, text: str) -> tuple[str, float]:
+def read_number(option: str, text: str) -> tuple[str, float]:
     """Return the name and the number of `NAME=NUMBER`; the name may contain "="."""
     name, equals, value = text.rpartition("=")
     try:

@@ -51,7 +51,7 @@ def register(app: typer.Typer, *examples: str) -> Callable[[Callable[[Any], None
 
     def add(function: Callable[[Any], None]) -> Any:
         command = takes_options(function)
-        guarded = _guarded(command, function.__name__)
+        guarded = _guard(command, function.__name__)
         # typer keeps the line breaks of a docstring, whatever the width of the terminal
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -61,7 +61,7 @@ def register(app: typer.Typer, *examples: str) -> Callable[[Callable[[Any], None
     return add
 
 
-def _guarded(command: Callable[..., None], name: str) -> Callable[..., None]:
+def _guard(command: Callable[..., None], name: str) -> Callable[..., None]:
     """Return a command whose errors are one line on stderr."""
     face = Shell(frozenset(inspect.signature(command).parameters))
 

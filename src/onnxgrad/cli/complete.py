@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from pkgutil import resolve_name
 
 
-def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
-    return sorted(name for name in names if name.startswith(incomplete))
+def _completion(*tables: str) -> Callable[[str], list[str]]:
+    """Return what completes the keys of tables, each of them `module:NAME`."""
+
+    def complete(incomplete: str) -> list[str]:
+        names = (name for table in tables for name in resolve_name(table))
+        return sorted(name for name in names if name.startswith(incomplete))
+
+    return complete
 
 
-def losses(incomplete: str) -> list[str]:
-    """Return the losses that begin so."""
-    from onnxgrad.losses.formulas import LOSSES
-    from onnxgrad.losses.objectives import ALIASES
-
-    return _beginning([*LOSSES, *ALIASES], incomplete)
-
-
-def metrics(incomplete: str) -> list[str]:
-    """Return the metrics that begin so."""
-    from onnxgrad.metrics.select import METRICS
-
-    return _beginning(METRICS, incomplete)
-
-
-def optimizers(incomplete: str) -> list[str]:
-    """Return the optimizers that begin so."""
-    from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
-
-    return _beginning([*OPTIMIZERS, *WHOLE_TENSORS], incomplete)
-
-
-def schedules(incomplete: str) -> list[str]:
-    """Return the schedules that begin so."""
-    from onnxgrad.cli.schedule_names import SCHEDULES
-
-    return _beginning(SCHEDULES, incomplete)
+losses = _completion("onnxgrad.losses.formulas:LOSSES", "onnxgrad.losses.objectives:ALIASES")
+metrics = _completion("onnxgrad.metrics.select:METRICS")
+optimizers = _completion(
+    "onnxgrad.optimizers.presets:OPTIMIZERS", "onnxgrad.optimizers.presets:WHOLE_TENSORS"
+)
+schedules = _completion("onnxgrad.cli.schedule_names:SCHEDULES")

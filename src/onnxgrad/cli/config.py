@@ -62,10 +62,10 @@ def _option(
     if section and field.section != section:
         home = f"in [{field.section}]" if field.section else "above all sections"
         raise ValueError(f"{where}: {key} stands {home}, or above all sections")
-    return name, _checked(f"{where}: {key}", field, value)
+    return name, _check_value(f"{where}: {key}", field, value)
 
 
-def _checked(what: str, field: Described, value: Any) -> Any:
+def _check_value(what: str, field: Described, value: Any) -> Any:
     """Return a value in the type of its option.
 
     Raises:
@@ -73,7 +73,7 @@ def _checked(what: str, field: Described, value: Any) -> Any:
     """
     kind = field.kind
     if kind is list:
-        return _texts(what, value)
+        return _check_texts(what, value)
     numbers = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
     fits = fits or (kind is float and numbers)
@@ -88,7 +88,7 @@ def _checked(what: str, field: Described, value: Any) -> Any:
     return kind(value)
 
 
-def _texts(what: str, value: Any) -> list[str]:
+def _check_texts(what: str, value: Any) -> list[str]:
     """Return the values of an option that can be repeated; a table gives NAME=VALUE."""
     if isinstance(value, dict):
         shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in value.items()}

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from onnxgrad.cli.columns import listed
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare
+from onnxgrad.cli.targets import first_names
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.training.callbacks.base import Callback, Control
 
@@ -67,14 +67,14 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     job = prepare(options, proto, [probe])
     probe.validates = job.validation is not None
     job.fit(options, max(options.epochs, _STEPS))
-    measured = _measured(job, options, probe)
+    measured = _measurements(job, options, probe)
     if options.json:
         print_json(measured)
     else:
         _show(measured, results(output=options.output))
 
 
-def _measured(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
+def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
     """Return the documented keys of `--dry-run --json`."""
     state, rows = job.trainer.state, job.training.rows
     size = probe.batch_size
@@ -139,7 +139,7 @@ def _show(measured: dict[str, Any], console: Console) -> None:
         "memory": memory,
     }
     print_rows(rows, console)
-    say(f"trained: {listed(list(trained))}", console)
+    say(f"trained: {first_names(list(trained))}", console)
     for remark in measured["remarks"]:
         say(remark, console)
     say("nothing was written", console)

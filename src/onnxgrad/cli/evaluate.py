@@ -5,10 +5,9 @@ from __future__ import annotations
 from numbers import Real
 
 from onnxgrad.cli.arguments import loss_arguments
-from onnxgrad.cli.classes import class_labels
 from onnxgrad.cli.command_options import EvalOptions
 from onnxgrad.cli.console import note, print_json, print_rows, say
-from onnxgrad.cli.job import check_classes, classifies, mapped, named_classes
+from onnxgrad.cli.job import check_classes, classifies, known_classes, map_data
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.training.judges import select_metrics
@@ -22,10 +21,10 @@ def evaluate(options: EvalOptions) -> None:
     """
     proto = read_model(options.model, options.data)
     arguments = loss_arguments(options)
-    classes = named_classes(options) or class_labels(proto)
+    classes = known_classes(options, proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     scored = ModelWithLoss(model, **arguments, device=options.device)
-    task, objective = mapped(options, options.data, scored, classes)
+    task, objective = map_data(options, options.data, scored, classes)
     check_classes(options, objective)
     if not options.metrics and classifies(objective):
         scored.metrics_by_output = select_metrics(["accuracy"])

@@ -34,6 +34,8 @@ NAMES = {  # what is no argument
     "loss={tensor: loss}": "--loss TENSOR=LOSS",
     "metrics={output: [...]}": "--metrics OUTPUT=METRIC",
     "pass inputs={input: output}": "give its inputs the names of the outputs that they take",
+    "fit": "training",
+    "label": "target",
     "start anew without resume": "name another folder for a new training",
     "onnxgrad.LOSSES": "`onnxgrad train --help`",
 }
@@ -45,6 +47,8 @@ class Shell(Face):
     Args:
         options: the fields of the options of the command.
     """
+
+    first = 1
 
     def __init__(self, options: Collection[str]) -> None:
         self.options = options

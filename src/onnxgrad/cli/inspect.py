@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+import onnx_ir as ir
 import typer
 from onnx import ModelProto, TensorProto
 
@@ -13,6 +14,7 @@ from onnxgrad.cli.command import FAILED
 from onnxgrad.cli.command_options import CheckOptions, ShowOptions, TrainableOptions
 from onnxgrad.cli.console import print_json, say
 from onnxgrad.cli.model_files import read_model
+from onnxgrad.graph.shapes import dims
 
 
 def trainable(options: TrainableOptions) -> None:
@@ -119,12 +121,6 @@ def _value(value: Any) -> dict[str, Any]:
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return {"name": value.name, "type": kind}
-    tensor = value.type.tensor_type
-    shape = [
-        d.dim_param or (d.dim_value if d.HasField("dim_value") else None) for d in tensor.shape.dim
-    ]
-    return {
-        "name": value.name,
-        "type": TensorProto.DataType.Name(tensor.elem_type).lower(),
-        "shape": shape if tensor.HasField("shape") else None,
-    }
+    dtype = TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
+    shape = dims(ir.from_proto(value))
+    return {"name": value.name, "type": dtype, "shape": None if shape is None else [*shape]}

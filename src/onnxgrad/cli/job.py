@@ -9,19 +9,20 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
-from onnxgrad.cli.classes import CLASSES, class_labels
-from onnxgrad.cli.columns import Targets
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
-from onnxgrad.cli.sources import ImageSource, naming, open_data
+from onnxgrad.cli.sources import ImageSource, begin_errors, open_data
+from onnxgrad.cli.targets import Targets
 from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, split
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.images import ImageFolder
-from onnxgrad.data.tables import FileTable, Labels
+from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
-from onnxgrad.model.notes import write_note
+from onnxgrad.finetune.heads import CLASSES
+from onnxgrad.model.class_labels import Labels, stored_labels
+from onnxgrad.model.notes import read_note, write_note
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.holdout import balanced
+from onnxgrad.training.label_facts import balanced_weights
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.equal_constants import separate_merged
@@ -70,7 +71,7 @@ class Job:
             resume=resume,
         )
 
-    def trained(self) -> ModelProto:
+    def trained_model(self) -> ModelProto:
         """Return the model with the current weights."""
         if self.pruned:  # the trainer has a model without outputs that might be the loss
             self.trainer.proto = separate_merged(self.proto)
@@ -80,10 +81,10 @@ class Job:
         return model
 
 
-def fine_tuned(proto: ModelProto, options: TrainOptions) -> ModelProto:
+def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
     """Return the model with a new head and adapters, as far as the options ask for them."""
     if options.head is not None:
-        proto = _headed(proto, options, _units(options.head))
+        proto = _add_head(proto, options, _units(options.head))
     elif options.head_at or options.head_pool or options.head_mask:
         raise ValueError("--head-at, --head-pool and --head-mask need --head: how many units")
     if options.lora:
@@ -113,7 +114,7 @@ def _units(head: str) -> int | list[str]:
     return int(head)
 
 
-def _headed(proto: ModelProto, options: TrainOptions, units: int | list[str]) -> ModelProto:
+def _add_head(proto: ModelProto, options: TrainOptions, units: int | list[str]) -> ModelProto:
     """Return the model with a new layer instead of an old one, or on features."""
     pool, mask, seed = options.head_pool, options.head_mask, options.seed
     if pool is None:
@@ -140,6 +141,11 @@ def named_classes(options: LabelOptions) -> list[str] | None:
     return head.split(",") if head and "," in head else None
 
 
+def known_classes(options: LabelOptions, proto: ModelProto) -> Labels | None:
+    """Return the labels of the classes by number, of the options or else of the model."""
+    return named_classes(options) or read_note(proto, CLASSES) or stored_labels(proto)
+
+
 def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
     """Return the trainer and its data.
 
@@ -147,15 +153,15 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
         ValueError: options, a model or data that do not fit each other.
     """
     arguments = trainer_arguments(options)
-    proto = fine_tuned(proto, options)
+    proto = fine_tune(proto, options)
     separated = separate_merged(proto)
     matching_weights(separated, options.train, "weight")
     matching_weights(separated, options.freeze, "weight (--freeze)")
-    classes = named_classes(options) or class_labels(proto)
+    classes = known_classes(options, proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     keys = ("loss", "loss_options", "loss_weights", "device")
     scored = ModelWithLoss(model, **{key: arguments[key] for key in keys})
-    task, objective = mapped(options, options.data, scored, classes)
+    task, objective = map_data(options, options.data, scored, classes)
     check_classes(options, objective)
     training, validation = _parts(options, task, scored, classes)
     arguments["class_weight"] = _class_weight(arguments, training.data.y, objective, classes)
@@ -192,7 +198,7 @@ def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> 
     raise unknown("number to watch (--monitor)", monitor, names)
 
 
-def mapped(
+def map_data(
     options: Any, path: str, scored: ModelWithLoss, classes: Labels | None
 ) -> tuple[Task, Objective]:
     """Return the data at `path` for a model and its loss, and what describes both.
@@ -203,17 +209,17 @@ def mapped(
     source, labels = open_data(path, options), None
     if isinstance(source, FileTable):
         several = scored.loss if isinstance(scored.loss, dict) and len(scored.loss) > 1 else ()
-        with naming(source):
+        with begin_errors(source):
             targets = Targets.of(options, source.columns, scored.names, list(several))
             for name in targets.names:
                 source = source.encode(name, classes, scored.numeric_loss)
             labels = {
-                output: source.cells(each, "the target").stacked(nan=True)
+                output: source.cells(each, "the target").side_by_side(nan=True)
                 for output, each in targets.columns.items()
             }
-    objective = scored.described(labels.get(None, labels or None) if labels else None)
+    objective = scored.describe(labels.get(None, labels or None) if labels else None)
     objective.names = scored.names
-    with naming(source):
+    with begin_errors(source):
         if isinstance(source, FileTable):
             return map_table(source, objective, targets, options.sample_weight), objective
         if isinstance(source, ImageSource):
@@ -247,7 +253,7 @@ def _parts(
     if share is None and options.validation is not None:
         scored.names.columns.update(task.names.columns)
         scored.names.target = task.names.target or scored.names.target
-        other, _ = mapped(options, options.validation, scored, classes)
+        other, _ = map_data(options, options.validation, scored, classes)
         return task, other
     reader = task.data.X
     splits = task.in_memory or isinstance(reader, ImageFolder)
@@ -283,19 +289,15 @@ def _class_weight(
     if weight is None:
         return None
     if weight == "balanced":
-        weight = balanced(y)
+        weight = balanced_weights(y)
     else:
-        keys = list(map(str, classes)) if classes else []
-        numbers = range(_count(objective, keys))
+        keys = list(map(str, classes or ()))
+        counts = [i.classes for i in objective.labels.values() if isinstance(i.classes, int)]
+        numbers = range(next(iter(counts), max(2, len(keys))))
         weight = {_number(name, keys, numbers): w for name, w in weight.items()}
     if isinstance(arguments["loss"], dict):
         return dict.fromkeys(arguments["loss"], weight)
     return weight
-
-
-def _count(objective: Objective, keys: list[str]) -> int:
-    counts = [info.classes for info in objective.labels.values() if isinstance(info.classes, int)]
-    return counts[0] if counts else max(2, len(keys))
 
 
 def _number(name: str, keys: list[str], numbers: range) -> int:

@@ -50,14 +50,14 @@ class ModelWithLoss(Settings):
             names=read_names(proto),
         )
 
-    def described(self, y: Any) -> Objective:
+    def describe(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
         recipe = Recipe(self, Facts.of(self, Dataset(None, y)))
         return build_objective(self.proto, [], recipe.plan, weighted=False, training=False)
 
     def numeric_loss(self) -> str | None:
         """Return the name of the loss if its labels are numbers; None if they are classes."""
-        infos = self.described(None).labels.values()
+        infos = self.describe(None).labels.values()
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
         return self.loss if isinstance(self.loss, str) else "of the model"

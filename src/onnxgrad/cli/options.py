@@ -54,13 +54,13 @@ def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
         panel: the title of their panel in the help; in lower case its section in a TOML file.
     """
 
-    def decorated(cls: type[T]) -> type[T]:
+    def decorate(cls: type[T]) -> type[T]:
         for each in vars(cls).values():
             if isinstance(each, dataclasses.Field) and each.metadata["panel"] is None:
                 each.metadata = MappingProxyType({**each.metadata, "panel": panel})
         return dataclass(frozen=True, kw_only=True)(cls)
 
-    return decorated
+    return decorate
 
 
 @dataclass(frozen=True)

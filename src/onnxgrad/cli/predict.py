@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,19 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.cli.columns import Columns as InputColumns, assign, ignored, in_other_order
 from onnxgrad.cli.command_options import PredictOptions
 from onnxgrad.cli.console import note, print_json
 from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, inputs_of, read_model
 from onnxgrad.cli.prediction_files import Columns, check_ending, writer
-from onnxgrad.cli.sources import ArrowSource, ImageSource, naming, open_data
-from onnxgrad.cli.task import check_counts, field_of
+from onnxgrad.cli.sources import ArrowSource, ImageSource, begin_errors, open_data
+from onnxgrad.cli.targets import Columns as InputColumns, ignored_columns, in_other_order
+from onnxgrad.cli.task import check_counts
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Rows
 from onnxgrad.data.columns import read_names
+from onnxgrad.data.field import Field
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import escaping, printable, unknown
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
@@ -66,8 +66,7 @@ class Predictor:
 
     def __init__(self, proto: ModelProto, options: PredictOptions) -> None:
         self.proto, self.options = proto, options
-        values = [ir.from_proto(x) for x in inputs_without_default(proto)]
-        self.inputs: list[ir.Value] = values
+        self.fields = [Field.of(ir.from_proto(x)) for x in inputs_without_default(proto)]
         self.trained = read_names(proto)
         self.rows, self.names, self.notes = 0, list[str](), list[str]()
         outputs = [y.name for y in proto.graph.output]
@@ -79,7 +78,7 @@ class Predictor:
 
     def _fixed_rows(self) -> int | None:
         """Return the rows of a static batch; None if any number goes."""
-        first = [(dims(x) or (None,))[0] for x in self.inputs if dims(x) != ()]
+        first = [(field.shape or (None,))[0] for field in self.fields if field.shape != ()]
         counts = {d for d in first if isinstance(d, int) and d > 0}
         return counts.pop() if len(counts) == 1 and all(isinstance(d, int) for d in first) else None
 
@@ -91,14 +90,14 @@ class Predictor:
         providers = Device.of(self.options.device).check().providers
         session = loaded(self.proto, settings, providers=providers)
         for feed, count, extra in self._batches():
-            padded = {name: self._padded(array) for name, array in feed.items()}
+            padded = {name: self._pad(array) for name, array in feed.items()}
             results = session.run(self.outputs, padded)
             named = dict(zip(self.outputs, results, strict=True))
             columns = {**extra, **self._by_row(named, count)}
             self.rows, self.names = self.rows + count, list(columns)
             yield columns
 
-    def _padded(self, array: np.ndarray) -> np.ndarray:
+    def _pad(self, array: np.ndarray) -> np.ndarray:
         """Return the rows of a batch; the last one is repeated up to the rows of a static batch."""
         if self.fixed is None or len(array) == self.fixed:
             return array
@@ -114,7 +113,8 @@ class Predictor:
         size = self.fixed or count
         columns: Arrays = {}
         for name, value in results.items():
-            if isinstance(value, list) and len(value) == size and _are_maps(value):
+            rows = isinstance(value, list) and len(value) == size
+            if rows and all(isinstance(row, dict) for row in value):
                 for key in value[0]:
                     columns[f"{name}_{key}"] = np.array([row[key] for row in value[:count]])
             elif isinstance(value, np.ndarray) and value.ndim and len(value) == size:
@@ -144,28 +144,27 @@ class Predictor:
         else:
             yield from self._of_arrow(source, size)
 
-    def _assigned(self, ranks: dict[str, int]) -> InputColumns:
+    def _columns_of(self, names: Sequence[str], arrays: Sequence[str]) -> InputColumns:
         """Return the columns of each input; labels of the training are not read."""
         trained = {name for group in self.trained.columns.values() for name in group}
         gone = {*self.trained.target} - trained
-        rest = {name: rank for name, rank in ranks.items() if name not in gone}
-        columns = assign(rest, [], [str(x.name) for x in self.inputs], self.trained)
-        self.notes += ignored(ranks, columns)
-        self.notes += in_other_order(ranks, columns, self.trained)
+        rest = [name for name in names if name not in gone]
+        columns = self.trained.by_input(rest, [field.name for field in self.fields], arrays)
+        self.notes += ignored_columns(names, columns) + in_other_order(names, columns, self.trained)
         return columns
 
     def _arrays(self, columns: InputColumns, table: FileTable) -> Arrays:
         """Return the array of each input."""
         return {
-            name: field_of(x).of_cells(table.cells(columns[name], f"input {name!r}"))
-            for name, x in ((str(x.name), x) for x in self.inputs)
+            field.name: field.of_cells(table.cells(columns[field.name], f"input {field.name!r}"))
+            for field in self.fields
         }
 
     def _of_table(self, source: FileTable, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
         self.notes += [source.note] * bool(source.note)
-        with naming(source):
-            ranks = {name: array.ndim for name, array in source.values.items()}
-            arrays = self._arrays(self._assigned(ranks), source)
+        with begin_errors(source):
+            lists = [name for name in source if source[name].ndim > 1]
+            arrays = self._arrays(self._columns_of(source.columns, lists), source)
             check_counts(arrays)
         rows = len(next(iter(arrays.values())))
         for start in range(0, rows, size):
@@ -173,8 +172,8 @@ class Predictor:
             yield part, min(size, rows - start), {}
 
     def _of_images(self, source: ImageSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
-        name, shape = str(self.inputs[0].name), dims(self.inputs[0])
-        reader = source.reader(shape).for_inputs({str(x.name): dims(x) for x in self.inputs})
+        name, shape = self.fields[0].name, self.fields[0].shape
+        reader = source.reader(shape).for_inputs({f.name: f.shape for f in self.fields})
         start = 0
         for images, _ in reader.batches(size, None, 0):
             files = [str(f) for f in reader.files[start : start + len(images)]]
@@ -182,7 +181,7 @@ class Predictor:
             yield {name: images}, len(images), {"file": np.array(files)}
 
     def _of_arrow(self, source: ArrowSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
-        columns = self._assigned(source.ranks)
+        columns = self._columns_of([*source.types], source.lists)
         start = 0
         for (tables,) in source.reader(columns, [], None).batches(size, None, 0):
             values = {n: tables[name][n] for name, group in columns.items() for n in group}
@@ -190,7 +189,3 @@ class Predictor:
             count = len(next(iter(parts.values())))
             start += count
             yield parts, count, {}
-
-
-def _are_maps(value: list[Any]) -> bool:
-    return bool(value) and all(isinstance(row, dict) for row in value)

@@ -36,50 +36,42 @@ def writer(output: str) -> Iterator[Write]:
         if suffix == ".npz":
             parts: list[Columns] = []
             yield parts.append
+            joined = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
             with open(target, "wb") as file:  # savez adds an ending to a path
-                np.savez(file, **_joined(parts))  # type: ignore[arg-type]
+                np.savez(file, **joined)  # type: ignore[arg-type]
             return
-        tables = stack.enter_context(_Tables(target, suffix))
-        yield tables.write
+        opened: list[Any] = []
+
+        def write(columns: Columns) -> None:
+            table = _table_of(columns)
+            if not opened:  # the first one decides the columns
+                opened.append(stack.enter_context(_table_writer(target, suffix, table.schema)))
+            opened[0].write_table(table)
+
+        yield write
         if output == STDOUT:
             sys.stdout.buffer.flush()
 
 
-def _joined(parts: list[Columns]) -> Columns:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def _table_of(columns: Columns) -> Any:
+    """Return a table of pyarrow."""
+    import pyarrow as pa
+
+    return pa.table({name: pa.array(a) for name, a in _by_number(columns).items()})
 
 
-class _Tables:
-    """Writes tables to a CSV or Parquet file; the first one decides the columns."""
+def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
+    """Return what writes tables of pyarrow to a CSV or Parquet file."""
+    from pyarrow import csv, parquet
 
-    def __init__(self, target: Any, suffix: str) -> None:
-        self.target, self.suffix = target, suffix
-        self._writer: Any = None
-
-    def __enter__(self) -> _Tables:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def write(self, columns: Columns) -> None:
-        """Write the columns of some rows."""
-        import pyarrow as pa
-        from pyarrow import csv, parquet
-
-        table = pa.table({name: pa.array(a) for name, a in _flattened(columns).items()})
-        if self._writer is None:
-            if self.suffix in (".parquet", ".pq"):
-                self._writer = parquet.ParquetWriter(self.target, table.schema)
-            else:
-                delimiter = "\t" if self.suffix == ".tsv" else ","
-                options = csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
-                self._writer = csv.CSVWriter(self.target, table.schema, write_options=options)
-        self._writer.write_table(table)
+    if suffix in (".parquet", ".pq"):
+        return parquet.ParquetWriter(target, schema)
+    delimiter = "\t" if suffix == ".tsv" else ","
+    options = csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
+    return csv.CSVWriter(target, schema, write_options=options)
 
 
-def _flattened(columns: Columns) -> dict[str, Any]:
+def _by_number(columns: Columns) -> dict[str, Any]:
     """Return one column for each number of a row: name, or name_0, name_1 and so on."""
     flat: dict[str, Any] = {}
     for name, array in columns.items():

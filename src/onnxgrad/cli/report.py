@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -31,6 +32,7 @@ def epochs(trainer: Trainer) -> list[dict[str, Any]]:
     return entries if entries or not math.isfinite(so_far) else [{"loss": so_far}]
 
 
+@dataclass
 class Report:
     """The results of a training.
 
@@ -43,18 +45,17 @@ class Report:
         stopped: whether a signal ended it, so that nothing more is computed.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        options: TrainOptions,
-        seconds: float,
-        rows: int,
-        files: Sequence[Path],
-        stopped: bool = False,
-    ) -> None:
-        self.job, self.options, self.stopped = job, options, stopped
-        self.seconds, self.rows, self.files = seconds, rows, files
-        self.losses = [entry["loss"] for entry in epochs(job.trainer)]
+    job: Job
+    options: TrainOptions
+    seconds: float
+    rows: int
+    files: Sequence[Path]
+    stopped: bool = False
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the epochs."""
+        return [entry["loss"] for entry in epochs(self.job.trainer)]
 
     @cached_property
     def validation(self) -> dict[str, Any]:
@@ -129,11 +130,8 @@ class Report:
                 table.add_row(name, f"{losses[0]:.5g}", f"{losses[-1]:.5g}", best)
         for name, value in self.validation.items():
             if name != "loss":
-                shown = f"{value:.2%}" if "accuracy" in name else _shown(value)
+                shown = f"{value:.5g}" if isinstance(value, Real) else str(value)
+                shown = f"{value:.2%}" if "accuracy" in name else shown
                 title = printable(f"validation {name.replace('_', ' ')}")
                 table.add_row(Text(title), "", Text(shown), "")
         return table
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, Real) else str(value)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onnxgrad.cli.command_options import ReportOptions
 from onnxgrad.cli.console import print_json, say
@@ -42,9 +42,8 @@ def recorder(options: TrainOptions) -> Recorder:
 
     assert options.record is not None
     command = shlex.join(["onnxgrad", *sys.argv[1:]])
-    chosen = {
-        f.name.replace("_", "-"): str(v) for f in fields(options) if (v := _value(options, f))
-    }
+    values = {f.name.replace("_", "-"): getattr(options, f.name) for f in fields(options)}
+    chosen = {n: ", ".join(v) if isinstance(v, list) else str(v) for n, v in values.items() if v}
     made = Recorder(options.record, about={"command": command, "options": chosen})
     made.first_row = 1
     return made
@@ -57,12 +56,6 @@ def describe(job: Job) -> None:
             folders = getattr(job.training.data.X, "classes", None)
             callback.classes = job.classes or folders
             callback.row_numbers = job.validation.numbers if job.validation else None
-
-
-def _value(options: TrainOptions, field: Any) -> Any:
-    """Return the value of an option that is not empty; texts of a list are joined."""
-    value = getattr(options, field.name)
-    return ", ".join(value) if isinstance(value, list) else value
 
 
 def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:

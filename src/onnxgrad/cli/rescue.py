@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -18,6 +19,7 @@ from onnxgrad.model.files import check_writable, one_line
 from onnxgrad.model.write import save
 
 
+@dataclass
 class Keeper:
     """Writes a trained model to its path, or else to a folder that can be written.
 
@@ -27,10 +29,9 @@ class Keeper:
         complain: prints an error.
     """
 
-    def __init__(
-        self, model: ModelProto, stop: StopRequests, complain: Callable[[str], None]
-    ) -> None:
-        self.model, self.stop, self.complain = model, stop, complain
+    model: ModelProto
+    stop: StopRequests
+    complain: Callable[[str], None]
 
     def write(self, output: Path, overwrite: bool) -> Path | None:
         """Write the model; return its path, None if it could not be written anywhere."""
@@ -80,7 +81,7 @@ class Keeper:
         leave = "leave it there" if backup else "give it up"
         while True:
             try:
-                with self.stop.released():
+                with self.stop.let_through():
                     answer = typer.prompt(
                         f"Another path to write it to (Enter: {leave})",
                         default="",

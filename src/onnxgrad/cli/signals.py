@@ -61,7 +61,7 @@ class StopRequests:
             raise self.request
 
     @contextmanager
-    def released(self) -> Iterator[None]:
+    def let_through(self) -> Iterator[None]:
         """Raise on a signal again, during a prompt."""
         self._held = False
         try:

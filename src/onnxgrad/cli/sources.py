@@ -26,7 +26,7 @@ _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 
 
 @contextmanager
-def naming(source: Source) -> Iterator[None]:
+def begin_errors(source: Source) -> Iterator[None]:
     """Begin the errors of the block with the name of the data."""
     try:
         yield
@@ -44,9 +44,9 @@ class ArrowSource:
     types: dict[str, str]
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """How many axes the array of each column has, as far as these decide who takes it."""
-        return {n: 1 + ("list" in kind or "tensor" in kind) for n, kind in self.types.items()}
+    def lists(self) -> list[str]:
+        """The columns that hold an array for each row."""
+        return [name for name, kind in self.types.items() if "list" in kind or "tensor" in kind]
 
     def check_numbers(self, names: Collection[str]) -> None:
         """Raise `DataError` if one of these columns is text."""

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.cli.columns import Columns, Targets, assign, ignored, in_other_order, listed
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.sources import ArrowSource, ImageSource
+from onnxgrad.cli.targets import Columns, Targets, first_names, ignored_columns, in_other_order
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.cells import Cells
-from onnxgrad.data.columns import Names
-from onnxgrad.data.fields import Field
+from onnxgrad.data.columns import Names, Part
 from onnxgrad.data.images import ImageFolder
-from onnxgrad.data.tables import FileTable, Labels
+from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
+from onnxgrad.model.class_labels import Labels
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
@@ -68,8 +67,8 @@ class Task:
         self.notes += in_other_order(names, columns, trained)
         for name, group in columns.items():
             if name not in trained.columns and len(group) > 1:
-                self.remarks.append(f"columns of input {name}, in this order: {listed(group)}")
-        self.remarks += ignored(names, columns, others)
+                self.remarks.append(f"columns of input {name}, in this order: {first_names(group)}")
+        self.remarks += ignored_columns(names, columns, others)
 
 
 def map_table(table: FileTable, objective: Objective, targets: Targets, weight: str | None) -> Task:
@@ -88,37 +87,21 @@ def map_table(table: FileTable, objective: Objective, targets: Targets, weight: 
     inputs = [str(x.name) for x in objective.data if x.name not in labels]
     if weight is not None and weight not in table:
         raise unknown("column (--sample-weight)", weight, table.columns)
-    ranks = {n: a.ndim for n, a in table.values.items() if n != weight}
-    columns = assign(ranks, targets.names, inputs, objective.names)
-    cells = {name: table.cells(columns[name], f"input {name!r}") for name in inputs}
-    for name, group in labels.items():
-        cells[name] = table.cells(group, f"target {', '.join(map(repr, group))}")
-    arrays = _arrays(Fields(objective), cells)
+    rest = [name for name in table if name not in (*targets.names, weight)]
+    lists = [name for name in rest if table[name].ndim > 1]
+    columns = objective.names.by_input(rest, inputs, lists)
+    parts = {name: Part(table, group) for name, group in (columns | labels).items()}
+    arrays = Fields(objective).arrays(parts)
     weights = None
     if weight is not None:
-        weights = table.cells([weight], "the weights").stacked()
-    names = stored_names(columns, ranks, targets)
+        weights = table.cells([weight], "the weights").side_by_side()
     y = {name: arrays.pop(name) for name in labels if objective.labels}
     label: Any = next(iter(y.values())) if len(y) == 1 else y or None
-    rows = len(next(iter(arrays.values())))
+    rows, names = len(next(iter(arrays.values()))), _stored_names(columns, lists, targets)
     task = Task(Dataset(arrays, label, weights), rows, names)
     task.notes += [table.note] * bool(table.note)
     task.tell(table.columns, columns, objective.names, *targets.names, weight)
     return task
-
-
-def _arrays(fields: Fields, cells: dict[str, Cells]) -> dict[str, np.ndarray]:
-    """Return the checked arrays of the inputs.
-
-    Raises:
-        ValueError: cells that an input does not take, or arrays that do not fit each other.
-    """
-    arrays = {name: fields.fields[name].of_cells(each) for name, each in cells.items()}
-    check_counts(arrays)
-    fields.check_axes(arrays)
-    for name, each in cells.items():
-        fields.fields[name].check_indices(arrays, cells=each)
-    return arrays
 
 
 def check_counts(arrays: dict[str, np.ndarray]) -> None:
@@ -128,9 +111,9 @@ def check_counts(arrays: dict[str, np.ndarray]) -> None:
         raise DataError(f"the arrays differ in their number of rows: {counts}")
 
 
-def stored_names(columns: Columns, ranks: dict[str, int], targets: Targets) -> Names:
+def _stored_names(columns: Columns, lists: Collection[str], targets: Targets) -> Names:
     """Return the names that a trained model stores: of inputs that take columns of numbers."""
-    named = {n: list(g) for n, g in columns.items() if any(ranks[name] == 1 for name in g)}
+    named = {n: list(group) for n, group in columns.items() if not {*group} <= {*lists}}
     return Names(named, targets.names if named else [])
 
 
@@ -141,12 +124,12 @@ def map_images(source: ImageSource, objective: Objective, classes: Labels | None
         ValueError: a model with several labels, or other classes than the folders.
     """
     reader = source.reader(dims(_features(source.name, objective)[0]))
-    names, own = listed(reader.classes), reader.classes
+    names, own = first_names(reader.classes), reader.classes
     if classes is not None:
         order = list(map(str, classes))
         if sorted(order) != sorted(own):
             raise DataError(
-                f"the folders are {names}, and the classes {listed(order)}: rename the folders"
+                f"the folders are {names}, and the classes {first_names(order)}: rename the folders"
             )
         reader.labels = np.array([order.index(name) for name in own])[reader.labels]
         reader.classes = order
@@ -161,16 +144,16 @@ def map_arrow(source: ArrowSource, objective: Objective, options: LabelOptions) 
         ValueError: columns that the model does not take, or more than one label.
     """
     inputs = [str(x.name) for x in _features(source.name, objective)]
-    ranks, weight = source.ranks, options.sample_weight
-    targets = Targets.of(options, ranks, objective.names)
+    weight, names = options.sample_weight, objective.names
+    targets = Targets.of(options, source.types, names)
     targets.by_label(objective)
-    rest = {name: rank for name, rank in ranks.items() if name != weight}
-    columns = assign(rest, targets.names, inputs, objective.names)
+    rest = [name for name in source.types if name not in (*targets.names, weight)]
+    columns = names.by_input(rest, inputs, source.lists)
     source.check_numbers([*(n for group in columns.values() for n in group), *targets.names])
     reader = source.reader(columns, targets.names, weight)
-    names = stored_names(columns, ranks, targets)
-    task = Task(Dataset(reader), reader.rows, names, in_memory=False)
-    task.tell(ranks, columns, objective.names, *targets.names, weight)
+    stored = _stored_names(columns, source.lists, targets)
+    task = Task(Dataset(reader), reader.rows, stored, in_memory=False)
+    task.tell(source.types, columns, names, *targets.names, weight)
     return task
 
 
@@ -189,8 +172,3 @@ def split(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"--validation {share:g} of {rows} rows leaves a part empty: use 0")
     order = np.random.default_rng(seed).permutation(rows)
     return np.sort(order[count:]), np.sort(order[:count])
-
-
-def field_of(value: ir.Value) -> Field:
-    """Return what an input of a model takes."""
-    return Field(str(value.name), (value.dtype or ir.DataType.FLOAT).numpy(), dims(value))

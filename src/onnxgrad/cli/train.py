@@ -81,7 +81,7 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
         if outcome.code:
             raise typer.Exit(outcome.code)
         return
-    trained = job.trained()
+    trained = job.trained_model()
     files = _write(job.trainer, trained, options, stop)
     stopped = stop.request is not None
     report = Report(job, options, outcome.seconds, watch.rows, files, stopped)
@@ -159,7 +159,7 @@ def _fit(job: Job, options: TrainOptions, watch: Watch, stop: StopRequests) -> O
     """Train; an error or a signal after the first steps does not lose them."""
     began = time.perf_counter()
 
-    def ended(reason: object = "", kept: str = "", code: int = 0) -> Outcome:
+    def outcome(reason: object = "", kept: str = "", code: int = 0) -> Outcome:
         return Outcome(time.perf_counter() - began, str(reason), kept, code)
 
     try:
@@ -167,16 +167,16 @@ def _fit(job: Job, options: TrainOptions, watch: Watch, stop: StopRequests) -> O
     except Stopped as e:
         if not watch.rows:
             raise
-        return ended(e, "what was trained so far", e.code)
+        return outcome(e, "what was trained so far", e.code)
     except ConvergenceError as e:
-        return ended(e, "the state before that", FAILED)
+        return outcome(e, "the state before that", FAILED)
     except Exception as e:
         if not watch.rows:
             raise
-        return ended(e, "what was trained so far", FAILED)
+        return outcome(e, "what was trained so far", FAILED)
     finally:
         stop.hold()
-    return ended()
+    return outcome()
 
 
 # -- after training ---------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from onnxgrad.cli.model_files import (
     read_model,
     write_model,
 )
+from onnxgrad.cli.targets import first_names
 from onnxgrad.errors import printable
-
-_LISTED = 12  # inputs and outputs in the table
 
 
 def grad(options: GradOptions) -> None:
@@ -70,7 +69,7 @@ def _family(options: GradOptions, path: str) -> None:
         return
     table = Table("file", "nodes", "inputs", "outputs")
     for file, signature in signatures.items():
-        lists = (_listed(signature[kind]) for kind in ("inputs", "outputs"))
+        lists = (_text(signature[kind]) for kind in ("inputs", "outputs"))
         table.add_row(Text(printable(file)), str(signature["nodes"]), *lists)
     results(output=path).print(table)
 
@@ -99,10 +98,10 @@ def _merge_folder(options: MergeOptions, folder: str) -> None:
     inputs = [Path(folder, name) for name in files.values()]
     inputs += [Path(options.checkpoint)] if options.checkpoint else []
 
-    def merged(proto: ModelProto) -> ModelProto:
+    def merge_files(proto: ModelProto) -> ModelProto:
         return merge_artifacts(folder, options.checkpoint, options.prefix)
 
-    _write(options, model, merged, inputs)
+    _write(options, model, merge_files, inputs)
 
 
 def _write(
@@ -138,7 +137,7 @@ def _report(options: Any, before: ModelProto, after: ModelProto, output: str) ->
         "nodes": f"{len(before.graph.node)} -> {names.pop('nodes')}",
         "operators": ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8)),
     }
-    print_rows(rows | {kind: _listed(listed) for kind, listed in names.items()}, console)
+    print_rows(rows | {kind: _text(each) for kind, each in names.items()}, console)
     if output != STDOUT:
         say(f"wrote {output}", console)
 
@@ -151,6 +150,5 @@ def _signature(proto: ModelProto) -> dict[str, Any]:
     }
 
 
-def _listed(names: list[str]) -> Text:
-    more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return Text(", ".join(map(printable, names[:_LISTED])) + more)
+def _text(names: list[str]) -> Text:
+    return Text(printable(first_names(names)))

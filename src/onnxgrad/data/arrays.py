@@ -39,7 +39,7 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
             "batches, pass them without y"
         ) from None
     if array.dtype == object and array.ndim:  # a table with columns of several dtypes, for one
-        array = _unboxed(name, array)
+        array = _unbox(name, array)
     if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array
         kind = type(values).__name__ if array.dtype == object else array.dtype
         text = ": pass the index of each class or category" * (array.dtype.kind in "SU")
@@ -47,10 +47,10 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
     return array
 
 
-def _unboxed(name: str, array: np.ndarray) -> np.ndarray:
+def _unbox(name: str, array: np.ndarray) -> np.ndarray:
     """Return an array of Python objects in the dtype that numpy has for them."""
     try:
-        numbers = np.array(_listed(array))
+        numbers = np.array(_as_lists(array))
     except ValueError:  # lists that differ in length
         numbers = array
     if numbers.dtype.kind not in "biuf":
@@ -62,10 +62,10 @@ def _unboxed(name: str, array: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _listed(value: Any) -> Any:
+def _as_lists(value: Any) -> Any:
     """Return arrays in arrays, as tables have lists of lists, as lists; decimals as floats."""
     if isinstance(value, np.ndarray):
-        return [_listed(v) for v in value] if value.dtype == object else value.tolist()
+        return [_as_lists(v) for v in value] if value.dtype == object else value.tolist()
     return float(value) if isinstance(value, Decimal) else value
 
 
@@ -89,11 +89,11 @@ def column_array(name: str, column: Any) -> np.ndarray:
     while True:
         kind = column.type
         if isinstance(kind, pa.FixedShapeTensorType):
-            column, _ = _flattened(name, column.storage)
+            column, _ = _flatten(name, column.storage)
             order += [len(shape) + i for i in kind.permutation or range(len(kind.shape))]
             shape += kind.shape
         elif hasattr(kind, "value_field"):  # of every kind of lists
-            column, length = _flattened(name, column)
+            column, length = _flatten(name, column)
             order.append(len(shape))
             shape.append(length)
         elif isinstance(kind, pa.BaseExtensionType):
@@ -111,7 +111,7 @@ def column_array(name: str, column: Any) -> np.ndarray:
     return column.to_numpy(zero_copy_only=False).reshape(shape).transpose(order)
 
 
-def _flattened(name: str, column: Any) -> tuple[Any, int]:
+def _flatten(name: str, column: Any) -> tuple[Any, int]:
     """Return the elements of lists, and the length of each."""
     import pyarrow.compute as pc
 
@@ -119,11 +119,11 @@ def _flattened(name: str, column: Any) -> tuple[Any, int]:
         raise DataError(f"column {name!r} has missing lists (null): fill them, or drop their rows")
     sizes = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(sizes) > 1:
-        raise DataError(ragged(name))
+        raise DataError(ragged_message(name))
     return pc.list_flatten(column), sizes[0] if sizes else 0
 
 
-def ragged(name: str) -> str:
+def ragged_message(name: str) -> str:
     """Return the message for lists that differ in length."""
     return f"the lists of column {name!r} differ in length: pad or truncate them"
 
@@ -149,10 +149,11 @@ def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:
         if not axes:
             return ""
         reason = f"axis {axes[0]} differs" if len(axes) == 1 else f"axes {axes} differ"
-    return f"must have shape {_shown(declared)}, not {_shown(shape)}: {reason}"
+    return f"must have shape {shape_text(declared)}, not {shape_text(shape)}: {reason}"
 
 
-def _shown(shape: Sequence[Dim]) -> str:
+def shape_text(shape: Sequence[Dim]) -> str:
+    """Return a shape as text, "?" for an unknown length."""
     lengths = ["?" if d is None else printable(d) for d in shape]
     return f"({lengths[0]},)" if len(lengths) == 1 else f"({', '.join(lengths)})"
 
@@ -187,7 +188,7 @@ def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -
     if free > 1 or (count % least if free else count != least):
         multiple = "a multiple of " * bool(free)
         raise DataError(
-            f"{what} takes {multiple}{least} values a row (shape {_shown(declared)}); "
-            f"the data has {count} (shape {_shown(array.shape)})"
+            f"{what} takes {multiple}{least} values a row (shape {shape_text(declared)}); "
+            f"the data has {count} (shape {shape_text(array.shape)})"
         )
     return array.reshape(len(array), *fixed)

@@ -13,7 +13,7 @@ import numpy as np
 from onnxgrad.data.arrays import column_array
 from onnxgrad.data.arrow_blocks import Block, ColumnArrays
 from onnxgrad.data.arrow_files import pieces, read
-from onnxgrad.data.prefetch import prefetched
+from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.data.readers import Reader, describe_files
 from onnxgrad.errors import unknown
 
@@ -76,7 +76,7 @@ def arrow_dataset(
     weights = [sample_weight] if isinstance(sample_weight, str) else list(sample_weight or ())
     if shuffle_rows is not None and shuffle_rows < 1:
         raise ValueError(f"shuffle_rows={shuffle_rows} must be at least 1")
-    opened = _opened(source)
+    opened = _open_dataset(source)
     return ArrowReader(opened, targets, weights, columns, shuffle_rows, opened is source)
 
 
@@ -92,7 +92,7 @@ def _files(names: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _opened(source: Any) -> Any:
+def _open_dataset(source: Any) -> Any:
     """Return `source` as a dataset of pyarrow."""
     import pyarrow as pa
     from pyarrow import dataset
@@ -145,13 +145,13 @@ class ArrowReader(Reader):
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
             raise ValueError("the dataset has no rows")
-        self._row_bytes = max(1, self._measured() // min(self.rows, _SAMPLED))
+        self._row_bytes = max(1, self._sampled_bytes() // min(self.rows, _SAMPLED))
         default = min(_BUFFER_ROWS, _BUFFER_BYTES // self._row_bytes)
         self._shuffle_rows = shuffle_rows or max(1, default)
 
-    def _measured(self) -> int:
+    def _sampled_bytes(self) -> int:
         """Return the bytes of the first rows."""
-        with closing(self._decoded(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
+        with closing(self._decode(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
             return sum(array.nbytes for array in next(parts).values())
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
@@ -164,7 +164,7 @@ class ArrowReader(Reader):
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
         first, start = divmod(skip * size, together)
-        with closing(prefetched(self._blocks(order, first * together, together), 1)) as blocks:
+        with closing(read_ahead(self._blocks(order, first * together, together), 1)) as blocks:
             for number, block in enumerate(blocks, first):
                 inside = None
                 if seed is not None:
@@ -184,7 +184,7 @@ class ArrowReader(Reader):
         left = self.rows - start
         block = Block(groups, min(size, left))
         step = min(size, max(1, _READ_BYTES // self._row_bytes))
-        with closing(self._decoded(order, start, step)) as parts:
+        with closing(self._decode(order, start, step)) as parts:
             for part in parts:
                 at, count = 0, len(next(iter(part.values())))
                 while at < count:
@@ -197,7 +197,7 @@ class ArrowReader(Reader):
                         block = Block(groups, min(size, left))
         yield block
 
-    def _decoded(
+    def _decode(
         self, order: np.ndarray, start: int, size: int
     ) -> Generator[dict[str, np.ndarray], None, None]:
         """Yield arrays of up to `size` rows, from row `start` of the pieces in this order."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.arrays import DataError, ragged
+from onnxgrad.data.arrays import DataError, ragged_message
 
 
 class ColumnArrays:
@@ -72,8 +72,8 @@ class Block:
                 self._tables[key] = table
             for name in names:
                 if part[name].shape[1:] != table.values[name].shape[1:]:
-                    raise DataError(ragged(name))
-                table.values[name] = _widened(table.values[name], part[name].dtype)
+                    raise DataError(ragged_message(name))
+                table.values[name] = _widen(table.values[name], part[name].dtype)
                 table.values[name][where] = part[name]
         self.rows += count
 
@@ -90,7 +90,7 @@ class Block:
         return {key: table.rows(which) for key, table in self._tables.items()}
 
 
-def _widened(array: np.ndarray, other: np.dtype) -> np.ndarray:
+def _widen(array: np.ndarray, other: np.dtype) -> np.ndarray:
     """Return `array` in a dtype that holds the other too: numbers with nulls are floats."""
     dtype = np.result_type(array.dtype, other)
     return array if dtype == array.dtype else array.astype(dtype)

@@ -36,7 +36,7 @@ class Waveforms:
         array = np.asarray(waveforms, np.float32)
         if array.ndim != 2:
             raise ValueError(f"waveforms have the shape (N, samples), not {array.shape}")
-        (result,) = _running(self).run(None, {"waveforms": array})
+        (result,) = _session_of(self).run(None, {"waveforms": array})
         return result
 
     def write(self, op: Any, x: Any) -> Any:
@@ -45,7 +45,7 @@ class Waveforms:
 
 
 @lru_cache(16)
-def _running(transform: Waveforms) -> ort.InferenceSession:
+def _session_of(transform: Waveforms) -> ort.InferenceSession:
     draft = Draft("audio")
     y = transform.write(draft.op, draft.input("waveforms", ["N", "samples"]))
     return session(draft.model({"result": y}), CPU, work=1e9)

@@ -36,7 +36,7 @@ class Rows:
         """Return the numbers of some of the rows."""
         return Rows(self.first, indices if self.kept is None else self.kept[indices])
 
-    def listed(self, mask: np.ndarray) -> str:
+    def list_rows(self, mask: np.ndarray) -> str:
         """Return the numbers of the rows where a mask holds, the first five."""
         rows = [self.number(i) for i in np.flatnonzero(flat(mask).any(axis=1)).tolist()]
         more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
@@ -54,7 +54,7 @@ class Cells(ColumnArrays):
         """Return the columns side by side as they are, (rows, values)."""
         return np.concatenate([flat(a) for a in self.values.values()], axis=1)
 
-    def stacked(self, nan: bool = False) -> np.ndarray:
+    def side_by_side(self, nan: bool = False) -> np.ndarray:
         """Return columns of numbers side by side; a single one as it is.
 
         Args:
@@ -74,7 +74,7 @@ class Cells(ColumnArrays):
     def refuse(self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = "") -> None:
         """Raise if any of the values is wrong: the rule, the first one and the rows."""
         if wrong.any():
-            rows = self.row_numbers.listed(wrong)
+            rows = self.row_numbers.list_rows(wrong)
             raise DataError(f"{rule} {values[wrong][0]} ({rows}){remedy}")
 
     def refuse_missing(self, masks: Mapping[str, np.ndarray]) -> None:
@@ -82,7 +82,9 @@ class Cells(ColumnArrays):
         bad = {name: mask for name, mask in masks.items() if mask.any()}
         if not bad:
             return
-        where = [f"column {name!r}, {self.row_numbers.listed(mask)}" for name, mask in bad.items()]
+        where = [
+            f"column {name!r}, {self.row_numbers.list_rows(mask)}" for name, mask in bad.items()
+        ]
         more = f" and {len(where) - 5} more columns" if len(where) > 5 else ""
         count = sum(int(mask.sum()) for mask in bad.values())
         cells, fill = ("cell that is", "it") if count == 1 else ("cells that are", "them")
@@ -173,7 +175,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def missing(table: Mapping[str, np.ndarray]) -> np.ndarray:
+def rows_with_gaps(table: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return which rows have a cell that is empty, NaN or infinite, (rows,)."""
     count = len(next(iter(table.values())))
     gone = np.zeros(count, bool)

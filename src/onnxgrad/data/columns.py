@@ -6,7 +6,7 @@ A table is any object with column names: a DataFrame of pandas or polars, a tabl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.arrays import DataError, column_array, is_arrow, to_numbers
+from onnxgrad.errors import argument, first_number, named, unknown
 
 COLUMNS = "onnxgrad.columns"  # metadata: {input: names of its columns}, as JSON
 
@@ -61,7 +62,7 @@ def _labels(X: Any) -> list[Any] | None:
     return None if labels is None or callable(labels) else list(labels)
 
 
-def stacked(name: str, table: Any) -> np.ndarray:
+def stack_columns(name: str, table: Any) -> np.ndarray:
     """Return the columns of `table` as one array, (rows, values).
 
     A column of lists gives as many values a row as the lists have elements.
@@ -102,32 +103,36 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def same_columns(
-    names: Sequence[str], fitted: Sequence[str], what: str, when: str = "fit", first: int = 0
+    names: Sequence[str], fitted: Sequence[str], what: str, by_name: bool = False
 ) -> None:
-    """Raise if the columns of a table are not those of training, in the same order.
+    """Raise if the columns of a table are not those of training.
 
     Args:
         names: the columns of the data.
         fitted: the columns in training.
         what: the subject of the message, such as the quoted name of the input.
-        when: the name of training in the message.
-        first: the number of the first column in the message.
+        by_name: whether they may be in another order.
     """
-    if list(names) == list(fitted):
-        return
+    fit = named("fit")
     missing = [n for n in fitted if n not in names]
     extra = [n for n in names if n not in fitted]
     if missing or extra:
         parts = [f"no column {_listed(missing)}"] * bool(missing)
-        parts += [f"column {_listed(extra)} that was not in {when}"] * bool(extra)
+        parts += [f"column {_listed(extra)} that was not in {fit}"] * bool(extra)
+        advice = "pass the same columns, in the same order"
+        if by_name:
+            advice = "correct the names in the data; their order does not matter"
+            advice = advice if missing else f"leave it out with {argument('ignore', extra[:6])}"
         raise DataError(
             f"{what} takes the columns {_listed(fitted)}; the data has {' and '.join(parts)}: "
-            "pass the same columns, in the same order"
+            f"{advice}"
         )
-    pairs = enumerate(zip_longest(names, fitted), first)
+    if by_name or list(names) == list(fitted):
+        return
+    pairs = enumerate(zip_longest(names, fitted), first_number())
     number, (new, old) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     raise DataError(
-        f"{what}: column {number} is {new!r}, and was {old!r} in {when}: reorder the columns "
+        f"{what}: column {number} is {new!r}, and was {old!r} in {fit}: reorder the columns "
         f"{_listed(names)} as {_listed(fitted)}"
     )
 
@@ -149,13 +154,44 @@ class Names:
 
     def check(self, name: str, names: Sequence[str]) -> None:
         """Raise if an input gets other columns than before; store the names if it is new."""
-        same_columns(names, self.columns.setdefault(name, list(names)), repr(name))
+        same_columns(names, self.columns.setdefault(name, list(names)), f"input {name!r}")
 
     def check_target(self, names: Sequence[str]) -> None:
         """Store the columns of the label; raise if they are the stored ones in another order."""
         if sorted(names) == sorted(self.target):
-            same_columns(names, self.target, "the label")
+            same_columns(names, self.target, f"the {named('label')}")
         self.target = list(names)
+
+    def by_input(
+        self, names: Iterable[str], inputs: Sequence[str], arrays: Collection[str] = ()
+    ) -> dict[str, list[str]]:
+        """Return the columns of a table that each input takes.
+
+        Each of several inputs takes the columns that it was trained on, or else the column of its
+        name. A single input takes all columns, by name if it was trained on some; or the column of
+        its name, if that holds an array for each row.
+
+        Args:
+            names: the columns, without those of labels.
+            inputs: the names of the inputs.
+            arrays: the columns that hold arrays.
+
+        Raises:
+            ValueError: an input without a column, or columns that it was not trained on.
+        """
+        rest, first = list(names), inputs[0]
+        if not rest:
+            raise DataError(f"every column is a {named('label')}: none is left for the inputs")
+        if len(inputs) == 1 and first not in arrays:
+            check_names(rest)
+            order = self.columns.get(first, rest)
+            same_columns(rest, order, f"input {first!r}", by_name=True)
+            return {first: list(order)}
+        columns = {name: self.columns.get(name, [name]) for name in inputs}
+        for name in (name for group in columns.values() for name in group):
+            if name not in rest:
+                raise unknown("column (every input of the model needs one)", name, rest)
+        return columns
 
     def copy(self) -> Names:
         """Return a copy that can be modified independently."""
@@ -183,10 +219,8 @@ def read_names(proto: ModelProto) -> Names:
     """
     entries = {e.key: e.value for e in proto.metadata_props}
     try:
-        columns, target = (
-            json.loads(entries.get(COLUMNS, "{}")),
-            json.loads(entries.get(TARGET, "[]")),
-        )
+        columns = json.loads(entries.get(COLUMNS, "{}"))
+        target = json.loads(entries.get(TARGET, "[]"))
         fits = isinstance(columns, dict) and all(map(_is_names, (*columns.values(), target)))
     except ValueError:
         fits = False

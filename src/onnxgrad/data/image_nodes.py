@@ -16,7 +16,7 @@ from onnxgrad.graph.shapes import dims
 _LEAST = "onnxgrad.least"  # key of `Value.meta`: lower bounds of height and width
 
 
-def resized(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
+def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
     """Write the image in another size: (height, width), or the length of the shorter side."""
     if not isinstance(size, int):
         return x if _static(x) == size else _to(op, x, list(size), size)
@@ -28,7 +28,7 @@ def resized(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
     return _to(op, x, sides, (size, size))
 
 
-def covering(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = False) -> ir.Value:
+def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = False) -> ir.Value:
     """Write the image resized so that it just covers `size`, unless it has this size.
 
     With `only_small`, only an image that is smaller on one side is resized.
@@ -46,17 +46,17 @@ def covering(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = Fal
     return _to(op, x, sides, size)
 
 
-def center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
+def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
     """Write the part in the middle of an image that is not smaller than `size`."""
     if _static(x) == size:
         return x
     with op:
         start = (_sides(op, x) - list(size)) / np.array([2, 2])
         y = op.Slice(x, start, start + list(size), [1, 2])
-    return _shaped(y, x, size)
+    return _with_shape(y, x, size)
 
 
-def scaled(op: Any, x: ir.Value) -> ir.Value:
+def write_scale(op: Any, x: ir.Value) -> ir.Value:
     """Write the values as float32 from 0 to 1."""
     return op.Div(op.Cast(x, to=ir.DataType.FLOAT), 255.0)
 
@@ -79,10 +79,10 @@ def _to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
     # weights outside of the image are zero, as in Pillow; by default, they go to its border
     y = op.Resize(x, None, None, sides, mode="linear", antialias=1, exclude_outside=1, axes=[1, 2])
     y.dtype = x.dtype
-    return _shaped(y, x, tuple(sides) if isinstance(sides, list) else (None, None), least)
+    return _with_shape(y, x, tuple(sides) if isinstance(sides, list) else (None, None), least)
 
 
-def _shaped(
+def _with_shape(
     y: ir.Value, x: ir.Value, sides: tuple[Any, ...], least: tuple[int, int] | None = None
 ) -> ir.Value:
     before = dims(x) or (None,) * 4

@@ -82,24 +82,24 @@ def check_order(transforms: Sequence[Transform]) -> None:
         raise ValueError("normalize must be the last transform: the others take images")
 
 
+@dataclass(eq=False)
 class ImageFolder(IndexedReader):
     """The images in sub-folders, one a class; what `image_folder` returns."""
 
-    def __init__(
-        self,
-        path: Path,
-        size: tuple[int, int],
-        transforms: tuple[Transform, ...],
-        layout: str | None,
-        channels: int | None,
-    ) -> None:
-        self.path, self.size, self.transforms = path, size, transforms
-        self.layout, self.channels = layout, channels
-        if not path.is_dir():
-            raise ValueError(f"{str(path)!r} is no folder")
-        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    path: Path
+    size: tuple[int, int]
+    transforms: tuple[Transform, ...]
+    layout: str | None
+    channels: int | None
+
+    def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            raise ValueError(f"{str(self.path)!r} is no folder")
+        folders = sorted(
+            p for p in self.path.iterdir() if p.is_dir() and not p.name.startswith(".")
+        )
         if not folders:
-            raise ValueError(f"{str(path)!r} has no folder: it takes one for each class")
+            raise ValueError(f"{str(self.path)!r} has no folder: it takes one for each class")
         self.classes = [folder.name for folder in folders]
         self.files: list[Path] = []
         labels: list[int] = []
@@ -145,7 +145,7 @@ class ImageFolder(IndexedReader):
         for transform in transforms:
             image = transform(image, rng)
         if image.size != self.size[::-1]:
-            image = CenterCrop(self.size)(_covering(image, self.size), None)
+            image = CenterCrop(self.size)(_cover(image, self.size), None)
         array = np.asarray(image, np.float32).reshape(*self.size, channels) / np.float32(255)
         if normalizes:
             array = self.transforms[-1](array, rng)
@@ -224,7 +224,7 @@ def _eight_bits(image: Any) -> Any:
     return image
 
 
-def _covering(image: Any, size: tuple[int, int]) -> Any:
+def _cover(image: Any, size: tuple[int, int]) -> Any:
     """Return `image` resized so that it just covers (height, width)."""
     width, height = image.size
     scale = max(size[0] / height, size[1] / width)
@@ -232,14 +232,14 @@ def _covering(image: Any, size: tuple[int, int]) -> Any:
     return image.resize((wide, high), _pillow().Resampling.BILINEAR)
 
 
-def _cropped(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
+def _crop(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
     return image.crop((left, top, left + size[1], top + size[0]))
 
 
 def _room(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
     """Return the image, enlarged if it is too small for the crop, and the rows and columns left."""
     if image.size[0] < size[1] or image.size[1] < size[0]:
-        image = _covering(image, size)
+        image = _cover(image, size)
     return image, image.size[1] - size[0], image.size[0] - size[1]
 
 
@@ -260,7 +260,7 @@ class Resize:
 
     def write(self, op: Any, x: Any) -> Any:
         """Write the resized images."""
-        return image_nodes.resized(op, x, self.size)
+        return image_nodes.write_resize(op, x, self.size)
 
 
 @dataclass(frozen=True)
@@ -272,12 +272,12 @@ class CenterCrop:
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
         """Return the part in the middle."""
         image, rows, columns = _room(image, self.size)
-        return _cropped(image, self.size, rows // 2, columns // 2)
+        return _crop(image, self.size, rows // 2, columns // 2)
 
     def write(self, op: Any, x: Any) -> Any:
         """Write the part in the middle."""
-        x = image_nodes.covering(op, x, self.size, only_small=True)
-        return image_nodes.center(op, x, self.size)
+        x = image_nodes.write_cover(op, x, self.size, only_small=True)
+        return image_nodes.write_center(op, x, self.size)
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class RandomCrop:
             return CenterCrop(self.size)(image, None)
         image, rows, columns = _room(image, self.size)
         top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
-        return _cropped(image, self.size, top, left)
+        return _crop(image, self.size, top, left)
 
     def write(self, op: Any, x: Any) -> Any:
         """Write the part in the middle, as in evaluations."""

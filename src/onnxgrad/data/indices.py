@@ -235,37 +235,25 @@ def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | Non
             shape = node.op_type in ("Shape", "Size")
             waiting += [u for u in node.inputs if u is not None and not (shape and u in on_path)]
     rows = (dims(x) or (None,))[0]
-    proto = _extract(graph, x, index, path, nodes, values)
+    inputs = [v for v in values if v.const_value is None]
+    proto = _extract(graph, x, index, path, sorted(inputs, key=lambda v: str(v.name)))
     return Selection(proto, str(x.name), rows if isinstance(rows, int) and rows > 0 else None)
 
 
 def _extract(
-    graph: ir.Graph,
-    x: ir.Value,
-    index: ir.Value,
-    path: list[ir.Node],
-    nodes: set[ir.Node],
-    values: set[ir.Value],
+    graph: ir.Graph, x: ir.Value, index: ir.Value, path: list[ir.Node], inputs: list[ir.Value]
 ) -> ModelProto:
-    """Return the model of `nodes`, with the positions of the elements of `x` as its input `x`."""
-    model = ModelProto(ir_version=8)
-    for domain, version in graph.opset_imports.items():
-        model.opset_import.add(domain=domain, version=version)
-    part = model.graph
-    part.name = "positions"
-    for v in sorted(values, key=lambda v: str(v.name)):
-        if constant(v) is not None and v.const_value is not None:
-            part.initializer.add().CopyFrom(ir.to_proto(v.const_value))
-            part.initializer[-1].name = str(v.name)
-        else:
-            assert v.dtype is not None
-            kind = ir.DataType.INT64 if v is x else v.dtype
-            part.input.add(name=str(v.name)).type.tensor_type.elem_type = kind.value
-    for node in graph:
-        if node in nodes:
-            part.node.add().CopyFrom(ir.to_proto(node))
-            if node in path and node.op_type == "Cast":
-                part.node[-1].op_type = "Identity"
-                part.node[-1].ClearField("attribute")
-    part.output.add(name=str(index.name)).type.tensor_type.elem_type = ir.DataType.INT64.value
-    return model
+    """Return the model from `inputs` to `index`, with positions of the elements of `x` as `x`."""
+    part = ir.convenience.extract(graph, inputs, [index])
+    moved = {y.name for node in path for y in node.outputs}
+    for node in part:
+        for y in node.outputs:  # inferred for the elements
+            y.type = y.shape = None
+        if node.op_type == "Cast" and node.outputs[0].name in moved:
+            node.op_type = "Identity"
+            node.attributes.clear()
+    for v in (*part.inputs, *part.outputs):
+        v.shape = None
+        if v.name in (x.name, index.name):
+            v.dtype = ir.DataType.INT64
+    return ir.to_proto(ir.Model(part, ir_version=8))

@@ -12,7 +12,7 @@ _JOIN_SECONDS = 10.0  # for the item that the thread is reading when the consume
 _POLL_SECONDS = 0.5  # Ctrl-C does not interrupt a wait without timeout on Windows
 
 
-def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
+def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
     """Yield `items`, which a thread reads up to `depth` items ahead.
 
     An exception of `items` is raised here, with its traceback. The thread ends with the items, or

@@ -85,7 +85,7 @@ class DiskArrays(IndexedReader):
 
     def __init__(self, X: Any, y: Any = None, sample_weight: Any = None) -> None:
         parts = [X] if y is None and sample_weight is None else [X, y, sample_weight]
-        self.parts = [_mapped(part, lambda a: a) for part in parts]
+        self.parts = [_map_arrays(part, lambda a: a) for part in parts]
         arrays = list(_leaves(self.parts))
         counts = {len(array) for array in arrays}
         if len(counts) > 1:
@@ -96,11 +96,11 @@ class DiskArrays(IndexedReader):
         """Return the rows of every array."""
         order = np.argsort(indices)  # from the beginning of the file to its end
         back = np.argsort(order)
-        return tuple(_mapped(part, lambda a: a[indices[order]][back]) for part in self.parts)
+        return tuple(_map_arrays(part, lambda a: a[indices[order]][back]) for part in self.parts)
 
     def describe(self) -> dict[str, Any]:
         """Return shapes, dtypes and a digest of some rows."""
-        return described("arrays", {str(i): a for i, a in enumerate(_leaves(self.parts))})
+        return describe_arrays("arrays", {str(i): a for i, a in enumerate(_leaves(self.parts))})
 
 
 def _leaves(parts: Sequence[Any]) -> Iterator[np.ndarray]:
@@ -113,7 +113,7 @@ def to_array(value: Any) -> np.ndarray:
     return value if isinstance(value, np.ndarray) else to_numpy(value)
 
 
-def _mapped(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
     if part is None:
         return None
     if isinstance(part, Mapping):
@@ -154,14 +154,18 @@ class Batches(Reader):
 
     def describe(self) -> dict[str, Any]:
         """Return the type, the number of batches, and for a list a digest of some."""
-        kind = type(self.source)
-        entries = {"kind": f"{kind.__module__}.{kind.__qualname__}", "batches": self.count}
+        entries = {"kind": full_name(self.source), "batches": self.count}
         if isinstance(self.source, (list, tuple)) and self.source:
             chosen = np.unique(np.linspace(0, len(self.source) - 1, _SAMPLED).astype(int))
-            arrays = dict(enumerate(_numeric([self.source[i] for i in chosen])))
-            digest = described("batches", {str(i): array for i, array in arrays.items()})["digest"]
-            entries["digest"] = digest
+            arrays = enumerate(_numeric([self.source[i] for i in chosen]))
+            described = describe_arrays("batches", {str(i): array for i, array in arrays})
+            entries["digest"] = described["digest"]
         return entries
+
+
+def full_name(value: Any) -> str:
+    """Return the name of the type of a value, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _numeric(batches: Sequence[Any]) -> Iterator[np.ndarray]:
@@ -172,7 +176,7 @@ def _numeric(batches: Sequence[Any]) -> Iterator[np.ndarray]:
                 yield array
 
 
-def described(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def describe_arrays(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return the entries that describe arrays: shapes, dtypes, and a digest of about 1 MB."""
     digest = hashlib.blake2b(digest_size=16)
     total = sum(array.nbytes for array in arrays.values())

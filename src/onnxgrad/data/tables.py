@@ -21,14 +21,14 @@ from onnxgrad.data.cells import (
     first_text,
     is_empty,
     is_text,
-    missing,
     remedy,
+    rows_with_gaps,
     short,
 )
 from onnxgrad.errors import argument, unknown
 from onnxgrad.limits import check_limit
+from onnxgrad.model.class_labels import Labels
 
-Labels = list[str] | list[int]
 Table = dict[str, np.ndarray]
 _RATIO = 10  # expanded size divided by file size, above which the limit is checked
 
@@ -63,7 +63,7 @@ def read_table(
     for column in ignore:
         if column not in values:
             raise unknown(f"column ({argument('ignore')})", column, values)
-    table = FileTable({n: a for n, a in values.items() if n not in ignore}, name)
+    table = FileTable({n: a for n, a in values.items() if n not in ignore}, name, Rows())
     return table.without_missing() if drop_missing and table.columns else table
 
 
@@ -81,9 +81,15 @@ class FileTable(ColumnArrays):
         (['a', 'y'], [2, 6], 'left out 1 of 3 rows with missing values: 2')
     """
 
-    def __init__(self, values: Mapping[str, np.ndarray], name: str, numbers: Rows = Rows()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        values: Mapping[str, np.ndarray],
+        name: str,
+        numbers: Rows,
+        note: str = "",
+    ) -> None:
         super().__init__(values)
-        self.name, self.row_numbers, self.note = name, numbers, ""
+        self.name, self.row_numbers, self.note = name, numbers, note
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)
@@ -91,9 +97,8 @@ class FileTable(ColumnArrays):
     def rows(self, which: slice | np.ndarray) -> FileTable:
         """Return these rows, by a slice or their indices."""
         numbers = self.row_numbers.take(np.arange(len(self[self.columns[0]]))[which])
-        taken = FileTable({n: a[which] for n, a in self.values.items()}, self.name, numbers)
-        taken.note = self.note
-        return taken
+        values = {name: array[which] for name, array in self.values.items()}
+        return FileTable(values, self.name, numbers, self.note)
 
     def cells(self, names: Iterable[str], title: str) -> Cells:
         """Return some of the columns for an input, which messages call by this title."""
@@ -105,7 +110,7 @@ class FileTable(ColumnArrays):
         Raises:
             DataError: none is left.
         """
-        gone = missing(self.values)
+        gone = rows_with_gaps(self.values)
         if not gone.any():
             return self
         if gone.all():
@@ -151,9 +156,7 @@ class FileTable(ColumnArrays):
         numbers = np.array([index.get(_key(v), -1) for v in values]).reshape(array.shape)
         listed = ", ".join(map(str, classes[:12])) + (", ..." if len(classes) > 12 else "")
         cells.refuse(numbers < 0, array, f"{cells.title}: the classes are {listed}, not")
-        encoded = FileTable(self.values | {column: numbers}, self.name, self.row_numbers)
-        encoded.note = self.note
-        return encoded
+        return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
 
     def _text_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
         first = first_text(values)

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.readers import IndexedReader, Reader
+from onnxgrad.data.readers import IndexedReader, Reader, full_name
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.values import to_numpy
 
@@ -51,16 +51,16 @@ def draws_its_order(X: Any) -> bool:
     return "Random" in type(getattr(X, "sampler", None)).__name__
 
 
-def _copied(sample: Any) -> Any:
+def _copy(sample: Any) -> Any:
     """Return a sample with arrays of its own: the next one may be written to the same memory."""
     if isinstance(sample, (tuple, list)):
-        return tuple(map(_copied, sample))
+        return tuple(map(_copy, sample))
     if isinstance(sample, Mapping):
-        return {name: _copied(value) for name, value in sample.items()}
+        return {name: _copy(value) for name, value in sample.items()}
     return to_numpy(sample).copy()
 
 
-def collated(samples: list[Any]) -> Any:
+def collate(samples: list[Any]) -> Any:
     """Return samples, each (x, y), (x, y, weight) or a dict, as a batch of the same form.
 
     Raises:
@@ -68,17 +68,17 @@ def collated(samples: list[Any]) -> Any:
     """
     first = samples[0]
     if isinstance(first, Mapping):
-        return {name: _stacked(name, [sample[name] for sample in samples]) for name in first}
+        return {name: _stack(name, [sample[name] for sample in samples]) for name in first}
     if isinstance(first, (tuple, list)):
         parts = [list(part) for part in zip(*samples, strict=True)]
         return tuple(
-            collated(part) if isinstance(part[0], Mapping) else _stacked(i, part)
+            collate(part) if isinstance(part[0], Mapping) else _stack(i, part)
             for i, part in enumerate(parts)
         )
-    return (_stacked(0, samples),)
+    return (_stack(0, samples),)
 
 
-def _stacked(name: object, values: list[Any]) -> np.ndarray:
+def _stack(name: object, values: list[Any]) -> np.ndarray:
     arrays = [to_numpy(value) for value in values]
     if len({array.shape for array in arrays}) > 1:
         shapes = sorted({array.shape for array in arrays})
@@ -102,13 +102,12 @@ class Samples(IndexedReader):
         """Return the samples of a batch."""
         numbers = indices.tolist()
         if hasattr(self.dataset, "__getitems__"):  # PyTorch's protocol for whole batches
-            return collated(self.dataset.__getitems__(numbers))
-        return collated([_copied(self.dataset[i]) for i in numbers])
+            return collate(self.dataset.__getitems__(numbers))
+        return collate([_copy(self.dataset[i]) for i in numbers])
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the dataset and the number of samples."""
-        kind = type(self.dataset)
-        return {"kind": f"{kind.__module__}.{kind.__qualname__}", "rows": self.rows}
+        return {"kind": full_name(self.dataset), "rows": self.rows}
 
 
 class Streamed(Reader):
@@ -122,13 +121,12 @@ class Streamed(Reader):
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass; the samples of those left out are read and discarded."""
         samples = islice(iter(self.dataset), skip * size, None)
-        while batch := list(map(_copied, islice(samples, size))):
-            yield collated(batch)
+        while batch := list(map(_copy, islice(samples, size))):
+            yield collate(batch)
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the dataset."""
-        kind = type(self.dataset)
-        return {"kind": f"{kind.__module__}.{kind.__qualname__}"}
+        return {"kind": full_name(self.dataset)}
 
 
 class _Columns:
@@ -158,7 +156,7 @@ class _Columns:
 def _column(name: str, values: Any) -> np.ndarray:
     array = to_numpy(values)
     if array.dtype == object and len(array):
-        return _stacked(name, list(array))
+        return _stack(name, list(array))
     return array
 
 

@@ -182,12 +182,12 @@ def _images(
     for transform in transforms[:-1] if normalize else transforms:
         x = transform.write(op, x)
     if (final := _size(target, layout, size)) is not None:
-        x = image_nodes.center(op, image_nodes.covering(op, x, final), final)
+        x = image_nodes.write_center(op, image_nodes.write_cover(op, x, final), final)
     if target.dtype == ir.DataType.UINT8:
         if normalize:
             raise ValueError(f"the input {target.name!r} is uint8: it takes no normalized values")
     else:
-        x = image_nodes.scaled(op, x)
+        x = image_nodes.write_scale(op, x)
     if normalize:
         if len(normalize.mean) not in (1, channels):
             raise ValueError(f"{normalize!r} does not fit {channels} channels")

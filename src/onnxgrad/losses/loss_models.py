@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.data.arrays import shape_mismatch
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo

@@ -5,82 +5,77 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from onnx import ModelProto
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_array, check_consistent_length, check_random_state
+from sklearn.utils import check_array, check_consistent_length, check_random_state, column_or_1d
+from sklearn.utils._param_validation import Interval, Options, StrOptions
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from onnxgrad.data.columns import is_table
 from onnxgrad.estimator import NotFittedError
-from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.read import read
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.sklearn.arguments import by_name, check_arguments
-from onnxgrad.sklearn.front import takes_raw, text_inputs
+from onnxgrad.sklearn.conversion import convert_estimator, holds_text, is_estimator, takes_tables
+from onnxgrad.sklearn.front import by_name, takes_raw, text_inputs
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
 from onnxgrad.sklearn.network import Network, Predictor
-from onnxgrad.sklearn.starting import converted, holds_text, is_estimator, takes_tables
 from onnxgrad.training.arguments import select_rate
+from onnxgrad.training.batches import Split
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.equality import same
-from onnxgrad.training.holdout import Split
 
 _PROBED = 256  # rows for which a model is run to see what it predicts
 _MODELS = (ModelProto, bytes, os.PathLike)
+_COUNT = Interval(Integral, 1, None, closed="left")
+_PASSED = "optimizer learning_rate train freeze clip_norm batch_norm dropout device".split()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OnnxEstimator(BaseEstimator):
     """Base of `OnnxClassifier` and `OnnxRegressor`, which differ in their labels."""
 
-    _metric_name: str
-    _probes: bool  # whether a model is run before training, to see what its end computes
+    model: Any = field(default=None, kw_only=False)
+    hidden_layer_sizes: int | Iterable[int] = (100,)
+    activation: str = "relu"
+    loss: Any = None
+    loss_options: Mapping[str, Any] | None = None
+    optimizer: str | Optimizer = "adam"
+    learning_rate: Any = 1e-3
+    max_iter: int = 100
+    batch_size: int | str = "auto"
+    shuffle: bool = True
+    tol: float | None = 1e-4
+    n_iter_no_change: int = 10
+    early_stopping: bool = False
+    validation_fraction: float = 0.1
+    train: str | Iterable[str] | None = None
+    freeze: str | Iterable[str] = ()
+    clip_norm: float | None = None
+    batch_norm: str = "frozen"
+    dropout: Mapping[str, float] | None = None
+    callbacks: Iterable[Any] = ()
+    device: str = "cpu"
+    warm_start: bool = False
+    verbose: int = 0
+    random_state: Any = None
 
-    def __init__(
-        self,
-        model: Any = None,
-        *,
-        hidden_layer_sizes: int | Iterable[int] = (100,),
-        activation: str = "relu",
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        optimizer: str | Optimizer = "adam",
-        learning_rate: Any = 1e-3,
-        max_iter: int = 100,
-        batch_size: int | str = "auto",
-        shuffle: bool = True,
-        tol: float | None = 1e-4,
-        n_iter_no_change: int = 10,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        train: str | Iterable[str] | None = None,
-        freeze: str | Iterable[str] = (),
-        clip_norm: float | None = None,
-        batch_norm: str = "frozen",
-        dropout: Mapping[str, float] | None = None,
-        callbacks: Iterable[Any] = (),
-        device: str = "cpu",
-        warm_start: bool = False,
-        verbose: int = 0,
-        random_state: Any = None,
-    ) -> None:
-        self.model = model
-        self.hidden_layer_sizes, self.activation = hidden_layer_sizes, activation
-        self.loss, self.loss_options = loss, loss_options
-        self.optimizer, self.learning_rate = optimizer, learning_rate
-        self.max_iter, self.batch_size, self.shuffle = max_iter, batch_size, shuffle
-        self.tol, self.n_iter_no_change = tol, n_iter_no_change
-        self.early_stopping, self.validation_fraction = early_stopping, validation_fraction
-        self.train, self.freeze, self.clip_norm = train, freeze, clip_norm
-        self.batch_norm, self.dropout = batch_norm, dropout
-        self.callbacks, self.device = callbacks, device
-        self.warm_start, self.verbose, self.random_state = warm_start, verbose, random_state
+    _metric_name: ClassVar[str]
+    _probes: ClassVar[bool]  # whether a model is run before training, to see what its end computes
+    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
+        "batch_size": [StrOptions({"auto"}), _COUNT],
+        "max_iter": [_COUNT],
+        "tol": [None, Interval(Real, 0, None, closed="left")],
+        "n_iter_no_change": [_COUNT, Options(Real, {np.inf})],
+    }
 
     # -- training -----------------------------------------------------------------------------
 
@@ -101,94 +96,81 @@ class OnnxEstimator(BaseEstimator):
             NoGradientRule: an operator between the weights and the loss has no rule.
             ConvergenceError: the loss became NaN or infinite.
         """
-        check_arguments(self)
+        self._validate_params()
         going_on = self.warm_start and self._begun
-        X, y, weight = self._checked(X, y, sample_weight, reset=not going_on)
+        data = self._check_data(X, y, sample_weight, reset=not going_on)
         if going_on:
-            self._renew(self.to_onnx())
+            self._renew()
         else:
-            self._start(X, y, weight)
-        self._train(X, y, weight)
-        return self
-
-    def _continue(self, X: Any, y: Any, sample_weight: Any, **more: Any) -> None:
-        """Train for one more epoch, as `partial_fit`; `more` is for `_start`, at the first call."""
-        check_arguments(self)
-        if self.early_stopping:
-            raise ValueError("partial_fit does not support early_stopping=True")
-        first = not self._begun
-        X, y, weight = self._checked(X, y, sample_weight, reset=first)
-        if first:
-            self._start(X, y, weight, **more)
-            self.loss_curve_: list[float] = []
-            self.n_iter_ = 0
-        else:
-            self._follow()
-        rows, encoded = len(y), self._encoded(y)
-        self._network.train(
-            True,
-            (X, encoded, self._weighted(y, weight)),
-            self.callbacks,
-            batch_size=self._batch_size(rows),
-            shuffle=self.shuffle,
-        )
-        self.loss_ = self._network.trainer.history[-1]["loss"]
-        self.loss_curve_.append(self.loss_)
-        self.n_iter_ += 1
-        self.best_loss_: float | None = min(self.loss_curve_)
-
-    def _train(self, X: Any, y: Any, weight: Any) -> None:
-        """Train for all epochs, and set the attributes."""
+            self._start(*data)
         split, stopping, patience = None, [], self.n_iter_no_change
         if self.early_stopping:
-            split = self._split(y)
+            split = self._draw_split(data[1])
             monitor = f"validation_{self._metric_name}"
             stopping = [EarlyStopping(monitor, patience, min_delta=self.tol or 0.0)]
         elif self.tol is not None and np.isfinite(patience):
             stopping = [EarlyStopping("loss", patience, restore=False, min_delta=self.tol)]
-        self._network.train(
-            False,
-            (X, self._encoded(y), self._weighted(y, weight)),
-            [*self.callbacks, *stopping, *[Progress()] * bool(self.verbose)],
-            validation=split,
-            epochs=self.max_iter,
-            batch_size=self._batch_size(len(y if split is None else split.trained)),
-            shuffle=self.shuffle,
-        )
-        self._record(stopping)
-
-    def _record(self, stopping: list[EarlyStopping]) -> None:
-        """Set what `fit` leaves behind, from the history of the trainer."""
-        trainer = self._network.trainer
-        epochs = [entry for entry in trainer.history if "loss" in entry]
-        self.loss_curve_ = [entry["loss"] for entry in epochs]
-        self.loss_, self.n_iter_ = self.loss_curve_[-1], len(epochs)
-        self.best_loss_ = None if self.early_stopping else min(self.loss_curve_)
-        self.validation_scores_: list[float] | None = None
-        self.best_validation_score_: float | None = None
-        if self.early_stopping:
-            name = f"validation_{self._metric_name}"
-            self.validation_scores_ = [entry[name] for entry in trainer.history if name in entry]
-            self.best_validation_score_ = max(self.validation_scores_)
-        ended = any(trainer.state.callbacks[c.key]["stopped"] for c in stopping)
-        if stopping and not ended and trainer.state.stop_reason == "max_iter":
+        more = [*stopping, *[Progress()] * bool(self.verbose)]
+        rows = None if split is None else len(split.trained)
+        self._train(data, more, rows, validation=split, epochs=self.max_iter)
+        history = self._network.trainer.history
+        self._set_losses([entry["loss"] for entry in history if "loss" in entry])
+        name = f"validation_{self._metric_name}"
+        scores = [entry[name] for entry in history if name in entry]
+        self.validation_scores_ = scores if self.early_stopping else None
+        self.best_validation_score_ = max(scores) if self.early_stopping else None
+        state = self._network.trainer.state
+        ended = any(state.callbacks[c.key]["stopped"] for c in stopping)
+        if stopping and not ended and state.stop_reason == "max_iter":
             warnings.warn(
                 f"the training has not converged in max_iter={self.max_iter} epochs: raise it, or "
                 "pass tol=None to train for that many epochs without this warning",
                 ConvergenceWarning,
-                stacklevel=4,
+                stacklevel=2,
             )
+        return self
 
-    def _split(self, y: np.ndarray) -> Split:
+    def _continue(self, X: Any, y: Any, sample_weight: Any, **more: Any) -> Self:
+        """Train for one more epoch, as `partial_fit`; `more` is for `_start`, at the first call."""
+        self._validate_params()
+        if self.early_stopping:
+            raise ValueError("partial_fit does not support early_stopping=True")
+        first = not self._begun
+        data = self._check_data(X, y, sample_weight, reset=first)
+        if first:
+            self._start(*data, **more)
+        else:
+            self._follow()
+        self._train(data, further=True)
+        losses = [] if first else self.loss_curve_
+        self._set_losses([*losses, self._network.trainer.history[-1]["loss"]])
+        return self
+
+    def _train(
+        self,
+        data: tuple[Any, np.ndarray, np.ndarray | None],
+        callbacks: Iterable[Any] = (),
+        rows: int | None = None,
+        further: bool = False,
+        **options: Any,
+    ) -> None:
+        """Train on checked data; `rows` of them, if that is not all."""
+        X, y, weight = data
+        options |= {"batch_size": self._batch_size(rows or len(y)), "shuffle": self.shuffle}
+        options |= {"sample_weight": self._sample_weights(y, weight)}
+        callbacks = [*self.callbacks, *callbacks]
+        self._network.train(further, X, self._encode_labels(y), callbacks, **options)
+
+    def _set_losses(self, losses: list[float]) -> None:
+        """Set the attributes that say how training went."""
+        self.loss_curve_, self.loss_, self.n_iter_ = losses, losses[-1], len(losses)
+        self.best_loss_ = None if self.early_stopping else min(losses)
+
+    def _draw_split(self, y: np.ndarray) -> Split:
         """Return which rows to train on, and which are held out."""
-        split = Split(
-            *train_test_split(
-                np.arange(len(y)),
-                random_state=self._rng,
-                test_size=self.validation_fraction,
-                stratify=self._strata(y),
-            )
-        )
+        options = {"random_state": self._rng, "test_size": self.validation_fraction}
+        rows = np.arange(len(y))
+        split = Split(*train_test_split(rows, stratify=self._strata(y), **options))
         if len(split.held_out) < 2:
             raise ValueError(
                 "The validation set is too small. Increase 'validation_fraction' or the size of "
@@ -212,23 +194,22 @@ class OnnxEstimator(BaseEstimator):
             units, classes = self._outputs(y)
             proto = mlp(features, hidden, units, self.activation, self._rng, dtype, classes)
         elif is_estimator(self.model):
-            proto = converted(self.model, X, y, weight)
+            proto = convert_estimator(self.model, X, y, weight)
         else:
             proto = read(self.model)
         name = next(iter(self.loss)) if isinstance(self.loss, Mapping) else None
         head, raw = read_head(proto, name), self.model is not None and takes_raw(proto, X)
         if self.model is not None and (head.shape is None or self._probes):
             first = {n: a[:_PROBED] for n, a in X.items()} if by_name(X) else X[:_PROBED]
-            tensors = [name for name in (head.target, head.label) if name]
-            head.probe(Predictor(proto, tensors, self.device, raw)(first))
+            head.probe(Predictor(proto, head.tensors, self.device, raw)(first))
         self._agree(head, y)
         self._seed = int(self._rng.randint(2**31 - 1))
         self._network = Network(proto, head, self._arguments(head), raw)
 
-    def _renew(self, proto: ModelProto) -> None:
-        """Train `proto` from now on, with the arguments as they are now."""
+    def _renew(self) -> None:
+        """Train the model as it is from now on, with the arguments as they are now."""
         head, raw = self._network.head, self._network.front is not None
-        self._network = Network(proto, head, self._arguments(head), raw)
+        self._network = Network(self.to_onnx(), head, self._arguments(head), raw)
 
     def _follow(self) -> None:
         """Let the trainer have the arguments as they are now, which `set_params` may have changed.
@@ -241,20 +222,17 @@ class OnnxEstimator(BaseEstimator):
             old["learning_rate"] = self.learning_rate
             self._network.trainer.learning_rate = select_rate(self.learning_rate)
         elif changed:
-            self._renew(self.to_onnx())
+            self._renew()
 
     def _arguments(self, head: Head) -> dict[str, Any]:
         """Return the arguments of the trainer."""
         loss, options = self._loss_of(head), self._options_of(head)
         whole = isinstance(loss, (Mapping, *_MODELS)) or hasattr(loss, "write")
         whole = whole or (isinstance(loss, str) and loss.endswith(".onnx"))
-        names = ("optimizer", "learning_rate", "train", "freeze", "clip_norm", "batch_norm")
         return {
             "loss": loss if whole else {head.target: loss},
             "loss_options": options if whole or not options else {head.target: options},
-            **{name: getattr(self, name) for name in names},
-            "dropout": self.dropout,
-            "device": self.device,
+            **{name: getattr(self, name) for name in _PASSED},
             "metrics": [self._metric(head)] if self.early_stopping else [],
             "seed": self._seed,
         }
@@ -275,56 +253,50 @@ class OnnxEstimator(BaseEstimator):
     def _batch_size(self, rows: int) -> int | None:
         """Return the rows of a batch; None leaves it to a model with a static batch."""
         if self.batch_size == "auto":
-            trainer = self._network.trainer
-            first = next(iter(trainer.proto.graph.input)).type.tensor_type.shape.dim[:1]
-            return None if first and first[0].dim_value else min(200, rows)
+            (first, *_) = self._network.trainer.proto.graph.input
+            static = any(d.dim_value for d in first.type.tensor_type.shape.dim[:1])
+            return None if static else min(200, rows)
         return min(int(self.batch_size), rows)
 
-    def _checked(
+    def _check_data(
         self, X: Any, y: Any, sample_weight: Any, reset: bool
     ) -> tuple[Any, np.ndarray, np.ndarray | None]:
-        """Return checked data; a table stays one where columns are the inputs of a model."""
+        """Return checked data."""
         if reset:
-            self._tables = self._needs_tables()
+            self._tables = takes_tables(self.model)
+        X = self._check_inputs(X, reset)
+        if y is None:
+            raise ValueError(
+                f"{type(self).__name__} requires y to be passed, but the target y is None"
+            )
         finite = "allow-nan" if self._ignores_nan() else True
-        checks = {"ensure_2d": False, "dtype": None, "ensure_all_finite": finite}
-        if by_name(X) or (self._tables and is_table(X)):
-            y = check_array(y, **checks, input_name="y")
-            if is_table(X):
-                validate_data(self, X, skip_check_array=True, reset=reset)
-        else:
-            both = self._x_checks(X), checks
-            X, y = validate_data(self, X, y, validate_separately=both, reset=reset)
+        y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=finite, input_name="y")
         check_consistent_length(next(iter(X.values())) if by_name(X) else X, y)
-        y = self._checked_labels(y)
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        y = self._check_labels(y)
         if sample_weight is not None:
             empty = np.zeros((len(y), 1))
             sample_weight = _check_sample_weight(sample_weight, empty, ensure_non_negative=True)
         return X, y, sample_weight
 
-    def _x_checks(self, X: Any) -> dict[str, Any]:
-        if self.model is None:
-            return {"dtype": (np.float64, np.float32)}
-        text = holds_text(X) and (is_estimator(self.model) or bool(text_inputs(read(self.model))))
-        checks = {"dtype": None if text else "numeric", "allow_nd": True}
-        return {**checks, "ensure_all_finite": "allow-nan"}
+    def _check_inputs(self, X: Any, reset: bool = False) -> Any:
+        """Return checked data; a dict, and a table whose columns are inputs, stay as they are."""
+        checks: dict[str, Any] = {"dtype": (np.float64, np.float32)}
+        if by_name(X):
+            return X
+        if self._tables and is_table(X):
+            checks = {"skip_check_array": True}
+        elif self.model is not None:
+            text = holds_text(X) and (is_estimator(self.model) or text_inputs(read(self.model)))
+            dtype = None if text else "numeric"
+            checks = {"dtype": dtype, "ensure_all_finite": "allow-nan", "allow_nd": True}
+        return validate_data(self, X, reset=reset, **checks)
 
-    def _needs_tables(self) -> bool:
-        if self.model is None:
-            return False
-        if is_estimator(self.model):
-            return takes_tables(self.model)
-        proto = read(self.model)
-        return len(inputs_without_default(proto)) > 1
-
-    def _computed(self, X: Any) -> dict[str, np.ndarray]:
+    def _compute(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target of the loss for X, and the labels if the file has them."""
         self._require_fitted()
-        if is_table(X) and self._tables:
-            validate_data(self, X, skip_check_array=True, reset=False)
-        elif not by_name(X):
-            X = validate_data(self, X, reset=False, **self._x_checks(X))
-        return self._network.run(X)
+        return self._network.run(self._check_inputs(X))
 
     def _require_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():
@@ -335,7 +307,8 @@ class OnnxEstimator(BaseEstimator):
 
     # -- what the two differ in ---------------------------------------------------------------
 
-    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
+    def _check_labels(self, y: np.ndarray) -> np.ndarray:
+        """Return labels that `fit` takes."""
         raise NotImplementedError
 
     def _ignores_nan(self) -> bool:
@@ -354,7 +327,7 @@ class OnnxEstimator(BaseEstimator):
 
     def _loss_of(self, head: Head) -> Any:
         """Return the loss, chosen by the head if `loss` is None."""
-        raise NotImplementedError
+        return "squared_error" if self.loss is None else self.loss
 
     def _metric(self, head: Head) -> Any:
         """Return the metric of validation data, whose name is `_metric_name`."""
@@ -364,14 +337,22 @@ class OnnxEstimator(BaseEstimator):
         """Return the options of the loss."""
         return self.loss_options
 
-    def _encoded(self, y: np.ndarray) -> np.ndarray:
+    def _encode_labels(self, y: np.ndarray) -> np.ndarray:
         """Return labels as the loss takes them."""
-        raise NotImplementedError
+        return self._network.head.as_target(y)
 
-    def _weighted(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
+    def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         """Return the sample weights, times those of the classes."""
         return weight
 
     def _strata(self, y: np.ndarray) -> np.ndarray | None:
         """Return the labels whose shares are kept where rows are held out."""
         return None
+
+
+def other_head(what: str, units: int) -> ValueError:
+    """Return the error for labels that a model does not predict."""
+    return ValueError(
+        f"the model has {what}: give it a new head first, "
+        f"onnxgrad.replace_head(model, units={units})"
+    )

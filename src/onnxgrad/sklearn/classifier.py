@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
-from sklearn.utils import column_or_1d, compute_sample_weight
+from sklearn.utils import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
 from onnxgrad.losses.objectives import ALIASES, LOSSES
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.metrics.foreign import FunctionMetric
-from onnxgrad.optimizers import Optimizer
-from onnxgrad.sklearn.base import OnnxEstimator
-from onnxgrad.sklearn.head import Head
+from onnxgrad.sklearn.base import OnnxEstimator, other_head
+from onnxgrad.sklearn.head import Head, places
 
 
 def _has_probabilities(self: Any) -> bool:
@@ -32,6 +33,7 @@ def _has_scores(self: Any) -> bool:
     return self._begun and self._network.from_logits is not False
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OnnxClassifier(ClassifierMixin, OnnxEstimator):
     """A classifier that trains an ONNX model, with the manners of scikit-learn.
 
@@ -95,64 +97,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         (array(['low'], dtype='<U4'), True)
     """
 
-    _metric_name, _probes = "accuracy", True
+    class_weight: Any = None
 
-    def __init__(
-        self,
-        model: Any = None,
-        *,
-        hidden_layer_sizes: int | Iterable[int] = (100,),
-        activation: str = "relu",
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        optimizer: str | Optimizer = "adam",
-        learning_rate: Any = 1e-3,
-        max_iter: int = 100,
-        batch_size: int | str = "auto",
-        shuffle: bool = True,
-        tol: float | None = 1e-4,
-        n_iter_no_change: int = 10,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        class_weight: Any = None,
-        train: str | Iterable[str] | None = None,
-        freeze: str | Iterable[str] = (),
-        clip_norm: float | None = None,
-        batch_norm: str = "frozen",
-        dropout: Mapping[str, float] | None = None,
-        callbacks: Iterable[Any] = (),
-        device: str = "cpu",
-        warm_start: bool = False,
-        verbose: int = 0,
-        random_state: Any = None,
-    ) -> None:
-        super().__init__(
-            model,
-            hidden_layer_sizes=hidden_layer_sizes,
-            activation=activation,
-            loss=loss,
-            loss_options=loss_options,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            max_iter=max_iter,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            tol=tol,
-            n_iter_no_change=n_iter_no_change,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            train=train,
-            freeze=freeze,
-            clip_norm=clip_norm,
-            batch_norm=batch_norm,
-            dropout=dropout,
-            callbacks=callbacks,
-            device=device,
-            warm_start=warm_start,
-            verbose=verbose,
-            random_state=random_state,
-        )
-        self.class_weight = class_weight
+    _metric_name, _probes = "accuracy", True
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """Train for one epoch on data, going on where the last call ended.
@@ -177,8 +124,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 f"classes={list(classes)} are not those of the first call of partial_fit: "
                 f"{own.tolist()}"
             )
-        self._continue(X, y, sample_weight, classes=classes)
-        return self
+        return self._continue(X, y, sample_weight, classes=classes)
 
     # -- predictions --------------------------------------------------------------------------
 
@@ -191,7 +137,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        computed, head = self._computed(X), self._network.head
+        computed, head = self._compute(X), self._network.head
         if head.label is not None:
             labels = computed[head.label]
             return labels if self._several else self.classes_[head.index(labels.ravel())]
@@ -213,12 +159,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values, head = self._columns(X), self._network.head
-        scores = bool(self._network.from_logits)
-        if values.shape[1] > 1 and not (self._several or head.one_vs_rest):
-            return _softmax(values) if scores else values
-        p = np.exp(-np.logaddexp(0, -values)) if scores else values
-        if self._several:
+        values = self._columns(X)
+        shares = values.shape[1] > 1 and not (self._several or self._network.head.one_vs_rest)
+        p = values
+        if self._network.from_logits:
+            p = softmax(values, axis=1) if shares else expit(values)
+        if shares or self._several:
             return p
         return np.hstack([1 - p, p]) if p.shape[1] == 1 else p / p.sum(axis=1, keepdims=True)
 
@@ -249,10 +195,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     def _columns(self, X: Any) -> np.ndarray:
         """Return the target of the loss, (rows, columns), in the order of `classes_`."""
-        head = self._network.head if self._begun else None
-        values = self._computed(X)[head.target if head else ""]
-        values = values.reshape(len(values), -1)
-        if head is None or not head.flipped:
+        computed, head = self._compute(X), self._network.head
+        values = computed[head.target].reshape(len(computed[head.target]), -1)
+        if not head.flipped:
             return values
         if values.shape[1] == 2:
             return values[:, ::-1]
@@ -265,9 +210,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     # -- labels -------------------------------------------------------------------------------
 
-    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = column_or_1d(y, warn=True)
+    def _check_labels(self, y: np.ndarray) -> np.ndarray:
         check_classification_targets(y)
         if y.ndim > 1 and type_of_target(y) != "multilabel-indicator":
             raise ValueError(f"Unknown label type: {type_of_target(y)}")
@@ -299,7 +242,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         new, columns = self.classes_, head.width
         if self._several:
             if columns != len(new):
-                raise _other_head(f"{columns} outputs, and y {len(new)} labels a row", len(new))
+                raise other_head(f"{columns} outputs, and y {len(new)} labels a row", len(new))
             return
         units = max(columns, 2)
         if head.classes is None:
@@ -307,13 +250,13 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 return
             if new.dtype.kind not in "iu" or new.min() < 0 or new.max() >= units:
                 what = f"{columns} outputs, for {units} classes, and y {len(new)} classes"
-                raise _other_head(what, len(new))
+                raise other_head(what, len(new))
             self.classes_ = np.arange(units)
         elif self.model is not None:
             own, text = head.classes, head.classes.dtype.kind == "U"
             if text != (new.dtype.kind in "UO") or not np.isin(new, own).all():
                 what = f"the classes {own.tolist()}, and y {new.tolist()}"
-                raise _other_head(what, len(new))
+                raise other_head(what, len(new))
             self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
 
     def _loss_of(self, head: Head) -> Any:
@@ -343,13 +286,11 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         spec = _spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
         return spec is None or spec.label_kind.dtype is not None
 
-    def _encoded(self, y: np.ndarray) -> np.ndarray:
+    def _encode_labels(self, y: np.ndarray) -> np.ndarray:
         head = self._network.head
         if self._several:
             return head.as_target(y.astype(np.float64))
-        order = np.argsort(self.classes_)
-        place = np.searchsorted(self.classes_[order], y).clip(max=len(order) - 1)
-        index = order[place]
+        index = places(y, self.classes_)
         if (wrong := self.classes_[index] != y).any():
             raise ValueError(
                 f"y has the labels {np.unique(y[wrong]).tolist()}, which are not in classes: "
@@ -363,7 +304,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             return head.as_target(index.astype(np.float64))
         return head.as_target(np.eye(head.width)[index])
 
-    def _weighted(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
+    def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         if self.class_weight is None:
             return weight
         own = compute_sample_weight(self.class_weight, y)
@@ -383,15 +324,3 @@ def _spec(loss: Any) -> LossSpec | None:
 def _one_hot_accuracy(prediction: Any, label: Any, sample_weight: Any = None) -> float:
     hits = prediction.argmax(axis=-1) == label.argmax(axis=-1)
     return float(np.average(hits, weights=None if sample_weight is None else sample_weight.ravel()))
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    p = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return p / p.sum(axis=1, keepdims=True)
-
-
-def _other_head(what: str, units: int) -> ValueError:
-    return ValueError(
-        f"the model has {what}: give it a new head first, "
-        f"onnxgrad.replace_head(model, units={units})"
-    )

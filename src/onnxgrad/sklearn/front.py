@@ -7,33 +7,24 @@ goes on with what they compute; the whole file gets the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
+import onnx_ir as ir
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from onnxgrad.data.arrays import fit_shape
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.fields import Field
-from onnxgrad.model.feeds import inputs_without_default, names_without_default
+from onnxgrad.data.field import Field
+from onnxgrad.model.feeds import inputs_without_default, names_without_default, session_dtype
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.model.weights import constant_refs, replace
-from onnxgrad.runtime.session import loaded
-from onnxgrad.sklearn.arguments import by_name
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import session
 from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.parameters.equal_constants import separate_merged
-
-_KINDS = {
-    "tensor(float)": TensorProto.FLOAT,
-    "tensor(double)": TensorProto.DOUBLE,
-    "tensor(float16)": TensorProto.FLOAT16,
-    "tensor(int64)": TensorProto.INT64,
-    "tensor(int32)": TensorProto.INT32,
-    "tensor(bool)": TensorProto.BOOL,
-    "tensor(string)": TensorProto.STRING,
-}
 
 
 class Front:
@@ -54,10 +45,10 @@ class Front:
     """
 
     def __init__(self, proto: ModelProto, target: str, arguments: Mapping[str, Any]) -> None:
-        self.whole, self.target = (proto := separate_merged(proto)), target
+        self.whole = proto = separate_merged(proto)
         self.trained = choose_weights(proto, arguments["train"], arguments["freeze"])
         self.cuts = _cuts(proto, target, set(self.trained))
-        proto = _typed(proto, self.cuts)
+        proto = _with_types(proto, self.cuts)
         self.part = select_model_inputs_outputs(proto, self.cuts)
         for y in self.part.graph.output:
             if y.type.tensor_type.elem_type == TensorProto.STRING:
@@ -70,7 +61,7 @@ class Front:
                 "nodes, or pass data without text and missing values"
             )
 
-    def merged(self, trained: ModelProto) -> ModelProto:
+    def merge(self, trained: ModelProto) -> ModelProto:
         """Return the whole model with the constants of the trained rest."""
         new = {ref.name: ref.array() for ref in constant_refs(trained)}
         changed = {
@@ -81,13 +72,16 @@ class Front:
         return replace(self.whole, changed)
 
 
+def by_name(X: Any) -> bool:
+    """Return whether data are arrays by input; sparse ones may be dicts, too."""
+    return isinstance(X, Mapping) and not hasattr(X, "toarray")
+
+
 def takes_raw(proto: ModelProto, X: Any) -> bool:
     """Return whether a model takes text or fills in missing values, or the data lack values."""
     if text_inputs(proto) or any(node.op_type == "Imputer" for node in proto.graph.node):
         return True
-    if by_name(X):
-        return any(_has_missing(values) for values in X.values())
-    return _has_missing(X)
+    return any(map(_has_missing, X.values() if by_name(X) else [X]))
 
 
 def text_inputs(proto: ModelProto) -> list[str]:
@@ -96,22 +90,12 @@ def text_inputs(proto: ModelProto) -> list[str]:
     return [x.name for x in inputs if x.type.tensor_type.elem_type == TensorProto.STRING]
 
 
-def raw_fed(fields: Sequence[Field], X: Any) -> dict[str, np.ndarray]:
-    """Return data by input, as they are but for dtype and shape: with text, and NaN."""
-    if len(fields) == 1 and not by_name(X):
-        columns: Any = {fields[0].name: X}
-    elif by_name(X) or is_table(X):
-        columns = X
-    else:
-        names = [field.name for field in fields]
-        raise ValueError(f"the model has the inputs {names}: pass a table of these columns")
-    fed = {}
-    for field in fields:
-        array = np.asarray(columns[field.name])
-        if field.dtype == object:
-            array = np.array([str(v) for v in array.ravel().tolist()], object).reshape(array.shape)
-        fed[field.name] = fit_shape(array.astype(field.dtype), field.shape, field.name, True)
-    return fed
+def raw_array(field: Field, values: Any) -> np.ndarray:
+    """Return data for an input as they are but for dtype and shape: with text, and NaN."""
+    array = np.asarray(values)
+    if field.dtype == object:
+        array = np.array([str(v) for v in array.ravel().tolist()], object).reshape(array.shape)
+    return fit_shape(array.astype(field.dtype), field.shape, field.name, reshape=True)
 
 
 def _has_missing(X: Any) -> bool:
@@ -121,26 +105,20 @@ def _has_missing(X: Any) -> bool:
     return any(a.dtype.kind == "f" and bool(np.isnan(a).any()) for a in arrays)
 
 
-def _typed(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+def _with_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     """Return the model with the types of these tensors, as onnxruntime infers them.
 
     onnx does not infer those of most operators of `ai.onnx.ml`.
     """
-    typed, ran = ModelProto(), ModelProto()
-    typed.CopyFrom(proto)
-    ran.CopyFrom(proto)
+    typed, ran = deepcopy(proto), deepcopy(proto)
     del ran.graph.output[:]
     ran.graph.output.extend(ValueInfoProto(name=name) for name in names)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     stated = {v.name for v in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)}
-    for y in loaded(ran, options).get_outputs():
-        if y.name not in stated:
-            tensor = typed.graph.value_info.add(name=y.name).type.tensor_type
-            tensor.elem_type = _KINDS[y.type]
-            for d in y.shape:  # none where the rank is unknown
-                key = "dim_value" if isinstance(d, int) else "dim_param"
-                tensor.shape.dim.add(**({} if d is None else {key: d}))
+    for y in session(ran, CPU, work=0.0).get_outputs():
+        if y.name not in stated and (dtype := session_dtype(y.type)):
+            shape = ir.Shape(y.shape) if y.shape else None  # none where the rank is unknown
+            value = ir.Value(name=y.name, type=ir.TensorType(dtype), shape=shape)
+            typed.graph.value_info.append(ir.to_proto(value))
     return typed
 
 

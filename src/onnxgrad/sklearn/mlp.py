@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import unknown
+from onnxgrad.finetune.layers import initializer
 from onnxgrad.model.draft import Draft
 from onnxgrad.training.arguments import check_count
 
@@ -61,21 +62,13 @@ def mlp(
         bound = sqrt(factor / (fan_in + fan_out))
         arrays = [rng.uniform(-bound, bound, shape) for shape in ((fan_in, fan_out), fan_out)]
         names = [f"layers.{i}.{part}" for part in ("weight", "bias")]
-        operands = [_weight(draft, n, a) for n, a in zip(names, arrays, strict=True)]
+        operands = [initializer(op, a, draft.dtype, n) for n, a in zip(names, arrays, strict=True)]
         x = op.Gemm(x, *operands)
         if i + 1 < len(layers) and activation != "identity":
             x = op.emit(ACTIVATIONS[activation], [x], {})
     if classes is None:
         return draft.model({"prediction": x})
     return draft.model(_classifier(op, x, classes))
-
-
-def _weight(draft: Draft, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(array.astype(draft.dtype.numpy()), name=name)
-    value = ir.Value(name=name, type=ir.TensorType(draft.dtype), shape=ir.Shape(array.shape))
-    value.const_value = tensor
-    draft.graph.register_initializer(value)
-    return value
 
 
 def _classifier(op: Any, x: ir.Value, classes: Sequence[Any]) -> dict[str, ir.Value]:
@@ -90,17 +83,5 @@ def _classifier(op: Any, x: ir.Value, classes: Sequence[Any]) -> dict[str, ir.Va
         else:
             p = op.Softmax(x, axis=1)
         index = op.ArgMax(p, axis=1, keepdims=0)
-        return {"label": op.Gather(_table(op, classes), index, axis=0), "probabilities": p}
-
-
-def _table(op: Any, classes: Sequence[Any]) -> ir.Value:
-    """Return the classes as a constant of int64, or of strings."""
-    text = isinstance(classes[0], str)
-    values: Any = [c.encode() for c in classes] if text else np.asarray(classes, np.int64)
-    dtype = ir.DataType.STRING if text else ir.DataType.INT64
-    name = op.name("classes")
-    tensor = ir.StringTensor(values, shape=ir.Shape([len(classes)]), name=name) if text else None
-    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([len(classes)]))
-    value.const_value = ir.tensor(values, name=name) if tensor is None else tensor
-    op.graph.register_initializer(value)
-    return value
+        table = np.array(classes, object if isinstance(classes[0], str) else np.int64)
+        return {"label": op.Gather(table, index, axis=0), "probabilities": p}

@@ -9,14 +9,14 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
-from onnxgrad.sklearn.front import Front, raw_fed
+from onnxgrad.sklearn.front import Front, by_name, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.trainer import Trainer
@@ -50,23 +50,16 @@ class Network:
         self._encoder: Predictor | None = None
         self._predictor: Predictor | None = None
 
-    def _encoded(self, X: Any) -> Any:
-        """Return what the frozen part in front computes from X; without one, X."""
-        if self.front is None:
-            return X
-        if self._encoder is None:
-            device = self.arguments["device"]
-            self._encoder = Predictor(self.front.part, self.front.cuts, device, raw=True)
-        return self._encoder(X)
-
-    def train(self, further: bool, data: Sequence[Any], callbacks: Any, **options: Any) -> None:
-        """Train on (X, y, sample_weight): `fit` of the trainer, or `partial_fit` with `further`."""
-        X, y, weight = data
-        trainer = self.trainer
+    def train(self, further: bool, X: Any, y: Any, callbacks: Any, **options: Any) -> None:
+        """Train: `fit` of the trainer, or `partial_fit` with `further`, on encoded labels."""
+        if self.front is not None:
+            if self._encoder is None:
+                device = self.arguments["device"]
+                self._encoder = Predictor(self.front.part, self.front.cuts, device, raw=True)
+            X = self._encoder(X)
+        trainer, self._predictor = self.trainer, None
         trainer.callbacks = Callbacks(callbacks)
-        self._predictor = None
-        train = trainer.partial_fit if further else trainer.fit
-        train(self._encoded(X), y, sample_weight=weight, **options)
+        (trainer.partial_fit if further else trainer.fit)(X, y, **options)
         infos = () if trainer.setup is None else trainer.setup.labels.values()
         self.from_logits = next((info.from_logits for info in infos), None)
 
@@ -74,14 +67,13 @@ class Network:
     def model(self) -> ModelProto:
         """The trained model."""
         model = self.trainer.model
-        return self.front.merged(model) if self.front else model
+        return self.front.merge(model) if self.front else model
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target, and the labels if the model has an output of them."""
         if self._predictor is None:
-            outputs = dict.fromkeys([self.head.target, self.head.label or self.head.target])
-            raw = self.front is not None
-            self._predictor = Predictor(self.model, list(outputs), self.arguments["device"], raw)
+            raw, device = self.front is not None, self.arguments["device"]
+            self._predictor = Predictor(self.model, self.head.tensors, device, raw)
         return self._predictor(X)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,15 +93,13 @@ class Predictor:
     def __init__(
         self, proto: ModelProto, outputs: Sequence[str], device: Any, raw: bool = False
     ) -> None:
-        self.raw = raw
+        self.raw, self.outputs = raw, list(outputs)
         proto = select_model_inputs_outputs(proto, outputs)
         model = to_ir(proto)
         infer(model)
-        inputs = {str(x.name): (x.dtype, dims(x)) for x in model.graph.inputs}
-        self.fields = [Field(n, d.numpy(), shape) for n, (d, shape) in inputs.items() if d]
-        first = [shape[0] for _, shape in inputs.values() if shape]
+        self.fields = [Field.of(x) for x in model.graph.inputs if x.dtype]
+        first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
         self.fixed = next((d for d in first if isinstance(d, int) and d > 0), None)
-        self.outputs = list(outputs)
         self.session = session(proto, Device.of(device), work(model.graph) * (self.fixed or _ROWS))
 
     def __call__(self, X: Any) -> dict[str, np.ndarray]:
@@ -118,7 +108,7 @@ class Predictor:
         Raises:
             ValueError: data that an input does not accept.
         """
-        fed = self._fed(X)
+        fed = self._feeds(X)
         rows, size = len(next(iter(fed.values()))), self.fixed or _ROWS
         parts = []
         for start in range(0, rows, size):
@@ -130,13 +120,13 @@ class Predictor:
         columns = zip(self.outputs, zip(*parts, strict=True), strict=True)
         return {name: np.concatenate(arrays) for name, arrays in columns}
 
-    def _fed(self, X: Any) -> dict[str, np.ndarray]:
-        if self.raw:
-            return raw_fed(self.fields, X)
-        if len(self.fields) == 1 and not isinstance(X, Mapping):
-            (field,) = self.fields
-            return {field.name: field.check(X)}
-        if not isinstance(X, Mapping) and not is_table(X):
-            names = [field.name for field in self.fields]
-            raise ValueError(f"the model has the inputs {names}: pass a table of these columns")
-        return {field.name: field.check(X[field.name]) for field in self.fields}
+    def _feeds(self, X: Any) -> dict[str, np.ndarray]:
+        names = [field.name for field in self.fields]
+        columns: Mapping[str, Any] = X
+        if not by_name(X):
+            if len(names) == 1:
+                columns = {names[0]: X}
+            elif not is_table(X):
+                raise ValueError(f"the model has the inputs {names}: pass a table of these columns")
+        read = raw_array if self.raw else Field.check
+        return {field.name: read(field, columns[field.name]) for field in self.fields}

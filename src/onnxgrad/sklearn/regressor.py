@@ -7,9 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 from sklearn.base import RegressorMixin
-from sklearn.utils import column_or_1d
 
-from onnxgrad.sklearn.base import OnnxEstimator
+from onnxgrad.sklearn.base import OnnxEstimator, other_head
 from onnxgrad.sklearn.head import Head
 
 
@@ -79,8 +78,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         Raises:
             ValueError: as `fit`; or `early_stopping=True`.
         """
-        self._continue(X, y, sample_weight)
-        return self
+        return self._continue(X, y, sample_weight)
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the predictions, in the shape of the labels of `fit`.
@@ -91,7 +89,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values = self._computed(X)[self._network.head.target]
+        values = self._compute(X)[self._network.head.target]
         return values.reshape(len(values)) if self._flat and values.size == len(values) else values
 
     def __sklearn_tags__(self) -> Any:
@@ -99,9 +97,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         tags.target_tags.multi_output = True
         return tags
 
-    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = column_or_1d(y, warn=True)
+    def _check_labels(self, y: np.ndarray) -> np.ndarray:
         return y if y.dtype.kind == "f" else y.astype(np.float64)
 
     def _ignores_nan(self) -> bool:
@@ -121,13 +117,5 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     def _agree(self, head: Head, y: np.ndarray) -> None:
         shape = y.shape[1:] or (1,)
         if (head.shape or (1,)) != shape:
-            raise ValueError(
-                f"the model predicts the shape {head.shape} for each row, and y has {shape}: give "
-                f"the model a new head first, onnxgrad.replace_head(model, units={shape[-1]})"
-            )
-
-    def _loss_of(self, head: Head) -> Any:
-        return "squared_error" if self.loss is None else self.loss
-
-    def _encoded(self, y: np.ndarray) -> np.ndarray:
-        return self._network.head.as_target(y)
+            what = f"predictions of the shape {head.shape} for each row, and y {shape}"
+            raise other_head(what, shape[-1])

@@ -30,7 +30,7 @@ from onnxgrad.model.convert import tensor_behind, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.runtime.device import Device
-from onnxgrad.torch.graph import DTYPES, Graph
+from onnxgrad.torch.function import DTYPES, Graph
 from onnxgrad.torch.keys import register, state_keys
 from onnxgrad.torch.ports import Port, Variant
 from onnxgrad.training.parameters.choice import expand
@@ -109,7 +109,7 @@ class OnnxModule(nn.Module):
             self._model = ModelProto()
             self._model.CopyFrom(model)
         names = _choose(self._model, trainable, freeze)
-        prepared = _prepared(self._model, names)
+        prepared = _prepare(self._model, names)
         ports = [Port.of("input", x) for x in prepared.graph.inputs]
         self._inputs, weights = ports[: len(ports) - len(names)], ports[len(ports) - len(names) :]
         self._outputs = [Port.of("output", y) for y in prepared.graph.outputs]
@@ -157,10 +157,10 @@ class OnnxModule(nn.Module):
         if torch.compiler.is_compiling():  # the compiler cannot trace onnxruntime
             return torch.compiler.disable(self.forward)(*inputs, **named)
         if named or len(inputs) != len(self._inputs):
-            inputs = self._ordered(inputs, named)
+            inputs = self._in_order(inputs, named)
         weights = self._read_weights()
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            inputs = self._fitting(weights).cast(inputs)
+            inputs = self._variant_for(weights).cast(inputs)
         variant = self._current
         if variant is None or variant.doubtful(inputs, weights):
             variant = self._variant(inputs, weights)
@@ -246,7 +246,9 @@ class OnnxModule(nn.Module):
             return [get(self) for get in self._getters]
         return weights  # type: ignore[return-value]
 
-    def _ordered(self, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def _in_order(
+        self, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
         """Return the inputs in order."""
         names = self.input_names
         if len(inputs) > len(names):
@@ -264,12 +266,12 @@ class OnnxModule(nn.Module):
 
     def _variant(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> Variant:
         """Return the graph for the dtype and device of the weights; check all tensors."""
-        variant = self._fitting(weights)
+        variant = self._variant_for(weights)
         variant.check(inputs, weights)
         self._current = variant
         return variant
 
-    def _fitting(self, weights: Sequence[Tensor]) -> Variant:
+    def _variant_for(self, weights: Sequence[Tensor]) -> Variant:
         deciding = weights or [self._like]
         device, dtypes = deciding[0].device, tuple(w.dtype for w in deciding)
         variant = self._variants.get((device, dtypes))
@@ -315,7 +317,7 @@ def _choose(
     return [name for name in names if name not in frozen]
 
 
-def _prepared(proto: ModelProto, names: list[str]) -> ir.Model:
+def _prepare(proto: ModelProto, names: list[str]) -> ir.Model:
     """Return the model in the working dialect, weights as inputs, without outputs of strings."""
     model = prepare(proto)
     graph = model.graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -12,14 +13,17 @@ from torch import Tensor
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import printable
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.torch.graph import DTYPES, Graph
+from onnxgrad.torch.function import DTYPES, Graph
 
 
+@dataclass
 class Port:
     """The name, dtype and shape of an input, a weight or an output."""
 
-    def __init__(self, kind: str, name: str, dtype: torch.dtype, shape: Dims | None) -> None:
-        self.kind, self.name, self.dtype, self.shape = kind, name, dtype, shape
+    kind: str
+    name: str
+    dtype: torch.dtype
+    shape: Dims | None
 
     @staticmethod
     def of(kind: str, value: ir.Value) -> Port:

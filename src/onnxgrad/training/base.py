@@ -21,6 +21,7 @@ from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.parallel import DataParallel
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.arguments import check_choice, check_count, select_rate
+from onnxgrad.training.batches import Split
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.data import Dataset, as_dataset
@@ -28,7 +29,6 @@ from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluate import evaluate, predict
 from onnxgrad.training.failure import failed_step
 from onnxgrad.training.fit import Fit
-from onnxgrad.training.holdout import Split
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop

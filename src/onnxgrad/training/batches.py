@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.prefetch import prefetched
-from onnxgrad.data.readers import Batches, Reader, described
+from onnxgrad.data.prefetch import read_ahead
+from onnxgrad.data.readers import Batches, Reader, describe_arrays
+from onnxgrad.errors import argument
 from onnxgrad.parallel import Part
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
@@ -147,31 +148,61 @@ class ArraySource(BatchSource):
     @cached_property
     def description(self) -> dict[str, Any]:
         """Shapes, dtypes and a digest of rows."""
-        return described("arrays", self.arrays) | {"rows": self.rows}
+        return describe_arrays("arrays", self.arrays) | {"rows": self.rows}
 
     def epoch(
         self, rng: np.random.Generator | None, skip: int, budget: Budget
     ) -> Generator[Slice, None, None]:
         """Yield the slices of one epoch."""
         rows, size = self.rows, self.batch_size
-        order = None if rng is None else rng.permutation(rows)
+        order = np.arange(rows) if rng is None else rng.permutation(rows)
         start = skip * size
         while start < rows:
             length = min(size, rows - start)
             most = min(budget(start // size), self._most)
             batches = max(1, min(most, (rows - start) // length))
             taken = slice(start, start + batches * length)
-            indices: slice | np.ndarray = taken if order is None else order[taken]
+            chosen = order[taken].reshape(batches, length)[:, self.part.fed(length)].ravel()
+            indices = taken if rng is None and self.part == WHOLE else chosen  # slices are views
             start += batches * length
             piece = Slice({}, batches, length, self.part)
-            if self.part != WHOLE:
-                every = np.arange(rows) if order is None else order
-                indices = every[taken].reshape(batches, length)[:, self.part.fed(length)].ravel()
             for name, array in self.arrays.items():
                 piece.arrays[name] = _cut(array, self.axes[name], indices, batches, piece.own)
-            every = np.arange(rows) if self.numbers is None else self.numbers
-            piece.numbers = every[indices]
+            piece.numbers = chosen if self.numbers is None else self.numbers[chosen]
             yield piece
+
+
+@dataclass(frozen=True)
+class Split:
+    """The numbers of the rows to train on, and of those that are held out."""
+
+    trained: np.ndarray
+    held_out: np.ndarray
+
+
+def hold_out(
+    source: BatchSource, share: float | Split, seed: int
+) -> tuple[ArraySource, ArraySource]:
+    """Return the rows to train on, and the share of them that is held out, drawn by `seed`.
+
+    Raises:
+        ValueError: the share leaves one of both empty, or the data are not arrays in memory.
+    """
+    if not isinstance(source, ArraySource):
+        raise ValueError(
+            f"{argument('validation')}<share> needs arrays or tables in memory: pass other "
+            "validation data"
+        )
+    if isinstance(share, Split):
+        return source.take(share.trained), source.take(share.held_out)
+    count = round(source.rows * share)
+    if not 0 < share < 1 or count in (0, source.rows):
+        raise ValueError(
+            f"{argument('validation', share)} of {source.rows} rows leaves a part empty: pass a "
+            "share above 0 and below 1, or (X, y)"
+        )
+    order = np.random.default_rng([seed, 1]).permutation(source.rows)
+    return source.take(np.sort(order[count:])), source.take(np.sort(order[:count]))
 
 
 def _cut(
@@ -228,7 +259,7 @@ class ReaderSource(BatchSource):
             seed = int(rng.integers(1 << 62))  # for generators that only the thread uses
         counts, slices = [0, 0], self._slices(seed, skip, budget)
         if self.prefetch:
-            slices = prefetched(slices, self.prefetch)
+            slices = read_ahead(slices, self.prefetch)
         try:
             for piece in slices:
                 counts[0] += piece.batches
@@ -257,7 +288,7 @@ class ReaderSource(BatchSource):
             if self.reader.reuses:
                 arrays = {name: array.copy() for name, array in arrays.items()}
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
-                yield _stacked(held, rows)
+                yield _stack(held, rows)
                 held = []
             if not held:
                 shapes, rows = {n: a.shape for n, a in arrays.items()}, count
@@ -266,13 +297,13 @@ class ReaderSource(BatchSource):
             held.append(arrays)
             number += 1
             if len(held) >= most:
-                yield _stacked(held, rows)
+                yield _stack(held, rows)
                 held = []
         if held:
-            yield _stacked(held, rows)
+            yield _stack(held, rows)
 
 
-def _stacked(batches: list[dict[str, np.ndarray]], rows: int) -> Slice:
+def _stack(batches: list[dict[str, np.ndarray]], rows: int) -> Slice:
     if len(batches) == 1:
         return Slice({name: a[None] for name, a in batches[0].items()}, 1, rows)
     arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}

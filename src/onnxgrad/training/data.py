@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrow import arrow_dataset, is_arrow_dataset
+from onnxgrad.data.batch_forms import are_parts, is_batch
 from onnxgrad.data.columns import Part, column_names, is_table
-from onnxgrad.data.forms import are_parts, is_batch
 from onnxgrad.data.readers import Batches, DiskArrays, Reader
 from onnxgrad.data.torch_data import (
     HuggingFaceRows,
@@ -164,7 +164,7 @@ class Dataset:
         reader, size = self.reader or self._batches(), fields.fixed_rows or _ROWS
         slices = list(ReaderSource(reader, fields, size, 0).epoch(None, 0, lambda batch: 1))
         axes = fields.axes({name: array[0] for name, array in slices[0].arrays.items()})
-        return {name: _joined(name, slices, axes) for name in fields.fields}
+        return {name: _join(name, slices, axes) for name in fields.fields}
 
     def source(
         self,
@@ -189,7 +189,7 @@ class Dataset:
         if reader is None and self.batched:
             in_memory = isinstance(self.X, (list, tuple))
             return ReaderSource(self._batches(), fields, batch_size, 0 if in_memory else prefetch)
-        if reader is not None and not (isinstance(reader, DiskArrays) and fields.moved):
+        if reader is not None and not (isinstance(reader, DiskArrays) and fields.may_move_rows):
             if reader.count is None and reader.rows is not None:
                 batch_size = min(batch_size, reader.rows)
                 fields.check_rows(reader.rows)
@@ -249,7 +249,7 @@ def _names(value: Any, key: str) -> list[str] | None:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _joined(name: str, slices: Sequence[Slice], axes: Axes) -> np.ndarray:
+def _join(name: str, slices: Sequence[Slice], axes: Axes) -> np.ndarray:
     """Return the rows of all slices, of one batch each, in one array."""
     arrays, axis = [piece.arrays[name][0] for piece in slices], axes[name]
     if axis is None:

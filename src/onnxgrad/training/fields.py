@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.columns import Part, column_names, target_names
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.graph.shapes import dims, is_stated
@@ -56,7 +56,7 @@ class Fields:
             limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
-                limits["ignores_nan"] = of.ignore_nan
+                limits |= {"ignores_nan": of.ignore_nan, "is_label": True}
             shape = dims(x)
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
@@ -108,7 +108,7 @@ class Fields:
         return weight
 
     @property
-    def moved(self) -> bool:
+    def may_move_rows(self) -> bool:
         """Whether an input may have its rows on another axis than the first, or none."""
         stated = (self.row_axes.stated(name) for name in self.fields)
         return bool(self.row_axes.batch_axes) or any(stated)
@@ -139,7 +139,7 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        return self._checked(self.by_input(X, y, sample_weight), list(self.fields))
+        return self._check(self.by_input(X, y, sample_weight), list(self.fields))[0]
 
     def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
         """Return what `arrays` checks, by input name.
@@ -182,10 +182,6 @@ class Fields:
             return {name: Part(y, [name]) for name in self.labels}
         raise ValueError(f"the model has several labels: pass y as a dict of {self.labels}")
 
-    def inputs(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the checked arrays of the inputs other than label and sample weights."""
-        return self._checked(self._by_name(X), self.features)
-
     def _check_names(self, data: Mapping[str, Any], names: list[str]) -> None:
         for name in data:
             if name not in names:
@@ -195,20 +191,32 @@ class Fields:
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
 
-    def _checked(self, data: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
+    def _check(
+        self, data: Mapping[str, Any], names: list[str], whole: bool = False
+    ) -> tuple[dict[str, np.ndarray], int]:
+        """Return the checked arrays of the inputs `names`, and the number of rows.
+
+        A `whole` batch is one that goes in as it is: rows are where the declared shapes say so.
+        """
         self._check_names(data, names)
         numbers = {name: self.fields[name].numbers(value) for name, value in data.items()}
         if self.weight in numbers:
             numbers[self.weight] = self._spread(numbers[self.weight], numbers)
-        axes = self.axes(numbers)
-        arrays = {name: self.fields[name].check(a, axes[name]) for name, a in numbers.items()}
-        rows = count_rows(arrays, axes)
+        axes = {n: self.row_axes.stated(n) for n in names} if whole else self.axes(numbers)
+        arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
+        rows = self._count_as_it_is(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight in names and self.weight not in arrays:
-            ones = self._spread(np.ones(rows), {})
-            axes[self.weight] = self.row_axes.batch_axes.get(self.weight, 0)
-            arrays[self.weight] = self.fields[self.weight].check(ones, axes[self.weight])
-        self.check_rows(rows)
-        return self._agreeing({name: arrays[name] for name in names}, axes)
+            axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
+            ones, axis = self._spread(np.ones(rows), {}), axes[self.weight]
+            arrays[self.weight] = self.fields[self.weight].check(ones, axis, whole)
+        if not whole:
+            self.check_rows(rows)
+        arrays = {name: arrays[name] for name in names}
+        self._check_axes(arrays)
+        for name in names:
+            cells = self.fields[name].cells(data.get(name))
+            self.fields[name].check_indices(arrays, axes[name], cells)
+        return arrays, rows
 
     def axes(self, arrays: Mapping[str, np.ndarray], cut: bool = False) -> Axes:
         """Return the axis of the rows of each array, None for one that every batch gets whole.
@@ -222,13 +230,7 @@ class Fields:
             self.row_axes.check_whole(lengths, axes)
         return axes
 
-    def _agreeing(self, arrays: dict[str, np.ndarray], axes: Axes) -> dict[str, np.ndarray]:
-        self.check_axes(arrays)
-        for name in arrays:
-            self.fields[name].check_indices(arrays, axes[name])
-        return arrays
-
-    def check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def _check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise if axes of one symbolic dimension differ in length."""
         lengths: dict[str, tuple[int, str]] = {}
         for name, array in arrays.items():
@@ -282,17 +284,14 @@ class Fields:
         return [name for name in names if name in used or name not in targets]
 
     def _split(self, X: Any, names: list[str], more: list[Any]) -> dict[str, Any]:
-        """Return the columns of a table by input: those it was trained on, or that of its name.
-
-        A single feature without such a column takes all that are not in `more`.
-        """
-        columns_of = {n: self.names.columns.get(n, [n]) for n in [*self.features, *more]}
-        if len(self.features) == 1 and not set(columns_of[self.features[0]]) <= set(names):
-            columns_of[self.features[0]] = [name for name in names if name not in more]
-        used = [name for columns in columns_of.values() for name in columns]
-        for name in used:
-            if name not in names:
-                raise unknown("column (every input of the model needs one)", name, names)
+        """Return the columns of a table by input; those of labels, in `more`, have their names."""
+        columns_of = {name: self.names.columns.get(name, [name]) for name in more}
+        of_labels = [name for columns in columns_of.values() for name in columns]
+        rest = [name for name in names if name not in of_labels]
+        own = [name for name in self.features if name in rest]
+        arrays = [name for name in own if getattr(X[name], "ndim", 1) > 1]
+        columns_of |= self.names.by_input(rest, self.features, arrays)
+        used = {name for columns in columns_of.values() for name in columns}
         if unused := [name for name in names if name not in used]:
             raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
         return {
@@ -312,36 +311,23 @@ class Fields:
         """
         if isinstance(item, Mapping):
             data = self._by_field(item)
-            return self._as_it_is({n: v for n, v in data.items() if n not in self.left_out})
+            given = {n: v for n, v in data.items() if n not in self.left_out}
+            return self._check(given, list(self.fields), whole=True)
         parts = item if isinstance(item, (tuple, list)) else [item]
         if len(parts) > 3:
             raise ValueError(
                 f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
             )
-        arrays = self.arrays(*parts[: 1 if self.left_out else 3])
-        rows = count_rows(arrays, self.axes(arrays))
+        data = self.by_input(*parts[: 1 if self.left_out else 3])
+        arrays, rows = self._check(data, list(self.fields))
         self.check_batch(rows)
         return arrays, rows
 
-    def _as_it_is(self, item: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
-        names = list(self.fields)
-        self._check_names(item, names)
-        axes = {name: self.row_axes.stated(name) for name in names}
-        if self.weight is not None and self.weight in item:
-            own = self.fields[self.weight].numbers(item[self.weight])
-            item = {**item, self.weight: self._spread(own, item)}
-        arrays = {n: self.fields[n].check(v, axes[n], whole=True) for n, v in item.items()}
+    def _count_as_it_is(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+        """Return how many rows a batch has that goes in as it is."""
         for name in self.labels:
             if not arrays[name].size:
                 raise ValueError(f"{name!r} is empty: a batch needs a label")
-        rows = self._counted(arrays, axes)
-        if self.weight in names and self.weight not in arrays:
-            ones = self._spread(np.ones(rows), {})
-            arrays[self.weight] = self.fields[self.weight].check(ones, axes[self.weight], True)
-        return self._agreeing({name: arrays[name] for name in names}, axes), rows
-
-    def _counted(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
-        """Return how many rows a batch has that is passed as it is."""
         if self.label is None:
             counts = {arrays[n].shape[a] for n, a in axes.items() if a is not None and n in arrays}
             return counts.pop() if len(counts) == 1 else 1

@@ -15,14 +15,13 @@ from onnxgrad.errors import argument
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import start_learning_rate
-from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import Evaluator, check_weights, evaluator_of
 from onnxgrad.training.failure import find_failed_step
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.holdout import Split, held_out_share
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.rates import ByEpoch, ByStep, OfMembers, Rates
@@ -168,7 +167,7 @@ class Fit:
             return source, None
         if trainer.carry:
             raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        both = held_out_share(source, self.held_out, trainer.seed)
+        both = hold_out(source, self.held_out, trainer.seed)
         for part in both:
             fields.check_rows(part.rows)
         return both

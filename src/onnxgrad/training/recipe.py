@@ -17,7 +17,7 @@ from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import fingerprint
-from onnxgrad.training.holdout import balanced, label_shapes
+from onnxgrad.training.label_facts import balanced_weights, label_shapes
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
 from onnxgrad.training.settings import Settings
@@ -63,7 +63,7 @@ class Facts:
         if isinstance(trainer.class_weight, str):
             check_choice("class_weight", trainer.class_weight, ["balanced"])
             if fits:
-                weights = balanced(data.y, (trainer.loss_options or {}).get("ignore_index"))
+                weights = balanced_weights(data.y, (trainer.loss_options or {}).get("ignore_index"))
         else:
             weights = None
         return cls(label_shapes(data, trainer.proto), axes, weights)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import printable, unknown
+from onnxgrad.data.arrays import shape_text
+from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims, is_stated
 from onnxgrad.training.model_loss import BATCH
 
@@ -121,8 +122,8 @@ class RowAxes:
             for axis, (d, length) in enumerate(zip(declared, lengths[name], strict=False)):
                 if length == rows and (d is None or (isinstance(d, str) and d not in known)):
                     raise ValueError(
-                        f"axis {axis} of {name!r} {_shown(lengths[name])} is as long as there are "
-                        f"rows: say with batch_axes={{{name!r}: {axis}}} that it is theirs, or "
+                        f"axis {axis} of {name!r} {shape_text(lengths[name])} is as long as there "
+                        f"are rows: say with batch_axes={{{name!r}: {axis}}} that it is theirs, or "
                         "with None that every batch gets all of it"
                     )
 
@@ -153,7 +154,7 @@ class RowAxes:
     def _check_unambiguous(self, lengths: Mapping[str, tuple[int, ...]]) -> None:
         if self._ambiguous:
             names = [n for n in (*self.features, self.label) if n and self.symbol in (self._of(n))]
-            shown = ", ".join(f"{n!r} {self._shown(n)}" for n in names)
+            shown = ", ".join(f"{n!r} {self._declared(n)}" for n in names)
             raise ValueError(
                 f"which axis is that of the rows? The model declares {shown}: say it with "
                 f"batch_axes={{{names[0]!r}: axis}}, or pass batches as dicts"
@@ -161,25 +162,21 @@ class RowAxes:
         for name in lengths if self.symbol is not None else ():
             if name not in self.batch_axes and self._of(name).count(self.symbol) > 1:
                 raise ValueError(
-                    f"{name!r} has the rows on several axes {self._shown(name)}: say which "
+                    f"{name!r} has the rows on several axes {self._declared(name)}: say which "
                     f"with batch_axes={{{name!r}: axis}}, or None if every batch gets it whole"
                 )
 
     def _of(self, name: str) -> Dims:
         return self.shapes.get(name) or ()
 
-    def _shown(self, name: str) -> str:
+    def _declared(self, name: str) -> str:
         """Return the declared shape of an input, in which the rows are called as in the file."""
         rows = self.called[0] if len(self.called) == 1 else "rows"
-        return _shown([rows if d == BATCH else d for d in self._of(name)])
+        return shape_text([rows if d == BATCH else d for d in self._of(name)])
 
     def _means_rows(self, symbol: Any) -> bool:
         names = self.called if symbol == BATCH else [symbol]
         return any(isinstance(name, str) and "batch" in name.lower() for name in names)
-
-
-def _shown(shape: Sequence[Any]) -> str:
-    return f"({', '.join('?' if d is None else printable(d) for d in shape)})"
 
 
 def count_rows(arrays: Mapping[str, np.ndarray], axes: Axes) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrays import to_numbers
-from onnxgrad.data.readers import Reader, described
+from onnxgrad.data.readers import Reader, describe_arrays
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.values import to_numpy
 
@@ -300,7 +300,7 @@ class ByLength(Reader):
         """Return the number of rows, and a digest of the lengths and labels."""
         arrays = {f"lengths {i}": lengths for i, lengths in enumerate(self._sorted_by)}
         arrays |= {name: c for name, c in self._y.items() if isinstance(c, np.ndarray)}
-        return described("sequences", arrays) | {"rows": self.rows}
+        return describe_arrays("sequences", arrays) | {"rows": self.rows}
 
 
 def _first(values: Any) -> Any:

@@ -1,9 +1,8 @@
-"""What a training reads from its data before it begins: held-out rows, and facts of labels."""
+"""Facts of labels that a training reads before it begins: their shapes, and class weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,41 +11,7 @@ from onnx import ModelProto
 from onnxgrad.data.arrays import to_numbers
 from onnxgrad.errors import argument
 from onnxgrad.runtime.values import shape_of
-from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.data import Dataset
-
-
-@dataclass(frozen=True)
-class Split:
-    """The numbers of the rows to train on, and of those that are held out."""
-
-    trained: np.ndarray
-    held_out: np.ndarray
-
-
-def held_out_share(
-    source: BatchSource, share: float | Split, seed: int
-) -> tuple[ArraySource, ArraySource]:
-    """Return the rows to train on, and the share of them that is held out, drawn by `seed`.
-
-    Raises:
-        ValueError: the share leaves one of both empty, or the data are not arrays in memory.
-    """
-    if not isinstance(source, ArraySource):
-        raise ValueError(
-            f"{argument('validation')}<share> needs arrays or tables in memory: pass other "
-            "validation data"
-        )
-    if isinstance(share, Split):
-        return source.take(share.trained), source.take(share.held_out)
-    count = round(source.rows * share)
-    if not 0 < share < 1 or count in (0, source.rows):
-        raise ValueError(
-            f"{argument('validation', share)} of {source.rows} rows leaves a part empty: pass a "
-            "share above 0 and below 1, or (X, y)"
-        )
-    order = np.random.default_rng([seed, 1]).permutation(source.rows)
-    return source.take(np.sort(order[count:])), source.take(np.sort(order[:count]))
 
 
 def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:
@@ -73,7 +38,7 @@ def _shape(array: Any) -> tuple[int, ...] | None:
     return tuple(shape_of(array)) if hasattr(array, "shape") else None
 
 
-def balanced(y: Any, ignored: int | None = None) -> dict[int, float]:
+def balanced_weights(y: Any, ignored: int | None = None) -> dict[int, float]:
     """Return weights of classes, inversely proportional to their frequencies in `y`.
 
     The weight of a class is n / (k n_c) for n labels of k classes, n_c of them of class c, as

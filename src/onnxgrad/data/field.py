@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
-from onnxgrad.data.columns import Part, is_table, stacked
+from onnxgrad.data.columns import Part, is_table, stack_columns
 from onnxgrad.data.indices import Table
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import named
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.graph.shapes import Dims, dims
 
 # (mask of wrong values, what must be or is wrong, others than that, remedy) raises if any is
 Refuse = Callable[..., None]
@@ -24,7 +25,7 @@ Refuse = Callable[..., None]
 class Field:
     """The data that one input of a model accepts.
 
-    - `name`, `dtype` and `shape`: of the input, as declared.
+    - `name`, `dtype` and `shape`: of the input, as declared; `is_label`: whether it takes labels.
     - `classes`: number of classes of a label; `ignored`: a class index that is allowed as well.
     - `allowed`: the `LabelBounds` of a loss.
     - `tables`: the tables that the input indexes.
@@ -39,6 +40,12 @@ class Field:
     allowed: Any = None
     tables: tuple[Table, ...] = ()
     ignores_nan: bool | None = None
+    is_label: bool = False
+
+    @classmethod
+    def of(cls, x: ir.Value) -> Field:
+        """Return what an input of a graph accepts, as it is declared."""
+        return cls(str(x.name), (x.dtype or ir.DataType.FLOAT).numpy(), dims(x))
 
     def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
         """Return `data` as the array for the input; the columns of a table are reshaped.
@@ -104,7 +111,7 @@ class Field:
         """
         if self.dtype == object:
             return fit_shape(cells.texts(), self.shape, cells.title, reshape=True)
-        array = cells.stacked(nan=bool(self.ignores_nan))
+        array = cells.side_by_side(nan=bool(self.ignores_nan))
 
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
             cells.refuse(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
@@ -123,12 +130,21 @@ class Field:
                 "behind what it computes from them by select_model_inputs_outputs, and train the "
                 "rest; replace_initializers_into_onnx writes its weights into the whole model"
             )
+        if (cells := self.cells(data)) is not None:
+            return self.of_cells(cells)
         if not is_table(data):
             return to_numbers(self.name, data)
+        return fit_shape(stack_columns(self.name, data), self.shape, repr(self.name), reshape=True)
+
+    def cells(self, data: Any) -> Cells | None:
+        """Return the columns of a file in `data`; None if it is none, or a part of none."""
         table = data.table if isinstance(data, Part) else data
-        if isinstance(table, FileTable):
-            return self.of_cells(table.cells(data.columns, f"input {self.name!r}"))
-        return fit_shape(stacked(self.name, data), self.shape, repr(self.name), reshape=True)
+        if not isinstance(table, FileTable):
+            return None
+        title = f"input {self.name!r}"
+        if self.is_label:
+            title = f"{named('label')} {', '.join(map(repr, data.columns))}"
+        return table.cells(data.columns, title)
 
     def _exact(self, array: np.ndarray, axis: int | None) -> np.ndarray:
         """Return `array` in the declared shape, up to the length of `axis` and a last axis of one.

@@ -7,8 +7,9 @@ state, so that threads may run it at the same time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 import onnxruntime as ort
@@ -31,6 +32,7 @@ from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, work
 
+V = TypeVar("V")
 DTYPES = {
     ir.DataType[name]: dtype
     for name, dtype in {
@@ -164,20 +166,11 @@ class Graph:
 
     def plain(self, threads: int) -> Session:
         """Return the session of the forward pass alone."""
-        if threads not in self._plain:
-            with _LOCK:
-                if threads not in self._plain:
-                    self._plain[threads] = Session(self.proto, self.device, threads)
-        return self._plain[threads]
+        return _once(self._plain, threads, lambda: Session(self.proto, self.device, threads))
 
     def passes(self, needed: tuple[bool, ...], threads: int) -> _Passes:
         """Return the passes for the gradients of the inputs that are `needed`."""
-        passes = self._passes.get((needed, threads))
-        if passes is None:
-            with _LOCK:
-                passes = self._passes.get((needed, threads)) or self._build(needed, threads)
-                self._passes[needed, threads] = passes
-        return passes
+        return _once(self._passes, (needed, threads), lambda: self._build(needed, threads))
 
     def gradient(self, names: list[str]) -> Graph:
         """Return the graph of the gradient; its inputs are those of the graph, then cotangents.
@@ -185,18 +178,18 @@ class Graph:
         Raises:
             RuntimeError: the graph contains random nodes, and would draw different numbers.
         """
-        key = tuple(names)
-        if key not in self._gradients:
+
+        def build() -> Graph:
             if (node := _random(self.proto)) is not None:
                 at = f"node {node.name!r}, output {node.outputs[0].name!r}"
                 raise RuntimeError(
                     f"{node.op_type} ({at}) draws at random: gradients of gradients would be those "
                     "of another draw"
                 )
-            with _LOCK:
-                proto = onnx_derivative(self.proto, [], names)
-                self._gradients.setdefault(key, Graph(proto, self.device, self.recompute))
-        return self._gradients[key]
+            proto = onnx_derivative(self.proto, [], names)
+            return Graph(proto, self.device, self.recompute)
+
+        return _once(self._gradients, tuple(names), build)
 
     def _build(self, needed: tuple[bool, ...], threads: int) -> _Passes:
         names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
@@ -218,6 +211,15 @@ class Graph:
             Session(p, self.device, threads) for p in (parts.forward, parts.backward)
         )
         return _Passes(forward, backward, names, indices, saved, reads)
+
+
+def _once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
+    """Return what is built for a key, once, also where several threads ask for it."""
+    if key not in built:
+        with _LOCK:
+            if key not in built:
+                built[key] = build()
+    return built[key]
 
 
 class _Function(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The model that an estimator begins with: a file, or a model of scikit-learn that is converted."""
+"""Models of scikit-learn that an estimator begins with: skl2onnx converts them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ from typing import Any
 
 import numpy as np
 from onnx import ModelProto
-from sklearn.base import BaseEstimator, clone, is_classifier
+from sklearn.base import clone, is_classifier
 from sklearn.compose import ColumnTransformer
 from sklearn.exceptions import NotFittedError
+from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import check_is_fitted, has_fit_parameter
 
 from onnxgrad.data.columns import is_table
 from onnxgrad.errors import ModelError
+from onnxgrad.model.feeds import inputs_without_default
+from onnxgrad.model.read import read
 
 
 def is_estimator(model: Any) -> bool:
     """Return whether a model is an estimator of scikit-learn, rather than an ONNX model."""
-    return isinstance(model, BaseEstimator) or hasattr(model, "get_params")
+    return hasattr(model, "get_params")
 
 
 def takes_tables(model: Any) -> bool:
-    """Return whether a model of scikit-learn selects columns of tables, so that it needs them."""
+    """Return whether a model needs tables: it has several inputs, or selects columns by name."""
     if isinstance(model, Pipeline):
-        return any(takes_tables(step) for _, step in model.steps)
-    return isinstance(model, ColumnTransformer)
+        return any(is_estimator(step) and takes_tables(step) for _, step in model.steps)
+    if model is None or is_estimator(model):
+        return isinstance(model, ColumnTransformer)
+    return len(inputs_without_default(read(model))) > 1
 
 
 def holds_text(X: Any) -> bool:
@@ -36,7 +41,7 @@ def holds_text(X: Any) -> bool:
     )
 
 
-def converted(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
+def convert_estimator(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
     """Return an estimator of scikit-learn as a model that computes in float32.
 
     One that is not fitted yet is cloned, and the clone fitted to the data.
@@ -58,7 +63,7 @@ def converted(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
             f"model={type(model).__name__} is converted by skl2onnx: pip install skl2onnx, or pass "
             "an ONNX model"
         ) from e
-    if type(model).__name__ == "FrozenEstimator":
+    if isinstance(model, FrozenEstimator):
         model = model.estimator
     try:
         check_is_fitted(model)
@@ -66,13 +71,13 @@ def converted(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
         weighted = sample_weight is not None and has_fit_parameter(model, "sample_weight")
         model = clone(model).fit(X, y, **{"sample_weight": sample_weight} if weighted else {})
     try:
-        return _plain(to_onnx, model, _example(X))
+        return _convert_without_zipmap(to_onnx, model, _first_row(X))
     except Exception as e:
         raise ModelError(f"skl2onnx cannot convert {type(model).__name__}: {e}") from e
 
 
-def _plain(to_onnx: Any, model: Any, row: Any) -> ModelProto:
-    """Return the converted model; the probabilities of a classifier become an array."""
+def _convert_without_zipmap(to_onnx: Any, model: Any, row: Any) -> ModelProto:
+    """Return the model of an estimator; the probabilities of a classifier are an array."""
     if is_classifier(model):
         try:
             return to_onnx(model, row, options={"zipmap": False})
@@ -81,7 +86,7 @@ def _plain(to_onnx: Any, model: Any, row: Any) -> ModelProto:
     return to_onnx(model, row)
 
 
-def _example(X: Any) -> Any:
+def _first_row(X: Any) -> Any:
     """Return a row for skl2onnx to read types from; floats in float32."""
     if not is_table(X):
         if holds_text(X):

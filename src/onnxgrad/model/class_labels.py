@@ -1,0 +1,90 @@
+"""The labels of classes, in the nodes that turn scores into labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto
+
+from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.weights import constant_refs
+
+Labels = list[str] | list[int]
+
+_ATTRIBUTES = ("classlabels_strings", "classlabels_int64s", "classlabels_ints")
+_MOVES = frozenset("Cast Flatten Identity Reshape Squeeze Transpose Unsqueeze".split())
+_INDICES = {"LabelEncoder": 0, "ArrayFeatureExtractor": 1, "Gather": 1}  # operands that choose
+
+
+class LabelNodes:
+    """The nodes of a model, what computes each tensor, and the labels that they hold."""
+
+    def __init__(self, proto: ModelProto) -> None:
+        self.nodes = nodes_of(proto)
+        self.producers = {y: node for node in self.nodes for y in node.output}
+        self._constants = {ref.graph_name: ref for ref in constant_refs(proto)}
+
+    def computing(self, name: str | None) -> NodeProto | None:
+        """Return the node that computes the elements of a tensor, before moves and casts."""
+        node = self.producers.get(name or "")
+        while node is not None and node.op_type in _MOVES:
+            node = self.producers.get(node.input[0])
+        return node
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """Return the value of a constant of this name; None if it is none."""
+        ref = self._constants.get(name)
+        return None if ref is None else ref.array()
+
+    def selected(self, node: NodeProto | None) -> Labels | None:
+        """Return the labels that a node selects from; None if it does not.
+
+        It is a LabelEncoder of class numbers, or a Gather or ArrayFeatureExtractor of a constant.
+        """
+        if node is None:
+            return None
+        if node.op_type == "LabelEncoder":
+            values = _lists(node)
+            keys = values.get("keys_int64s", [])
+            labels: Any = values.get("values_strings") or values.get("values_int64s", [])
+            pairs = sorted(zip(keys, labels, strict=False))
+            return [label for _, label in pairs] if len(keys) == len(labels) else None
+        if node.op_type not in _INDICES:
+            return None
+        table = self.constant(node.input[0])
+        if table is None or table.dtype.kind in "OSU":
+            return None if table is None else list(map(str, table.ravel()))
+        whole = table.dtype.kind in "iu" or bool((table == np.trunc(table)).all())
+        return table.ravel().astype(int).tolist() if whole else None
+
+
+def stored_labels(proto: ModelProto) -> Labels | None:
+    """Return the labels of the classes in the order of the scores; None if no node holds them.
+
+    They are in a ZipMap, a classifier of `ai.onnx.ml`, or in what follows an ArgMax.
+    """
+    known = LabelNodes(proto)
+    for node in sorted(known.nodes, key=lambda node: node.op_type != "ZipMap"):
+        if labels := own_labels(node):
+            return labels
+    for node in known.nodes:
+        index = _INDICES.get(node.op_type)
+        winner = None if index is None else known.computing(node.input[index])
+        if winner is not None and winner.op_type in ("ArgMax", "TopK"):
+            return known.selected(node)
+    return None
+
+
+def own_labels(node: NodeProto | None) -> Labels | None:
+    """Return the labels in the attributes of a classifier of `ai.onnx.ml`, or of a ZipMap."""
+    values = {} if node is None else _lists(node)
+    return next((values[name] for name in _ATTRIBUTES if values.get(name)), None)
+
+
+def _lists(node: NodeProto) -> dict[str, Labels]:
+    """Return the attributes that hold integers or texts."""
+    return {
+        a.name: [*a.ints] or [text.decode(errors="replace") for text in a.strings]
+        for a in node.attribute
+    }
