@@ -14,8 +14,13 @@ from onnx import ModelProto
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.losses.applied_to import before_activation, decided, logits_of_two
-from onnxgrad.losses.columns import keep_opposite, refuse_other_columns, scores_of_votes
+from onnxgrad.losses.applied_to import before_activation, decided
+from onnxgrad.losses.columns import (
+    keep_opposite,
+    logits_of_two,
+    refuse_other_columns,
+    scores_of_votes,
+)
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, label_input
 from onnxgrad.losses.info import LossInfo
