@@ -383,3 +383,10 @@ def test_an_axis_that_is_not_decided_is_asked_for():
     with pytest.raises(ValueError, match=r"cannot decide which axis of 'y'.* say it with axis="):
         add_loss_output(proto, "cross_entropy")
     assert loss_info(add_loss_output(proto, "cross_entropy", axis=2)).axis == 2
+
+
+def test_probabilities_that_are_moved_into_pixels():
+    y = prediction("s = Sigmoid(x) y = DepthToSpace <blocksize = 2>(s)", "float[N,4,H,W] x", False)
+    spec = LOSSES["binary_cross_entropy"].with_options({"from_logits": None})
+    assert value_range(y) == (0, 1)
+    assert not decided(spec, y).options["from_logits"]

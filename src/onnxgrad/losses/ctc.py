@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.losses.nodes import dims_of, positions, wide
 from onnxgrad.losses.registry import register
 from onnxgrad.losses.spec import LabelKind
-from onnxgrad.losses.structured import dims_of, positions, widened
 
 _LOWEST = -1e30  # log of zero, finite so that differences of logarithms are not NaN
 _INFINITE = 1e29  # a loss above it has no alignment
@@ -54,7 +54,7 @@ def ctc(
     number of time steps of the row. Where labels do not fit into the time steps, the loss is
     infinite, or zero with zero_infinity, and its gradient is zero.
     """
-    dtype, prediction = prediction.dtype, widened(op, prediction)
+    dtype, prediction = prediction.dtype, wide(op, prediction)
     order = _axes({"axis": axis, "time_major": time_major})
     if order != (0, 1, 2):
         prediction = op.Transpose(prediction, perm=list(order))

@@ -24,6 +24,7 @@ from onnxgrad.losses.columns import (
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, label_input
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.objects import BaseLearningLoss, FunctionLearningLoss
 from onnxgrad.losses.spec import LossSpec, Terms
 from onnxgrad.losses.sums import scaled_rows, sum_and_count
@@ -344,12 +345,6 @@ def _terms_of_object(
     if type(loss).gradient is not BaseLearningLoss.gradient:
         own = value, loss.gradient(op, value, expected)
     return label, terms, loss.info(prediction), own
-
-
-def wide(op: Any, x: ir.Value) -> ir.Value:
-    """Write `x` in float32 if it has 16 bits, in which sums overflow."""
-    half = x.dtype is not None and x.dtype.bitwidth == 16
-    return op.Cast(x, to=ir.DataType.FLOAT) if half else x
 
 
 def _widen(label: ir.Value) -> None:

@@ -13,9 +13,9 @@ from onnxgrad.errors import named, unknown
 from onnxgrad.graph.shapes import Dims, dims, static
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.objectives import Written
 from onnxgrad.losses.second_model import with_output, write_model
-from onnxgrad.losses.structured import widened
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, read
 
@@ -128,7 +128,7 @@ class LossModel:
         self, op: Any, loss: ir.Value, rows: ir.Value, labels: Sequence[ir.Value]
     ) -> tuple[ir.Value, ir.Value]:
         """Write the sum of the losses of the rows, and their number, scalars."""
-        loss = widened(op, op.Reshape(loss, []))
+        loss = wide(op, op.Reshape(loss, []))
         count = _size(op, rows, (dims(rows) or (None,))[:1], loss, labels)
         return loss * count if self.reduction == "mean" else loss, count
 
@@ -155,7 +155,7 @@ def totals(
     `losses` have a known rank. The second sum is computed from inputs of the graph and labels,
     where they are proven to have the lengths of `losses`.
     """
-    losses, shape = widened(op, losses), dims(losses) or ()
+    losses, shape = wide(op, losses), dims(losses) or ()
     if weight is None:
         total = op.ReduceSum(losses, keepdims=0)
         return total, _size(op, losses, shape, losses, labels)

@@ -11,8 +11,9 @@ from onnx import ModelProto
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.losses.embeddings import info_nce, nt_xent, of_row, triplet_margin
+from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.nodes import at_index
 from onnxgrad.losses.objectives import Written
 from onnxgrad.losses.other_models import row_weight, totals
 
@@ -109,7 +110,7 @@ class OutputLoss:
                 raise ValueError(
                     f"{values[0].name!r} has the shape {shape}: the loss needs {needs}"
                 )
-            return [of_row(op, values[0], i) for i in range(self._parts)]
+            return [at_index(op, values[0], i) for i in range(self._parts)]
         for value in values:
             if rank(value) != 2:
                 raise ValueError(f"{value.name!r} has the shape {dims(value)}, it must be (N, D)")

@@ -68,22 +68,25 @@ class LabelKind:
 LIKE_PREDICTION = LabelKind()
 
 
-def class_indices(axis: int = 1) -> LabelKind:
-    """Return the kind of class indices, for predictions whose classes are along `axis`.
+def like_prediction(rank: int, needs: str) -> LabelKind:
+    """Return labels like the prediction, which has at least `rank` axes."""
+    return LabelKind(accepts=lambda f: f is not None and len(f) >= rank, needs=needs)
+
+
+def class_indices(axis: int | None = None, rank: int = 2, needs: str | None = None) -> LabelKind:
+    """Return the kind of class indices, for predictions whose classes are along `axis`, or 1.
 
     Labels have the shape of the prediction without that axis: (N, d1, ...) for (N, C, d1, ...).
+    The prediction has at least `rank` axes.
     """
-
-    def length(f: Dims | None) -> int | str:
-        d = None if f is None else f[axis]
-        return "C" if d is None else d
-
+    at = 1 if axis is None else axis
+    default = "a prediction (N, C, ...)" if at == 1 else f"a prediction with an axis {at}"
     return LabelKind(
         dtype=ir.DataType.INT64,
-        shape=lambda f: None if f is None else (*f[:axis], *f[axis:][1:]),
-        accepts=lambda f: f is not None and len(f) >= 2 and -len(f) <= axis < len(f),
-        needs="a prediction (N, C, ...)" if axis == 1 else f"a prediction with an axis {axis}",
-        classes=length,
+        shape=lambda f: None if f is None else (*f[:at], *f[at:][1:]),
+        accepts=lambda f: f is not None and len(f) >= rank and -len(f) <= at < len(f),
+        needs=needs or default,
+        classes=lambda f: (f and f[at]) or "C",
     )
 
 
