@@ -12,11 +12,62 @@ import onnx_ir as ir
 from onnxgrad.errors import named
 from onnxgrad.graph.shapes import rank
 from onnxgrad.losses.nodes import dims_of
-from onnxgrad.losses.spec import Terms
+from onnxgrad.losses.spec import LIKE_PREDICTION, LabelBounds, Terms, class_indices, register
 
 _END = np.iinfo(np.int64).max
 
 
+def cross_entropy_terms(
+    op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
+    ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
+):  # fmt: skip
+    """The terms: -log p_y for every label y, with the weight w_y, or 0 where y is ignored.
+
+    The mean equals that of `torch.nn.functional.cross_entropy`: with smoothing, a term is
+    (1 - s) w_y l_y + s / C sum_c w_c l_c, and the sum of terms is divided by that of w_y. With soft
+    labels it is divided by their number.
+
+    A label out of range fails when the model runs, but one of -C to -1 counts from the last class:
+    trainers check labels before.
+    """
+    classes, label = _classes(op, prediction, label, axis, shift)
+    weighted = log_p = classes.log_p(from_logits, eps)
+    axis = classes.axis
+    if class_weight is not None:
+        weighted = classes.along(classes.weights(class_weight)) * log_p
+    if soft_labels:
+        loss = (label_smoothing - 1.0) * op.ReduceSum(label * weighted, [axis], keepdims=0)
+        if label_smoothing:
+            loss = loss - label_smoothing * op.ReduceMean(weighted, [axis], keepdims=0)
+        return Terms(loss)
+    ignored = op.Equal(label, ignore_index)
+    index = op.Where(ignored, 0, label)
+    chosen = op.GatherElements(log_p, op.Unsqueeze(index, [axis]), axis=axis)
+    chosen = op.Squeeze(chosen, [axis])
+    chosen.shape = label.shape
+    loss, weight = -chosen, op.const(1.0, log_p.dtype)
+    if class_weight is not None:
+        weight = classes.weights(class_weight, index)
+    if label_smoothing:
+        rest = op.ReduceMean(weighted, [axis], keepdims=0)
+        if class_weight is not None:
+            _require_positive(class_weight)
+            rest = rest / weight
+        loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
+    # a masked class may have an infinite loss
+    loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
+    return Terms(loss, weight)
+
+
+@register(
+    "cross_entropy",
+    labels=lambda options: (
+        LIKE_PREDICTION if options["soft_labels"] else class_indices(options["axis"])
+    ),
+    has_ignore_index=True,
+    write_terms=cross_entropy_terms,
+    activation="Softmax",
+)
 def cross_entropy(
     op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
     ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
@@ -56,48 +107,12 @@ def cross_entropy(
     return minus_t * log_p
 
 
-def cross_entropy_terms(
-    op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
-    ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
-):  # fmt: skip
-    """-log p_y for every label y, with the weight w_y, or 0 where y is ignored.
-
-    The mean equals that of `torch.nn.functional.cross_entropy`: with smoothing, a term is
-    (1 - s) w_y l_y + s / C sum_c w_c l_c, and the sum of terms is divided by that of w_y. With soft
-    labels it is divided by their number.
-
-    A label out of range fails when the model runs, but one of -C to -1 counts from the last class:
-    trainers check labels before.
-    """
-    classes, label = _classes(op, prediction, label, axis, shift)
-    weighted = log_p = classes.log_p(from_logits, eps)
-    axis = classes.axis
-    if class_weight is not None:
-        weighted = classes.along(classes.weights(class_weight)) * log_p
-    if soft_labels:
-        loss = (label_smoothing - 1.0) * op.ReduceSum(label * weighted, [axis], keepdims=0)
-        if label_smoothing:
-            loss = loss - label_smoothing * op.ReduceMean(weighted, [axis], keepdims=0)
-        return Terms(loss)
-    ignored = op.Equal(label, ignore_index)
-    index = op.Where(ignored, 0, label)
-    chosen = op.GatherElements(log_p, op.Unsqueeze(index, [axis]), axis=axis)
-    chosen = op.Squeeze(chosen, [axis])
-    chosen.shape = label.shape
-    loss, weight = -chosen, op.const(1.0, log_p.dtype)
-    if class_weight is not None:
-        weight = classes.weights(class_weight, index)
-    if label_smoothing:
-        rest = op.ReduceMean(weighted, [axis], keepdims=0)
-        if class_weight is not None:
-            _require_positive(class_weight)
-            rest = rest / weight
-        loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
-    # a masked class may have an infinite loss
-    loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
-    return Terms(loss, weight)
-
-
+@register(
+    "binary_cross_entropy",
+    bounds=LabelBounds("between 0 and 1", least=0, most=1),
+    threshold=lambda options: 0.0 if options["from_logits"] else 0.5,
+    activation="Sigmoid",
+)
 def binary_cross_entropy(
     op, prediction, label, from_logits=False, eps=1e-7, pos_weight=None, label_smoothing=0.0,
     class_weight=None,

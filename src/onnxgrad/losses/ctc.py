@@ -9,8 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.nodes import dims_of, positions, wide
-from onnxgrad.losses.registry import register
-from onnxgrad.losses.spec import LabelKind
+from onnxgrad.losses.spec import LabelKind, register
 
 _LOWEST = -1e30  # log of zero, finite so that differences of logarithms are not NaN
 _INFINITE = 1e29  # a loss above it has no alignment

@@ -14,8 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import unknown
 from onnxgrad.losses.nodes import at_index, dims_of, lowest, positions, wide
-from onnxgrad.losses.registry import register
-from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms
+from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, register
 
 
 def _label_of_row(

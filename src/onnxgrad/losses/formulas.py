@@ -18,24 +18,23 @@ import onnx_ir as ir
 from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.losses.classification import (
-    binary_cross_entropy,
-    cross_entropy,
-    cross_entropy_terms,
+    binary_cross_entropy as binary_cross_entropy,
+    cross_entropy as cross_entropy,
     softplus,
 )
 from onnxgrad.losses.nodes import at_index, classes_second, dims_of
-from onnxgrad.losses.registry import LOSSES, register as _loss
 from onnxgrad.losses.spec import (
     COLUMN_OF_TWO_CLASSES,
     LIKE_PREDICTION,
+    LOSSES,
     Formula,
     LabelBounds,
     LabelKind,
     LossSpec,
     Options,
     Terms,
-    class_indices,
     like_prediction,
+    register,
 )
 
 
@@ -84,20 +83,20 @@ def _require_range(loss: str, name: str, value: Any) -> None:
             raise ValueError(f"{name}={value!r}: {loss!r} needs a number {needs}")
 
 
-@_loss("squared_error", "l2")
+@register("squared_error", "l2")
 def squared_error(op, prediction, label):
     """(f - y)^2."""
     d = prediction - label
     return d * d
 
 
-@_loss("absolute_error", "l1")
+@register("absolute_error", "l1")
 def absolute_error(op, prediction, label):
     """|f - y|."""
     return op.Abs(prediction - label)
 
 
-@_loss("elastic")
+@register("elastic")
 def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
     """a |f - y| + b (f - y)^2."""
     size = op.Abs(prediction - label)
@@ -109,7 +108,7 @@ def _log_terms(op, prediction, label, eps=1e-6):
     return Terms(op.ReduceSum(log(op, prediction, label, eps), [1], keepdims=1))
 
 
-@_loss(
+@register(
     "log",
     reduction="mean",
     labels=lambda options: COLUMN_OF_TWO_CLASSES,
@@ -123,26 +122,7 @@ def log(op, prediction, label, eps=1e-6):
     return _where(op, prediction, hit, -1.0, 0.0) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
 
-_loss(
-    "binary_cross_entropy",
-    bounds=LabelBounds("between 0 and 1", least=0, most=1),
-    threshold=lambda options: 0.0 if options["from_logits"] else 0.5,
-    activation="Sigmoid",
-)(binary_cross_entropy)
-
-
-_loss(
-    "cross_entropy",
-    labels=lambda options: (
-        LIKE_PREDICTION if options["soft_labels"] else class_indices(options["axis"])
-    ),
-    has_ignore_index=True,
-    write_terms=cross_entropy_terms,
-    activation="Softmax",
-)(cross_entropy)
-
-
-@_loss("huber")
+@register("huber")
 def huber(op, prediction, label, delta=1.0):
     """d^2 / 2 where |d| < delta, else delta (|d| - delta / 2), d = f - y.  Huber 1964."""
     size = op.Abs(prediction - label)
@@ -150,7 +130,7 @@ def huber(op, prediction, label, delta=1.0):
     return inner * (size - 0.5 * inner)
 
 
-@_loss("poisson", bounds=LabelBounds("of 0 or more", least=0))
+@register("poisson", bounds=LabelBounds("of 0 or more", least=0))
 def poisson(op, prediction, label, log_input=True, eps=1e-8):
     """e^f - y f, or f - y log(f + eps) if f is the rate: -log of Poisson, up to a constant."""
     if log_input:
@@ -160,7 +140,7 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
     return prediction + (-label) * op.Log(prediction + eps)
 
 
-@_loss(
+@register(
     "hinge",
     bounds=LabelBounds("-1 and 1, or 0 and 1", (-1, 0, 1)),
     threshold=lambda options: 0.0,
@@ -170,7 +150,7 @@ def hinge(op, prediction, label):
     return op.Relu(1.0 + _where(op, label, op.Greater(label, 0.0), -1.0, 1.0) * prediction)
 
 
-@_loss(
+@register(
     "kl_divergence",
     bounds=LabelBounds("between 0 and 1", least=0, most=1),
     activation="Softmax",
@@ -189,7 +169,7 @@ def kl_divergence(op, prediction, label, from_logits=True, eps=1e-7, axis=None):
     return op.ReduceSum(label * (log_t - log_p), [1], keepdims=0)
 
 
-@_loss(
+@register(
     "quantile",
     labels=lambda options: LIKE_PREDICTION if np.ndim(options["q"]) == 0 else _ONE_COLUMN,
 )
@@ -213,14 +193,14 @@ def quantile(op, prediction, label, q=0.5):
     return op.ReduceMean(losses, [1], keepdims=1) if numbers.ndim else losses
 
 
-@_loss("log_cosh")
+@register("log_cosh")
 def log_cosh(op, prediction, label):
     """log cosh(f - y), as d + log(1 + e^(-2 d)) - log 2.  One loss for every element."""
     d = prediction - label
     return d + softplus(op, -2.0 * d) - math.log(2.0)
 
 
-@_loss("gaussian_nll", labels=lambda options: _MEAN_AND_VARIANCE)
+@register("gaussian_nll", labels=lambda options: _MEAN_AND_VARIANCE)
 def gaussian_nll(op, prediction, label, full=False):
     """(s + (y - m)^2 e^-s) / 2, -log of a normal density.  Nix & Weigend 1994.
 

@@ -19,7 +19,7 @@ from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
-from onnxgrad.losses.spec import Formula, LabelKind, LossSpec
+from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
 from onnxgrad.losses.sums import expanded
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
@@ -106,10 +106,7 @@ def _with_loss(
     label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
-        expected = label
-        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
-            expected = op.Reshape(label, op.Shape(prediction))
-        losses = spec.losses(op, prediction, expected)
+        losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
         if weight_name is not None:
             losses = _weighted(op, model, losses, prediction, weight_name, each)
         loss = _reduced(op, losses, spec, label)
@@ -185,19 +182,14 @@ def _reduced(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.V
     return loss / op.Cast(rows, to=loss.dtype)
 
 
-def choose_output(
-    proto: ModelProto,
-    index: int | str | None,
-    remedy: str = "",
-) -> str:
+def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") -> str:
     """Return the name of the float tensor that is the output of that index or name.
 
     Raises:
         ValueError: there is none, or `index` is None and there are several; with `remedy`, which by
             default is the index.
     """
-    outputs = list(proto.graph.output)
-    floats = list(dict.fromkeys(o.name for o in outputs if not non_tensor(o) and _is_float(o)))
+    outputs, floats = list(proto.graph.output), float_outputs(proto)
     if index is None:
         if len(floats) == 1:
             return floats[0]
@@ -208,13 +200,10 @@ def choose_output(
             f"{remedy or 'say which one with ' + argument('output_index')}, "
             f"one of {choice or 'the float tensors inside of the graph'}"
         )
-    if isinstance(index, str):
-        name = index
-    elif -len(outputs) <= index < len(outputs):
-        name = outputs[index].name
-    else:
+    if not isinstance(index, str) and not -len(outputs) <= index < len(outputs):
         given = argument("output_index", index)
         raise ValueError(f"{given}: the model has {len(outputs)} outputs")
+    name = index if isinstance(index, str) else outputs[index].name
     for output in outputs:
         if output.name == name and non_tensor(output):
             raise ValueError(
@@ -223,13 +212,15 @@ def choose_output(
             )
         if output.name == name and name not in floats:
             raise ValueError(f"output {name!r} is no float tensor; choose one of {floats}")
-    if name not in {result for node in proto.graph.node for result in node.output}:
+    if not any(name in node.output for node in proto.graph.node):
         raise unknown("output", name, [o.name for o in outputs])
     return name
 
 
-def _is_float(value: Any) -> bool:
-    return ir.DataType(value.type.tensor_type.elem_type).is_floating_point()
+def float_outputs(proto: ModelProto) -> list[str]:
+    """Return the names of the outputs that are float tensors, each once."""
+    tensors = {o.name: o.type.tensor_type for o in proto.graph.output if not non_tensor(o)}
+    return [n for n, t in tensors.items() if ir.DataType(t.elem_type).is_floating_point()]
 
 
 def label_input(

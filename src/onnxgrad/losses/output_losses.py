@@ -97,7 +97,9 @@ class OutputLoss:
                 )
             weight = row_weight(op, values[0], losses) if weighted else None
             total, count = totals(op, losses, weight, [])
-        return Written([total], [count], [1.0], weight=weight, gradients=[None])
+        written = Written(weight=weight)
+        written.add(total, count)
+        return written
 
     def _embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:
         """Return the embeddings (N, D) that a loss by name takes."""

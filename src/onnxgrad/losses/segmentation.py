@@ -12,8 +12,7 @@ import numpy as np
 from onnxgrad.errors import argument
 from onnxgrad.losses.classification import softplus
 from onnxgrad.losses.nodes import classes_second, dims_of, lowest, positions
-from onnxgrad.losses.registry import register
-from onnxgrad.losses.spec import LabelBounds, Terms, class_indices, like_prediction
+from onnxgrad.losses.spec import LabelBounds, Terms, class_indices, like_prediction, register
 
 _TWO_CLASSES: dict[str, Any] = {
     "activation": "Sigmoid",

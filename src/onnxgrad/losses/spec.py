@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -202,21 +202,20 @@ class LossSpec:
         losses = self.formula(op, prediction, known, **self.options)
         if isinstance(losses, Terms):
             losses = losses.losses if losses.weights is None else losses.losses * losses.weights
-        return losses if nan is None else self._kept(op, losses, label, nan)
+        return losses if nan is None else self._without_nan(op, losses, label, nan)
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
         """Write the terms whose weighted mean is the loss of a batch.
 
         A label without a shape is reshaped to that of the prediction.
         """
-        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
-            label = op.Reshape(label, op.Shape(prediction))
+        label = shaped_label(op, label, prediction)
         known, nan = self._labels(op, label)
         terms = (self.write_terms or self.formula)(op, prediction, known, **self.options)
         terms = terms if isinstance(terms, Terms) else Terms(terms)
         if nan is None:
             return terms
-        losses = self._kept(op, terms.losses, label, nan)
+        losses = self._without_nan(op, terms.losses, label, nan)
         weights = op.const(1.0, losses.dtype) if terms.weights is None else terms.weights
         return Terms(losses, op.Where(nan, op.const(0.0, losses.dtype), weights))
 
@@ -227,7 +226,7 @@ class LossSpec:
         nan = op.IsNaN(label)
         return op.set_type_like(op.Where(nan, 0.0, label), label), nan
 
-    def _kept(self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value) -> ir.Value:
+    def _without_nan(self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value) -> ir.Value:
         """Write zero for the losses of labels that are NaN.
 
         Raises:
@@ -250,3 +249,25 @@ class LossSpec:
         additional last axis of length 1). `losses.applied_to.decided` compares them.
         """
         return replace(self, label_shape=tuple(shape))
+
+
+AnyFormula = TypeVar("AnyFormula", bound=Callable[..., Any])
+
+LOSSES: dict[str, LossSpec] = {}  # by name; filled when the package is imported
+
+
+def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
+    """Register a formula by `names`; `fields` are those of `LossSpec`."""
+
+    def add(formula: AnyFormula) -> AnyFormula:
+        LOSSES.update({name: LossSpec(formula, name, **fields) for name in names})
+        return formula
+
+    return add
+
+
+def shaped_label(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
+    """Return a label, reshaped to the prediction if it has no shape."""
+    if label.shape is not None:
+        return label
+    return op.Reshape(label, op.Shape(prediction))  # or (N,) would meet (N, 1), and become (N, N)

@@ -37,7 +37,7 @@ def sum_and_count(
     """
     losses, w = terms.losses, terms.weights
     if rank(losses) is None:
-        losses, label = _ranked(op, losses, label, [] if weight is None else [weight])
+        losses, label = _with_ranks(op, losses, label, [] if weight is None else [weight])
     shape, dtype = dims(losses), losses.dtype
     assert shape is not None
     assert dtype is not None
@@ -61,7 +61,10 @@ def sum_and_count(
             weight, covers = expanded(op, weight, target, losses), True
         w = weight if w is None else w * weight
     if w is None:
-        return op.ReduceSum(losses, keepdims=0), _product(op, target, dtype)
+        total = op.ReduceSum(losses, keepdims=0)
+        if isinstance(target, list):
+            return total, op.const(np.asarray(np.prod(target), dtype.numpy()))
+        return total, op.Cast(op.ReduceProd(target, keepdims=0), to=dtype)
     count = op.ReduceSum(w if covers else op.Expand(w, target), keepdims=0)
     return op.ReduceSum(losses * w, keepdims=0), count
 
@@ -83,7 +86,7 @@ def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
     return op.set_type_like(x * op.Reshape(weight, [-1] + [1] * (n - 1)), x)
 
 
-def _ranked(
+def _with_ranks(
     op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     """Return losses and label of known rank: by inference, or else of rank 2, (N, terms)."""
@@ -144,10 +147,3 @@ def _extents(op: Any, losses: ir.Value, label: ir.Value) -> tuple[ir.Value, Exte
         losses = op.Reshape(losses, op.Shape(label) if whole else op.vector(*extents))
         losses.shape = ir.Shape(shape)
     return losses, extents, every and not rest
-
-
-def _product(op: Any, target: list[int] | ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Write the product of lengths, a scalar."""
-    if isinstance(target, list):
-        return op.const(np.asarray(np.prod(target), dtype.numpy()))
-    return op.Cast(op.ReduceProd(target, keepdims=0), to=dtype)
