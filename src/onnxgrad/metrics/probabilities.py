@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxgrad.metrics.arrays import Rows, class_rows
-from onnxgrad.metrics.base import ClassMetric, Mean, PredictionInfo, nothing
+from onnxgrad.metrics.arrays import Rows
+from onnxgrad.metrics.base import PredictionInfo, nothing
+from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
 
 
 @dataclass
-class LogLoss(ClassMetric):
+class LogLoss(MeanMetric):
     """Mean of -log p, p the probability of the label; cross-entropy for soft labels.
 
     Logits go through log-softmax or log-sigmoid, and probabilities are clipped as by scikit-learn's
@@ -32,24 +33,11 @@ class LogLoss(ClassMetric):
     name = "log_loss"
     higher_is_better = False
 
-    def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
-        super().begin(prediction)
-        self._mean = Mean()
-
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch; raise ValueError for probabilities outside of [0, 1]."""
-        rows = class_rows(self.name, self.info, prediction, label, weight)
+    def values(self, rows: Rows) -> np.ndarray:
+        """Return -log p of each row; raise ValueError for probabilities outside of [0, 1]."""
         if rows.scores.ndim == 1:
             rows = rows._replace(label=np.maximum(rows.label, 0))  # labels may be -1 and 1
-        self._mean.add(_losses(self.name, self.info, rows), rows.weight)
-
-    def compute(self) -> float:
-        """Return the mean."""
-        self.check_begun()
-        return float(self._mean.compute(self.name))
+        return _losses(self.name, self.info, rows)
 
 
 @dataclass
@@ -110,11 +98,8 @@ class AUC(ClassMetric):
         super().begin(prediction)
         self._batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch."""
-        rows = class_rows(self.name, self.info, prediction, label, weight)
+    def add(self, rows: Rows) -> None:
+        """Keep the scores, classes and weights of a batch."""
         scores, weight = rows.scores, rows.weight
         if self.n_classes > 2:
             scores = _probabilities(self.name, self.info, scores)
