@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from math import isfinite
 from operator import index
 from typing import Any, Self
@@ -58,9 +58,13 @@ class Schedule:
         Raises:
             ValueError: `steps` is no integer of 1 or more.
         """
-        steps = count("steps", steps)
-        open_ended = "steps" in vars(self) and vars(self)["steps"] is None
-        return replace(self, steps=steps) if open_ended else self  # type: ignore[type-var]
+        steps, own = count("steps", steps), vars(self)
+        arguments = fields(self) if is_dataclass(self) else ()
+        shares = [f.name for f in arguments if f.metadata.get("check") is count_or_share]
+        filled = {name: resolve(own[name], steps) for name in shares}
+        if own.get("steps", steps) is None:
+            filled["steps"] = steps
+        return replace(self, **filled) if filled else self  # type: ignore[type-var]
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
         """Return the learning rate of a step after the observations in `state`, {} for none."""
@@ -186,8 +190,8 @@ def resolve(value: int | float, steps: int) -> int:
     return max(round(value * steps), 1) if isinstance(value, float) else value
 
 
-def resolved(schedule: Schedule, name: str) -> int:
-    """Return the `count_or_share` in a field; raise ValueError if it is still a share."""
+def steps_in(schedule: Schedule, name: str) -> int:
+    """Return the number of steps in a field; raise ValueError if it is still a share."""
     value = vars(schedule)[name]
     if isinstance(value, float):
         raise ValueError(
