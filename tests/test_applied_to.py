@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from onnxgrad import LOSSES, Emit, OrtGradientOptimizer, Trainer, add_loss_output
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.losses.applied_to import decided
+from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.logits import softmax_logits
@@ -217,7 +217,7 @@ KINDS = {
 def test_scores_and_probabilities(kind, body):
     y = prediction(NUMBERS + body, "float[N,3] x", trained=False)
     spec = LOSSES["cross_entropy"].with_options({"from_logits": None, "axis": 1})
-    assert decided(spec, y).options["from_logits"] == (kind == "scores")
+    assert decide_options(spec, y).options["from_logits"] == (kind == "scores")
 
 
 WRITTEN = {  # a softmax over the last axis, of the scores s = x w
@@ -296,15 +296,15 @@ def test_shares_that_are_no_probabilities():
     y = prediction(CONSTANTS + SIGMOIDS["quotient"], "float[N,3] x")
     spec = LOSSES["cross_entropy"].with_options({"from_logits": None, "axis": 1})
     with pytest.raises(ValueError, match="results of a Sigmoid, which do not sum to 1"):
-        decided(spec, y)
+        decide_options(spec, y)
 
 
 def test_plain_options_stay():
     y = prediction("y = MatMul(x, w)", LAST)
     spec = LOSSES["cross_entropy"].with_options({"axis": -3, "from_logits": False})
-    assert decided(spec, y).options == {"axis": 0, "from_logits": False}
+    assert decide_options(spec, y).options == {"axis": 0, "from_logits": False}
     spec = LOSSES["huber"].with_options({"delta": 2.0})
-    assert decided(spec, y) == spec
+    assert decide_options(spec, y) == spec
 
 
 # -- add_loss_output and the trainers --------------------------------------------------------------
@@ -389,4 +389,4 @@ def test_probabilities_that_are_moved_into_pixels():
     y = prediction("s = Sigmoid(x) y = DepthToSpace <blocksize = 2>(s)", "float[N,4,H,W] x", False)
     spec = LOSSES["binary_cross_entropy"].with_options({"from_logits": None})
     assert value_range(y) == (0, 1)
-    assert not decided(spec, y).options["from_logits"]
+    assert not decide_options(spec, y).options["from_logits"]

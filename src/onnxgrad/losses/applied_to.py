@@ -26,10 +26,10 @@ from onnxgrad.losses.logits import (
 )
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import (
+    before_casts,
     behind_guard,
     number,
     quotient,
-    stripped,
     summed_axes,
     value_range,
 )
@@ -39,7 +39,7 @@ _LINES = VIEWS | frozenset("Add Cast Concat Div Gather Mul Slice Sub Transpose".
 _SAME_ELEMENTS = VIEWS | frozenset("Cast Clip Gather Slice Split Transpose".split())
 
 
-def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
+def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
     """Return the loss with options that are None decided by the graph that computes `prediction`.
 
     What is decided is reported by the logger "onnxgrad".
@@ -59,7 +59,7 @@ def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) 
         >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
         >>> p = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20})).Softmax(x)
         >>> loss = LOSSES["cross_entropy"].with_options({"from_logits": None})
-        >>> decided(loss, x).options["from_logits"], decided(loss, p).options
+        >>> decide_options(loss, x).options["from_logits"], decide_options(loss, p).options
         (True, {'from_logits': False, 'axis': 1})
     """
     options, name = spec.all_options, prediction.name
@@ -100,7 +100,7 @@ def before_activation(
     Args:
         op: emitter of the graph.
         spec: the loss with the options that the user set.
-        plain: what `decided` returns for it.
+        plain: what `decide_options` returns for it.
         prediction: the prediction.
     """
     if spec.activation is None or spec.all_options.get("from_logits") is not None:
@@ -144,7 +144,7 @@ def _warn_of_clipping(prediction: ir.Value) -> None:
 
 def _warn_of_shares(prediction: ir.Value) -> None:
     """Warn if a prediction is taken for scores that is divided by its own sum."""
-    node = stripped(prediction).producer()
+    node = before_casts(prediction).producer()
     share = None if node is None else quotient(node)
     if share is not None and node is not None and summed_axes(*share) is not None:
         logger.warning(

@@ -18,7 +18,7 @@ from onnxgrad.graph.operators import NOT_CLASSES, OPPOSITE, VIEWS
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.traversal import made_by, reads
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.value_range import stripped, value_range
+from onnxgrad.losses.value_range import before_casts, value_range
 from onnxgrad.reporting import logger
 
 _OF_FIRST = VIEWS | frozenset("Cast Expand Gather Slice Split Tile Transpose".split())
@@ -50,7 +50,7 @@ def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
     Raises:
         ValueError: the scores are probabilities, whose sums do not order the classes.
     """
-    node = made_by(stripped(prediction), "Add", "Sum")
+    node = made_by(before_casts(prediction), "Add", "Sum")
     if spec.activation != "Softmax" or spec.all_options.get("from_logits") is not None:
         return prediction
     operands = [] if node is None else [v for v in node.inputs if v is not None]
@@ -99,7 +99,7 @@ def _steps(x: ir.Value | None, depth: int) -> bool | None:
 
 def _before_squashing(x: ir.Value) -> ir.Value:
     """Return s if `x` is s / (c (|s| + 1)), else `x`."""
-    node = made_by(stripped(x), "Div")
+    node = made_by(before_casts(x), "Div")
     if node is None or node.inputs[0] is None:
         return x
     s, waiting = node.inputs[0], [node.inputs[1]]
@@ -145,7 +145,7 @@ def logits_of_two(op: Any, spec: LossSpec, prediction: ir.Value) -> ir.Value | N
     opposite numbers, as their gradients then are: the softmax of (-d, d) / 4, d the difference of
     the scores. The losses of each sigmoid alone would not keep them so.
     """
-    node = made_by(stripped(prediction), "Sigmoid")
+    node = made_by(before_casts(prediction), "Sigmoid")
     left_open = spec.activation == "Softmax" and spec.all_options.get("from_logits") is None
     scores = node.inputs[0] if node is not None and left_open else None
     if scores is None or OPPOSITE not in scores.meta:

@@ -91,7 +91,7 @@ def _forward(
     zero, low = (op.const(v, log_p.dtype) for v in (0.0, _LOWEST))
     start = op.Expand(op.Where(first, zero, low), op.shape_of(states))
     start.shape = shape
-    stacks = [scores] if lengths is None else [scores, _running(op, log_p, lengths)]
+    stacks = [scores] if lengths is None else [scores, _is_in_row(op, log_p, lengths)]
     body = ir.Graph([], [], nodes=[], name=op.name("ctc_step"))
     inner = Emit(body, outer=op)
     elements = [
@@ -133,7 +133,7 @@ def _repeats(op: Any, clean: ir.Value, like: ir.Value) -> ir.Value:
     return _between(op, leaps, _LOWEST)
 
 
-def _running(op: Any, log_p: ir.Value, lengths: ir.Value) -> ir.Value:
+def _is_in_row(op: Any, log_p: ir.Value, lengths: ir.Value) -> ir.Value:
     """Write whether a time step is within the length of the row, (T, N, 1)."""
     steps = op.Unsqueeze(positions(op, log_p, 0), [1, 2])
     y = op.Less(steps, op.Unsqueeze(lengths, [0]))

@@ -15,12 +15,12 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.declarations import infer_file
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import free, tidy
-from onnxgrad.losses.applied_to import decided
+from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
-from onnxgrad.losses.sums import expanded
+from onnxgrad.losses.sums import broadcast_weights
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
@@ -102,14 +102,14 @@ def _with_loss(
     model, values = _with_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
     free(graph, set(names))
-    op, spec = Emit(graph), decided(spec, prediction, otherwise=1)
+    op, spec = Emit(graph), decide_options(spec, prediction, otherwise=1)
     label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
         losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
         if weight_name is not None:
-            losses = _weighted(op, model, losses, prediction, weight_name, each)
-        loss = _reduced(op, losses, spec, label)
+            losses = _times_weights(op, model, losses, prediction, weight_name, each)
+        loss = _sum_or_mean(op, losses, spec, label)
         loss = add_penalties(op, loss, penalties, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
@@ -142,7 +142,7 @@ def _with_outputs(
     return model, values
 
 
-def _weighted(
+def _times_weights(
     op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str, each: bool
 ) -> ir.Value:
     """Write the losses of the rows, or `each` loss, times a new input of sample weights."""
@@ -159,7 +159,7 @@ def _weighted(
         )
     if each and len(shape) > 1:
         weight.shape = ir.Shape([None] * len(shape))
-        return losses * expanded(op, weight, op.Shape(losses), losses)
+        return losses * broadcast_weights(op, weight, op.Shape(losses), losses)
     ones = [1] * (len(shape) - 1)
     weight = op.Reshape(weight, [-1, *ones])
     weight.shape = ir.Shape([shape[0], *ones])
@@ -168,7 +168,7 @@ def _weighted(
     return losses * weight
 
 
-def _reduced(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
+def _sum_or_mean(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
     """Write the sum or the mean of the losses, (1, 1)."""
     if shapes.rank(losses) == 2:
         loss = op.ReduceSum(losses, keepdims=1)

@@ -17,7 +17,7 @@ from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.graph.traversal import made_by
-from onnxgrad.losses.value_range import behind_guard, number, quotient, stripped, summed_axes
+from onnxgrad.losses.value_range import before_casts, behind_guard, number, quotient, summed_axes
 
 _MOVES = VIEWS | frozenset("Cast Gather Slice Transpose".split())
 _DEPTH = 24  # nodes in a row
@@ -123,15 +123,15 @@ def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
     if node.op_type == "Sigmoid":
         return node.inputs[0], False
     share = quotient(node)
-    whole = None if share is None else made_by(stripped(share[1]), "Add")
+    whole = None if share is None else made_by(before_casts(share[1]), "Add")
     terms = [] if whole is None else [v for v in whole.inputs if v is not None]
     powers = [v for v in terms if number(v) is None]
     if len(powers) != 1 or {number(v) for v in terms} != {None, _ONE}:
         return None
-    power = made_by(stripped(powers[0]), "Exp")
+    power = made_by(before_casts(powers[0]), "Exp")
     if power is None or share is None or power.inputs[0] is None:
         return None
-    if stripped(share[0]) is stripped(powers[0]):
+    if before_casts(share[0]) is before_casts(powers[0]):
         return power.inputs[0], False
     return _without_sign(power.inputs[0]) if number(share[0]) == _ONE else None
 
@@ -149,7 +149,7 @@ def _without_sign(s: ir.Value) -> tuple[ir.Value, bool]:
 
 def _in_front_of_logarithm(x: ir.Value, axis: int, n: int) -> ir.Value | None:
     """Return z if `x` is the logarithm of a softmax: LogSoftmax(z), or z - logsumexp(z)."""
-    node = made_by(stripped(x), "LogSoftmax", "Sub")
+    node = made_by(before_casts(x), "LogSoftmax", "Sub")
     if node is None or node.inputs[0] is None:
         return None
     if node.op_type == "LogSoftmax":
@@ -161,7 +161,7 @@ def _in_front_of_logarithm(x: ir.Value, axis: int, n: int) -> ir.Value | None:
 
 def of_log_softmax(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
     """Return the logits if `x` is the logarithm of a softmax of them along `axis`."""
-    n, node = rank(x), made_by(stripped(x), "Log")
+    n, node = rank(x), made_by(before_casts(x), "Log")
     if node is not None and node.inputs[0] is not None:
         return softmax_logits(op, node.inputs[0], axis)
     return None if n is None else _in_front_of_logarithm(x, axis, n)
@@ -169,7 +169,7 @@ def of_log_softmax(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
 
 def _complement(x: ir.Value) -> ir.Value | None:
     """Return p if `x` is 1 - p."""
-    node = made_by(stripped(x), "Sub")
+    node = made_by(before_casts(x), "Sub")
     is_complement = node is not None and node.inputs[0] and number(node.inputs[0]) == _ONE
     return node.inputs[1] if node is not None and is_complement else None
 

@@ -14,7 +14,7 @@ from onnx import ModelProto
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.losses.applied_to import before_activation, decided
+from onnxgrad.losses.applied_to import before_activation, decide_options
 from onnxgrad.losses.columns import (
     keep_opposite,
     logits_of_two,
@@ -317,7 +317,7 @@ def _terms(
     logits = logits_of_two(op, spec, prediction)
     if logits is not None:
         spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
-    plain = decided(spec, prediction)
+    plain = decide_options(spec, prediction)
     applied, value = before_activation(op, spec, plain, prediction)
     value = wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)

@@ -20,7 +20,7 @@ from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses import formulas
-from onnxgrad.losses.applied_to import decided
+from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.classification import softplus
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
@@ -367,7 +367,7 @@ class FunctionLearningLoss(BaseLearningLoss):
     def spec(self, prediction: ir.Value | None = None) -> LossSpec:
         """Return the loss, with the options that the graph of `prediction` decides, if any."""
         spec = formulas.loss_spec(self.function, "sum", self.options or {})
-        return spec if prediction is None else decided(spec, prediction, otherwise=1)
+        return spec if prediction is None else decide_options(spec, prediction, otherwise=1)
 
 
 _ALIASES: dict[type[BaseLearningLoss], tuple[str, ...]] = {

@@ -76,7 +76,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     data = [x for x in graph.inputs if x.name not in graph.initializers]
     depends = dependents(graph, [x for x in data if x.name == label] or data)
     with op:
-        score = _first_unreduced(op, graph.outputs, depends, data)
+        score = _first_row_losses(op, graph.outputs, depends, data)
         score = op.name_output(score, output_name, score, set(graph.inputs))
         graph.outputs[:] = [score]
     model.metadata_props.pop(METADATA, None)
@@ -84,14 +84,14 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     return to_proto(model)
 
 
-def _first_unreduced(
+def _first_row_losses(
     op: Any, outputs: Iterable[ir.Value], depends: Collection[ir.Value], data: list[ir.Value]
 ) -> ir.Value:
     """Write the losses of the rows of the first output that is their sum or mean."""
     refusals: list[str] = []
     for output in outputs:
         try:
-            return _unreduced(op, output, depends, data)
+            return _row_losses(op, output, depends, data)
         except _NoSum as e:
             refusals.append(f"{output.name!r}: {e}")
     raise ValueError(
@@ -100,7 +100,7 @@ def _first_unreduced(
     )
 
 
-def _unreduced(
+def _row_losses(
     op: Any, loss: ir.Value, depends: Collection[ir.Value], data: list[ir.Value]
 ) -> ir.Value:
     """Write the losses of the rows of which `loss` is the sum or the mean."""
@@ -146,14 +146,14 @@ def _step_back(op: Any, node: ir.Node, depends: Collection[ir.Value], linear: li
             number = op.Reshape(factor, [])
             linear.append(lambda x: op.emit(op_type, [x, number], {}))
             return varying[0]
-    raise _NoSum(f"it is computed by {_shown(node)}, not by a sum or a mean")
+    raise _NoSum(f"it is computed by {_text(node)}, not by a sum or a mean")
 
 
 def _of_operator(op: Any, node: Any) -> tuple[ir.Value, bool]:
     attributes = {a.name: a.value for a in node.attributes.values()}
     reduction = attributes.get("reduction", "mean")
     if reduction == "none":
-        raise _NoSum(f"{_shown(node)} does not reduce: its reduction is 'none'")
+        raise _NoSum(f"{_text(node)} does not reduce: its reduction is 'none'")
     attributes["reduction"] = "none"
     losses = op.emit(node.op_type, node.inputs, attributes)
     losses.shape = node.inputs[1].shape  # that of the labels
@@ -166,10 +166,10 @@ def _of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
     shape = shapes.dims(x)
     if set(reduced or ()) - {1} or (reduced is None and len(node.inputs) > 1):
         shown = reduced or "unknown"
-        raise _NoSum(f"{_shown(node)} does not reduce to one number: its shape is {shown}")
+        raise _NoSum(f"{_text(node)} does not reduce to one number: its shape is {shown}")
     first = shape[0] if shape else None
     if shape == () or (isinstance(first, int) and not _may_be_rows(first, data)):
-        raise _NoSum(f"{_shown(node)} reduces the shape {shape}, which has no axis of rows")
+        raise _NoSum(f"{_text(node)} reduces the shape {shape}, which has no axis of rows")
     return _REDUCTIONS[node.op_type](op, x)
 
 
@@ -188,5 +188,5 @@ def _one_column(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
     return op.emit("ReduceMean" if mean else "ReduceSum", [losses, [1]], {"keepdims": 1})
 
 
-def _shown(node: ir.Node) -> str:
+def _text(node: ir.Node) -> str:
     return f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"

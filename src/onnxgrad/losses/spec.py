@@ -246,7 +246,7 @@ class LossSpec:
         """Return the loss for labels of this shape, which decides `soft_labels=None`.
 
         One-hot and soft labels have as many axes as the prediction, class indices one less (or an
-        additional last axis of length 1). `losses.applied_to.decided` compares them.
+        additional last axis of length 1). `losses.applied_to.decide_options` compares them.
         """
         return replace(self, label_shape=tuple(shape))
 

@@ -58,7 +58,7 @@ def sum_and_count(
         if rank(weight) == 1:
             weight = op.Reshape(weight, [-1] + [1] * (len(shape) - 1))
         else:
-            weight, covers = expanded(op, weight, target, losses), True
+            weight, covers = broadcast_weights(op, weight, target, losses), True
         w = weight if w is None else w * weight
     if w is None:
         total = op.ReduceSum(losses, keepdims=0)
@@ -69,7 +69,7 @@ def sum_and_count(
     return op.ReduceSum(losses * w, keepdims=0), count
 
 
-def expanded(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
+def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
     """Write weights in the shape of `like`; the Reshape fails if they are more."""
     every = op.emit("Expand", [weight, shape], {}, fresh=True)  # also if the symbols are the same
     return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
@@ -79,7 +79,7 @@ def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
     """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one each."""
     weight, n = op.Cast(weight, to=x.dtype), rank(x)
     if rank(weight) != 1:
-        return op.set_type_like(x * expanded(op, weight, op.Shape(x), x), x)
+        return op.set_type_like(x * broadcast_weights(op, weight, op.Shape(x), x), x)
     if n is None:
         flat = op.Reshape(x, [0, -1]) * op.Reshape(weight, [-1, 1])
         return op.set_type_like(op.Reshape(flat, op.Shape(x)), x)

@@ -139,7 +139,7 @@ def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         return ir.Value(name="one", const_value=ir.tensor(np.float32(1))), inputs[0]
     if node.op_type == "Mul":
         for a, b in (inputs, inputs[::-1]):
-            inverse = made_by(stripped(b), "Reciprocal")
+            inverse = made_by(before_casts(b), "Reciprocal")
             if inverse is not None and inverse.inputs[0] is not None:
                 return a, inverse.inputs[0]
     return None
@@ -169,7 +169,8 @@ def summed_axes(
     if node is None or x is None or node.inputs[0] is None:
         return None
     base = behind_guard(x) if guarded else x
-    return _aligned_axes(node, x, column) if stripped(node.inputs[0]) is stripped(base) else None
+    is_of_x = before_casts(node.inputs[0]) is before_casts(base)
+    return _aligned_axes(node, x, column) if is_of_x else None
 
 
 def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
@@ -205,7 +206,7 @@ def behind_guard(x: ir.Value) -> ir.Value:
     return rest[0] if len(rest) == 1 else x
 
 
-def stripped(x: ir.Value) -> ir.Value:
+def before_casts(x: ir.Value) -> ir.Value:
     """Return the value that `x` is, perhaps in another dtype."""
     while (node := made_by(x, "Identity", "Cast")) is not None:
         if node.inputs[0] is None or x.dtype == ir.DataType.BOOL:

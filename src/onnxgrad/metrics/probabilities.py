@@ -148,7 +148,7 @@ def _losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
             scores = scores.astype(np.float64, copy=False)
             losses = [np.logaddexp(0, scores), np.logaddexp(0, -scores)]
         else:
-            losses = [-_log(1 - scores), -_log(_bounded(name, scores))]
+            losses = [-_log(1 - scores), -_log(_in_bounds(name, scores))]
         return (1 - label) * losses[0] + label * losses[1]
     logs = _log_softmax(scores) if info.from_logits else _log(_normal(name, scores))
     if label.ndim == 1:
@@ -171,7 +171,7 @@ def _log(probabilities: np.ndarray) -> np.ndarray:
     return np.log(np.clip(probabilities.astype(np.float64), eps, 1 - eps))
 
 
-def _bounded(name: str, probabilities: np.ndarray) -> np.ndarray:
+def _in_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
     if len(probabilities) and not (probabilities.min() >= 0 and probabilities.max() <= 1):
         raise ValueError(
             f"metric {name!r}: probabilities are from 0 to 1, not from {probabilities.min()} to "
@@ -182,7 +182,7 @@ def _bounded(name: str, probabilities: np.ndarray) -> np.ndarray:
 
 def _normal(name: str, probabilities: np.ndarray) -> np.ndarray:
     """Return probabilities; warn if those of a row do not add up to 1."""
-    sums = _bounded(name, probabilities).sum(axis=1, dtype=np.float64)
+    sums = _in_bounds(name, probabilities).sum(axis=1, dtype=np.float64)
     eps = np.finfo(probabilities.dtype if probabilities.dtype.kind == "f" else np.float64).eps
     if not (abs(sums - 1) <= np.sqrt(eps)).all():
         warnings.warn(

@@ -59,9 +59,9 @@ class Schedule:
             ValueError: `steps` is no integer of 1 or more.
         """
         steps, own = count("steps", steps), vars(self)
-        arguments = fields(self) if is_dataclass(self) else ()
+        arguments: Any = fields(self) if is_dataclass(type(self)) else ()  # type: ignore[arg-type]
         shares = [f.name for f in arguments if f.metadata.get("check") is count_or_share]
-        filled = {name: resolve(own[name], steps) for name in shares}
+        filled: dict[str, Any] = {name: resolve(own[name], steps) for name in shares}
         if own.get("steps", steps) is None:
             filled["steps"] = steps
         return replace(self, **filled) if filled else self  # type: ignore[type-var]
