@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objectives import Written, sample_weight, training_loss
+from onnxgrad.losses.objectives import Values, Written, sample_weight, training_loss
 from onnxgrad.losses.other_models import totals
 from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
 from onnxgrad.model.feeds import names_without_default
@@ -55,9 +55,7 @@ class Distillation:
             raise ValueError(f"the hard loss reads {names}: name one of them as output=")
         return names
 
-    def write(
-        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
         """Write the loss, and the teacher, into the graph.
 
         Raises:
@@ -65,11 +63,8 @@ class Distillation:
                 axis of classes that is not clear.
             ModelError: the teacher cannot be written in the opset of the graph.
         """
-        if self.hard is None:
-            written = Written()
-        else:
-            written = self.hard.write(op, predictions, weighted)
-            written.factors = [(1.0 - self.alpha) * factor for factor in written.factors]
+        written = Written() if self.hard is None else self.hard.write(op, predictions, weighted)
+        written.factors = [(1.0 - self.alpha) * factor for factor in written.factors]
         [student] = [predictions[self.output]] if self.output else predictions.values()
         if weighted and written.weight is None:
             written.weight = sample_weight(op, [student])
@@ -95,9 +90,7 @@ class Distillation:
             name: own[self.inputs.get(name, name)] for name in names_without_default(self.teacher)
         }
         logits, _ = write_model(op, self.teacher, values, "the teacher")
-        if logits.dtype != student.dtype:
-            with op:
-                logits = op.Cast(logits, to=student.dtype)
+        logits = op.Cast(logits, to=student.dtype)
         if not may_be_equal(dims(logits), dims(student)):
             raise ValueError(
                 f"the logits of the teacher have the shape {dims(logits)}, those of the student "

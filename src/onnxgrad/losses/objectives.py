@@ -41,6 +41,7 @@ LABEL, WEIGHT = "label", "weight"  # names of the inputs
 Loss = LossSpec | BaseLearningLoss
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Shape = Sequence[int]
+Values = Mapping[str, ir.Value]
 
 
 @dataclass
@@ -130,9 +131,7 @@ class TrainingLoss:
         remedy = f"name it, as {named('loss={output: loss}')}"
         return [choose_output(proto, names[0] if len(names) == 1 else None, remedy)]
 
-    def write(
-        self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Emit, predictions: Values, weighted: bool = False) -> Written:
         """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
 
         This appends nodes; the new inputs are in the result. The label of a single output is
@@ -161,7 +160,9 @@ class TrainingLoss:
             }
             if weighted and all(dims(x) != () for x in predictions.values()):
                 ranks = [rank(terms.losses) for _, terms, _, _ in found.values()]
-                axes = ranks[0] if len(ranks) == 1 and self._has_weights_of_losses() else None
+                shape = tuple(self.weight_shape or ())
+                by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
+                axes = 1 if by_row or len(ranks) > 1 else ranks[0]
                 written.weight = sample_weight(op, predictions.values(), axes or 1)
             for name, (label, terms, info, own) in found.items():
                 weight = written.weight
@@ -196,11 +197,6 @@ class TrainingLoss:
         if type(loss).gradient is not BaseLearningLoss.gradient:
             own = value, loss.gradient(op, value, expected)
         return label, terms, loss.info(prediction), own
-
-    def _has_weights_of_losses(self) -> bool:
-        """Return whether sample weights are those of losses, not of rows, (N,) or (N, 1)."""
-        shape = tuple(self.weight_shape or ())
-        return len(shape) - (shape[-1:] == (1,)) > 1
 
 
 def sample_weight(op: Emit, predictions: Iterable[ir.Value], axes: int = 1) -> ir.Value:

@@ -13,7 +13,7 @@ from onnxgrad.errors import named, unknown
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.nodes import wide
-from onnxgrad.losses.objectives import Written, sample_weight
+from onnxgrad.losses.objectives import Values, Written, sample_weight
 from onnxgrad.losses.second_model import read_output, write_model
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
@@ -92,9 +92,7 @@ class LossModel:
             )
         return list(dict.fromkeys(joined))
 
-    def write(
-        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
         """Write the loss model into the graph.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -14,7 +14,7 @@ from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.nodes import at_index
-from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.objectives import Values, Written
 from onnxgrad.losses.other_models import row_weight, totals
 
 # name -> formula, and the number of embeddings in a row
@@ -74,9 +74,7 @@ class OutputLoss:
             return [choose_output(proto, None, "name them by outputs=")]
         return [choose_output(proto, name) for name in self.names]
 
-    def write(
-        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
         """Write the loss into the graph.
 
         Raises:

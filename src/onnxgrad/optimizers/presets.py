@@ -37,7 +37,7 @@ def sgd(
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs a momentum above 0")
     trace = (Trace(momentum, nesterov),) if momentum else ()
-    return _chain_with_penalty(weight_decay, exclude, *trace)
+    return _with_penalty(weight_decay, exclude, *trace)
 
 
 def momentum(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = ()) -> Optimizer:
@@ -48,7 +48,7 @@ def momentum(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = 
         >>> og.momentum(0.8).slots
         ('velocity',)
     """
-    return _chain_with_penalty(weight_decay, exclude, Trace(decay))
+    return _with_penalty(weight_decay, exclude, Trace(decay))
 
 
 def nesterov(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = ()) -> Optimizer:
@@ -59,7 +59,7 @@ def nesterov(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = 
         >>> og.nesterov(0.8)
         Chain(parts=(Trace(decay=0.8, nesterov=True), ScaleByLearningRate()))
     """
-    return _chain_with_penalty(weight_decay, exclude, Trace(decay, nesterov=True))
+    return _with_penalty(weight_decay, exclude, Trace(decay, nesterov=True))
 
 
 def adam(
@@ -85,7 +85,7 @@ def adam(
         >>> print(trainer.trained_coef_["w"].round(3))  # the first step of Adam is lr sign(g)
         [1. 4.]
     """
-    return _chain_with_penalty(weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad))
+    return _with_penalty(weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad))
 
 
 def adamw(
@@ -121,7 +121,7 @@ def adamax(
         >>> adamax().slots
         ('m', 'norm')
     """
-    return _chain_with_penalty(weight_decay, exclude, adaptive.ScaleByAdamax(b1, b2, eps))
+    return _with_penalty(weight_decay, exclude, adaptive.ScaleByAdamax(b1, b2, eps))
 
 
 def nadam(
@@ -140,7 +140,7 @@ def nadam(
         ('m', 'v', 'mu_product')
     """
     nadam = adaptive.ScaleByNadam(b1, b2, eps, momentum_decay)
-    return _chain_with_penalty(weight_decay, exclude, nadam)
+    return _with_penalty(weight_decay, exclude, nadam)
 
 
 def radam(
@@ -157,7 +157,7 @@ def radam(
         >>> radam().slots
         ('m', 'v')
     """
-    return _chain_with_penalty(weight_decay, exclude, adaptive.ScaleByRadam(b1, b2, eps))
+    return _with_penalty(weight_decay, exclude, adaptive.ScaleByRadam(b1, b2, eps))
 
 
 def adagrad(
@@ -176,7 +176,7 @@ def adagrad(
         ('sum',)
     """
     scale = adaptive.ScaleByAdagrad(lr_decay, initial_accumulator_value, eps)
-    return _chain_with_penalty(weight_decay, exclude, scale)
+    return _with_penalty(weight_decay, exclude, scale)
 
 
 def adadelta(
@@ -189,7 +189,7 @@ def adadelta(
         >>> adadelta().slots
         ('v', 'steps')
     """
-    return _chain_with_penalty(weight_decay, exclude, adaptive.ScaleByAdadelta(rho, eps))
+    return _with_penalty(weight_decay, exclude, adaptive.ScaleByAdadelta(rho, eps))
 
 
 def rmsprop(
@@ -208,9 +208,7 @@ def rmsprop(
         ('v', 'm', 'velocity')
     """
     trace = (Trace(momentum),) if momentum else ()
-    return _chain_with_penalty(
-        weight_decay, exclude, adaptive.ScaleByRms(alpha, eps, centered), *trace
-    )
+    return _with_penalty(weight_decay, exclude, adaptive.ScaleByRms(alpha, eps, centered), *trace)
 
 
 def rprop(
@@ -351,7 +349,7 @@ def select(choice: str | Optimizer) -> Optimizer:
     return names[name]()
 
 
-def _chain_with_penalty(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
+def _with_penalty(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
     """Return the chain from the gradient of an L2 penalty, if there is one, to the step."""
     penalty = _decay(decay, exclude)
     chain = (*((penalty,) if decay else ()), *parts, ScaleByLearningRate())
