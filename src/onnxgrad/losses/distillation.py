@@ -13,7 +13,6 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import Values, Written, sample_weight, training_loss
-from onnxgrad.losses.other_models import totals
 from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
@@ -75,8 +74,7 @@ class Distillation:
                 op.LogSoftmax(x / self.temperature, axis=axis) for x in (student, teacher)
             )
             losses = op.ReduceSum(op.Exp(log_q) * (log_q - log_p), [axis], keepdims=0)
-            total, count = totals(op, losses, written.weight, written.labels)
-        written.add(total, count, self.alpha * self.temperature**2)
+            written.add_losses(op, losses, self.alpha * self.temperature**2)
         return written
 
     def _teacher(self, op: Any, written: Written, student: ir.Value) -> ir.Value:

@@ -179,7 +179,7 @@ def quantile(op, prediction, label, q=0.5):
     One loss for every element. q: a number; or a list, for a prediction (N, len(q), ...) of several
     quantiles and labels (N, 1, ...): one loss for every label, the mean over the quantiles.
     """
-    numbers: Any = np.asarray(q, dtype=float)
+    numbers = np.asarray(q, dtype=float)
     if not ((numbers > 0) & (numbers < 1)).all() or numbers.ndim > 1:
         raise ValueError(f"q={q!r}: give numbers between 0 and 1")
     if numbers.ndim:

@@ -27,7 +27,7 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.objects import BaseLearningLoss, FunctionLearningLoss
 from onnxgrad.losses.spec import LossSpec, Terms, shaped_label
-from onnxgrad.losses.sums import scaled_rows, sum_and_count
+from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.model.convert import non_tensor, tensor_behind
 
 ALIASES = {
@@ -79,6 +79,11 @@ class Written:
         self.counts.append(count)
         self.factors.append(factor)
         self.gradients.append(own)
+
+    def add_losses(self, op: Any, losses: ir.Value, factor: float = 1.0) -> None:
+        """Add losses of rows or elements that are not those of one label, of known rank."""
+        total, count = totals(op, losses, self.weight, self.labels)
+        self.add(total, count, factor)
 
     def add_label(self, label: ir.Value, prediction: str | None, info: LossInfo) -> None:
         """Add a label, and what limits it; the reduction of all losses is the mean."""

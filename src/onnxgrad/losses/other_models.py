@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,6 +15,7 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.objectives import Values, Written, sample_weight
 from onnxgrad.losses.second_model import read_output, write_model
+from onnxgrad.losses.sums import number_of
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
 
@@ -110,16 +111,14 @@ class LossModel:
                 "of the loss model"
             )
         size = static(shape)
-        weight = row_weight(op, rows, loss) if weighted else None
-        with op:
-            if weight is not None or size is None or prod(size) != 1:
-                total, count = totals(op, loss, weight, labels)
-            else:
-                total, count = self._of_one_number(op, loss, rows, labels)
-        written = Written(weight=weight)
-        written.add(total, count)
+        written = Written(weight=row_weight(op, rows, loss) if weighted else None)
         for label in labels:
             written.add_label(label, None, LossInfo())
+        with op:
+            if written.weight is not None or size is None or prod(size) != 1:
+                written.add_losses(op, loss)
+            else:
+                written.add(*self._of_one_number(op, loss, rows, labels))
         return written
 
     def _of_one_number(
@@ -127,7 +126,7 @@ class LossModel:
     ) -> tuple[ir.Value, ir.Value]:
         """Write the sum of the losses of the rows, and their number, scalars."""
         loss = wide(op, op.Reshape(loss, []))
-        count = _size(op, rows, [0], loss, labels)
+        count = number_of(op, rows, [0], loss, labels)
         return loss * count if self.reduction == "mean" else loss, count
 
 
@@ -136,41 +135,3 @@ def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
     first = (dims(rows) or (None,))[0]
     own = first is not None and (dims(losses) or ())[:1] == (first,)
     return sample_weight(op, [rows]) if own else None
-
-
-def totals(
-    op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
-) -> tuple[ir.Value, ir.Value]:
-    """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
-
-    `losses` have a known rank. The second sum is computed from inputs of the graph and labels,
-    where they are proven to have the lengths of `losses`.
-    """
-    losses, axes = wide(op, losses), range(len(dims(losses) or ()))
-    if weight is None:
-        return op.ReduceSum(losses, keepdims=0), _size(op, losses, axes, losses, labels)
-    weight = op.Cast(weight, to=losses.dtype)
-    column = op.Reshape(weight, [-1] + [1] * len(axes[1:]))
-    count = op.ReduceSum(weight, keepdims=0)
-    if axes[1:]:
-        count = count * _size(op, losses, axes[1:], losses, labels)
-    return op.ReduceSum(losses * column, keepdims=0), count
-
-
-def _size(
-    op: Any, x: ir.Value, axes: Iterable[int], like: ir.Value, labels: Iterable[ir.Value]
-) -> ir.Value:
-    """Write the product of the lengths of `x` along `axes`, in the dtype of `like`.
-
-    A symbolic length is read from an input that has it, so that `x` need not be computed.
-    """
-    lengths = {i: (dims(x) or (None,))[i] for i in axes}
-    inputs = [*labels, *op.graph.inputs]
-    count = op.const(float(prod(d for d in lengths.values() if isinstance(d, int))), like.dtype)
-    for i, d in lengths.items():
-        if not isinstance(d, int):
-            have_it = ((v, j) for v in inputs for j, e in enumerate(dims(v) or ()) if e == d)
-            source, axis = next(have_it, (x, i)) if d is not None else (x, i)
-            length = op.Squeeze(op.Shape(source, start=axis, end=axis + 1), [0])
-            count = count * op.Cast(length, to=like.dtype)
-    return count

@@ -15,7 +15,7 @@ from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.nodes import at_index
 from onnxgrad.losses.objectives import Values, Written
-from onnxgrad.losses.other_models import row_weight, totals
+from onnxgrad.losses.other_models import row_weight
 
 # name -> formula, and the number of embeddings in a row
 _FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {
@@ -93,10 +93,8 @@ class OutputLoss:
                     f"the loss has the shape {dims(losses)}: it must have one number for every row "
                     "or element"
                 )
-            weight = row_weight(op, values[0], losses) if weighted else None
-            total, count = totals(op, losses, weight, [])
-        written = Written(weight=weight)
-        written.add(total, count)
+            written = Written(weight=row_weight(op, values[0], losses) if weighted else None)
+            written.add_losses(op, losses)
         return written
 
     def _embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:

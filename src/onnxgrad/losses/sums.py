@@ -7,6 +7,8 @@ to fit, the losses are reshaped to it, which fails when the model runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import Dims, dims, rank
+from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.spec import Terms
 
 Extents = list[int | ir.Value]
@@ -67,6 +70,44 @@ def sum_and_count(
         return total, op.Cast(op.ReduceProd(target, keepdims=0), to=dtype)
     count = op.ReduceSum(w if covers else op.Expand(w, target), keepdims=0)
     return op.ReduceSum(losses * w, keepdims=0), count
+
+
+def totals(
+    op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
+) -> tuple[ir.Value, ir.Value]:
+    """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
+
+    `losses` have a known rank. The second sum is computed from inputs of the graph and labels,
+    where they are proven to have the lengths of `losses`.
+    """
+    losses, axes = wide(op, losses), range(len(dims(losses) or ()))
+    if weight is None:
+        return op.ReduceSum(losses, keepdims=0), number_of(op, losses, axes, losses, labels)
+    weight = op.Cast(weight, to=losses.dtype)
+    column = op.Reshape(weight, [-1] + [1] * len(axes[1:]))
+    count = op.ReduceSum(weight, keepdims=0)
+    if axes[1:]:
+        count = count * number_of(op, losses, axes[1:], losses, labels)
+    return op.ReduceSum(losses * column, keepdims=0), count
+
+
+def number_of(
+    op: Any, x: ir.Value, axes: Iterable[int], like: ir.Value, labels: Iterable[ir.Value]
+) -> ir.Value:
+    """Write the product of the lengths of `x` along `axes`, in the dtype of `like`.
+
+    A symbolic length is read from an input that has it, so that `x` need not be computed.
+    """
+    lengths = {i: (dims(x) or (None,))[i] for i in axes}
+    inputs = [*labels, *op.graph.inputs]
+    count = op.const(float(prod(d for d in lengths.values() if isinstance(d, int))), like.dtype)
+    for i, d in lengths.items():
+        if not isinstance(d, int):
+            have_it = ((v, j) for v in inputs for j, e in enumerate(dims(v) or ()) if e == d)
+            source, axis = next(have_it, (x, i)) if d is not None else (x, i)
+            length = op.Squeeze(op.Shape(source, start=axis, end=axis + 1), [0])
+            count = count * op.Cast(length, to=like.dtype)
+    return count
 
 
 def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
