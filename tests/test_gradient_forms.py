@@ -264,6 +264,27 @@ def test_labels_of_some_rows():
     assert "Sub" in check(op, [dx], False, feed)
 
 
+def test_labels_that_members_of_a_stack_share():
+    """The scores have an axis of members, and the labels none."""
+    x, i, u = value("x", 2, 3, 5), value("i", 3, 1, dtype=ir.DataType.INT64), value("u", 3, 1)
+    op = emitter(x, i, u)
+    with op:
+        zeros = op.Expand(np.float32(0), [3, 5])
+        g = op.ScatterElements(zeros, i, u, axis=1, reduction="add")
+        g.type, g.shape = x.type, ir.Shape([3, 5])
+        dx = g - op.Exp(op.LogSoftmax(x)) * op.ReduceSum(g, [1], keepdims=1)
+    feed = {"x": numbers(2, 3, 5), "i": np.array([[1], [4], [0]]), "u": numbers(3, 1) + 1}
+    assert "Sub" in check(op, [dx], False, feed)
+
+
+def test_parts_of_which_members_of_a_stack_share_one():
+    a, b = value("a", 2, 2, 6), value("b", 6, 4)
+    op = emitter(a, b)
+    with op:
+        y = op.Pad(a, [0, 0, 0, 0, 4, 0]) + op.Pad(b, [0, 2, 0, 0])
+    assert "Concat" not in check(op, [y], False, {"a": numbers(2, 2, 6), "b": numbers(6, 4)})
+
+
 def test_a_gradient_that_others_wrote_is_joined():
     """The rewrites do not ask who wrote the pattern."""
     model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>

@@ -7,8 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from cases import feed, model, run
-from onnxgrad.autodiff.member_axis import MemberAxis
-from onnxgrad.autodiff.member_rules import push
+from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, is_real
@@ -31,7 +30,7 @@ def stacked(proto, choice):
         graph.inputs[list(graph.inputs).index(x)] = new[x]
     axis = MemberAxis(op, MEMBERS, new)
     outputs = list(graph.outputs)
-    push(axis, graph)
+    axis.push(graph)
     graph.outputs[:] = [axis.expanded(y) for y in outputs]
     tidy(many)
     return to_proto(many), [x.name for x in chosen], to_proto(one)

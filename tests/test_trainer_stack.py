@@ -328,19 +328,67 @@ def test_arguments_that_are_refused(options, message):
         og.TrainerStack(mlp(), "cross_entropy", **options)
 
 
-def test_a_loop_that_depends_on_weights_is_refused():
+BODIES = {
+    "loop": """
+        n = Constant <value = int64 {3}> ()
+        t = Constant <value = bool {1}> ()
+        h = MatMul(x, w0)
+        zero = Sub(h, h)
+        last, all = Loop (n, t, zero) <body = b (int64 i, bool c, float[N,4] v) =>
+            (bool d, float[N,4] u, float[N,4] o)
+            { d = Identity(c)  a = Add(h, v)  u = Tanh(a)  o = Mul(u, h) }>
+        s = ReduceSum <keepdims = 0> (all, first)
+        z = Add(s, last)
+        y = MatMul(z, w1)""",
+    "scan": """
+        r = Unsqueeze(x, second)
+        h = MatMul(r, w0)
+        p = Concat <axis = 1> (h, h)
+        start = MatMul(x, w0)
+        last, all = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+            body = b (float[N,4] v, float[N,4] e) => (float[N,4] u, float[N,4] o)
+            { a = Add(v, e)  u = Tanh(a)  o = Mul(u, e) }> (start, p)
+        s = ReduceSum <keepdims = 0> (all, second)
+        z = Add(s, last)
+        y = MatMul(z, w1)""",
+    "if": """
+        h = MatMul(x, w0)
+        m = ReduceMax <keepdims = 0> (x)
+        c = Greater(m, limit)
+        z = If (c) <then_branch = t () => (float[N,4] a) { a = Tanh(h) },
+            else_branch = e () => (float[N,4] b) { b = Mul(h, h) }>
+        y = MatMul(z, w1)""",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_bodies_that_depend_on_weights(body):
+    rng = np.random.default_rng(0)
+    model = parse(
+        f"g (float[N,6] x) => (float[N,{CLASSES}] y) {{ {BODIES[body]} }}",
+        w0=rng.normal(0, 0.3, (6, 4)),
+        w1=rng.normal(0, 0.5, (4, CLASSES)),
+        first=np.array([0]),
+        second=np.array([1]),
+        limit=np.array(1.0),
+    )
+    compared(model, *data(), 1e-6, optimizer="momentum", accumulate=2)
+
+
+def test_a_condition_that_depends_on_weights_is_refused():
     model = parse(
         """g (float[N,2] x) => (float[N,1] y) {
-            n = Constant <value = int64 {2}> ()
-            t = Constant <value = bool {1}> ()
-            y0 = MatMul(x, w)
-            y = Loop (n, t, y0) <body = b (int64 i, bool c, float[N,1] v) => (bool d, float[N,1] u)
-                { d = Identity(c)  u = Mul(v, v) }>
+            h = MatMul(x, w)
+            m = ReduceMax <keepdims = 0> (h)
+            c = Greater(m, zero)
+            y = If (c) <then_branch = t () => (float[N,1] a) { a = Tanh(h) },
+                else_branch = e () => (float[N,1] b) { b = Mul(h, h) }>
         }""",
         w=np.ones((2, 1)),
+        zero=np.array(0.0),
     )
     stack = og.TrainerStack(model, "squared_error", learning_rate=RATES)
-    with pytest.raises(ValueError, match=r"Loop .*cannot be stacked.*by a Trainer"):
+    with pytest.raises(ValueError, match=r"If .*subgraphs.*cannot be stacked.*by a Trainer"):
         stack.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
 
 
@@ -348,9 +396,9 @@ def test_validation_without_a_label_that_counts_is_no_fault_of_the_members():
     X, y = data()
     ignored = X[:10], np.full(10, -100)
     stack = og.TrainerStack(mlp(), "cross_entropy", learning_rate=RATES)
-    with pytest.raises(og.ConvergenceError, match="no label counts: all are ignored") as raised:
+    with pytest.raises(og.ConvergenceError, match="No label counts: all are ignored") as raised:
         stack.fit(X, y, validation=ignored)
-    assert "learning rate" not in str(raised.value)
+    assert "Lower the learning rate" not in str(raised.value)
     assert not stack.state.frozen
     assert [values.steps for values in stack.state.values] == [3, 3, 3]  # which are kept
     stack.fit(X, y, validation=[(X[:10], y[:10]), ignored])

@@ -17,6 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 import onnxgrad
+from onnxgrad.training.settings import Settings
 
 PUBLIC = frozenset(onnxgrad.__dir__()) - {"__version__"}  # `__all__` lacks what is not installed
 
@@ -52,7 +53,10 @@ def _documented(name: str, thing: Any) -> list[str]:
     """Return the directive of autodoc for a public name."""
     if isinstance(thing, type):
         kind = "exception" if issubclass(thing, BaseException) else "class"
-        return [f".. auto{kind}:: {name}", "   :members:"]
+        lines = [f".. auto{kind}:: {name}", "   :members:"]
+        if issubclass(thing, Settings):  # the trainers, whose methods are those of a common base
+            lines.append("   :inherited-members: Settings")
+        return lines
     if callable(thing):
         return [f".. autofunction:: {name}"]
     keys = ", ".join(f"`{key}`" for key in sorted(thing))

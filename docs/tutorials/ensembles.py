@@ -90,7 +90,11 @@ print(single, together)
 #
 # A member is what a `Trainer` with its weights, learning rate and optimizer would be, up to
 # rounding: clipping by `clip_norm`, norms of LAMB and matrices of Muon are those of the member.
-# Schedules by epoch or by a monitored loss go by the member's own losses.
+# Schedules by epoch or by a monitored loss go by the member's own losses. Masks of dropout are the
+# same for all, those of a `Trainer` with that seed. Callbacks see all members at once: losses and
+# metrics are arrays `(members,)` in the history, and weights `(members, ...)` in the state.
+# `EarlyStopping` stops each member when its own value no longer improves, and gives it its best
+# weights back; a callback of your own stops member `k` by `control.freeze.add(k)`.
 #
 # A member whose loss or weights become NaN or infinite keeps its last finite state, and the others
 # go on as if it were not there. `fit` warns, and `state.frozen` has its number and its last step.
@@ -114,6 +118,7 @@ finally:
 # :doc:`Benchmarks </benchmarks>`. It needs the memory of all members at once, and updates
 # no weights in place.
 #
-# A stack has no callbacks, checkpoints, dropout, `batch_norm="train"`, `accumulate`, `carry` or
-# `recompute`, and refuses subgraphs (`If`, `Loop`, `Scan`) and sequences that depend on trained
-# weights: train such models by a `Trainer` each.
+# A stack refuses sequences that depend on trained weights, and subgraphs that run for some members
+# only: an `If` whose condition depends on weights, or a `Loop` whose number of iterations does. It
+# does not share batches with other processes, and `Recorder` describes one model. Train such models
+# by a `Trainer` each.

@@ -331,7 +331,7 @@ from .training.parameters.equal_constants import (
 from .training.progress import (
     FitProgress as FitProgress,
 )
-from .training.stack.trainer import (
+from .training.stack import (
     TrainerStack as TrainerStack,
 )
 from .training.state import (

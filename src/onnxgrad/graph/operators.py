@@ -1,7 +1,7 @@
 """One record for each operator: what it does, and what becomes of its nodes in a gradient.
 
 The traits of standard operators stand in one table below. Rules and lowerings fill in the rest
-where they are defined, `axes` does so for axes, `autodiff/member_rules` for members of a stack, and
+where they are defined, `axes` does so for axes, `autodiff/members` for members of a stack, and
 `autodiff/user_rules` for users.
 """
 
@@ -45,7 +45,7 @@ class Operator:
         of_user: whether a user registered its rule or lowering.
         naming: how it names axes.
         axes: where axes of its operands stand in its outputs: see `graph/axes`.
-        members: writes a node for all members of a stack: see `autodiff/member_rules`.
+        members: writes a node for all members of a stack: see `autodiff/members`.
     """
 
     traits: frozenset[str] = frozenset()

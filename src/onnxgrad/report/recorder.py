@@ -80,6 +80,7 @@ class Recorder(Callback):
     """
 
     writes = True
+    of_members = False
 
     def __init__(
         self,

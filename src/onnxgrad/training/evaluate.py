@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, Self
@@ -28,7 +28,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
 from onnxgrad.training.modes import inference_form
-from onnxgrad.training.objective import Objective, Plan, build_objective
+from onnxgrad.training.objective import Objective, Plan, build_objective, over_members
 from onnxgrad.training.progress import Totals
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.settings import Settings
@@ -48,6 +48,9 @@ class Evaluator:
         weighted: whether there may be sample weights.
         device: where to run.
         batch_axes: as those of a `Trainer`.
+        members: of a stack, the number of its models, which are evaluated in one graph: what is
+            passed by name has an axis of members first, and so have losses, metrics and
+            predictions. None: one model.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class Evaluator:
         weighted: bool,
         device: Any,
         batch_axes: Mapping[str, int | None],
+        members: int | None = None,
     ) -> None:
         self.proto, self.names, self.plan = proto, list(names), plan
         self.weighted, self.device, self.batch_axes = weighted, Device.of(device), batch_axes
+        self.members = members
         self.shown: str | None = None  # the title of a progress bar
         self.failed: Batch | None = None  # the first one whose loss is not finite
         self._sessions: dict[str, ort.InferenceSession] = {}  # shared by copies
@@ -72,14 +77,19 @@ class Evaluator:
         new.fields.names = names
         return new
 
-    def objective(self) -> Objective:
-        """Return the objective, without dropout and with the stored statistics."""
+    def of_one(self) -> Objective:
+        """Return the objective of one model, without dropout and with the stored statistics."""
         return build_objective(self.proto, self.names, self.plan, self.weighted, training=False)
+
+    def objective(self) -> Objective:
+        """Return the objective, of all members of a stack."""
+        one = self.of_one()
+        return one if self.members is None else over_members(one, self.members)
 
     @cached_property
     def described(self) -> Objective:
-        """An objective of which only the description is used."""
-        return self.objective()
+        """An objective of one model, of which only the description is used."""
+        return self.of_one()
 
     @cached_property
     def fields(self) -> Fields:
@@ -123,19 +133,25 @@ class Evaluator:
         """
         one = self.described
         parts = len(one.written.sums)
-        totals = Totals.of(tuple(one.written.factors), {})
+        totals = Totals.of(tuple(one.written.factors), {}, self.members)
         judging = self._judges(metrics or {})
         self.failed = None
         batches = self._results(self._losses, values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):
-            numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results[: 2 * parts]]
-            totals.add(np.hstack(numbers[:parts]), np.hstack(numbers[parts:]), 0)
-            finite = bool(np.isfinite(totals.sums).all())
-            self._judge(judging, arrays, results[2 * parts :], finite)
+            totals.add(*self._terms(results, parts), 0)
+            self._judge(judging, arrays, results[2 * parts :], np.isfinite(totals.sums).all(axis=0))
         everything = {"loss": totals.mean}
-        for judge in judging:
-            everything |= judge.results()
-        return everything
+        scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
+        if self.members is None:
+            return everything | scores[0]
+        return everything | {name: np.array([own[name] for own in scores]) for name in scores[0]}
+
+    def _terms(self, results: list[np.ndarray], parts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return sums and counts of the loss of one batch, (1, parts), or (1, parts, members)."""
+        shape = () if self.members is None else (self.members,)
+        numbers = [np.asarray(y, np.float64).reshape(-1) for y in results[: 2 * parts]]
+        columns = [np.broadcast_to(y if shape else y[0], shape) for y in numbers]
+        return np.stack(columns[:parts])[None], np.stack(columns[parts:])[None]
 
     @escaping()
     def check_metrics(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> None:
@@ -150,29 +166,32 @@ class Evaluator:
             with closing(self._results(self._losses, values, source)) as results:
                 arrays, outputs = next(results)
             parts = len(one.written.sums)
-            finite = all(np.isfinite(y).all() for y in outputs[:parts])
-            self._judge(judging, arrays, outputs[2 * parts :], finite)
+            sums, _ = self._terms(outputs, parts)
+            self._judge(judging, arrays, outputs[2 * parts :], np.isfinite(sums[0]).all(axis=0))
             return
-        for judge in judging:
+        for judge in judging[0]:
             info, axis = judge.info, 1 if judge.info.axis is None else judge.info.axis
             shape = dims(one.predictions[str(info.prediction)])
             if shape and (info.classes is None or isinstance(shape[axis], int)):
                 judge.begin(np.empty([d if isinstance(d, int) else 0 for d in shape]))
 
-    def _judges(self, metrics: ByOutput) -> list[Judge]:
-        return judges(self.described.labels, metrics, self.row_axes)
+    def _judges(self, metrics: ByOutput) -> list[list[Judge]]:
+        """Return the judges of each model."""
+        labels = self.described.labels
+        return [judges(labels, metrics, self.row_axes) for _ in range(self.members or 1)]
 
     def _judge(
-        self, judging: list[Judge], arrays: Arrays, outputs: list[np.ndarray], finite: bool
+        self, judging: list[list[Judge]], arrays: Arrays, outputs: list, finite: np.ndarray
     ) -> None:
-        """Let metrics take a batch."""
+        """Let the metrics of each model take a batch; `finite`: whether its losses are so far."""
         one = self.described
-        predictions = dict(zip(one.predictions, outputs, strict=False))
         weight = None if one.row_weight is None else arrays.get(one.row_weight)
         if weight is not None and (weight == 1).all():
             weight = None  # as of batches that have none, for metrics that take none
-        for judge in judging:
-            judge.update(predictions, arrays, weight, finite)
+        for k, (own, fine) in enumerate(zip(judging, np.ravel(finite).tolist(), strict=True)):
+            read = outputs if self.members is None else [y[k] for y in outputs]
+            for judge in own:
+                judge.update(dict(zip(one.predictions, read, strict=False)), arrays, weight, fine)
 
     def _of_all(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
         """Yield the batches of all processes: the labels and weights, and the outputs."""
@@ -182,13 +201,13 @@ class Evaluator:
             yield from (b for b in group.gather((named, results) if arrays else None) if b)
 
     def cause(self, values: Arrays) -> str:
-        """Return a clause that says why the loss is not finite, of one model in a stack."""
+        """Return a clause that says why the loss is not finite; `values` are those of one model."""
         one, loss = self.described, self.plan.loss
         outputs = [self.plan.loss_output] if loss is None else list(one.predictions)
         file = constants.replace(self.proto, {name: values[name] for name in self.names})
 
         def losses() -> ModelProto:
-            new = Evaluator.objective(self)  # of one, in a stack
+            new = self.of_one()
             return new.compute(*new.reported)
 
         return cause_in_evaluation(file, outputs, losses, values, self.failed)
@@ -210,20 +229,19 @@ class Evaluator:
         fed = {n: rows_of(a, axes[n], slice(row, row + 1)) for n, a in arrays.items()}
         fed = {**values, **{n: np.ascontiguousarray(a) for n, a in fed.items()}}
         parts = len(self.described.written.sums)
-        results = self._losses.run(None, {name: fed[name] for name in names})[: 2 * parts]
-        numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results]
+        results = self._losses.run(None, {name: fed[name] for name in names})
         totals = Totals.of(tuple(self.described.written.factors), {})
-        totals.add(np.hstack(numbers[:parts]), np.hstack(numbers[parts:]), 1)
+        totals.add(*self._terms(results, parts), 1)
         return totals.mean
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
-        """Return the predictions for the data of a source, by output."""
+        """Return the predictions for the data of a source, by output; (members, ...) of a stack."""
         parts = [results for _, results in self._results(self._predictions, values, source)]
-        predictions = {}
+        predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
-            every = [np.atleast_1d(part[i]) for part in parts]
-            predictions[name] = np.concatenate(every, self.row_axis(name))
+            every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
+            predictions[name] = np.concatenate(every, self.row_axis(name) + axis)
         return predictions
 
     def row_axis(self, output: str, label: str | None = None) -> int:
@@ -248,10 +266,12 @@ class Evaluator:
         """
         names = [x.name for x in running.get_inputs()]
         carried: dict[str, np.ndarray] = {}
-        states = list(self.described.states)
+        states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched(source)):
             arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
-            fed = {**values, **arrays, **carried}
+            first = () if carried else states
+            begun = {n: np.broadcast_to(arrays[n], (*axis, *arrays[n].shape)) for n in first}
+            fed = {**values, **arrays, **begun, **carried}
             results = running.run(None, {name: fed[name] for name in names})
             if self.failed is None and not all(np.isfinite(y).all() for y in results[:parts]):
                 (self.failed,) = piece.each(number)
@@ -304,7 +324,6 @@ def evaluator_of(
     recipe: Recipe,
     names: Names,
     buffers: Collection[str] = (),
-    kind: Callable[..., Evaluator] = Evaluator,
 ) -> Evaluator:
     """Return what evaluates the model of a recipe, for any weights.
 
@@ -314,7 +333,6 @@ def evaluator_of(
         recipe: that of a trainer.
         names: those of the columns of tables.
         buffers: names of statistics that train, and are not in the state yet.
-        kind: builds it, from the arguments of `Evaluator`.
     """
     trainer = recipe.trainer
     changing = frozenset({*trainer.state.weights, *trainer.state.buffers, *buffers})
@@ -322,8 +340,8 @@ def evaluator_of(
     def build() -> Evaluator:
         proto = inference_form(trainer.proto)
         read = sorted({ref.name for ref in constants.constant_refs(proto)} & changing)
-        weighted = recipe.weighted
-        return kind(proto, read, recipe.plan, weighted, trainer.device, trainer.batch_axes)
+        arguments = proto, read, recipe.plan, recipe.weighted, trainer.device, trainer.batch_axes
+        return Evaluator(*arguments, trainer.members)
 
     key = "labelled" if recipe.facts.labels else "unlabelled"
     kept = trainer.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
@@ -347,9 +365,12 @@ def evaluate(
     check_weights(recipe, data, evaluator.described, evaluator.fields)
     source = data.source(evaluator.fields, batch_size or evaluator.fields.fixed_rows or SIZE)
     results = evaluator.evaluate(values, source, trainer.metrics_by_output)
-    if not np.isfinite(results["loss"]):
-        cause = evaluator.cause(values)
-        warnings.warn(f"the loss is {results['loss']}: {cause}", stacklevel=3)
+    if bad := np.flatnonzero(~np.isfinite(results["loss"])).tolist():
+        text = f"the loss is {results['loss']}"
+        if trainer.members is not None:
+            values = {name: array[bad[0]] for name, array in values.items()}
+            text = f"the loss of the members {bad} is not finite"
+        warnings.warn(f"{text}: {evaluator.cause(values)}", stacklevel=3)
     return results
 
 

@@ -25,7 +25,7 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import Split, held_out_share
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.rates import ByEpoch, ByStep, Rates
+from onnxgrad.training.rates import ByEpoch, ByStep, OfMembers, Rates
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.settings import Settings
@@ -86,7 +86,9 @@ class Fit:
         compiled = trainer.built.get("step", lambda: self.recipe.key, lambda: Compiled(self.recipe))
         objective = compiled.objective
         initial = ((str(b.name), b.const_value) for b in objective.buffers)
-        self.buffers = {name: np.array(v.numpy()) for name, v in initial if v is not None}
+        axis = [] if trainer.members is None else [trainer.members]
+        starts = ((name, v.numpy()) for name, v in initial if v is not None)
+        self.buffers = {name: np.array(np.broadcast_to(a, (*axis, *a.shape))) for name, a in starts}
         self.labels, fields = objective.labels, Fields(objective, trainer.batch_axes)
         check_weights(self.recipe, self.data, objective, fields)
         source, held_out = self._sources(fields, shuffle)
@@ -94,6 +96,8 @@ class Fit:
             values = self.buffers | trainer.evaluated()
             self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
         state = trainer.state if self.further else self._state(source, shuffle, resume)
+        if self.further and trainer.members and len(state.frozen) == trainer.members:
+            raise ValueError("all members are frozen: call fit to begin another training")
         first = state.epoch if self.further else 0
         callbacks = trainer.callbacks
         if shared is not None:
@@ -136,6 +140,8 @@ class Fit:
         """Return why the loop ended."""
         trainer, failed = self.trainer, partial(find_failed_step, self.recipe, loop)
         read, values = self.recipe.plan.read_outputs(trainer.proto), trainer.evaluated()
+        if trainer.members is not None:  # none has a finite loss: the first is as good as others
+            values = {name: array[0] for name, array in values.items()}
         return cause_in_fit(loop, trainer.file, read, failed, self.evaluator, values)
 
     def _validate(self) -> dict[str, Any]:
@@ -173,9 +179,24 @@ class Fit:
         return data.source(fields, self.batch_size or fields.fixed_rows or SIZE)
 
     def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
-        rate = self.trainer.learning_rate
+        trainer = self.trainer
+        if trainer.members is None:
+            return self._rates_of(trainer.learning_rate, state, batches, epochs)
+        return OfMembers(
+            [
+                self._rates_of(rate, state, batches, epochs, k)
+                for k, rate in enumerate(trainer.learning_rates)
+            ],
+            state,
+        )
+
+    def _rates_of(
+        self, rate: Any, state: TrainState, batches: int | None, epochs: int, k: int | None = None
+    ) -> Rates:
+        """Return the rates of a model, in a stack of the member `k`."""
         if isinstance(rate, BaseLearningRate):
-            return ByEpoch(start_learning_rate(rate), state.losses)
+            losses = state.losses if k is None else [loss[k] for loss in state.losses]
+            return ByEpoch(start_learning_rate(rate), losses)
         unseen = [m for m in rate.monitors if m.startswith("validation_")]
         if unseen and self.held_out is None:
             given = f"pass {argument('validation')} data"
@@ -183,8 +204,9 @@ class Fit:
             raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
         if batches is not None:
             rate = rate.over(batches * epochs)
-        rate.rate(0, state.schedule)  # raises if it needs the number of steps
-        return ByStep(rate, state)
+        rates = ByStep(rate, state, k)
+        rates.at(0, 1)  # raises if it needs the number of steps
+        return rates
 
     def _state(
         self, source: BatchSource, shuffle: bool, resume: str | os.PathLike | None
@@ -220,7 +242,12 @@ class Fit:
                 f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave it out to "
                 "begin anew, or pass Checkpoint of that folder among the callbacks"
             )
-        state = TrainState(seed=self.trainer.seed, identity=identity, balanced=balanced)
+        state = TrainState(
+            seed=self.trainer.seed,
+            identity=identity,
+            balanced=balanced,
+            members=self.trainer.members,
+        )
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
         state.values = Values(old.weights, buffers=now)
         return state

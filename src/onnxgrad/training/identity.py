@@ -73,8 +73,14 @@ def identity_of(trainer: Settings, source: BatchSource, shuffle: bool) -> Identi
             "shuffle": shuffle,
             "data": source.description,
             **{name: getattr(trainer, name) for name in arguments.split()},
+            **_of_members(trainer),
         },
     )
+
+
+def _of_members(trainer: Settings) -> dict[str, Any]:
+    names = () if trainer.members is None else ("members", "optimizers", "learning_rates")
+    return {name: getattr(trainer, name) for name in names}
 
 
 def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:

@@ -17,7 +17,7 @@ from onnxgrad.training.callbacks.base import Control
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
-from onnxgrad.training.progress import FitProgress, Totals
+from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
 from onnxgrad.training.rates import Rates
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.state import TrainState
@@ -62,10 +62,15 @@ class Loop:
     def __post_init__(self) -> None:
         self._first_epoch = self.state.epoch
         self._began = self.runner.now
-        self._totals = Totals.of(self.runner.step.factors, self.state.running)
+        self._totals = self._resumed_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
-        self._validated = next(iter(self.state.validation_losses[::-1]), None)  # the last one
+        last = self.state.validation_losses[-1:]
+        self._validated = over_members(last[0]) if last else None
         self.progress = self._progress(0.0)
+
+    def _resumed_totals(self) -> Totals:
+        state = self.state
+        return Totals.of(self.runner.step.factors, state.running, state.members)
 
     def let_go(self) -> None:
         """Let go of the data, once training has ended."""
@@ -132,7 +137,7 @@ class Loop:
     def _epoch(self) -> None:
         """Run one epoch, or what is left of it; end early if a callback says so."""
         state, start = self.state, time.perf_counter()
-        self._totals, self._seconds = Totals.of(self.runner.step.factors, state.running), [0.0, 0.0]
+        self._totals, self._seconds = self._resumed_totals(), [0.0, 0.0]
         with self._whole():
             self._call("on_epoch_begin")
             self._obey()
@@ -149,7 +154,7 @@ class Loop:
                     self._train(piece)
                 self.progress = self._progress(time.perf_counter() - start)
                 if self.log_steps:
-                    logger.debug("step %d loss %g", state.step, self._totals.mean)
+                    logger.debug("step %d loss %s", state.step, shown(self._totals.mean, "g"))
                 restore = self._end_step()
                 if self.control.stop and restore is None and self._goes_on(slices):
                     return
@@ -204,7 +209,7 @@ class Loop:
             self.sample = arguments
         losses = self.runner.run(*arguments)
         self._seconds[1] += time.perf_counter() - start
-        state.learning_rate = float(rates[-1])
+        state.learning_rate = rates[-1].tolist()
         if losses is None:
             self.failed = arguments
             raise self._diverged("the loss or a weight", "the state before it is kept")
@@ -228,26 +233,36 @@ class Loop:
         """Count the epoch, and add it to the history."""
         state, loss = self.state, self._totals.mean
         entry: dict[str, Any] = {"step": state.step, "epoch": state.epoch + 1, "loss": loss}
-        entry["learning_rate"] = state.learning_rate
+        entry["learning_rate"] = self._learning_rate
         with self.interrupts.held():
             state.epoch, state.position, state.running = state.epoch + 1, 0, {}
             state.history.append(entry)
         warn_of_no_label(loss, state.epoch)
         if self.log_epochs:
-            logger.info("epoch %d/%d loss %g", self._number, self._epochs, loss)
+            logger.info("epoch %d/%d loss %s", self._number, self._epochs, shown(loss, "g"))
+
+    @property
+    def _learning_rate(self) -> Any:
+        """The rate of the last step; of a stack (members,)."""
+        rate = self.state.learning_rate
+        return rate if self.state.members is None else np.array(rate)
 
     def _evaluate(self, entry: dict[str, Any]) -> None:
         """Evaluate, and add the results to an entry, which becomes the last one of the history."""
         assert self.evaluate is not None
         self.runner.collect()  # an average of weights may be among the slots
         results, history = self.evaluate(), self.state.history
-        if not np.isfinite(results["validation_loss"]):
+        fine = np.isfinite(results["validation_loss"])
+        if not fine.any():
             kept = "the state after that epoch, whose training loss is finite, is kept"
             raise self._diverged("the validation loss", kept)
+        if not fine.all():
+            self.runner.freeze(np.flatnonzero(~fine).tolist(), not_finite=True)
         entry.update(results)
         if not history or history[-1] is not entry:
             history.append(entry)
-        self._validated = self.progress.validation_loss = results["validation_loss"]
+        self._validated = over_members(results["validation_loss"])
+        self.progress.validation_loss = self._validated
         self.control.evaluate = False
         self._call("on_evaluate")
 
@@ -262,8 +277,12 @@ class Loop:
         control.stop, control.save, control.evaluate = requests
 
     def _obey(self) -> None:
-        """Evaluate and save, if a callback asked for it."""
+        """Freeze members, evaluate and save, if a callback asked for it."""
         control = self.control
+        if control.freeze:
+            self.runner.freeze(sorted(control.freeze))
+            control.freeze = set()
+            control.stop |= len(self.state.frozen) == self.state.members
         if control.evaluate and self.evaluate is not None:
             self._extra_evaluation()
         control.evaluate = False
@@ -282,7 +301,8 @@ class Loop:
             return
         entry = last
         if last.get("step") != state.step:
-            entry = {"step": state.step, "epoch": state.epoch, "learning_rate": state.learning_rate}
+            entry = {"step": state.step, "epoch": state.epoch}
+            entry["learning_rate"] = self._learning_rate
         self._evaluate(entry)
         if entry is not last:
             self.rates.observe(entry)
@@ -308,7 +328,7 @@ class Loop:
             self._epochs,
             totals.rows,
             source.rows,
-            totals.mean,
+            over_members(totals.mean),
             self._validated,
             totals.rows / max(seconds, 1e-9),
             state.step,
@@ -317,11 +337,14 @@ class Loop:
         )
 
     def _diverged(self, what: str, kept: str) -> ConvergenceError:
-        recent = ", ".join(f"{v:.6g}" for v in self.state.losses[-5:]) or "none"
+        recent = ", ".join(shown(v, ".6g") for v in self.state.losses[-5:]) or "none"
         reason = self.callbacks.on_not_finite(self.trainer, self.state, self.control)
         number = self._number + (what != "the validation loss")
+        rate = shown(self.state.learning_rate, "g")
+        if self.state.members is not None:
+            what += " of all members"
         return ConvergenceError(
             f"{what} became NaN or infinite in epoch {number} at learning rate "
-            f"{self.state.learning_rate:g} (losses of the epochs before: {recent}); {kept}. "
+            f"{rate} (losses of the epochs before: {recent}); {kept}. "
             f"{self.explain(self)}{'. ' if reason else ''}{reason}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
@@ -239,6 +240,37 @@ def build_objective(
         carried=form.carried,
         beside=beside,
         straight_through=plan.straight_through,
+    )
+
+
+def over_members(objective: Objective, members: int) -> Objective:
+    """Return the objective of the members of a stack, to evaluate, written into the graph of one.
+
+    Their axis is that of weights, and of inputs that get an output of the batch before.
+
+    Raises:
+        ValueError: a node that cannot be written for all members.
+    """
+    graph, written = objective.model.graph, objective.written
+    axis = MemberAxis(Emit(graph), members, {})
+    carried = [x for x in objective.data if x.name in objective.states]
+    for v in (*objective.weights, *carried):
+        axis.let(v, axis.typed(ir.Value(name=v.name), v))
+    graph.inputs[:] = axis.all_of(graph.inputs)
+    read = [*written.sums, *written.counts, *objective.predictions.values()]
+    graph.outputs[:] = list(dict.fromkeys([*read, *objective.states.values()]))
+    axis.push(graph)
+    return replace(
+        objective,
+        data=axis.all_of(objective.data),
+        weights=axis.all_of(objective.weights),
+        written=replace(
+            written,
+            sums=[axis.expanded(v) for v in written.sums],
+            counts=axis.all_of(written.counts),
+        ),
+        predictions={name: axis.expanded(v) for name, v in objective.predictions.items()},
+        states={name: axis.expanded(v) for name, v in objective.states.items()},
     )
 
 

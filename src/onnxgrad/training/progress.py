@@ -17,8 +17,9 @@ class FitProgress:
         epochs: number of all epochs.
         rows: rows trained on so far in this epoch.
         total_rows: rows of an epoch; None in the first epoch of an iterable of batches.
-        loss: mean loss so far in this epoch: of a row, or of a term of the loss.
-        validation_loss: that of the last validation; None before the first.
+        loss: mean loss so far in this epoch: of a row, or of a term of the loss. Of a stack, the
+            mean over the members that train.
+        validation_loss: that of the last validation, in the same way; None before the first.
         rows_per_second: speed of this epoch so far.
         step: number of finished steps.
         steps: number of all steps; None if it is unknown.
@@ -50,7 +51,8 @@ class FitProgress:
 class Totals:
     """Sums over the batches of an epoch, from which its mean loss is computed.
 
-    `factors` are those of the parts of the loss.
+    `factors` are those of the parts of the loss. Sums and counts are (parts,), and of a stack
+    (parts, members).
     """
 
     factors: tuple[float, ...] = (1.0,)
@@ -59,24 +61,54 @@ class Totals:
     rows: int = 0
 
     @classmethod
-    def of(cls, factors: tuple[float, ...], saved: dict[str, Any]) -> Totals:
+    def of(
+        cls, factors: tuple[float, ...], saved: dict[str, Any], members: int | None = None
+    ) -> Totals:
         """Return those that `to_json` saved, or zeros."""
-        zeros = [0.0] * len(factors)
+        zeros = np.zeros((len(factors), *([] if members is None else [members])))
         sums, counts = (np.array(saved.get(key, zeros)) for key in ("sums", "counts"))
         return cls(factors, sums, counts, saved.get("rows", 0))
 
     def add(self, sums: np.ndarray, counts: np.ndarray, rows: int) -> None:
-        """Add batches, [batches, parts]; the sum is the same however they are cut into calls."""
-        self.sums = np.add.accumulate(np.vstack((self.sums, sums)))[-1]
-        self.counts = np.add.accumulate(np.vstack((self.counts, counts)))[-1]
+        """Add batches, [batches, parts, ...]; the sum is the same however calls cut them."""
+        self.sums = np.add.accumulate(np.concatenate((self.sums[None], sums)))[-1]
+        self.counts = np.add.accumulate(np.concatenate((self.counts[None], counts)))[-1]
         self.rows += rows
 
     @property
-    def mean(self) -> float:
-        """The mean loss so far; NaN without any term."""
+    def mean(self) -> Any:
+        """The mean loss so far, a float, or (members,); NaN without any term."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            return float((self.sums / self.counts) @ np.array(self.factors))
+            mean = (self.sums / self.counts).T @ np.array(self.factors)
+        return mean if mean.ndim else float(mean)
 
     def to_json(self) -> dict[str, Any]:
         """Return the totals as numbers and lists."""
         return {"sums": self.sums.tolist(), "counts": self.counts.tolist(), "rows": self.rows}
+
+
+def over_members(value: Any) -> Any:
+    """Return a number, or of an array (members,) the mean of those that are no NaN."""
+    if not isinstance(value, np.ndarray):
+        return value
+    known = value[~np.isnan(value)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def shown(value: Any, digits: str = ".4g") -> str:
+    """Return a number as text, or of numbers of members the lowest and the highest."""
+    known = np.ravel(value)
+    known = known[~np.isnan(known)] if np.isfinite(known).any() else known[:1]
+    ends = dict.fromkeys(format(v, digits) for v in (known.min(), known.max()))
+    return " to ".join(ends)
+
+
+def by_member(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record whose arrays (members, ...) are numbers of their own, as "loss/0"."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, np.ndarray):
+            flat |= {f"{name}/{k}": own for k, own in enumerate(value.tolist())}
+        else:
+            flat[name] = value
+    return flat

@@ -22,19 +22,31 @@ class Rates(Protocol):
 
 
 class ByStep:
-    """The rates of a schedule, whose state is in the state of the training."""
+    """The rates of a schedule, whose state is in the state of the training.
 
-    def __init__(self, schedule: Schedule, state: TrainState) -> None:
+    `member` is the number of that of a stack whose rates they are; None: there is one model.
+    """
+
+    def __init__(self, schedule: Schedule, state: TrainState, member: int | None = None) -> None:
         self.schedule, self.state = schedule, state
+        self.member = None if member is None else str(member)
 
     def at(self, step: int, count: int) -> np.ndarray:
         """Return the rates of `count` steps."""
-        kept = self.state.schedule
+        kept = self._kept
         return np.array([self.schedule.rate(step + i, kept) for i in range(count)])
 
     def observe(self, entry: dict[str, Any]) -> None:
         """Let the schedule see an entry of the history."""
-        self.state.schedule = self.schedule.observed(self.state.schedule, entry)
+        new = self.schedule.observed(self._kept, entry)
+        if self.member is not None:
+            new = {**self.state.schedule, self.member: new}
+        self.state.schedule = new
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        every = self.state.schedule
+        return every if self.member is None else every.get(self.member, {})
 
 
 class ByEpoch:
@@ -58,3 +70,24 @@ class ByEpoch:
     def _update(self, loss: float) -> None:
         self.epochs += 1
         self.rate.update_learning_rate(self.epochs, loss)
+
+
+class OfMembers:
+    """The rates of the members of a stack, (steps, members)."""
+
+    def __init__(self, members: list[Rates], state: TrainState) -> None:
+        self.members, self.state = members, state
+
+    def at(self, step: int, count: int) -> np.ndarray:
+        """Return the rates of `count` steps."""
+        return np.stack([rates.at(step, count) for rates in self.members], axis=1)
+
+    def observe(self, entry: dict[str, Any]) -> None:
+        """Let the members that train see their numbers in an entry of the history."""
+        frozen = self.state.frozen
+        for k, rates in enumerate(self.members):
+            if k not in frozen:
+                own = {n: v[k] if isinstance(v, np.ndarray) else v for n, v in entry.items()}
+                rates.observe(
+                    {n: v.item() if isinstance(v, np.generic) else v for n, v in own.items()}
+                )

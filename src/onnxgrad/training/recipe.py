@@ -24,11 +24,13 @@ from onnxgrad.training.settings import Settings
 from onnxgrad.training.step.accumulate import build_accumulating_step
 from onnxgrad.training.step.build import Step, StepOptions, build_gradients, build_step
 from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
 
 _ARGUMENTS = (  # of a trainer, that decide what a step or an evaluation computes
     *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
     *("batch_norm", "dropout", "batch_axes", "carry", "recompute", "seed", "trained"),
+    *("members", "optimizers"),
 )
 Shapes = dict[str, tuple[int, ...]]
 
@@ -115,8 +117,19 @@ class Recipe:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer, behind the clipping of the norm of all gradients."""
-        own, norm = self.trainer.optimizer, self.trainer.clip_norm
-        return own if norm is None else Chain((clip_by_global_norm(norm), own))
+        return self._clipping(self.trainer.optimizer)
+
+    @property
+    def members(self) -> Members | None:
+        """The members of a stack, before it is known which of them share a step."""
+        trainer = self.trainer
+        if trainer.members is None:
+            return None
+        return Members([*map(self._clipping, trainer.optimizers)], trainer.state.weights)
+
+    def _clipping(self, optimizer: Optimizer) -> Optimizer:
+        norm = self.trainer.clip_norm
+        return optimizer if norm is None else Chain((clip_by_global_norm(norm), optimizer))
 
     @property
     def weighted(self) -> bool:
@@ -128,7 +141,8 @@ class Recipe:
         trainer = self.trainer
         objective = build_objective(trainer.proto, trainer.trained, self.plan, self.weighted)
         if trainer.digest is not None:  # those that the loss does not reach stay constants
-            read_elsewhere(objective.weights, lambda name: trainer.state.weights[name])
+            one = () if trainer.members is None else 0  # those of a member
+            read_elsewhere(objective.weights, lambda name: trainer.state.weights[name][one])
         return objective
 
     def step(
@@ -138,12 +152,14 @@ class Recipe:
         in_place: bool = True,
         blocks: bool = True,
         across: Across | None = None,
+        members: Members | None = None,
     ) -> Step:
         """Return the step, written into the graph of the objective.
 
         It returns the norms of gradients if `norms`; None: if a callback asks for them. With
         `in_place`, it may be only its first half: see `Step.updates`. `across` is how others share
-        it; None: it is that of the rows of this process.
+        it; None: it is that of the rows of this process. `members`: those of a stack that may
+        share it.
 
         Raises:
             ValueError: the loss depends on none of the weights; arguments that do not fit.
@@ -152,7 +168,9 @@ class Recipe:
         trainer, on_cpu = self.trainer, self.trainer.device.kind == "cpu"
         in_place &= on_cpu and (self.sharing is None or across is not None)
         norms = self.norms if norms is None else norms
-        options = StepOptions(norms, blocks and on_cpu, trainer.recompute, in_place, across)
+        options = StepOptions(
+            norms, blocks and on_cpu, trainer.recompute, in_place, across, members=members
+        )
         if trainer.accumulate == 1:
             return build_step(objective, self.optimizer, options)
         if trainer.carry:

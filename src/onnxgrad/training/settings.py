@@ -61,6 +61,9 @@ class Settings:
     setup: Any = None  # the last one that trained
     constants: Set[str] = frozenset()  # of the model
     digest: str | None = None  # of the whole model, if `proto` lacks large weights
+    members: int | None = None  # of a stack; None for one model
+    optimizers: list[Optimizer] = field(default_factory=list)  # of the members
+    learning_rates: list[Any] = field(default_factory=list)
 
     @property
     def file(self) -> ModelProto | None:
@@ -75,11 +78,19 @@ class Settings:
     def evaluated(self) -> dict[str, np.ndarray]:
         """Return the weights and statistics that are evaluated and exported, by name.
 
-        They are those of the last step, unless the optimizer averages weights.
+        They are those of the last step, unless the optimizer averages weights. Those of a stack
+        have an axis of members first.
         """
         values = self.state.values
-        weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
-        return weights | {n: a for n, a in values.buffers.items() if n in self.constants}
+        buffers = {n: a for n, a in values.buffers.items() if n in self.constants}
+        if self.members is None:
+            weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
+            return weights | buffers
+        if not any(optimizer.averages for optimizer in self.optimizers):
+            return values.weights | buffers
+        members = ((optimizer, values[k]) for k, optimizer in enumerate(self.optimizers))
+        every = [evaluated(o, own.weights, own.slots, own.steps) for o, own in members]
+        return {n: np.stack([own[n] for own in every]) for n in values.weights} | buffers
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies have: no data and sessions of a call, and a state of their own."""

@@ -19,12 +19,22 @@ Slots = dict[str, Arrays]  # of every weight, by its name
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Weights, slots and buffers by name, and the steps done; replaced, never modified."""
+    """Weights, slots and buffers by name, and the steps done; replaced, never modified.
+
+    Those of a stack have an axis of members first, and `frozen` are the members that do not train
+    any more, each with the number of its steps; `values[k]` are those of the member k.
+    """
 
     weights: Arrays = field(default_factory=dict)
     slots: Slots = field(default_factory=dict)
     steps: int = 0
     buffers: Arrays = field(default_factory=dict)
+    frozen: Mapping[int, int] = field(default_factory=dict)
+
+    def __getitem__(self, k: int) -> Values:
+        slots = {name: {s: a[k] for s, a in own.items()} for name, own in self.slots.items()}
+        weights, buffers = ({n: a[k] for n, a in d.items()} for d in (self.weights, self.buffers))
+        return Values(weights, slots, self.frozen.get(k, self.steps), buffers)
 
 
 class OnDevice(Protocol):
@@ -74,6 +84,9 @@ class TrainState:
         callbacks: what callbacks keep, by the callback's key: numbers and text.
         kept: arrays that callbacks keep, by the callback's key.
         identity: what a checkpoint must agree with: model, loss, optimizer, data.
+        members: of a stack, the number of its models; None for one model. Weights, slots and
+            buffers have an axis of members first, losses and metrics are arrays (members,), and
+            `values[k]` are the `weights`, `slots`, `buffers` and `steps` of the member k.
 
     Examples:
         >>> import tempfile, numpy as np, onnxgrad as og
@@ -99,6 +112,7 @@ class TrainState:
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     kept: dict[str, Arrays] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
+    members: int | None = None
 
     def __post_init__(self) -> None:
         self._values = Values()
@@ -167,12 +181,21 @@ class TrainState:
         return self._runner.now.steps if self._runner is not None else self._values.steps
 
     @property
-    def losses(self) -> list[float]:
+    def frozen(self) -> dict[int, int]:
+        """The members of a stack that do not train any more, each with the number of its steps.
+
+        They are those whose loss or weights became NaN or infinite, and those that a callback has
+        stopped.
+        """
+        return dict(self._values.frozen if self._runner is None else self._runner.now.frozen)
+
+    @property
+    def losses(self) -> list[Any]:
         """The mean training loss of every finished epoch."""
         return [entry["loss"] for entry in self.history if "loss" in entry]
 
     @property
-    def validation_losses(self) -> list[float]:
+    def validation_losses(self) -> list[Any]:
         """The loss of the validation data, of every evaluation."""
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
@@ -189,7 +212,7 @@ class TrainState:
         old = self._values
         weights, buffers = old.weights | new.weights, old.buffers | new.buffers
         weights = {name: weights[name] for name in self._names if name in weights} | weights
-        return Values(weights, old.slots | new.slots, new.steps, buffers)
+        return Values(weights, old.slots | new.slots, new.steps, buffers, new.frozen)
 
     # -- training -----------------------------------------------------------------------------
 
@@ -295,7 +318,13 @@ class TrainState:
             "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
         }
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        return arrays, numbers | {"step": values.steps, "identity": dict(self.identity)}
+        if self.members is not None:
+            numbers["history"] = [
+                {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in record.items()}
+                for record in self.history
+            ]
+        own = {"step": values.steps, "frozen": dict(values.frozen), "identity": dict(self.identity)}
+        return arrays, numbers | own
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Self:
@@ -314,15 +343,26 @@ class TrainState:
         for path, array in arrays["kept"].items():
             key, _, name = path.partition("/")
             state.kept.setdefault(key, {})[name] = array
-        slots = saving.nested(arrays["slots"])
-        state.values = Values(arrays["weights"], slots, numbers["step"], arrays["buffers"])
+        if state.members is not None:
+            state.history = [
+                {n: np.array(v) if isinstance(v, list) else v for n, v in record.items()}
+                for record in state.history
+            ]
+        slots, frozen = saving.nested(arrays["slots"]), numbers.get("frozen", {})
+        state.values = Values(
+            arrays["weights"],
+            slots,
+            numbers["step"],
+            arrays["buffers"],
+            {int(k): step for k, step in frozen.items()},
+        )
         return state
 
 
 _ARRAYS = ("weights", "slots", "buffers", "kept")
 _NUMBERS = (  # of `state.json`
     *("epoch", "position", "pending", "running", "history", "learning_rate", "stop_reason"),
-    *("seed", "balanced", "schedule", "callbacks", "identity"),
+    *("seed", "balanced", "schedule", "callbacks", "identity", "members"),
 )
 
 
@@ -331,7 +371,7 @@ def _without(values: Values, others: Values) -> Values:
     weights = {n: a for n, a in values.weights.items() if n not in others.weights}
     slots = {n: own for n, own in values.slots.items() if n not in others.slots}
     buffers = {n: a for n, a in values.buffers.items() if n not in others.buffers}
-    return Values(weights, slots, values.steps, buffers)
+    return Values(weights, slots, values.steps, buffers, values.frozen)
 
 
 def _fitting(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:

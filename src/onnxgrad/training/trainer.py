@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.autodiff.recomputable import RECOMPUTE
-from onnxgrad.data.columns import read_names
-from onnxgrad.estimator import NotFittedError
-from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.model import weights as constants
-from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
-from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
-from onnxgrad.optimizers import Optimizer, select as select_optimizer
-from onnxgrad.parallel import DataParallel
-from onnxgrad.runtime.device import Device
-from onnxgrad.training.arguments import check_choice, check_count, select_rate
-from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.callbacks.progress import Progress
-from onnxgrad.training.data import Dataset, as_dataset
-from onnxgrad.training.equality import BuildCache
-from onnxgrad.training.evaluate import evaluate, predict
-from onnxgrad.training.failure import failed_step
-from onnxgrad.training.fit import Fit
-from onnxgrad.training.holdout import Split
-from onnxgrad.training.identity import without_weights
-from onnxgrad.training.judges import select_metrics
-from onnxgrad.training.loop import Loop
+from onnxgrad.training.base import TrainerBase
+from onnxgrad.training.data import as_dataset
 from onnxgrad.training.modes import exported
-from onnxgrad.training.parameters.choice import separated_choice
-from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.recipe import Facts, Recipe
-from onnxgrad.training.settings import Settings
-from onnxgrad.training.sharing import in_group
-from onnxgrad.training.state import TrainState, Values
 
 
-class Trainer(Settings):
+class Trainer(TrainerBase):
     """Trains a model.
 
     The loss is the mean over a batch of its terms, as PyTorch's `reduction="mean"`: of the elements
@@ -122,198 +94,6 @@ class Trainer(Settings):
         [[5.0]]
     """
 
-    def __init__(
-        self,
-        model: ModelLike,
-        loss: Any = None,
-        *,
-        optimizer: str | Optimizer = "adamw",
-        learning_rate: Any = 1e-3,
-        train: str | Iterable[str] | None = None,
-        freeze: str | Iterable[str] = (),
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        batch_norm: str = "frozen",
-        dropout: Mapping[str, float] | None = None,
-        class_weight: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        metrics: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
-        callbacks: Iterable[Any] = (),
-        batch_axes: Mapping[str, int | None] | None = None,
-        carry: Mapping[str, str] | None = None,
-        recompute: str = "none",
-        device: str = "cpu",
-        seed: int = 0,
-        parallel: DataParallel | bool | None = None,
-    ) -> None:
-        self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
-        self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
-        self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
-        self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
-        self.class_weight = class_weight
-        self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
-        self.recompute = check_choice("recompute", recompute, tuple(RECOMPUTE))
-        self.metrics_by_output = select_metrics(metrics)
-        self.metrics = [m for listed in self.metrics_by_output.values() for m in listed]
-        self.callbacks = Callbacks(callbacks)
-        self.parallel = parallel
-        self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
-        with garbage_kept():
-            self.proto, self.trained = separated_choice(
-                read(model), train, freeze, statistics=batch_norm == "train"
-            )
-        self.dropout = adapter_dropout(self.proto) | dict(dropout or {})
-        self.names = read_names(self.proto)  # of the columns of tables
-        # a user who asks for weights of a quantized model knows that the others stay
-        tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
-        self.straight_through = train is not None or bool(tuned)
-        self.state = TrainState(seed=seed)
-        refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
-        self.constants = set(refs)
-        self.proto, self.digest = without_weights(self.proto, self.trained)
-        self.state.values = Values({name: refs[name].array() for name in self.trained})
-        self.setup: Fit | None = None  # the last one that trained
-        self.built = BuildCache()
-
-    # -- training -----------------------------------------------------------------------------
-
-    def fit(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        sample_weight: Any = None,
-        validation: Any = None,
-        epochs: int = 1,
-        batch_size: int | None = None,
-        shuffle: bool = True,
-        resume: str | os.PathLike | None = None,
-    ) -> Self:
-        """Train for `epochs` epochs, beginning with the current weights.
-
-        A second call begins another training with the weights of the first: the slots of the
-        optimizer, the step number, the schedule and the history begin anew.
-
-        Args:
-            X: array (rows, ...), a table, a dict of these by input; a path of Parquet files, a
-                dataset; or an iterable of batches, `(X, y)`, `(X, y, sample_weight)` or dicts.
-            y: labels in the shape of the label input; for several a dict, by output.
-            sample_weight: (rows,); or one for each term of the loss, in the shape of the labels.
-            validation: `(X, y)` or `(X, y, sample_weight)`, or an iterable of batches; or a share
-                of the rows, above 0 and below 1, that is held out.
-            epochs: number of passes over the data, of the whole training if it is resumed.
-            batch_size: rows of a step, for data that are not batches already; the last batch may
-                be shorter. None: 32, or those of a model with a static batch.
-            shuffle: whether the rows are ordered anew for every epoch, by the trainer's `seed`.
-            resume: folder of a `Checkpoint`: go on where its newest one was written, with equal
-                arguments and data; the result is the same bit for bit. Without any, training begins
-                anew if a `Checkpoint` callback writes to that folder.
-
-        Raises:
-            ValueError: invalid arguments or data, before anything is trained; a checkpoint of
-                another model, optimizer or data, which the message compares.
-            FileNotFoundError: `resume` has no checkpoint.
-            NoGradientRule: an operator between the weights and the loss has no rule.
-            ConvergenceError: the loss, a weight or the validation loss became NaN or infinite; the
-                state before is kept.
-            KeyboardInterrupt: Ctrl-C, between two steps; the state is kept.
-            RuntimeError: called by its own callback.
-        """
-        if self.state.is_running:
-            raise RuntimeError("fit is running: it cannot be called again before it ends")
-        with in_group(self):
-            if validation is not None and not isinstance(validation, (float, Split)):
-                validation = as_dataset(validation)
-            data = as_dataset(X, y, sample_weight)
-            if batch_size is not None:
-                check_count("batch_size", batch_size)
-            call = Fit(self, data, batch_size, validation, self.sharing)
-            with garbage_kept():
-                loop = call.begin(check_count("epochs", epochs), shuffle, resume)
-            return self._run(call, loop)
-
-    def partial_fit(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        sample_weight: Any = None,
-        batch_size: int | None = None,
-        shuffle: bool = True,
-    ) -> Self:
-        """Train for one more epoch, on data that may differ from those of the calls before.
-
-        Unlike `fit`, it goes on with the slots of the optimizer, the step number, the schedule and
-        the history. The session is kept from call to call, so that calls with a few rows are fast.
-        A schedule needs its number of steps, as `cosine(1e-3, steps=1000)`.
-
-        Args:
-            X: as in `fit`.
-            y: as in `fit`.
-            sample_weight: as in `fit`.
-            batch_size: as in `fit`.
-            shuffle: as in `fit`.
-
-        Raises:
-            ValueError: as `fit`.
-            ConvergenceError: as `fit`.
-        """
-        if self.state.is_running:
-            raise RuntimeError("fit is running: partial_fit cannot be called before it ends")
-        with in_group(self):
-            if batch_size is not None:
-                check_count("batch_size", batch_size)
-            data = as_dataset(X, y, sample_weight)
-            call = Fit(self, data, batch_size, None, self.sharing, further=True)
-            with garbage_kept():
-                loop = call.begin(1, shuffle)
-            return self._run(call, loop)
-
-    def _run(self, call: Fit, loop: Loop) -> Self:
-        """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
-        before, self.state, self.setup = self.state, loop.state, call
-        if loop.runner.in_place and before is not loop.state:  # in memory once: those are equal
-            before.values = replace(before.values, weights={})
-        try:
-            loop.run()
-        finally:
-            loop.state.end()
-            call.end()
-            self.names = call.names if loop.moved else self.names
-            if not loop.moved and not loop.state.step:
-                self.state = before
-                before.values = replace(before.values, weights=loop.state.weights)
-        return self
-
-    @property
-    def _loop(self) -> Loop:
-        if self.setup is None or self.setup.loop is None:
-            raise NotFittedError("nothing was trained yet by this object: call fit first")
-        return self.setup.loop
-
-    @property
-    def progress(self) -> FitProgress:
-        """The progress of the training that runs or ran last."""
-        return self._loop.progress
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """The entries of the history: one an epoch, and one for each other evaluation."""
-        return self.state.history
-
-    @property
-    def gradient_norms(self) -> dict[str, float]:
-        """The 2-norm of the gradient of each weight in the last step."""
-        return dict(self._loop.runner.norms)
-
-    def failed_step(self) -> tuple[ModelProto, dict[str, np.ndarray]] | None:
-        """Return the model of the step that gave NaN or infinity, and its inputs; None if none did.
-
-        The model returns the losses and the new weights and slots.
-        """
-        return None if self.setup is None else failed_step(self.setup.recipe, self._loop)
-
     def step_models(self, X: Any, y: Any = None) -> tuple[ModelProto, ModelProto]:
         """Return a step of training as two models, for a loop of your own.
 
@@ -335,44 +115,6 @@ class Trainer(Settings):
         return Recipe(self, facts).step_models()
 
     # -- results ------------------------------------------------------------------------------
-
-    def evaluate(
-        self, X: Any, y: Any = None, *, sample_weight: Any = None, batch_size: int | None = None
-    ) -> dict[str, Any]:
-        """Return the loss and the metrics for data: `{"loss": ..., "accuracy": ...}`.
-
-        The model is in its inference form: without dropout, with the stored statistics.
-
-        Args:
-            X: as in `fit`.
-            y: as in `fit`.
-            sample_weight: as in `fit`.
-            batch_size: rows of one call of the runtime; the result does not depend on it.
-
-        Raises:
-            ValueError: data that the model or the loss does not accept.
-        """
-        data = as_dataset(X, y, sample_weight)
-        return evaluate(self, data, batch_size, self._shown("evaluating"))
-
-    def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
-        """Return the output that the loss reads, an array; a dict by output if it reads several.
-
-        Args:
-            X: as in `fit`; labels in it are not read: y of batches (X, y), and columns of the
-                names of labels in `fit`.
-            batch_size: rows of one call of the runtime.
-
-        Raises:
-            ValueError: data that the inputs do not accept.
-        """
-        data = Dataset(as_dataset(X).X)
-        predictions = predict(self, data, batch_size, self._shown("predicting"))
-        return predictions if len(predictions) > 1 else next(iter(predictions.values()))
-
-    def _shown(self, title: str) -> str | None:
-        """Return the title of a progress bar, if a `Progress` callback asks for it."""
-        return title if any(isinstance(c, Progress) for c in self.callbacks.callbacks) else None
 
     @property
     def model(self) -> ModelProto:

@@ -19,7 +19,8 @@ def scatter_into_softmax(op, node):
         return None
     (i, u, axis), factors = label, product.producer().inputs
     for shares, total in (factors, factors[::-1]):
-        one_shape = op.is_own(node) or equal(dims(shares), dims(g))  # nothing is broadcast
+        # not broadcast: rules write operands of one shape, and a stack adds an axis to some
+        one_shape = equal(dims(shares), dims(g)) or (op.is_own(node) and rank(shares) == rank(g))
         if one_shape and _is_sum(op, total, g, axis):
             others = op.Mul(shares, op.Neg(op.ReduceSum(u, [axis], keepdims=1)))
             return [op.ScatterElements(others, i, u, axis=axis, reduction="add")]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_result_of, read_once
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import constant, dims, equal, is_real, static
+from onnxgrad.graph.shapes import constant, dims, equal, is_real, rank, static
 
 _SMALL = 65_536  # elements; for more, onnxruntime adds faster by two nodes on two threads
 
@@ -82,7 +82,9 @@ def join_parts(op, node):
     if len(order) < 2 or repeated or not all(a.adjoins(b) for a, b in pairwise(order)):
         return None
     first, last, like = order[0], order[-1], next(iter(parts))
-    if not all(op.is_own(node) or equal(dims(x), dims(like)) for x in parts):
+    ranks = {rank(part.value) for part in order}  # a stack adds an axis to some
+    own = op.is_own(node) and len(ranks) == 1
+    if not own and not all(equal(dims(x), dims(like)) for x in parts):
         return None  # one may be broadcast
     whole = op.Concat(*(part.value for part in order), axis=first.axis)
     if first.before or last.after:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 UNFINISHED = ("interrupted", "error")  # `state.stop_reason` of a training that broke off
@@ -16,6 +16,7 @@ class Control:
         stop: end training after this step.
         save: save a checkpoint now.
         evaluate: evaluate the validation data now.
+        freeze: numbers of members of a `TrainerStack` that are to train no further.
 
     Examples:
         >>> import onnxgrad as og
@@ -26,21 +27,23 @@ class Control:
         >>> control = og.Control()
         >>> Often().on_step_end(None, None, control)
         >>> control
-        Control(stop=False, save=False, evaluate=True)
+        Control(stop=False, save=False, evaluate=True, freeze=set())
     """
 
     stop: bool = False
     save: bool = False
     evaluate: bool = False
+    freeze: set[int] = field(default_factory=set)
 
 
 class Callback:
     """Base class of callbacks: override the events that you need.
 
-    An event gets the `Trainer`, its live `TrainState`, and a `Control`, in which it sets `stop`,
-    `save` or `evaluate`. `trainer.progress` has the numbers of the moment, and `state.history` the
-    records so far: when `on_evaluate` and `on_epoch_end` are called, its last record is that of the
-    evaluation or of the epoch. Reading `state.weights` copies the weights from the device.
+    An event gets the `Trainer` or `TrainerStack`, its live `TrainState`, and a `Control`, in which
+    it sets `stop`, `save` or `evaluate`. `trainer.progress` has the numbers of the moment, and
+    `state.history` the records so far: when `on_evaluate` and `on_epoch_end` are called, its last
+    record is that of the evaluation or of the epoch. Reading `state.weights` copies the weights
+    from the device.
 
     What must survive a restart belongs into `state.callbacks[self.key]`, a dict that can be written
     as JSON, and arrays into `state.kept[self.key]`, a dict `{name: array}`. A callback itself holds
@@ -57,6 +60,7 @@ class Callback:
         writes: whether it writes files or to the terminal: of several processes that train one
             model, only the first calls its events.
         checkpoints: the folder into which `write_checkpoint` writes; None: it writes none.
+        of_members: whether it may watch a `TrainerStack`, whose numbers are arrays (members,).
         gradient_norms: whether the step also computes the 2-norm of the gradient of every weight;
             `trainer.gradient_norms` has those of the last step, by name.
 
@@ -76,6 +80,7 @@ class Callback:
 
     every_steps: int | None = None
     gradient_norms: bool = False
+    of_members: bool = True
     writes: bool = False
     checkpoints: Any = None
     _key: str | None = None

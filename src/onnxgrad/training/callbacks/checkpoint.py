@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training import saving
@@ -43,7 +45,8 @@ class Checkpoint(Callback):
         every_steps: write after every so many steps.
         every_seconds: write when so many seconds have passed since the last one.
         keep: how many of the newest to keep; the best one by `monitor` is kept as well.
-        monitor: name of a value of the history, such as "validation_loss"; None: no best one.
+        monitor: name of a value of the history, such as "validation_loss"; None: no best one. Of a
+            stack, that of its best member counts.
         mode: "min" if lower is better, "max" if higher is; "auto" decides by the name.
 
     Raises:
@@ -172,9 +175,11 @@ class Checkpoint(Callback):
         if value is None or entry.get("judged") == state.step:
             return
         entry["judged"] = state.step
-        if math.isnan(value):
-            return
         sign = -1 if self._better == "max" else 1
+        known = [v for v in np.ravel(value).tolist() if not math.isnan(v)]
+        if not known:
+            return
+        value = min(known, key=lambda v: sign * v)
         if entry.get("best") is None or sign * value < sign * entry["best"]:
             entry |= {"best": value, "best_step": state.step}
             control.save = True

@@ -45,6 +45,10 @@ class EarlyStopping(Callback):
     evaluations without improvement since then, `stopped`, whether this callback ended training,
     and `restored`, the step whose weights were restored or None.
 
+    In a stack, each member is watched: it is frozen when its value has not improved, and gets its
+    own best weights back; training ends when all are frozen. The entry has such a dict for each of
+    them in the list `members`.
+
     Args:
         monitor: name of the value in the records of `trainer.history`.
         patience: number of evaluations in a row without improvement after which training ends.
@@ -88,12 +92,12 @@ class EarlyStopping(Callback):
         if state.further:  # with data that may be others, so that values do not compare
             state.callbacks.pop(self.key, None)
             state.kept.pop(self.key, None)
-        entry = self.entry(state)
-        for name, start in (("best", None), ("step", None), ("epoch", None), ("waiting", 0)):
-            entry.setdefault(name, start)
-        stopped = entry["waiting"] >= self.patience
-        entry |= {"stopped": stopped, "restored": None}
-        control.stop |= stopped
+        for k, own in enumerate(self._entries(state)):
+            for name, start in (("best", None), ("step", None), ("epoch", None), ("waiting", 0)):
+                own.setdefault(name, start)
+            own |= {"stopped": own["waiting"] >= self.patience, "restored": None}
+            if own["stopped"]:
+                self._stop(state, control, k)
         self._epochs = 0  # that began in this training
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
@@ -120,23 +124,48 @@ class EarlyStopping(Callback):
             if state.stop_reason != "not finite":
                 warnings.warn(f"EarlyStopping never counted: {self._unknown(state)}", stacklevel=2)
             return
-        entry = self.entry(state)
-        if not self.restore or entry["step"] in (None, state.step):
+        frozen = _frozen(state)
+        late = [  # members whose best weights are not those of their last step
+            k
+            for k, own in enumerate(self._entries(state))
+            if own["step"] not in (None, frozen.get(k, state.step))
+        ]
+        if not self.restore or not late:
             return
         kept = state.kept.get(self.key)
         if not kept:
             raise ValueError(
-                f"the best weights, of step {entry['step']}, are not in the state: resume from a "
-                "checkpoint of a training with restore=True, or pass restore=False"
+                f"the best weights, of step {self._entries(state)[late[0]]['step']}, are not in "
+                "the state: resume from a checkpoint of a training with restore=True, or pass "
+                "restore=False"
             )
+        self._restore(state, kept, late)
+
+    def _restore(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
+        """Restore the best weights and buffers, of a stack those of the members `late`."""
+        members, entries = _members(state), self._entries(state)
+        slots = _starting(_SLOT, kept)
+        current = {_WEIGHT: state.weights, _BUFFER: state.buffers}
+        current |= {_SLOT: flat(state.slots)} if slots else {}
+        if members is not None:
+            kept = {
+                prefix + name: _with_rows(array, kept[prefix + name], late)
+                for prefix, arrays in current.items()
+                for name, array in arrays.items()
+                if prefix + name in kept
+            }
         state.weights = _starting(_WEIGHT, kept)
         if buffers := _starting(_BUFFER, kept):
             state.buffers = buffers
-        if slots := _starting(_SLOT, kept):
-            state.slots = nested(slots)
-            state.values = replace(state.values, steps=entry["step"])
-        entry["restored"] = entry["step"]
-        logger.info("EarlyStopping: the weights are those of step %d", entry["step"])
+        if slots:  # from which averages are computed, by the number of steps
+            state.slots = nested(_starting(_SLOT, kept))
+            steps = {k: entries[k]["step"] for k in late}
+            changes = {"steps": steps[0]} if members is None else {"frozen": _frozen(state) | steps}
+            state.values = replace(state.values, **changes)
+        for k in late:
+            entries[k]["restored"] = step = entries[k]["step"]
+            which = "" if members is None else f" of member {k}"
+            logger.info("EarlyStopping: the weights%s are those of step %d", which, step)
 
     @property
     def _of_validation(self) -> bool:
@@ -151,40 +180,88 @@ class EarlyStopping(Callback):
         remedy = f" Pass {argument('validation')} data to fit." if self._of_validation else ""
         return ValueError(f"{error} These are in the history.{remedy}")
 
+    def _entries(self, state: Any) -> list[dict[str, Any]]:
+        """Return the entry, or of a stack those of its members."""
+        entry, members = self.entry(state), _members(state)
+        if members is None:
+            return [entry]
+        return entry.setdefault("members", [{} for _ in range(members)])
+
+    def _stop(self, state: Any, control: Control, k: int) -> None:
+        """End training, or that of the member `k`."""
+        if _members(state) is None:
+            control.stop = True
+        else:
+            control.freeze.add(k)
+
     def _count(self, trainer: Any, state: Any, control: Control) -> None:
-        record, entry = state.history[-1], self.entry(state)
+        record = state.history[-1]
         if self.monitor not in record:
             raise self._unknown(state)
-        value, best = float(record[self.monitor]), entry["best"]
-        sign = -1.0 if self._better == "max" else 1.0
-        if math.isnan(value) or (
-            best is not None and not sign * value < sign * best - self.min_delta
-        ):
-            entry["waiting"] += 1
-            if entry["waiting"] >= self.patience:
-                entry["stopped"] = control.stop = True
+        values, frozen = np.ravel(record[self.monitor]), _frozen(state)
+        better = []
+        for k, own in enumerate(self._entries(state)):
+            if k in frozen:
+                continue
+            value = float(values[k])
+            if self._improves(value, own["best"]):
+                own |= {"best": value, "step": state.step, "epoch": state.epoch, "waiting": 0}
+                better.append(k)
+                continue
+            own["waiting"] += 1
+            if own["waiting"] >= self.patience:
+                own["stopped"] = True
+                self._stop(state, control, k)
                 logger.info(
-                    "EarlyStopping: %s has not improved in %d evaluations since step %s",
+                    "EarlyStopping: %s%s has not improved in %d evaluations since step %s",
                     self.monitor,
-                    entry["waiting"],
-                    entry["step"],
+                    "" if _members(state) is None else f" of member {k}",
+                    own["waiting"],
+                    own["step"],
                 )
-            return
-        entry |= {"best": value, "step": state.step, "epoch": state.epoch, "waiting": 0}
-        if self.restore:  # copies: training may update the arrays in place
-            parts = {_WEIGHT: state.weights, _BUFFER: state.buffers}
-            if averages(trainer):  # slots hold the weights that were evaluated
-                parts[_SLOT] = flat(state.slots)
-            state.kept[self.key] = {
-                prefix + name: np.array(array)
-                for prefix, arrays in parts.items()
-                for name, array in arrays.items()
-            }
+        if better and self.restore:
+            self._keep(trainer, state, better)
+
+    def _improves(self, value: float, best: float | None) -> bool:
+        sign = -1.0 if self._better == "max" else 1.0
+        if math.isnan(value):
+            return False
+        return best is None or sign * value < sign * best - self.min_delta
+
+    def _keep(self, trainer: Any, state: Any, better: list[int]) -> None:
+        """Keep copies of weights and buffers, since training may update the arrays in place."""
+        parts = {_WEIGHT: state.weights, _BUFFER: state.buffers}
+        if averages(trainer):  # slots hold the weights that were evaluated
+            parts[_SLOT] = flat(state.slots)
+        new = {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
+        old = state.kept.get(self.key)
+        if old and _members(state) is not None:
+            state.kept[self.key] = {n: _with_rows(old[n], a, better) for n, a in new.items()}
+        else:
+            state.kept[self.key] = {name: np.array(array) for name, array in new.items()}
+
+
+def _members(state: Any) -> int | None:
+    """Return the number of members of a stack; None for one model."""
+    return getattr(state, "members", None)
+
+
+def _frozen(state: Any) -> dict[int, int]:
+    """Return the members of a stack that do not train any more, and their steps."""
+    return {} if _members(state) is None else state.frozen
+
+
+def _with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Return a copy of an array with some rows of another."""
+    new = np.array(array)
+    new[rows] = other[rows]
+    return new
 
 
 def averages(trainer: Any) -> bool:
-    """Return whether the optimizer of a trainer averages weights."""
-    return getattr(getattr(trainer, "optimizer", None), "averages", False)
+    """Return whether the optimizer of a trainer averages weights, or that of a member."""
+    own = [getattr(trainer, "optimizer", None), *getattr(trainer, "optimizers", ())]
+    return any(getattr(optimizer, "averages", False) for optimizer in own)
 
 
 def _starting(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -47,6 +47,14 @@ class Callbacks:
                     "would remove each other's checkpoints; pass another folder"
                 )
 
+    def check_members(self) -> None:
+        """Raise `ValueError` for a callback that knows nothing of the members of a stack."""
+        for callback in self.all:
+            if not callback.of_members:
+                raise ValueError(
+                    f"{callback.key} describes the training of one model: pass it to a Trainer"
+                )
+
     def without_writers(self) -> Callbacks:
         """Return the callbacks that a process calls which is not the first of several."""
         new = copy.copy(self)

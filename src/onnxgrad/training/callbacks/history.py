@@ -14,6 +14,7 @@ import numpy as np
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.progress import by_member
 
 
 class History(Callback):
@@ -21,7 +22,8 @@ class History(Callback):
 
     The file always has exactly the records of `trainer.history`, also where training resumes; it is
     replaced as a whole, so that a reader never sees half of it. A CSV file has a column for every
-    name in any record, and empty cells where a record lacks it. A JSON file has a list with one
+    name in any record, and empty cells where a record lacks it; of a stack, one for each member, as
+    "loss/0". A JSON file has a list with one
     record on each line; NaN and infinity, which JSON lacks, are null.
 
     Args:
@@ -64,9 +66,8 @@ class History(Callback):
             self._write(state)
 
     def _write(self, state: Any) -> None:
-        records = [{name: _plain(v) for name, v in record.items()} for record in state.history]
         with replacing(self.path) as file:
-            _WRITERS[self.path.suffix](file, records)
+            _WRITERS[self.path.suffix](file, state.history)
 
 
 def _plain(value: Any) -> Any:
@@ -74,7 +75,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
-def _write_csv(file: Path, records: list[dict[str, Any]]) -> None:
+def _write_csv(file: Path, history: list[dict[str, Any]]) -> None:
+    records = [{n: _plain(v) for n, v in by_member(record).items()} for record in history]
     columns = dict.fromkeys(name for record in records for name in record)
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, list(columns), lineterminator="\n")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.progress import by_member
 
 
 class Norms(Callback):
@@ -15,8 +15,9 @@ class Norms(Callback):
 
     The entry in `state.callbacks` has `records`, a list of dicts with `step`, `gradient_norm` and
     `weight_norm`, the norms of all weights together, and `gradient_norms` and `weight_norms`, dicts
-    by the names of the weights. Gradients are those of the last step, before clipping. That of
-    all weights together is the square root of the sum of the squares of theirs.
+    by the names of the weights; each norm of a stack is a list of those of its members. Gradients
+    are those of the last step, before clipping. That of all weights together is the square root of
+    the sum of the squares of theirs.
 
     The records of the history at the end of an epoch, and of an evaluation, get `gradient_norm` and
     `weight_norm`. Trackers such as `TensorBoard`, which stand behind it in the list, log all norms.
@@ -58,30 +59,36 @@ class Norms(Callback):
     def _add(self, trainer: Any, state: Any) -> None:
         record = self._record(trainer, state)
         if state.history and state.history[-1].get("step") == state.step:
-            names = ("gradient_norm", "weight_norm")
-            state.history[-1] |= {name: record[name] for name in names if name in record}
+            for name in ("gradient_norm", "weight_norm"):
+                if name in record:
+                    norm = record[name]
+                    state.history[-1][name] = np.array(norm) if isinstance(norm, list) else norm
 
     def _record(self, trainer: Any, state: Any) -> dict[str, Any]:
         """Return the record of this step; it is made once."""
         records = self.entry(state).setdefault("records", [])
         if records and records[-1]["step"] == state.step:
             return records[-1]
-        weights = {name: _norm(array) for name, array in state.weights.items()}
-        gradients = {name: float(norm) for name, norm in (trainer.gradient_norms or {}).items()}
+        axes = int(getattr(state, "members", None) is not None)
+        weights = {name: _norm(array, axes) for name, array in state.weights.items()}
+        gradients = {name: np.asarray(n) for name, n in (trainer.gradient_norms or {}).items()}
         record: dict[str, Any] = {"step": state.step}
-        scalars: dict[str, float] = {}
+        scalars: dict[str, Any] = {}
         for kind, norms in (("gradient_norm", gradients), ("weight_norm", weights)):
             if norms:
-                record[kind] = scalars[kind] = math.hypot(*norms.values())
-                record[f"{kind}s"] = norms
-                scalars |= {f"{kind}/{name}": norm for name, norm in norms.items()}
+                own = {kind: np.hypot.reduce([*norms.values()], axis=0)}
+                own |= {f"{kind}/{name}": norm for name, norm in norms.items()}
+                record[kind] = own[kind].tolist()
+                record[f"{kind}s"] = {name: norm.tolist() for name, norm in norms.items()}
+                scalars |= {name: norm if axes else float(norm) for name, norm in own.items()}
         records.append(record)
         del records[: -self.keep]
-        self.publish(state, scalars)
+        self.publish(state, by_member(scalars))
         return record
 
 
-def _norm(array: np.ndarray) -> float:
-    """Return the 2-norm of all elements, added up in float64."""
-    flat = np.asarray(array).astype(np.float64, copy=False).ravel()
-    return math.sqrt(float(flat @ flat))
+def _norm(array: np.ndarray, axes: int) -> np.ndarray:
+    """Return the 2-norm of the elements behind the first `axes`, added up in float64."""
+    array = np.asarray(array).astype(np.float64, copy=False)
+    flat = array.reshape(*array.shape[:axes], -1)
+    return np.sqrt(np.einsum("...i,...i->...", flat, flat))

@@ -9,9 +9,12 @@ from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.curves import StepLosses, sparkline
+from onnxgrad.training.progress import over_members, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -238,7 +241,7 @@ def _sparklines(losses: Sequence[float], state: Any, width: int) -> str:
 
 def _validation_losses(state: Any) -> list[float]:
     name = f"{_VALIDATION}loss"
-    return [r[name] for r in state.history if name in r]
+    return [over_members(r[name]) for r in state.history if name in r]
 
 
 def _done(progress: Any) -> float:
@@ -253,7 +256,11 @@ def _epoch(progress: Any) -> str:
 
 def _numbers(progress: Any, state: Any, validation: str) -> tuple[list[str], list[str]]:
     """Return the losses and metrics, and the learning rate and the speed."""
-    rate = [] if state.learning_rate is None else [f"learning rate {state.learning_rate:.3g}"]
+    rate = (
+        []
+        if state.learning_rate is None
+        else [f"learning rate {shown(state.learning_rate, '.3g')}"]
+    )
     results = [f"loss {progress.loss:.4g}", *filter(None, validation.split(", "))]
     return results, [*rate, f"{progress.rows_per_second:,.0f} rows/s"]
 
@@ -274,9 +281,9 @@ def _validation(state: Any) -> str:
     last: dict[str, Any] = next(
         (r for r in reversed(state.history) if any(n.startswith(_VALIDATION) for n in r)), {}
     )
-    shown = [
-        f"{name.removeprefix(_VALIDATION).replace('_', ' ')} {value:.4g}"
+    parts = [
+        f"{name.removeprefix(_VALIDATION).replace('_', ' ')} {shown(value)}"
         for name, value in last.items()
-        if name.startswith(_VALIDATION) and isinstance(value, Real)
+        if name.startswith(_VALIDATION) and isinstance(value, (Real, np.ndarray))
     ]
-    return f"validation {', '.join(shown)}" if shown else ""
+    return f"validation {', '.join(parts)}" if parts else ""

@@ -11,8 +11,11 @@ from numbers import Real
 from reprlib import Repr
 from typing import Any
 
+import numpy as np
+
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.progress import by_member
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # characters
@@ -22,9 +25,9 @@ _LEFT_OUT = {"model", "callbacks"}  # arguments; reading `trainer.model` builds 
 class Tracker(Callback):
     """Logs the history, and the numbers that other callbacks publish, by step.
 
-    Each number of the history is logged under its own name. Within epochs, `step_loss` is the mean
-    loss of a row since it was logged last. Where training resumes, it goes on behind the records
-    that are in the history.
+    Each number of the history is logged under its own name; of a stack, those of the members as
+    "loss/0", "loss/1" and so on. Within epochs, `step_loss` is the mean loss of a row since it was
+    logged last. Where training resumes, it goes on behind the records that are in the history.
 
     Args:
         every_steps: number of steps from one `step_loss` to the next; None logs it after calls of
@@ -54,7 +57,7 @@ class Tracker(Callback):
         entry["records"] = records = min(entry.get("records", 0), len(state.history))
         self._steps: dict[str, int] = {}  # of the number that was logged last, by name
         for record in state.history[:records]:
-            self._steps |= dict.fromkeys(record, record["step"])
+            self._steps |= dict.fromkeys(by_member(record), record["step"])
         if records:
             for scalars in _published(state):
                 self._steps |= dict.fromkeys(scalars["values"], scalars["step"])
@@ -80,6 +83,8 @@ class Tracker(Callback):
             loss = (total - self._sum) / (progress.rows - self._rows)
             self._sum, self._rows, self._last = total, progress.rows, now
             rate = {} if state.learning_rate is None else {"learning_rate": state.learning_rate}
+            if isinstance(state.learning_rate, list):
+                rate = by_member({"learning_rate": np.array(state.learning_rate)})
             self._send(state.step, {"step_loss": loss} | rate)
         self._log_published(state)
 
@@ -102,7 +107,7 @@ class Tracker(Callback):
         """Log what is new in the history; other callbacks may have added to its last record."""
         entry = self.entry(state)
         for record in state.history[max(0, entry["records"] - 1) :]:
-            numbers = {n: v for n, v in record.items() if isinstance(v, Real)}
+            numbers = {n: v for n, v in by_member(record).items() if isinstance(v, Real)}
             self._send(
                 record["step"], {n: v for n, v in numbers.items() if n not in ("step", "epoch")}
             )
@@ -133,6 +138,8 @@ def parameters_of(trainer: Any) -> dict[str, Any]:
     else:
         names = [name for name in signature(type(trainer)).parameters if name not in _LEFT_OUT]
         values = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
+        if values.get("members") is not None:  # of a stack, where these are those of the first
+            values |= {"optimizer": trainer.optimizers, "learning_rate": trainer.learning_rates}
     return {
         name: value
         if isinstance(value, (bool, int, float, str)) or value is None

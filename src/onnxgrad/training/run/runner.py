@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,15 @@ class Now:
     states: Sequence[ort.OrtValue | None]  # None: a buffer that the first batch sets
     steps: int
     arrays: Sequence[np.ndarray] = ()  # the first states, with the same memory, if it is theirs
+    frozen: Mapping[int, int] = field(default_factory=dict)  # as those of `Values`
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of batches: those of a part k are `sums[:, k]` / `counts[:, k]`."""
+    """The losses of batches: those of a part k are `sums[:, k]` / `counts[:, k]`.
+
+    Those of a stack have a last axis of members.
+    """
 
     sums: np.ndarray
     counts: np.ndarray
@@ -54,6 +58,7 @@ class Runner:
 
     in_place = False
     of_several = False  # whether other processes run parts of its batches
+    not_finite: Mapping[int, int] = {}  # members of a stack that a step froze, and their steps
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class Runner:
         self.now = Now([], 0)
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
-        self.norms: dict[str, float] = {}  # of the gradients in the last step
+        self.norms: dict[str, Any] = {}  # of the gradients in the last step
 
     def load(self, values: Values) -> None:
         """Set the states; a slot that is missing gets its initial value."""
@@ -162,11 +167,15 @@ class Runner:
         """Return states and buffers; one without a value gets zeros of the shape of its input."""
         names = [str(v.name) for v in (*self.step.states, *self.step.inputs.buffers)]
         return {
-            name: self.device.ortvalue(np.zeros_like(piece.arrays[self.carried[name]][0]))
+            name: self.device.ortvalue(self.empty(piece.arrays[self.carried[name]][0]))
             if state is None
             else state
             for name, state in zip(names, self.now.states, strict=True)
         }
+
+    def empty(self, array: np.ndarray) -> np.ndarray:
+        """Return the value of a buffer that the first batch sets, from the data there."""
+        return np.zeros_like(array)
 
     def _losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
         if self.step.norms:
@@ -192,6 +201,10 @@ class Runner:
         return Values(
             weights, slots, now.steps, {n: np.array(a) for n, a in pairs if a is not None}
         )
+
+    def freeze(self, ids: Sequence[int], not_finite: bool = False) -> None:
+        """Let members of a stack keep their state from now on."""
+        raise ValueError(f"control.freeze names members of a stack, {ids}, and this is one model")
 
     def release(self) -> None:
         """Free what only steps need."""

@@ -13,13 +13,16 @@ from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
+from onnxgrad.training.run.member_runner import MemberRunner, StackRunner
 from onnxgrad.training.run.parts import Together, shared_runner
 from onnxgrad.training.run.row_parts import Splitting, splits
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import may_be_in_place
 
 # Threads, multiply-adds of a batch, and those for each weight, from which on threads compute parts
@@ -37,7 +40,8 @@ class Compiled:
 
     def __init__(self, recipe: Recipe) -> None:
         self.objective = objective = recipe.objective()
-        self.work = multiply_adds(objective.model.graph)  # per row
+        members = recipe.trainer.members or 1
+        self.work = multiply_adds(objective.model.graph) * members  # per row
         self.weights = sum(prod(static(dims(w)) or ()) for w in objective.weights)
         self.step: Step | None = None
         self.running: Runner | None = None
@@ -83,6 +87,8 @@ class Compiled:
     ) -> Runner:
         """Build the step and its runner."""
         objective, rows, device = self.objective, source.batch_size, recipe.trainer.device
+        if recipe.trainer.members is not None:
+            return self._stack_runner(recipe, fields, Target.of(device, work, rows), work)
         splitting: Splitting | None = None
         if isinstance(source, ArraySource) and parts > 1:
             axes, shapes = source.axes, source.batch_shapes()
@@ -103,13 +109,32 @@ class Compiled:
             return Together(step, target, work, fields, Alone(), splitting=splitting)
         return new_runner(step, target, work, fields, objective.carried)
 
+    def _stack_runner(
+        self, recipe: Recipe, fields: Fields, target: Target, work: float
+    ) -> MemberRunner | StackRunner:
+        """Build the steps of the members of a stack, one for those that share it."""
+        every, runners = recipe.members, list[MemberRunner]()
+        assert every is not None
+        left, count = list(range(len(every.optimizers))), len(every.optimizers)
+        while left:
+            objective = self.objective if not runners else recipe.objective()
+            members = Members(
+                [every.optimizers[k] for k in left], {n: w[left] for n, w in every.weights.items()}
+            )
+            self.step = step = recipe.step(objective, in_place=False, members=members)
+            ids = [left[i] for i in members.sharing]
+            arguments = build_epoch(step, target), step, target.device, work, fields
+            runners.append(MemberRunner(ids, count, *arguments, objective.carried))
+            left = [k for k in left if k not in ids]
+        return runners[0] if len(runners) == 1 else StackRunner(runners)
+
     def _parts(
         self, trainer: Settings, shared: Sharing | None, work: float, source: BatchSource
     ) -> int:
         """Return into how many parts threads divide a batch, if its rows allow it."""
         size = 1 if shared is None else shared.part.size
         alone = shared is not None and shared.across is None
-        whole = alone or trainer.accumulate > 1
+        whole = alone or trainer.accumulate > 1 or trainer.members is not None
         if trainer.device.kind != "cpu" or whole or not isinstance(source, ArraySource):
             return 1
         if work < max(SPLIT_WORK, SPLIT_WORK_PER_WEIGHT * self.weights):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +35,7 @@ from onnxgrad.training.step.exchange import (
     summed_across,
 )
 from onnxgrad.training.step.inputs import DRAW, FIRST, RATE, SHARE, STEP, StepInputs
+from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import may_be_in_place, write_update
 from onnxgrad.training.step.weight_groups import Group, numpy_dtype
 
@@ -65,6 +65,7 @@ class Step:
     updates: Sequence[ModelProto | None] | None = None
     owners: list[int] = field(default_factory=list)  # the processes that update the groups
     warned: bool = False  # of weights in 16 bits
+    members: Members | None = None  # of a stack, whose axis all states have
 
     @property
     def weights(self) -> list[str]:
@@ -82,15 +83,12 @@ class Step:
             if (lost := rates[(rates.astype(dtype) == 0) & (rates != 0)]).size:
                 raise ValueError(f"a learning rate of {lost[0]:g} is zero in {dtype}: raise it")
 
-    def warn(self, stacklevel: int, groups: Sequence[Any] = ()) -> None:
-        """Warn of weights that stay as they are, and once of those that train in 16 bits.
-
-        `groups` are those of a stack.
-        """
+    def warn(self, stacklevel: int) -> None:
+        """Warn of weights that stay as they are, and once of those that train in 16 bits."""
         if self.unreached:
             text = f"the loss does not depend on {self.unreached}: they stay as they are"
             warnings.warn(text, stacklevel=stacklevel + 1)
-        half = [group for group in groups or self.groups if numpy_dtype(group.state).itemsize == 2]
+        half = [group for group in self.groups if numpy_dtype(group.state).itemsize == 2]
         if half and not self.warned:
             self.warned = True
             names = [name for group in half for name in group.shapes]
@@ -113,6 +111,7 @@ class StepOptions:
     - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
     - `across`: several processes share the step; its graph has nodes that exchange values.
     - `packed`: elements up to which weights are small, and parts of one input; None is the default.
+    - `members`: those of a stack, of which some share the step; None: it is that of one model.
     """
 
     norms: bool = False
@@ -121,6 +120,7 @@ class StepOptions:
     in_place: bool = False
     across: Across | None = None
     packed: int | None = None
+    members: Members | None = None
 
 
 @dataclass
@@ -252,10 +252,12 @@ def write_step(
             parts.buffers = averaged_across(op, parts.buffers, share)
     named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
     returned = [_norms(op, list(named.values()))] if named else []
-    in_place = options.in_place and may_be_in_place(parts.of, optimizer)
-    update = write_update(
-        op, parts.of, optimizer, options.packed, blocks=options.blocks, in_place=in_place
-    )
+    members = options.members
+    in_place = options.in_place and members is None and may_be_in_place(parts.of, optimizer)
+    if members is not None:
+        update = members.write_update(op, parts.of, options.packed)
+    else:
+        update = write_update(op, parts.of, optimizer, options.packed, options.blocks, in_place)
     owners: list[int] = []
     if across is not None and across.shards:
         owners = owners_of(update.groups, across.part.size)
@@ -275,17 +277,20 @@ def write_step(
         op.name_output(after, f"{before.name}.new", before, protected)
         for before, after in zip(inputs.carried, new, strict=True)
     ] + reported
+    if members is not None:
+        inputs = members.push(op, inputs)
     return Step(
         model=ir.Model(graph, ir_version=10),  # the caller's
         groups=update.groups,
         inputs=inputs,
-        rate=update.rate,
+        rate=inputs.scalars.get(RATE.name, update.rate),
         number=update.step,
         accumulate=accumulate,
         norms=list(named),
         rounding=parts.rounding,
         updates=update.models,
         owners=owners,
+        members=members,
     )
 
 

@@ -1,19 +1,24 @@
 """A leading axis of members, pushed through a graph: K copies of a model in one.
 
-Each value that depends on the stacked weights gets a leading axis of length K; what depends on data
-alone stays as it is, and is computed once. A node whose operator has a rule in `member_rules`
-becomes one node for all members; any other is written K times, each on the slices of one member.
+Each value that depends on a stacked one gets a leading axis of length K; what depends on data alone
+stays as it is, and is computed once. A node whose operator has a rule becomes one node for all
+members; any other is written K times, each on the slices of one member.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from typing import Self
 
 import onnx_ir as ir
 
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.graph.traversal import reads, subgraphs
 
 
 class MemberAxis:
@@ -88,7 +93,8 @@ class MemberAxis:
         attributes = {"axis": 0, "num_outputs": self.count}
         parts = self.op.emit_many("Split", [self._of[x]], attributes, outputs=self.count)
         for part in parts:
-            part.type, part.shape = x.type, ir.Shape([1, *(dims(x) or ())])
+            part.type, shape = x.type, dims(x)
+            part.shape = None if shape is None else ir.Shape([1, *shape])
         return self.op.set_type_like(self.op.Squeeze(parts[k], [0]), x)
 
     def stack(self, values: list[ir.Value], like: ir.Value) -> ir.Value:
@@ -96,8 +102,61 @@ class MemberAxis:
         parts = [self.op.Unsqueeze(v, [0]) for v in values]
         return self.typed(self.op.Concat(*parts, axis=0), like)
 
-    def replace(self, node: ir.Node, outputs: Iterable[ir.Value]) -> None:
-        """Let `outputs` stand for those of `node`, except for what all members share."""
-        for old, new in zip(node.outputs, outputs, strict=True):
-            if old not in self._same:
-                self._of[old] = new
+    def let(self, x: ir.Value, new: ir.Value) -> None:
+        """Let `new`, of all members, stand for `x`."""
+        self._of[x] = new
+
+    def within(self, op: Emit) -> Self:
+        """Return the same values for the nodes that `op` writes, in a body."""
+        inner = copy.copy(self)
+        inner.op = op
+        return inner
+
+    def push(self, graph: ir.Graph) -> None:
+        """Write every node that depends on stacked values for all members, and drop the old ones.
+
+        Outputs of the graph are replaced, too.
+
+        Raises:
+            ValueError: a node depends on them that cannot be written for all members: one with
+                sequences, or whose subgraphs run for some of them only.
+        """
+        for node in list(graph):
+            if not any(x in self for x in reads(node)):
+                continue
+            rule, count = operator_of(node).members, len(self.op.written)
+            with self.op.at(node):
+                outputs = None if _has_sequences(node) else rule and rule(self, node)
+                if outputs is None:
+                    outputs = self._one_by_one(node)
+            for new in self.op.written[count:]:
+                if any(x in self for x in new.inputs):  # its name stands for another value by now
+                    raise RuntimeError(f"{new.op_type} reads a value of one member: {new}")
+            for old, y in zip(node.outputs, outputs, strict=True):
+                if old not in self._same:
+                    self._of[old] = y
+        graph.outputs[:] = self.all_of(graph.outputs)
+        drop_unused(graph)
+
+    def _one_by_one(self, node: ir.Node) -> list[ir.Value]:
+        """Write a node for each member, and stack the results."""
+        what = "sequences" if _has_sequences(node) else "subgraphs" * any(subgraphs(node))
+        if what:
+            raise ValueError(
+                f"{printable(node.op_type)} (node {printable(node.name)}) has {what} that depend "
+                "on the weights, which cannot be stacked: train the members one after the other, "
+                "each by a Trainer"
+            )
+        members = []
+        for k in range(self.count):
+            inputs = [None if x is None else self.member(x, k) for x in node.inputs]
+            members.append(self.op.again(node, inputs))
+        columns = zip(node.outputs, zip(*members, strict=True), strict=True)
+        return [
+            self.stack(list(new), y) if y.uses() or y.is_graph_output() else y for y, new in columns
+        ]
+
+
+def _has_sequences(node: ir.Node) -> bool:
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+    return any(v.type is not None and not isinstance(v.type, ir.TensorType) for v in values)

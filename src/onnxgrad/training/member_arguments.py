@@ -1,4 +1,4 @@
-"""Where the members of a stack start."""
+"""Arguments with a value for each member of a stack, and the weights with which members begin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import printable, unknown
-from onnxgrad.training.arguments import check_choice
+from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.starts import INITS
 
 Arrays = dict[str, np.ndarray]
@@ -21,15 +21,15 @@ def _redrawn(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
     return rng.normal(values.mean(), values.std(), w.shape).astype(w.dtype)
 
 
-STARTS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+_INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "model": INITS["model"],
     "redrawn": _redrawn,
     "glorot": INITS["glorot"],
 }
 
 
-def starts(own: Arrays, members: int, init: str, seed: int) -> list[Arrays]:
-    """Return the weights with which each member starts.
+def initial_weights(own: Arrays, members: int, init: str, seed: int) -> list[Arrays]:
+    """Return the weights with which each member begins.
 
     Args:
         own: the weights of the model.
@@ -39,14 +39,14 @@ def starts(own: Arrays, members: int, init: str, seed: int) -> list[Arrays]:
             it is drawn by Glorot's rule. Others, such as biases, stay.
         seed: of the draws: member k draws by the seed (`seed`, k), whatever the number of members.
     """
-    check_choice("init", init, tuple(STARTS))
+    check_choice("init", init, tuple(_INITS))
     if init == "model":
         return [dict(own) for _ in range(members)]
     generators = [np.random.default_rng([seed, 2, k]) for k in range(members)]
-    return [{name: STARTS[init](rng, w) for name, w in own.items()} for rng in generators]
+    return [{name: _INITS[init](rng, w) for name, w in own.items()} for rng in generators]
 
 
-def checked_weights(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:
+def given_weights(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:
     """Return the weights of each member; those that it lacks are the model's.
 
     Raises:
@@ -91,11 +91,11 @@ def count_members(members: int | None, **lists: Any) -> int:
     """Return the number of members: as given, or that of the first argument that is a list.
 
     Raises:
-        ValueError: neither.
+        ValueError: neither; a number below 1.
     """
     if members is not None:
-        return members
+        return check_count("members", members)
     for value in lists.values():
         if is_list(value):
-            return len(value)
+            return check_count("members", len(value))
     raise ValueError(f"pass members=, their number, or a list for one of {', '.join(lists)}")

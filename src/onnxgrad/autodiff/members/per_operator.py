@@ -1,4 +1,4 @@
-"""How operators take a leading axis of members: one node for K copies of it.
+"""How operators take the axis of members: one node for K copies of it.
 
 A rule takes the `MemberAxis` and a node, and returns the new outputs, or None to write the node
 once for each member.
@@ -12,14 +12,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.member_axis import MemberAxis
+from onnxgrad.autodiff.members.axis import MemberAxis
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.errors import printable
 from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, UNARY, add, operator_of
 from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
-from onnxgrad.graph.tidy import drop_unused
-from onnxgrad.graph.traversal import reads, subgraphs
 
 Outputs = list[ir.Value] | None
 
@@ -37,56 +34,6 @@ def _of(*op_types: str) -> Callable[[Any], Any]:
         return function
 
     return register
-
-
-def push(m: MemberAxis, graph: ir.Graph) -> None:
-    """Write every node that depends on stacked values for all members, and drop the old ones.
-
-    Outputs of the graph are replaced, too.
-
-    Raises:
-        ValueError: a node with subgraphs, or a sequence, depends on them.
-    """
-    for node in list(graph):
-        if not any(x in m for x in reads(node)):
-            continue
-        _refuse(node)
-        rule, count = operator_of(node).members, len(m.op.written)
-        with m.op.at(node):
-            outputs = (rule and rule(m, node)) or _one_by_one(m, node)
-        for new in m.op.written[count:]:
-            if any(x in m for x in new.inputs):  # its name stands for another value by now
-                raise RuntimeError(f"{new.op_type} reads a value of one member: {new}")
-        m.replace(node, outputs)
-    graph.outputs[:] = m.all_of(graph.outputs)
-    drop_unused(graph)
-
-
-def _refuse(node: ir.Node) -> None:
-    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
-    what = ""
-    if any(subgraphs(node)):
-        what = "subgraphs"
-    elif any(v.type is not None and not isinstance(v.type, ir.TensorType) for v in values):
-        what = "sequences"
-    elif node.attributes.get_int("training_mode", 0) and len(node.outputs) > 1:
-        what = "running statistics"  # which onnxruntime overwrites in place
-    if what:
-        raise ValueError(
-            f"{printable(node.op_type)} (node {printable(node.name)}) has {what} that depend "
-            "on the weights, which cannot be stacked: train the members one after the other, "
-            "each by a Trainer"
-        )
-
-
-def _one_by_one(m: MemberAxis, node: ir.Node) -> list[ir.Value]:
-    """Write a node for each member, and stack the results."""
-    members = []
-    for k in range(m.count):
-        inputs = [None if x is None else m.member(x, k) for x in node.inputs]
-        members.append(m.op.again(node, inputs))
-    columns = zip(node.outputs, zip(*members, strict=True), strict=True)
-    return [m.stack(list(new), y) if y.uses() or y.is_graph_output() else y for y, new in columns]
 
 
 def _write(m: MemberAxis, node: Any, inputs: list, **changed: Any) -> list[ir.Value]:
@@ -299,3 +246,26 @@ def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
         new = m.typed(op.Mul(new, m.aligned(scale, n)), y)
         new = new if bias is None else m.typed(op.Add(new, m.aligned(bias, n)), y)
     return [new, *node.outputs[1:]]
+
+
+@_of("BatchNormalization")
+def _batch_norm(m: MemberAxis, node: Any) -> Outputs:
+    """Write a normalization of more channels, those of all members."""
+    (x, *operands), n, op = node.inputs, rank(node.inputs[0]), m.op
+    if n is None or n < 2:
+        return None
+    turned = op.Transpose(m.expanded(x), perm=[1, 0, *range(2, n + 1)])  # (N, members, C, ...)
+    lengths = [op.dim(turned, i) for i in range(3, n + 1)]
+    merged = op.Reshape(turned, op.vector(op.dim(turned, 0), -1, *lengths))
+    merged.type, merged.shape = x.type, ir.Shape([(dims(x) or ())[0], None, *(dims(x) or ())[2:]])
+    flat = [op.Reshape(m.expanded(v), [-1]) for v in operands]
+    outputs = op.emit_many(
+        node.op_type, [merged, *flat], attributes_of(node), len(node.outputs), fresh=True
+    )
+    y, *statistics = outputs
+    y.type = x.type
+    y = op.Reshape(y, op.vector(op.dim(turned, 0), m.count, -1, *lengths))
+    y.type, y.shape = x.type, turned.shape
+    new = [op.Transpose(y, perm=[1, 0, *range(2, n + 1)])]
+    new += [op.Reshape(v, [m.count, -1]) for v in statistics]
+    return [m.typed(v, old) for v, old in zip(new, node.outputs, strict=True)]

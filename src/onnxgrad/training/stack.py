@@ -1,0 +1,257 @@
+"""`TrainerStack`: trains many copies of one model in one graph."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.errors import ConvergenceWarning
+from onnxgrad.estimator import NotFittedError
+from onnxgrad.model.read import ModelLike
+from onnxgrad.model.without_elements import filled
+from onnxgrad.model.write import save_filled
+from onnxgrad.optimizers import Optimizer, select as select_optimizer
+from onnxgrad.training.arguments import select_rate
+from onnxgrad.training.base import TrainerBase
+from onnxgrad.training.fit import Fit
+from onnxgrad.training.loop import Loop
+from onnxgrad.training.member_arguments import (
+    count_members,
+    given_weights,
+    initial_weights,
+    per_member,
+)
+from onnxgrad.training.modes import exported
+from onnxgrad.training.state import TrainState, Values
+
+
+class TrainerStack(TrainerBase):
+    """Trains several copies of a model, its members, in one graph.
+
+    Every weight has a leading axis of members, so that one run of the runtime trains all. For small
+    networks the time of a step is that of its nodes, and many members take little longer than one.
+    All members see the same batches, and the same masks of dropout. Each has weights, slots and
+    running statistics of its own, and may have an optimizer and a learning rate of its own; its
+    result is that of a `Trainer` with these, up to rounding. Members whose optimizers differ in
+    numbers only share the nodes of the update; those with other optimizers run one after the other.
+
+    A member whose loss or weights become NaN or infinite is frozen where it was before that step,
+    and does not disturb the others: `state.frozen` names it, and `fit` warns. A callback freezes a
+    member by `control.freeze`, as `EarlyStopping` does, which watches each of them. Frozen members
+    stay so until `fit` is called again.
+
+    What callbacks see is that of all members: weights (members, ...), and losses, learning rates
+    and metrics (members,) in the history.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        loss: as for `Trainer`.
+        members: number of copies; None: that of the first list among the next arguments.
+        weights: for each member `{name: array}` of the weights with which it begins; those that are
+            missing are the model's.
+        init: how members begin without `weights`. "model": all with the weights of the model.
+            "redrawn": weights with two or more axes are drawn from the normal distribution with the
+            mean and standard deviation that they have in the model. "glorot": they are drawn by
+            Glorot's rule. Others, such as biases, are the model's. Member k draws by `seed` and k.
+        optimizer: one for all, by name or as an object, or a list of one for each member.
+        learning_rate: a number or a schedule for all, or a list of one for each member.
+        train: as for `Trainer`.
+        freeze: as for `Trainer`.
+        clip_norm: largest 2-norm of all gradients of a member together.
+        accumulate: as for `Trainer`.
+        batch_norm: as for `Trainer`.
+        dropout: as for `Trainer`.
+        class_weight: as for `Trainer`.
+        loss_options: as for `Trainer`.
+        loss_weights: as for `Trainer`.
+        metrics: as for `Trainer`.
+        callbacks: as for `Trainer`; `Recorder` describes one model, and is refused.
+        batch_axes: as for `Trainer`.
+        carry: as for `Trainer`.
+        recompute: as for `Trainer`.
+        device: "cpu", "cuda" or "cuda:1".
+        seed: of the order of the rows, dropout, the split of validation data, and `init`.
+
+    Attributes:
+        members: number of copies.
+        optimizers: that of each member.
+        learning_rates: that of each member.
+        state: the `TrainState`: `weights` (members, ...) by name, `values[k]` of the member k,
+            `frozen`, `step`, `epoch`, `history`.
+        history: an entry for each epoch: `step`, `epoch`, and arrays (members,) as `loss`,
+            `learning_rate`, `validation_loss` and metrics. The loss of a frozen member is NaN.
+        progress: the `FitProgress` of the training that runs or ran last.
+        gradient_norms: 2-norms (members,) of the gradient of each weight in the last step, if a
+            callback needs them.
+
+    Raises:
+        ValueError: an invalid argument; lists of different lengths; members that are all equal.
+        ModelError: the model cannot be read.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
+        ... ''')
+        >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+        >>> y = X @ np.float32([[2], [3]])
+        >>> stack = og.TrainerStack(
+        ...     model, "squared_error", optimizer="adam", learning_rate=[0.001, 0.01, 0.1])
+        >>> stack.fit(X[:80], y[:80], validation=(X[80:], y[80:]), epochs=50).best()
+        2
+        >>> stack.predict(np.float32([[1, 1]])).shape
+        (3, 1, 1)
+        >>> best = stack.model(2)  # a `ModelProto`
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        loss: Any = None,
+        *,
+        members: int | None = None,
+        weights: Sequence[Mapping[str, Any]] | None = None,
+        init: str = "model",
+        optimizer: str | Optimizer | Sequence[str | Optimizer] = "adamw",
+        learning_rate: Any = 1e-3,
+        train: str | Iterable[str] | None = None,
+        freeze: str | Iterable[str] = (),
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        batch_norm: str = "frozen",
+        dropout: Mapping[str, float] | None = None,
+        class_weight: Any = None,
+        loss_options: Mapping[str, Any] | None = None,
+        loss_weights: Mapping[str, float] | None = None,
+        metrics: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
+        callbacks: Iterable[Any] = (),
+        batch_axes: Mapping[str, int | None] | None = None,
+        carry: Mapping[str, str] | None = None,
+        recompute: str = "none",
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        count = count_members(
+            members, weights=weights, learning_rate=learning_rate, optimizer=optimizer
+        )
+        optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
+        rates = per_member("learning_rate", learning_rate, count)
+        super().__init__(
+            model,
+            loss,
+            optimizer=optimizers[0],
+            learning_rate=rates[0],
+            train=train,
+            freeze=freeze,
+            clip_norm=clip_norm,
+            accumulate=accumulate,
+            batch_norm=batch_norm,
+            dropout=dropout,
+            class_weight=class_weight,
+            loss_options=loss_options,
+            loss_weights=loss_weights,
+            metrics=metrics,
+            callbacks=callbacks,
+            batch_axes=batch_axes,
+            carry=carry,
+            recompute=recompute,
+            device=device,
+            seed=seed,
+            parallel=False,
+        )
+        self.members, self.optimizers = count, optimizers
+        self.learning_rates = [select_rate(rate) for rate in rates]
+        self.callbacks.check_members()
+        self._begin(weights, init, rates)
+
+    def _begin(
+        self, weights: Sequence[Mapping[str, Any]] | None, init: str, rates: list[Any]
+    ) -> None:
+        """Let members begin with their weights; raise `ValueError` if all members are equal."""
+        own, count = self.state.weights, len(self.optimizers)
+        if weights is None:
+            begun = initial_weights(own, count, init, self.seed)
+        elif init != "model":
+            raise ValueError("pass weights or init, not both")
+        else:
+            begun = given_weights(own, per_member("weights", list(weights), count))
+        first, *others = begun
+        same = others and all(
+            np.array_equal(w[name], first[name], equal_nan=True) for w in others for name in w
+        )
+        lists = (rates, self.optimizers)
+        if same and all(value == listed[0] for listed in lists for value in listed):
+            raise ValueError(
+                "all members are equal: pass init='redrawn' or weights= for members that begin "
+                "with different weights, or a list as learning_rate or optimizer"
+            )
+        self.state = TrainState(seed=self.seed, members=self.members)
+        self.state.values = Values({name: np.stack([w[name] for w in begun]) for name in first})
+
+    def _run(self, call: Fit, loop: Loop) -> Self:
+        super()._run(call, loop)
+        if frozen := sorted(loop.runner.not_finite.items()):
+            named = ", ".join(f"member {k} after step {step}" for k, step in frozen)
+            warnings.warn(
+                "the loss or weights of some members became NaN or infinite, and these were "
+                f"frozen: {named}. Lower their learning rates",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        return self
+
+    def model(self, member: int) -> ModelProto:
+        """Return the model with the weights and statistics of a member, in its inference form.
+
+        Raises:
+            IndexError: there is no such member.
+        """
+        values = self._evaluated(member)
+        return filled(exported(self.proto, values, self.names), values)
+
+    def save(self, path: str | os.PathLike, member: int) -> None:
+        """Write `model(member)` to a file.
+
+        Raises:
+            IndexError: there is no such member.
+            OSError: the file cannot be written; one that exists stays as it is.
+        """
+        values = self._evaluated(member)
+        save_filled(exported(self.proto, values, self.names), values, path)
+
+    def _evaluated(self, member: int) -> dict[str, np.ndarray]:
+        return {name: array[member] for name, array in self.evaluated().items()}
+
+    @property
+    def models(self) -> list[ModelProto]:
+        """The models of all members."""
+        return [self.model(k) for k in range(len(self.optimizers))]
+
+    def best(self) -> int:
+        """Return the member with the lowest validation loss.
+
+        It is that after the last epoch, or of a member whose best weights `EarlyStopping` restored
+        that of these.
+
+        Raises:
+            NotFittedError: there was no validation data yet.
+            ValueError: no member has a finite validation loss.
+        """
+        state = self.state
+        if not state.validation_losses:
+            raise NotFittedError("there is no validation loss: call fit with validation= first")
+        losses = np.array(state.validation_losses[-1])
+        by_step = {r["step"]: r["validation_loss"] for r in state.history if "validation_loss" in r}
+        for entry in state.callbacks.values():
+            for k, own in enumerate(entry.get("members", ())):
+                if own["restored"] in by_step:
+                    losses[k] = by_step[own["restored"]][k]
+        if not np.isfinite(losses).any():
+            raise ValueError("no member has a finite validation loss")
+        return int(np.nanargmin(np.where(np.isfinite(losses), losses, np.nan)))

@@ -1,1 +1,0 @@
-"""Many copies of one model, trained in one graph."""

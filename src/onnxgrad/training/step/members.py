@@ -1,0 +1,200 @@
+"""The step of the members of a stack: that of one, through which the axis of members is pushed.
+
+Members may have optimizers of their own. Those whose updates are the same nodes, and differ in
+constants only, such as rates of decay, share a step, in which these constants have the axis, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.members import MemberAxis
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.walk import Walk
+from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.graph.traversal import attribute_key
+from onnxgrad.optimizers import Optimizer
+from onnxgrad.training.step.inputs import RATE, STEP, StepInputs
+from onnxgrad.training.step.update import Update, update_groups
+from onnxgrad.training.step.weight_groups import Group, graph_input, write_groups
+
+Places = dict[tuple[int, int], np.ndarray]  # constants that operands are, by node and operand
+
+
+@dataclass
+class Members:
+    """The members of a stack that are to share a step.
+
+    Attributes:
+        optimizers: of each.
+        weights: (members, ...), by name; a step reads those that the loss does not train.
+        sharing: the indices of the members that do share it, known when it is written.
+        constants: values that stand for constants of the update, and what they are for those
+            members, along the first axis.
+    """
+
+    optimizers: Sequence[Optimizer]
+    weights: Mapping[str, np.ndarray]
+    sharing: list[int] = field(default_factory=list)
+    constants: dict[ir.Value, np.ndarray] = field(default_factory=dict)
+
+    def write_update(
+        self, op: Emit, gradients: dict[ir.Value, ir.Value], packed: int | None = None
+    ) -> Update:
+        """Write the update of one member, as `write_update`; it decides which members share it."""
+        first, *_ = self.optimizers
+        pairs = write_groups(op, gradients, first, packed, blocks=False)
+        groups, own = [group for group, _ in pairs], [g for _, g in pairs]
+        sketch, places = _Sketch(op, groups, own, first), dict[int, Places]()
+        known: list[tuple[Optimizer, Places | None]] = []  # optimizers are compared, not hashed
+        for k, optimizer in enumerate(self.optimizers):
+            index = next(
+                (i for i, (other, _) in enumerate(known) if other == optimizer), len(known)
+            )
+            if index == len(known):
+                optimizer.check_names([str(w.name) for w in gradients])
+                alike = _groups_of(groups, optimizer)
+                other = None if alike is None else _Sketch(op, alike, own, optimizer)
+                known.append((optimizer, None if other is None else sketch.differences(other)))
+            if (found := known[index][1]) is not None:
+                places[k] = found
+        self.sharing = list(places)
+        return sketch.write(op, self._constants(op, sketch, list(places.values())))
+
+    def _constants(
+        self, op: Emit, sketch: _Sketch, places: list[Places]
+    ) -> dict[tuple[int, int], ir.Value]:
+        """Return values for the constants that differ between members, by their places."""
+        values: dict[tuple[int, int], ir.Value] = {}
+        known: dict[bytes, ir.Value] = {}
+        for i, j in dict.fromkeys(key for own in places for key in own):
+            operand = sketch.nodes[i].inputs[j]
+            first = constant(operand)
+            assert operand is not None
+            assert first is not None
+            array = np.stack([own.get((i, j), first) for own in places])
+            key = array.dtype.str.encode() + array.tobytes()
+            if key not in known:
+                known[key] = graph_input(op, "of_member", operand)
+                self.constants[known[key]] = array
+            values[i, j] = known[key]
+        return values
+
+    def push(self, op: Emit, inputs: StepInputs) -> StepInputs:
+        """Push the axis of the sharing members through a step; return what it reads then.
+
+        The axis is that of weights, slots, buffers and rates; data have none.
+
+        Raises:
+            ValueError: a node that cannot be written for all members.
+        """
+        graph, axis = op.graph, MemberAxis(op, len(self.sharing), {})
+        Walk(graph).infer(graph)  # a node whose operands have unknown ranks is written for each
+        for v in (*inputs.carried, inputs.scalars[RATE.name]):
+            axis.let(v, axis.typed(ir.Value(name=v.name), v))
+        for v, array in self.constants.items():
+            axis.let(v, op.const(array))
+        for name in [name for name in graph.initializers if name in self.weights]:
+            axis.let(graph.initializers[name], op.const(self.weights[name][self.sharing]))
+        graph.inputs[:] = axis.all_of(graph.inputs)
+        count, outputs = len(inputs.carried), list(graph.outputs)
+        axis.push(graph)
+        op.give([*map(axis.expanded, outputs[:count]), *axis.all_of(outputs[count:])])
+        return StepInputs(
+            axis.all_of(inputs.states),
+            axis.all_of(inputs.buffers),
+            inputs.data,
+            {name: axis.of(v) for name, v in inputs.scalars.items()},
+        )
+
+
+class _Sketch:
+    """The update of groups by an optimizer, in a graph of its own."""
+
+    def __init__(
+        self, op: Emit, groups: list[Group], gradients: list[ir.Value], optimizer: Optimizer
+    ) -> None:
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": op.opset}, name="update")
+        inner = Emit(graph)
+        copies = [
+            replace(
+                group,
+                state=graph_input(inner, "state", group.state),
+                slots={slot: graph_input(inner, slot, v) for slot, v in group.slots.items()},
+            )
+            for group in groups
+        ]
+        own = [graph_input(inner, "gradient", g) for g in gradients]
+        update = update_groups(inner, copies, own, optimizer)
+        self.groups, self.gradients, self.update = groups, gradients, update
+        self.nodes = list(graph)
+        self.inputs = [*update.states, *own, update.rate, update.step]
+
+    def differences(self, other: _Sketch) -> Places | None:
+        """Return the constants of another sketch that differ; None if other things do."""
+        if len(self.nodes) != len(other.nodes):
+            return None
+        same: dict[ir.Value | None, ir.Value | None] = {None: None}
+        same.update(zip(self.inputs, other.inputs, strict=True))
+        places: Places = {}
+        for i, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=True)):
+            if _kind(a) != _kind(b):
+                return None
+            for j, (x, y) in enumerate(zip(a.inputs, b.inputs, strict=True)):
+                if x in same:
+                    if same[x] is not y:
+                        return None
+                    continue
+                p, q = constant(x), constant(y)
+                if p is None or q is None or (p.dtype, p.shape) != (q.dtype, q.shape):
+                    return None
+                if p.tobytes() != q.tobytes():
+                    places[i, j] = q
+            same.update(zip(a.outputs, b.outputs, strict=True))
+        pairs = zip(self.update.new, other.update.new, strict=True)
+        return places if all(same.get(x) is y for x, y in pairs) else None
+
+    def write(self, op: Emit, constants: Mapping[tuple[int, int], ir.Value]) -> Update:
+        """Write the nodes into the graph of `op`, with values in the place of some constants."""
+        update, like = self.update, self.update.rate
+        rate = RATE.input(op, wide=like.dtype == ir.DataType.DOUBLE)
+        number = STEP.input(op)
+        states = [v for group in self.groups for v in group.inputs]
+        new: dict[ir.Value, ir.Value] = {}
+        new.update(zip(self.inputs, [*states, *self.gradients, rate, number], strict=True))
+        for i, node in enumerate(self.nodes):
+            inputs = [
+                constants[i, j] if (i, j) in constants else _of_graph(op, new, x)
+                for j, x in enumerate(node.inputs)
+            ]
+            new.update(zip(node.outputs, op.again(node, inputs), strict=True))
+        return Update(self.groups, [new[y] for y in update.new], rate, number, self.gradients)
+
+
+def _of_graph(op: Emit, new: Mapping, x: ir.Value | None) -> ir.Value | None:
+    """Return the value for an operand of a sketch: of its inputs and nodes, or a constant."""
+    return new[x] if x in new else op.const(constant(x))
+
+
+def _kind(node: ir.Node) -> tuple:
+    """Return what two nodes have in common that compute the same of their operands."""
+    keys = sorted(map(attribute_key, node.attributes.values()))
+    return node.domain, node.op_type, len(node.inputs), len(node.outputs), keys
+
+
+def _groups_of(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
+    """Return groups with the optimizers of another member; None if it has other groups or slots."""
+    new = []
+    for group in groups:
+        own = [optimizer.for_weight(name, shape) for name, shape in group.shapes.items()]
+        together = all(o == own[0] for o in own) and (len(own) == 1 or own[0].elementwise)
+        shape = static(dims(group.state)) or ()
+        slots = {slot: own[0].slot_shape(slot, shape) for slot in own[0].slots}
+        if not together or slots != {s: static(dims(v)) for s, v in group.slots.items()}:
+            return None
+        new.append(replace(group, optimizer=own[0]))
+    return new
