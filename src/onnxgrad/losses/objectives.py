@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -25,8 +25,7 @@ from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, float_outputs, label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.nodes import wide
-from onnxgrad.losses.objects import BaseLearningLoss, FunctionLearningLoss
-from onnxgrad.losses.spec import LossSpec, Terms, shaped_label
+from onnxgrad.losses.spec import LossSpec, Terms
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.model.convert import non_tensor, tensor_behind
 
@@ -38,10 +37,40 @@ ALIASES = {
 }
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
-Loss = LossSpec | BaseLearningLoss
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Shape = Sequence[int]
 Values = Mapping[str, ir.Value]
+
+
+@dataclass(frozen=True)
+class OutputTerms:
+    """The loss of one output in a graph: the label, the terms, and what limits the label.
+
+    `gradient`: a value, and the gradient of the sum of the terms with respect to it, where the loss
+    writes that itself.
+    """
+
+    label: ir.Value
+    terms: Terms
+    info: LossInfo
+    gradient: OwnGradient = None
+
+
+class LossObject(Protocol):
+    """A loss of one output that is no formula of `LOSSES`: an object, or a class that has options.
+
+    A `BaseLearningLoss` is one.
+    """
+
+    @staticmethod
+    def select(loss: Any, **options: Any) -> LossObject:
+        """Return the object for itself, or for its class and options."""
+
+    def output_terms(self, op: Emit, prediction: ir.Value, label_name: str) -> OutputTerms:
+        """Write the terms for a prediction; the label is not yet an input of the graph."""
+
+
+Loss = LossSpec | LossObject
 
 
 @dataclass
@@ -60,7 +89,7 @@ class Written:
             (N,), those of a row; or with as many axes as the losses, to whose shape they are
             broadcast.
         gradients: for each output, None, or a value and the gradient of the sum with respect to
-            it, where a `BaseLearningLoss` writes that itself.
+            it, where the loss writes that itself.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -164,44 +193,30 @@ class TrainingLoss:
                 name: self._terms(op, x, name, labels[name]) for name, x in predictions.items()
             }
             if weighted and all(dims(x) != () for x in predictions.values()):
-                ranks = [rank(terms.losses) for _, terms, _, _ in found.values()]
+                ranks = [rank(one.terms.losses) for one in found.values()]
                 shape = tuple(self.weight_shape or ())
                 by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
                 axes = 1 if by_row or len(ranks) > 1 else ranks[0]
                 written.weight = sample_weight(op, predictions.values(), axes or 1)
-            for name, (label, terms, info, own) in found.items():
-                weight = written.weight
-                if info.shift and weight is not None and rank(weight) == 2:  # as the labels
-                    every = op.emit("Expand", [weight, op.Shape(label)], {}, fresh=True)
+            for name, one in found.items():
+                weight, own = written.weight, one.gradient
+                if one.info.shift and weight is not None and rank(weight) == 2:  # as the labels
+                    every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
                     weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
-                total, count = sum_and_count(op, terms, label, weight)
+                total, count = sum_and_count(op, one.terms, one.label, weight)
                 if own is not None and weight is not None:
                     own = own[0], scaled_rows(op, own[1], weight)
                 written.add(total, count, float(self.factors.get(name, 1.0)), own)
-                written.add_label(label, name, info)
+                written.add_label(one.label, name, one.info)
         return written
 
-    def _terms(
-        self, op: Emit, prediction: ir.Value, name: str, label_name: str
-    ) -> tuple[ir.Value, Terms, LossInfo, OwnGradient]:
-        """Write the terms of one output; return its label, the terms and what limits the label.
-
-        The last item is the gradient that a `BaseLearningLoss` writes itself, if any.
-        """
+    def _terms(self, op: Emit, prediction: ir.Value, name: str, label_name: str) -> OutputTerms:
+        """Write the terms of one output."""
         loss = self.losses[name if name in self.losses else None]
+        if not isinstance(loss, LossSpec):
+            return loss.output_terms(op, prediction, label_name)
         shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
-        if isinstance(loss, FunctionLearningLoss):
-            loss, shape = loss.spec(), None
-        if isinstance(loss, LossSpec):
-            return *_terms(op, loss, prediction, label_name, shape), None
-        label = loss.label(op, prediction, label_name)
-        _widen(label)
-        value = wide(op, prediction)
-        expected = shaped_label(op, label, value)
-        terms, own = Terms(loss.loss(op, value, expected)), None
-        if type(loss).gradient is not BaseLearningLoss.gradient:
-            own = value, loss.gradient(op, value, expected)
-        return label, terms, loss.info(prediction), own
+        return formula_terms(op, loss, prediction, label_name, shape)
 
 
 def sample_weight(op: Emit, predictions: Iterable[ir.Value], axes: int = 1) -> ir.Value:
@@ -293,9 +308,8 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
     chosen = dict(options or {})
     if class_weight is not None:
         chosen["class_weight"] = class_weight
-    is_class = isinstance(loss, type) and issubclass(loss, BaseLearningLoss)
-    if is_class or isinstance(loss, BaseLearningLoss):
-        return BaseLearningLoss.select(loss, **chosen)
+    if hasattr(loss, "output_terms"):
+        return loss.select(loss, **chosen)
     name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(loss, LossSpec):
         spec = loss.with_options({**loss.options, **chosen})
@@ -307,10 +321,10 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
     return spec.with_options(left_open | {**spec.options})
 
 
-def _terms(
-    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None
-) -> tuple[ir.Value, Terms, LossInfo]:
-    """Return the label, the terms, and what limits the label."""
+def formula_terms(
+    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None = None
+) -> OutputTerms:
+    """Write the terms of a formula; `shape` is that of the labels, None if it is unknown."""
     if shape is not None:
         spec = spec.for_labels(shape)
     refuse_other_columns(spec, prediction)
@@ -322,7 +336,7 @@ def _terms(
     applied, value = before_activation(op, spec, plain, prediction)
     value = wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
-    _widen(label)
+    widen_label(label)
     options = plain.all_options
     info = replace(
         LossInfo.of(plain, prediction),
@@ -330,9 +344,10 @@ def _terms(
         from_logits=options.get("from_logits"),
         shift=options.get("shift") or None,
     )
-    return label, applied.terms(op, value, label), info
+    return OutputTerms(label, applied.terms(op, value, label), info)
 
 
-def _widen(label: ir.Value) -> None:
+def widen_label(label: ir.Value) -> None:
+    """Declare a label of 16 bits in float32."""
     if label.dtype is not None and label.dtype.is_floating_point() and label.dtype.bitwidth == 16:
         label.type = ir.TensorType(ir.DataType.FLOAT)
