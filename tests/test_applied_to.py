@@ -13,11 +13,11 @@ from onnx import numpy_helper
 from onnxgrad import LOSSES, Emit, OrtGradientOptimizer, Trainer, add_loss_output
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.losses.applied_to import decided
+from onnxgrad.compat.learning_losses import FunctionLearningLoss
+from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.logits import softmax_logits
-from onnxgrad.losses.objects import FunctionLearningLoss
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.weights import constant_refs, replace
 
@@ -217,7 +217,7 @@ KINDS = {
 def test_scores_and_probabilities(kind, body):
     y = prediction(NUMBERS + body, "float[N,3] x", trained=False)
     spec = LOSSES["cross_entropy"].with_options({"from_logits": None, "axis": 1})
-    assert decided(spec, y).options["from_logits"] == (kind == "scores")
+    assert decide_options(spec, y).options["from_logits"] == (kind == "scores")
 
 
 WRITTEN = {  # a softmax over the last axis, of the scores s = x w
@@ -296,15 +296,15 @@ def test_shares_that_are_no_probabilities():
     y = prediction(CONSTANTS + SIGMOIDS["quotient"], "float[N,3] x")
     spec = LOSSES["cross_entropy"].with_options({"from_logits": None, "axis": 1})
     with pytest.raises(ValueError, match="results of a Sigmoid, which do not sum to 1"):
-        decided(spec, y)
+        decide_options(spec, y)
 
 
 def test_plain_options_stay():
     y = prediction("y = MatMul(x, w)", LAST)
     spec = LOSSES["cross_entropy"].with_options({"axis": -3, "from_logits": False})
-    assert decided(spec, y).options == {"axis": 0, "from_logits": False}
+    assert decide_options(spec, y).options == {"axis": 0, "from_logits": False}
     spec = LOSSES["huber"].with_options({"delta": 2.0})
-    assert decided(spec, y) == spec
+    assert decide_options(spec, y) == spec
 
 
 # -- add_loss_output and the trainers --------------------------------------------------------------
@@ -383,3 +383,10 @@ def test_an_axis_that_is_not_decided_is_asked_for():
     with pytest.raises(ValueError, match=r"cannot decide which axis of 'y'.* say it with axis="):
         add_loss_output(proto, "cross_entropy")
     assert loss_info(add_loss_output(proto, "cross_entropy", axis=2)).axis == 2
+
+
+def test_probabilities_that_are_moved_into_pixels():
+    y = prediction("s = Sigmoid(x) y = DepthToSpace <blocksize = 2>(s)", "float[N,4,H,W] x", False)
+    spec = LOSSES["binary_cross_entropy"].with_options({"from_logits": None})
+    assert value_range(y) == (0, 1)
+    assert not decide_options(spec, y).options["from_logits"]

@@ -34,7 +34,7 @@ from onnxgrad import (
     onnx_rename_names,
     select_model_inputs_outputs,
 )
-from onnxgrad.losses import functions
+from onnxgrad.compat import function_graphs as functions
 
 # -- arguments and defaults ----------------------------------------------------------------------
 
@@ -72,10 +72,10 @@ SIGNATURES = {  # as they were
         enable_logging=False, debug=False""",
     "OrtGradientForwardBackward.new_instance": "",
     "OrtGradientForwardBackward.save_onnx_graph": "folder, prefix=None, suffix=None",
-    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.forward": """inputs,
+    "compat.forward_backward.OrtGradientForwardBackwardFunction.forward": """inputs,
         training=False""",
-    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.backward": "grad_outputs",
-    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph": (
+    "compat.forward_backward.OrtGradientForwardBackwardFunction.backward": "grad_outputs",
+    "compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph": (
         "folder, prefix=None, suffix=None"
     ),
     "OrtDataLoader": """X, y, sample_weight=None, batch_size=20, device='cpu', random_iter=True""",
@@ -170,7 +170,7 @@ def test_small_models(name):
     found = {p.name: p.default for p in arguments(getattr(functions, name))}
     assert options.items() <= found.items()
     assert [y.name for y in function_onnx_graph(name).graph.output] == outputs
-    assert {"opset", "dtype"} | options.keys() | {"shape", "loss_shape", "multiply"} >= set(found)
+    assert {"draft"} | options.keys() | {"shape", "loss_shape", "multiply"} >= set(found)
 
 
 # -- calls ---------------------------------------------------------------------------------------

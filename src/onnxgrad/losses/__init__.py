@@ -3,6 +3,6 @@
 from onnxgrad.losses import formulas
 
 # isort: split
-from onnxgrad.losses import ctc, embeddings, structured
+from onnxgrad.losses import ctc, embeddings, segmentation
 
-__all__ = ["ctc", "embeddings", "formulas", "structured"]
+__all__ = ["ctc", "embeddings", "formulas", "segmentation"]

@@ -14,8 +14,9 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.errors import argument
-from onnxgrad.graph.operators import OPPOSITE, VIEWS
+from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import Dims, dims, rank
+from onnxgrad.graph.traversal import made_by
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.logits import (
     of_log_softmax,
@@ -25,20 +26,20 @@ from onnxgrad.losses.logits import (
 )
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import (
+    before_casts,
     behind_guard,
     number,
     quotient,
-    stripped,
     summed_axes,
     value_range,
 )
 from onnxgrad.reporting import logger
 
 _LINES = VIEWS | frozenset("Add Cast Concat Div Gather Mul Slice Sub Transpose".split())
-_SAME_ELEMENTS = VIEWS | frozenset("Cast Clip Concat Gather Slice Split Transpose".split())
+_SAME_ELEMENTS = VIEWS | frozenset("Cast Clip Gather Slice Split Transpose".split())
 
 
-def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
+def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
     """Return the loss with options that are None decided by the graph that computes `prediction`.
 
     What is decided is reported by the logger "onnxgrad".
@@ -58,7 +59,7 @@ def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) 
         >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
         >>> p = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20})).Softmax(x)
         >>> loss = LOSSES["cross_entropy"].with_options({"from_logits": None})
-        >>> decided(loss, x).options["from_logits"], decided(loss, p).options
+        >>> decide_options(loss, x).options["from_logits"], decide_options(loss, p).options
         (True, {'from_logits': False, 'axis': 1})
     """
     options, name = spec.all_options, prediction.name
@@ -99,7 +100,7 @@ def before_activation(
     Args:
         op: emitter of the graph.
         spec: the loss with the options that the user set.
-        plain: what `decided` returns for it.
+        plain: what `decide_options` returns for it.
         prediction: the prediction.
     """
     if spec.activation is None or spec.all_options.get("from_logits") is not None:
@@ -119,63 +120,31 @@ def before_activation(
     return replace(plain, options={**plain.options, "from_logits": True}), logits
 
 
-def logits_of_two(op: Any, spec: LossSpec, prediction: ir.Value) -> ir.Value | None:
-    """Return logits with softmax `prediction`, if that is the sigmoid of opposite scores (-z, z).
-
-    scikit-learn's classifiers of two classes are exported with the coefficients of both, which are
-    opposite numbers, as their gradients then are: the softmax of (-d, d) / 4, d the difference of
-    the scores. The losses of each sigmoid alone would not keep them so.
-    """
-    node = _computed_by(prediction, ("Identity", "Cast"))
-    left_open = spec.activation == "Softmax" and spec.all_options.get("from_logits") is None
-    if not left_open or node is None or node.op_type != "Sigmoid" or node.inputs[0] is None:
-        return None
-    if OPPOSITE not in node.inputs[0].meta:
-        return None
-    first, second = op.emit_many(
-        "Split", [node.inputs[0]], {"axis": 1, "num_outputs": 2}, outputs=2
-    )
-    z = (second - first) * 0.5
-    logits = op.set_type_like(op.Concat(z * -0.5, z * 0.5, axis=1), prediction)
-    logits.shape, logits.name = prediction.shape, op.name(f"{prediction.name}_logits")
-    logger.info("%r holds the probabilities of two classes, of opposite scores", prediction.name)
-    return logits
-
-
-def _computed_by(x: ir.Value, through: tuple[str, ...]) -> ir.Node | None:
-    """Return the node that computes `x`, ignoring nodes of the types `through`."""
-    node = x.producer()
-    while node is not None and node.op_type in through and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node
-
-
 def _warn_of_clipping(prediction: ir.Value) -> None:
     """Warn if the prediction is a line in scores that are clipped, beyond which it has no slope."""
     x: ir.Value | None = prediction
-    while x is not None and (node := x.producer()) is not None and not node.domain:
-        if node.op_type in ("Clip", "HardSigmoid") and node.inputs[0] is not None:
-            score = node.inputs[0]
-            if node.op_type == "Clip" and value_range(score) != (-inf, inf):
-                return
-            logger.warning(
-                "%r is clipped by %s (node %r): rows whose scores %r are outside of the bounds "
-                "have no gradient and do not train. Train the scores in front, as %s",
-                prediction.name, node.op_type, node.name, score.name,
-                argument("loss", {score.name: "binary_cross_entropy"}),
-            )  # fmt: skip
+    while (node := made_by(x, *_LINES, "Clip", "HardSigmoid")) is not None:
+        score = node.inputs[0]
+        if node.op_type in _LINES:
+            rest = [v for v in node.inputs if v is not None and number(v) is None]
+            x = rest[-1] if node.op_type in ("Concat", "Div") or len(rest) == 1 else score
+            if node.op_type == "Div" and len(rest) == 2:
+                x = behind_guard(rest[0])
+            continue
+        if score is None or (node.op_type == "Clip" and value_range(score) != (-inf, inf)):
             return
-        if node.op_type not in _LINES:
-            return
-        rest = [v for v in node.inputs if v is not None and number(v) is None]
-        x = rest[-1] if node.op_type in ("Concat", "Div") or len(rest) == 1 else node.inputs[0]
-        if node.op_type == "Div" and len(rest) == 2:
-            x = behind_guard(rest[0])
+        logger.warning(
+            "%r is clipped by %s (node %r): rows whose scores %r are outside of the bounds "
+            "have no gradient and do not train. Train the scores in front, as %s",
+            prediction.name, node.op_type, node.name, score.name,
+            argument("loss", {score.name: "binary_cross_entropy"}),
+        )  # fmt: skip
+        return
 
 
 def _warn_of_shares(prediction: ir.Value) -> None:
     """Warn if a prediction is taken for scores that is divided by its own sum."""
-    node = stripped(prediction).producer()
+    node = before_casts(prediction).producer()
     share = None if node is None else quotient(node)
     if share is not None and node is not None and summed_axes(*share) is not None:
         logger.warning(
@@ -238,12 +207,9 @@ def _is_probability(prediction: ir.Value) -> bool:
 
 def _last_of_elements(x: ir.Value) -> str | None:
     """Return the operator that computes the elements of `x`, which others only move or clip."""
-    node = x.producer()
-    while node is not None and not node.domain and node.op_type in _SAME_ELEMENTS:
-        if node.op_type == "Concat" or node.inputs[0] is None:
-            return node.op_type
-        x = node.inputs[0]
-        node = x.producer()
+    while (mover := made_by(x, *_SAME_ELEMENTS)) is not None and mover.inputs[0] is not None:
+        x = mover.inputs[0]
     if written_sigmoid(x) is not None:
         return "Sigmoid"
+    node = x.producer()
     return None if node is None or node.domain else node.op_type

@@ -7,7 +7,7 @@ where a Reshape is not proven to keep it, or where two branches disagree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -15,7 +15,7 @@ from onnxgrad.errors import argument, printable
 from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
 from onnxgrad.graph.shapes import dims, einsum_terms, rank
-from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
+from onnxgrad.graph.traversal import dependents, nodes_behind, reads, subgraphs
 
 # An axis; None if no linear operator precedes the value; or why it cannot be decided.
 Answer = int | str | None
@@ -27,6 +27,7 @@ _KEEPS = UNARY - {"CumSum", "CumProd"} - _SOFTMAX | frozenset(
     "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile".split()
 )
 _REDUCES = frozenset("ReduceMean ReduceSum ReduceMax ReduceMin ReduceLogSumExp ReduceL2".split())
+_FIRST = _KEEPS | VIEWS | _REDUCES | {"Transpose", "Expand"}  # the axis is one of the first operand
 
 
 def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
@@ -60,7 +61,7 @@ def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
         raise ValueError(
             f"{prediction.name!r} has no axis of classes: its shape is {_shape(prediction)}"
         )
-    answer: Answer = 1 if n == 2 else _followed(prediction)
+    answer: Answer = 1 if n == 2 else _Walk(prediction).answers.get(prediction)
     if answer is None:
         answer = "no linear operator precedes it" if otherwise is None else otherwise
     if isinstance(answer, str):
@@ -76,117 +77,103 @@ def _shape(x: ir.Value) -> str:
     return printable(dims(x))
 
 
-def _shown(node: ir.Node) -> str:
+def _text(node: ir.Node) -> str:
     return f"{node.op_type} (node {node.name!r})"
 
 
-@dataclass
 class _Walk:
-    """What is known of the values of a graph, from the first node on.
+    """What is known of the values behind a prediction.
 
     Attributes:
-        data: those that depend on an input other than a weight, and not only on its shape.
+        data: those that depend on an input other than a weight, and not only on its shape. Weights
+            are inputs with an initial value.
         linear: those behind an operator that may be linear in data.
-        answers: the axis of each.
+        answers: the axis of each result.
     """
 
-    data: set[ir.Value] = field(default_factory=set)
-    linear: set[ir.Value] = field(default_factory=set)
-    answers: dict[ir.Value, Answer] = field(default_factory=dict)
+    def __init__(self, prediction: ir.Value) -> None:
+        behind, last = nodes_behind([prediction]), prediction.producer()
+        nodes = [node for node in (last and last.graph) or () if node in behind]
+        of_values = [node for node in nodes if node.op_type not in OF_SHAPES]
+        read = (x for node in nodes for x in reads(node))
+        inputs = (x for x in read if x.producer() is None and x.const_value is None)
+        self.data = dependents(of_values, inputs)
+        self.linear = dependents(of_values, self._linear_results(of_values))
+        self.answers: dict[ir.Value, Answer] = {}
+        for node in nodes:
+            for y in node.outputs:
+                self.answers[y] = self._answer(node, y)
 
-    def visit(self, node: ir.Node) -> None:
-        """Add the results of `node`."""
-        read = reads(node)
-        if node.op_type not in OF_SHAPES and any(map(self.has_data, read)):
-            self.data.update(node.outputs)
+    def _linear_results(self, nodes: list[ir.Node]) -> Iterator[ir.Value]:
+        for node in nodes:
             may_be_linear = node.domain or node.op_type in _LINEAR or any(subgraphs(node))
-            if may_be_linear or not self.linear.isdisjoint(read):
-                self.linear.update(node.outputs)
-        for y in node.outputs:
-            self.answers[y] = _answer(node, y, self)
+            if may_be_linear and not self.data.isdisjoint(reads(node)):
+                yield from node.outputs
 
-    def has_data(self, x: ir.Value | None) -> bool:
-        """Return whether `x` depends on data; weights are inputs with an initial value."""
-        is_input = x is not None and x.producer() is None and x.const_value is None
-        return x in self.data or is_input
+    def _answer(self, node: ir.Node, x: ir.Value) -> Answer:
+        """Return the axis of the result `x`, from those of operands or of what `node` writes."""
+        if operands := self._looks_through(node):
+            axes = {v: a for v in operands if (a := self.answers.get(v)) is not None}
+            moved = {
+                a if isinstance(a, str) else _axis_after(node, v, x, a) for v, a in axes.items()
+            }
+            reasons = [a for a in moved if isinstance(a, str)]
+            if reasons or not moved:
+                return reasons[0] if reasons else None
+            first, *others = sorted(a for a in moved if isinstance(a, int))
+            return f"the operands of {_text(node)} disagree" if others else first
+        own = None if node.domain else self._own_axis(node, x)
+        return f"{_text(node)} computes it" if own is None and x in self.linear else own
 
+    def _looks_through(self, node: ir.Node) -> list[ir.Value]:
+        """Return the operands of which the result of `node` may have the axis of the classes."""
+        inputs = [v for v in node.inputs if v is not None]
+        if node.domain:
+            return []
+        if node.op_type == "Where":
+            return inputs[1:]
+        if node.op_type == "Concat" or node.op_type in ELEMENTWISE - UNARY:
+            return inputs
+        is_selection = node.op_type == "Gather" and inputs[0] in self.data
+        return inputs[:1] if node.op_type in _FIRST or is_selection else []
 
-def _followed(value: ir.Value) -> Answer:
-    """Return the answer for `value`, from those of the values before it."""
-    walk, last = _Walk(), value.producer()
-    behind = nodes_behind([value])
-    for node in () if last is None or last.graph is None else last.graph:
-        if node in behind:
-            walk.visit(node)
-    return walk.answers.get(value)
+    def _own_axis(self, node: ir.Node, x: ir.Value) -> Answer:
+        """Return the axis that a linear operator or a Softmax writes; None for other operators."""
+        n, (first, second) = rank(x), (*node.inputs, None, None)[:2]
+        if node.op_type in ("Conv", "ConvTranspose"):
+            return 1
+        if n is None:
+            return f"the rank of {x.name!r} is unknown"
+        if node.op_type in _SOFTMAX:
+            return node.attributes.get_int("axis", -1) % n
+        if node.op_type in ("LSTM", "GRU", "RNN"):
+            return n - 1
+        if x not in self.data:
+            return None
+        if node.op_type == "Einsum":
+            return self._new_axis(node)
+        if node.op_type in ("MatMul", "Gemm"):
+            # weights in front may mix positions instead of features
+            if second in self.data or 1 in (rank(first), rank(second)):
+                return f"{_text(node)} has no matrix of weights as its second operand"
+            return n - 1
+        if node.op_type == "Gather":  # an embedding: logits from a table
+            is_matrix = rank(first) == 2 and node.attributes.get_int("axis", 0) == 0
+            return n - 1 if is_matrix else f"{_text(node)} computes it"
+        return None
 
-
-def _looked_through(node: ir.Node, walk: _Walk) -> list[ir.Value]:
-    """Return the operands of which the result of `node` may have the axis of the classes."""
-    if node.domain:
-        return []
-    inputs = [v for v in node.inputs if v is not None]
-    if node.op_type == "Where":
-        return inputs[1:]
-    if node.op_type == "Concat" or (node.op_type in ELEMENTWISE and node.op_type not in UNARY):
-        return inputs
-    first = _KEEPS | VIEWS | _REDUCES | {"Transpose", "Expand"}
-    if node.op_type in first or (node.op_type == "Gather" and walk.has_data(inputs[0])):
-        return inputs[:1]
-    return []
-
-
-def _answer(node: ir.Node, x: ir.Value, walk: _Walk) -> Answer:
-    """Return the axis of `x`, a result of `node`, from those of operands or of what it writes."""
-    if operands := _looked_through(node, walk):
-        axes = {v: a for v in operands if (a := walk.answers.get(v)) is not None}
-        moved = {a if isinstance(a, str) else axis_after(node, v, x, a) for v, a in axes.items()}
-        reasons = [a for a in moved if isinstance(a, str)]
-        if reasons or not moved:
-            return reasons[0] if reasons else None
-        first, *others = sorted(a for a in moved if isinstance(a, int))
-        return f"the operands of {_shown(node)} disagree" if others else first
-    if not node.domain and (written := _written(node, x, walk)) is not None:
-        return written
-    return f"{_shown(node)} computes it" if x in walk.linear else None
-
-
-def _written(node: ir.Node, x: ir.Value, walk: _Walk) -> Answer:
-    """Return the axis that a linear operator, or a Softmax, writes; None for other operators."""
-    n, (first, second) = rank(x), (*node.inputs, None, None)[:2]
-    if node.op_type in ("Conv", "ConvTranspose"):
-        return 1
-    if n is None:
-        return f"the rank of {x.name!r} is unknown"
-    if node.op_type in _SOFTMAX:
-        return node.attributes.get_int("axis", -1) % n
-    if node.op_type in ("LSTM", "GRU", "RNN"):
-        return n - 1
-    if node.op_type == "Einsum" and walk.has_data(x):
-        return _of_einsum(node, walk)
-    if node.op_type in ("MatMul", "Gemm") and walk.has_data(x):
-        # weights in front may mix positions instead of features
-        if walk.has_data(second) or 1 in (rank(first), rank(second)):
-            return f"{_shown(node)} has no matrix of weights as its second operand"
-        return n - 1
-    if node.op_type == "Gather" and walk.has_data(x):  # an embedding: logits from a table
-        matrix = rank(first) == 2 and node.attributes.get_int("axis", 0) == 0
-        return n - 1 if matrix else f"{_shown(node)} computes it"
-    return None
+    def _new_axis(self, node: ir.Node) -> Answer:
+        """Return the axis of the only index that data do not have, of the output of an Einsum."""
+        terms, output = einsum_terms(node.attributes.get_string("equation", ""))
+        operands = zip(terms, node.inputs, strict=True)
+        of_data = "".join(term for term, v in operands if v in self.data)
+        new = [i for i, index in enumerate(output) if index not in of_data]
+        if len(new) != 1 or "." in output[: new[0]]:
+            return f"{_text(node)} does not write one new axis"
+        return new[0]
 
 
-def _of_einsum(node: ir.Node, walk: _Walk) -> Answer:
-    """Return the axis of the only index that data do not have."""
-    terms, output = einsum_terms(node.attributes.get_string("equation", ""))
-    operands = zip(terms, node.inputs, strict=True)
-    of_data = "".join(term for term, v in operands if walk.has_data(v))
-    new = [i for i, index in enumerate(output) if index not in of_data]
-    if len(new) != 1 or "." in output[: new[0]]:
-        return f"{_shown(node)} does not write one new axis"
-    return new[0]
-
-
-def axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
+def _axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     """Return the axis of the output `y` of `node` that is `axis` of its operand `x`."""
     before, after = dims(x), dims(y)
     if before is None or after is None:
@@ -197,5 +184,5 @@ def axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     if len(before) == len(after) and node.op_type in _KEEPS | {"Concat", "Gather"}:
         return axis  # also where they mix or select classes
     if node.op_type in _REDUCES | {"Squeeze"}:
-        return f"{_shown(node)} removes it"
-    return f"{_shown(node)} reshapes {_shape(x)} to {_shape(y)}"
+        return f"{_text(node)} removes it"
+    return f"{_text(node)} reshapes {_shape(x)} to {_shape(y)}"

@@ -3,18 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import named
-from onnxgrad.graph import shapes
-from onnxgrad.losses.spec import Terms
+from onnxgrad.graph.shapes import rank
+from onnxgrad.losses.nodes import dims_of
+from onnxgrad.losses.spec import LIKE_PREDICTION, LabelBounds, Terms, class_indices, register
 
 _END = np.iinfo(np.int64).max
 
 
+def cross_entropy_terms(
+    op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
+    ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
+):  # fmt: skip
+    """The terms: -log p_y for every label y, with the weight w_y, or 0 where y is ignored.
+
+    The mean equals that of `torch.nn.functional.cross_entropy`: with smoothing, a term is
+    (1 - s) w_y l_y + s / C sum_c w_c l_c, and the sum of terms is divided by that of w_y. With soft
+    labels it is divided by their number.
+
+    A label out of range fails when the model runs, but one of -C to -1 counts from the last class:
+    trainers check labels before.
+    """
+    classes, label = _classes(op, prediction, label, axis, shift)
+    weighted = log_p = classes.log_p(from_logits, eps)
+    axis = classes.axis
+    if class_weight is not None:
+        weighted = classes.along(classes.weights(class_weight)) * log_p
+    if soft_labels:
+        loss = (label_smoothing - 1.0) * op.ReduceSum(label * weighted, [axis], keepdims=0)
+        if label_smoothing:
+            loss = loss - label_smoothing * op.ReduceMean(weighted, [axis], keepdims=0)
+        return Terms(loss)
+    ignored = op.Equal(label, ignore_index)
+    index = op.Where(ignored, 0, label)
+    chosen = op.GatherElements(log_p, op.Unsqueeze(index, [axis]), axis=axis)
+    chosen = op.Squeeze(chosen, [axis])
+    chosen.shape = label.shape
+    loss, weight = -chosen, op.const(1.0, log_p.dtype)
+    if class_weight is not None:
+        weight = classes.weights(class_weight, index)
+    if label_smoothing:
+        rest = op.ReduceMean(weighted, [axis], keepdims=0)
+        if class_weight is not None:
+            _require_positive(class_weight)
+            rest = rest / weight
+        loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
+    # a masked class may have an infinite loss
+    loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
+    return Terms(loss, weight)
+
+
+@register(
+    "cross_entropy",
+    labels=lambda options: (
+        LIKE_PREDICTION if options["soft_labels"] else class_indices(options["axis"])
+    ),
+    has_ignore_index=True,
+    write_terms=cross_entropy_terms,
+    activation="Softmax",
+)
 def cross_entropy(
     op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
     ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
@@ -35,76 +88,31 @@ def cross_entropy(
         shift: the prediction at a position of axis 1 is compared with the label at the next one, as
             language models are trained. For predictions (N, T, V).
     """
-    axis = _axis(prediction, axis)
-    prediction, label = _shifted(op, prediction, label, axis) if shift else (prediction, label)
-    classes = _dims(prediction)[axis]
-    static = isinstance(classes, int)
-    log_p = _log_p(op, prediction, axis, from_logits, eps)
-    share = 0.0
-    if label_smoothing:
-        share = label_smoothing / (classes if static else _length(op, prediction, axis))
+    classes, label = _classes(op, prediction, label, axis, shift)
+    log_p = classes.log_p(from_logits, eps)
+    share = label_smoothing / classes.length() if label_smoothing else 0.0
     if soft_labels:
         minus_t = (label_smoothing - 1.0) * label - share if label_smoothing else -label
     else:
-        index = op.Unsqueeze(label, [axis])
-        hit = op.Equal(index, _along(op, prediction, axis, _classes(op, prediction, axis)))
+        index = op.Unsqueeze(label, [classes.axis])
+        hit = op.Equal(index, classes.along(classes.indices()))
         yes, no = (label_smoothing - 1.0) - share, -share
-        minus_t = op.Where(hit, *(op.const(v, prediction.dtype) for v in (yes, no)))
-        if label_smoothing or 0 <= ignore_index < (classes if static else _END):  # else t is 0
+        minus_t = op.Where(hit, *(op.const(v, log_p.dtype) for v in (yes, no)))
+        if label_smoothing or 0 <= ignore_index < (classes.count or _END):  # else t is 0
             minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
-        if not static:
-            op.set_type_like(minus_t, prediction)
+        if classes.count is None:
+            op.set_type_like(minus_t, classes.prediction)
     if class_weight is not None:
-        weight = _class_weights(op, class_weight, prediction, axis)
-        minus_t = minus_t * _along(op, prediction, axis, weight)
+        minus_t = minus_t * classes.along(classes.weights(class_weight))
     return minus_t * log_p
 
 
-def cross_entropy_terms(
-    op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
-    ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
-):  # fmt: skip
-    """-log p_y for every label y, with the weight w_y, or 0 where y is ignored.
-
-    The mean equals that of `torch.nn.functional.cross_entropy`: with smoothing, a term is
-    (1 - s) w_y l_y + s / C sum_c w_c l_c, and the sum of terms is divided by that of w_y. With soft
-    labels it is divided by their number.
-
-    A label out of range fails when the model runs, but one of -C to -1 counts from the last class:
-    trainers check labels before.
-    """
-    axis = _axis(prediction, axis)
-    prediction, label = _shifted(op, prediction, label, axis) if shift else (prediction, label)
-    log_p = _log_p(op, prediction, axis, from_logits, eps)
-    weighted = log_p
-    if class_weight is not None:
-        vector = _class_weights(op, class_weight, prediction, axis)
-        weighted = _along(op, prediction, axis, vector) * log_p
-    if soft_labels:
-        loss = (label_smoothing - 1.0) * op.ReduceSum(label * weighted, [axis], keepdims=0)
-        if label_smoothing:
-            loss = loss - label_smoothing * op.ReduceMean(weighted, [axis], keepdims=0)
-        return Terms(loss)
-    ignored = op.Equal(label, ignore_index)
-    index = op.Where(ignored, 0, label)
-    chosen = op.GatherElements(log_p, op.Unsqueeze(index, [axis]), axis=axis)
-    chosen = op.Squeeze(chosen, [axis])
-    chosen.shape = label.shape
-    loss = -chosen
-    weight = op.const(1.0, prediction.dtype)
-    if class_weight is not None:
-        weight = _label_weights(op, class_weight, prediction, axis, index)
-    if label_smoothing:
-        rest = op.ReduceMean(weighted, [axis], keepdims=0)
-        if class_weight is not None:
-            _require_positive(class_weight)
-            rest = rest / weight
-        loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
-    # a masked class may have an infinite loss
-    loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
-    return Terms(loss, weight)
-
-
+@register(
+    "binary_cross_entropy",
+    bounds=LabelBounds("between 0 and 1", least=0, most=1),
+    threshold=lambda options: 0.0 if options["from_logits"] else 0.5,
+    activation="Sigmoid",
+)
 def binary_cross_entropy(
     op, prediction, label, from_logits=False, eps=1e-7, pos_weight=None, label_smoothing=0.0,
     class_weight=None,
@@ -122,25 +130,17 @@ def binary_cross_entropy(
         class_weight: weights of the labels 0 and 1, (2,) or {class: weight}. In the mean of a
             training loss, unlike `pos_weight`, they are divided by their sum.
     """
-    weight = _binary_weights(op, label, class_weight)
-    loss = _binary(op, prediction, label, from_logits, eps, pos_weight, label_smoothing)
-    return loss if weight is None else weight * loss
+    weight = None
+    if class_weight is not None:  # that of a label between 0 and 1 is in between
+        zero, one = _weight_array(class_weight, 2).tolist()
+        weight = zero + (one - zero) * label
+    if label_smoothing:
+        label = (1.0 - label_smoothing) * label + 0.5 * label_smoothing
+    loss = _binary(op, prediction, label, from_logits, eps, pos_weight)
+    return loss if weight is None else Terms(loss, weight)
 
 
-def binary_cross_entropy_terms(
-    op, prediction, label, from_logits=False, eps=1e-7, pos_weight=None, label_smoothing=0.0,
-    class_weight=None,
-):  # fmt: skip
-    """The same for every element, weighted by the class weight of its label."""
-    weight = _binary_weights(op, label, class_weight)
-    return Terms(
-        _binary(op, prediction, label, from_logits, eps, pos_weight, label_smoothing), weight
-    )
-
-
-def _binary(op, prediction, label, from_logits, eps, pos_weight, smoothing):
-    if smoothing:
-        label = (1.0 - smoothing) * label + 0.5 * smoothing
+def _binary(op, prediction, label, from_logits, eps, pos_weight):
     if pos_weight is not None:
         pos_weight = op.const(np.asarray(pos_weight, prediction.dtype.numpy()))
     if from_logits:
@@ -151,14 +151,6 @@ def _binary(op, prediction, label, from_logits, eps, pos_weight, smoothing):
     p, q = op.Clip(prediction, eps), op.Clip(1.0 - prediction, eps)  # 1 - eps may round to 1
     positive = label if pos_weight is None else pos_weight * label
     return (-positive) * op.Log(p) + (label - 1.0) * op.Log(q)
-
-
-def _binary_weights(op, label, class_weight):
-    """Write the class weight of every label, which may lie between 0 and 1; None for none."""
-    if class_weight is None:
-        return None
-    zero, one = _weight_array(class_weight, 2).tolist()
-    return zero + (one - zero) * label
 
 
 def softplus(op, x):
@@ -176,88 +168,82 @@ def softplus(op, x):
 # -- classes along an axis -------------------------------------------------------------------------
 
 
-def _dims(x: ir.Value) -> shapes.Dims:
-    shape = shapes.dims(x)
-    assert shape is not None
-    return shape
+@dataclass
+class _Classes:
+    """The classes along an axis of a prediction, counted from the first."""
+
+    op: Any
+    prediction: ir.Value
+    axis: int
+
+    @property
+    def count(self) -> int | None:
+        """Their number, if it is static."""
+        length = dims_of(self.prediction)[self.axis]
+        return length if isinstance(length, int) else None
+
+    def length(self) -> Any:
+        """Return their number, or write it as a scalar of the dtype of the prediction."""
+        length = self.op.dim(self.prediction, self.axis)
+        if isinstance(length, int):
+            return length
+        return self.op.Cast(self.op.Squeeze(length, [0]), to=self.prediction.dtype)
+
+    def indices(self) -> ir.Value:
+        """Write 0, 1, ..., (C,)."""
+        return self.op.arange(self.op.dim(self.prediction, self.axis))
+
+    def along(self, vector: ir.Value) -> ir.Value:
+        """Write a vector of one entry a class, so that it is broadcast along the other axes."""
+        behind = len(dims_of(self.prediction)) - 1 - self.axis
+        return self.op.Reshape(vector, [-1] + [1] * behind)
+
+    def log_p(self, from_logits: bool, eps: float) -> ir.Value:
+        """Write the logarithms of the probabilities."""
+        if from_logits:
+            return self.op.LogSoftmax(self.prediction, axis=self.axis)
+        return self.op.Log(self.op.Clip(self.prediction, eps, 1.0))
+
+    def weights(self, class_weight: Any, index: ir.Value | None = None) -> ir.Value:
+        """Write the weight of each class, (C,), or of each class in `index`."""
+        op, array = self.op, _weight_array(class_weight, self.count)
+        dtype: Any = self.prediction.dtype
+        if self.count is None and isinstance(class_weight, Mapping):  # a chain of comparisons
+            weight, index = op.const(1.0, dtype), self.indices() if index is None else index
+            for c in class_weight:
+                own = op.const(float(array[int(c)]), dtype)
+                weight = op.Where(op.Equal(index, int(c)), own, weight)
+            return weight
+        weights = op.const(array.astype(dtype.numpy()))
+        if index is None:
+            return weights
+        chosen = op.Gather(weights, index, axis=0)
+        chosen.shape = index.shape
+        return chosen
 
 
-def _axis(prediction: ir.Value, axis: int | None) -> int:
-    """Return the axis of the classes, counted from the first; for None it is 1, as in PyTorch."""
-    n = shapes.rank(prediction)
+def _classes(op, prediction, label, axis, shift):
+    """Return the classes of a prediction, and its label; the axis None is 1, as in PyTorch.
+
+    With `shift`, the prediction is without its last position, and the label without the first.
+    """
+    n = rank(prediction)
     if n is None or n < 2:
         raise ValueError(f"cross_entropy needs a prediction of known rank, 2 or more, not {n}")
-    return 1 if axis is None else axis % n
-
-
-def _shifted(op, prediction, label, axis):
-    """Write the predictions without the last position, and the labels without the first."""
-    shape = _dims(prediction)
-    if len(shape) != 3 or axis != 2:
+    axis, shape = 1 if axis is None else axis % n, dims_of(prediction)
+    if not shift:
+        return _Classes(op, prediction, axis), label
+    if n != 3 or axis != 2:
         raise ValueError(
             f"shift=True needs predictions (N, T, classes), not of shape {shape} with classes "
             f"along axis {axis}"
         )
-    n, t, classes = shape
+    rows, t, count = shape
     length = t - 1 if isinstance(t, int) else f"{t or prediction.name} - 1"
     before, after = op.Slice(prediction, [0], [-1], [1]), op.Slice(label, [1], [_END], [1])
-    before.shape = ir.Shape([n, length, classes])
-    after.shape = ir.Shape([n, length, *_dims(label)[2:]])
-    return before, after
-
-
-def _log_p(op, prediction, axis, from_logits, eps):
-    if from_logits:
-        return op.LogSoftmax(prediction, axis=axis)
-    return op.Log(op.Clip(prediction, eps, 1.0))
-
-
-def _length(op, prediction, axis):
-    """Write the number of classes, a scalar of the dtype of the prediction."""
-    length = op.Squeeze(op.Shape(prediction, start=axis, end=axis + 1), [0])
-    return op.Cast(length, to=prediction.dtype)
-
-
-def _classes(op, prediction, axis):
-    """Write the class indices 0, 1, ..., (C,)."""
-    classes = _dims(prediction)[axis]
-    if isinstance(classes, int):
-        return op.const(np.arange(classes))
-    length = op.Squeeze(op.Shape(prediction, start=axis, end=axis + 1), [0])
-    return op.Range(np.int64(0), length, np.int64(1))
-
-
-def _along(op, prediction, axis, vector):
-    """Write a vector of one entry a class, so that it is broadcast along the other axes."""
-    return op.Reshape(vector, [-1] + [1] * (len(_dims(prediction)) - 1 - axis))
-
-
-def _class_weights(op, class_weight, prediction, axis):
-    """Write the weights of the classes, (C,), in the dtype of the prediction."""
-    classes = _dims(prediction)[axis]
-    if isinstance(class_weight, Mapping) and not isinstance(classes, int):
-        return _chosen(op, class_weight, _classes(op, prediction, axis), prediction.dtype)
-    array = _weight_array(class_weight, classes if isinstance(classes, int) else None)
-    return op.const(array.astype(prediction.dtype.numpy()))
-
-
-def _label_weights(op, class_weight, prediction, axis, index):
-    """Write the weight of every label; it does not depend on the prediction."""
-    classes = _dims(prediction)[axis]
-    if isinstance(class_weight, Mapping) and not isinstance(classes, int):
-        return _chosen(op, class_weight, index, prediction.dtype)
-    weights = op.Gather(_class_weights(op, class_weight, prediction, axis), index, axis=0)
-    weights.shape = index.shape
-    return weights
-
-
-def _chosen(op, class_weight: Mapping, index, dtype):
-    """Write the weights of class indices as a chain of comparisons: their number is unknown."""
-    weight = op.const(1.0, dtype)
-    array = _weight_array(class_weight, None)
-    for c in class_weight:
-        weight = op.Where(op.Equal(index, int(c)), op.const(float(array[int(c)]), dtype), weight)
-    return weight
+    before.shape = ir.Shape([rows, length, count])
+    after.shape = ir.Shape([rows, length, *dims_of(label)[2:]])
+    return _Classes(op, before, axis), after
 
 
 def _weight_array(class_weight: Any, classes: int | None) -> np.ndarray:

@@ -7,6 +7,7 @@ the graph.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -15,11 +16,12 @@ import onnx_ir as ir
 from onnxgrad.errors import named
 from onnxgrad.graph.operators import NOT_CLASSES, OPPOSITE, VIEWS
 from onnxgrad.graph.shapes import constant, is_real
+from onnxgrad.graph.traversal import made_by, reads
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.value_range import stripped, value_range
+from onnxgrad.losses.value_range import before_casts, value_range
 from onnxgrad.reporting import logger
 
-_OF_FIRST = VIEWS | frozenset("Expand Gather Slice Split Tile Transpose".split())
+_OF_FIRST = VIEWS | frozenset("Cast Expand Gather Slice Split Tile Transpose".split())
 _OF_ALL = frozenset("Add Concat Max Min Mul Neg ReduceSum Sub Sum".split())
 _STEPS = frozenset("Ceil Floor Hardmax OneHot Round Sign".split())
 
@@ -35,8 +37,7 @@ def refuse_other_columns(spec: LossSpec, prediction: ir.Value) -> None:
     while x is not None and of_classes and not said:
         if NOT_CLASSES in x.meta:
             raise ValueError(f"{prediction.name!r} {x.meta[NOT_CLASSES]}")
-        node = x.producer()
-        x = node.inputs[0] if node is not None and node.op_type in ("Identity", "Cast") else None
+        x = node.inputs[0] if (node := made_by(x, "Identity", "Cast")) else None
 
 
 def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
@@ -49,14 +50,12 @@ def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
     Raises:
         ValueError: the scores are probabilities, whose sums do not order the classes.
     """
-    node = stripped(prediction).producer()
+    node = made_by(before_casts(prediction), "Add", "Sum")
     if spec.activation != "Softmax" or spec.all_options.get("from_logits") is not None:
         return prediction
-    if node is None or node.domain or node.op_type not in ("Add", "Sum") or len(node.inputs) != 2:
-        return prediction
-    operands = [v for v in node.inputs if v is not None]
-    votes = [v for v in operands if _is_steps(v)]
-    if len(operands) != 2 or len(votes) != 1:
+    operands = [] if node is None else [v for v in node.inputs if v is not None]
+    votes = [v for v in operands if _steps(v, 32)]
+    if node is None or len(operands) != 2 or len(votes) != 1:
         return prediction
     scores = _before_squashing(next(v for v in operands if v is not votes[0]))
     low, high = value_range(scores)
@@ -78,44 +77,36 @@ def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
     return scores
 
 
-def _is_steps(x: ir.Value, depth: int = 32) -> bool:
-    """Return whether `x` depends on data, and only by comparisons, labels and the like."""
-    seen = _steps(x, depth)
-    return seen is True
-
-
 def _steps(x: ir.Value | None, depth: int) -> bool | None:
-    """Return None for constants, True for steps, False for others."""
-    if x is None or constant(x) is not None:
+    """Return whether `x` depends on data by comparisons, labels and the like only.
+
+    None: it depends on no data.
+    """
+    node = None if x is None else x.producer()
+    if x is None or constant(x) is not None or made_by(x, "Constant"):
         return None
-    node = x.producer()
     if node is None or node.domain or depth == 0:
         return False
-    if node.op_type == "Constant":
-        return None
-    if node.op_type in _STEPS:
+    is_of_integers = node.op_type == "Cast" and not all(map(is_real, reads(node)))
+    if node.op_type in _STEPS or is_of_integers:
         return True
-    if node.op_type == "Cast" and node.inputs[0] is not None:
-        return _steps(node.inputs[0], depth - 1) if is_real(node.inputs[0]) else True
-    if node.op_type in _OF_FIRST:
-        return _steps(node.inputs[0], depth - 1)
-    if node.op_type not in _OF_ALL:
+    if node.op_type not in _OF_ALL | _OF_FIRST:
         return False
-    parts = {_steps(v, depth - 1) for v in node.inputs}
-    return False if False in parts else (True if True in parts else None)
+    operands = node.inputs if node.op_type in _OF_ALL else node.inputs[:1]
+    parts = {_steps(v, depth - 1) for v in operands} - {None}
+    return all(parts) if parts else None
 
 
 def _before_squashing(x: ir.Value) -> ir.Value:
     """Return s if `x` is s / (c (|s| + 1)), else `x`."""
-    node = stripped(x).producer()
-    if node is None or node.domain or node.op_type != "Div" or node.inputs[0] is None:
+    node = made_by(before_casts(x), "Div")
+    if node is None or node.inputs[0] is None:
         return x
     s, waiting = node.inputs[0], [node.inputs[1]]
     for v in waiting:  # the loop appends to it
-        inner = None if v is None else v.producer()
-        if inner is not None and inner.op_type == "Abs" and inner.inputs[0] is s:
+        if (size := made_by(v, "Abs")) and size.inputs[0] is s:
             return s
-        if inner is not None and inner.op_type in ("Add", "Mul", "Sum") and len(waiting) < 32:
+        if (inner := made_by(v, "Add", "Mul", "Sum")) and len(waiting) < 32:
             waiting.extend(inner.inputs)
     return x
 
@@ -132,19 +123,41 @@ def keep_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.
         predictions: values of the graph by name. They are returned, such columns replaced.
     """
     replaced: dict[ir.Value, ir.Value] = {}
-    nodes = list(op.graph)
-    for node, behind in zip(nodes, [*nodes[1:], None], strict=True):
+    for node, behind in pairwise([*op.graph, None]):
         columns = node.outputs[0] if node.outputs else None
         if columns is None or OPPOSITE not in columns.meta:
             continue
         uses = list(columns.uses())
         with op.at(behind):
-            halves = op.emit_many("Split", [columns], {"axis": 1, "num_outputs": 2}, outputs=2)
-            z = (halves[1] - halves[0]) * 0.5
+            z = _half_difference(op, columns)
             both = op.set_type_like(op.Concat(op.Neg(z), z, axis=1), columns)
-        both.shape, both.meta[OPPOSITE] = columns.shape, True
-        del columns.meta[OPPOSITE]
+        both.meta[OPPOSITE] = columns.meta.pop(OPPOSITE)
         for user, index in uses:
             user.replace_input_with(index, both)
         replaced[columns] = both
     return {name: replaced.get(value, value) for name, value in predictions.items()}
+
+
+def logits_of_two(op: Any, spec: LossSpec, prediction: ir.Value) -> ir.Value | None:
+    """Return logits with softmax `prediction`, if that is the sigmoid of opposite scores (-z, z).
+
+    scikit-learn's classifiers of two classes are exported with the coefficients of both, which are
+    opposite numbers, as their gradients then are: the softmax of (-d, d) / 4, d the difference of
+    the scores. The losses of each sigmoid alone would not keep them so.
+    """
+    node = made_by(before_casts(prediction), "Sigmoid")
+    left_open = spec.activation == "Softmax" and spec.all_options.get("from_logits") is None
+    scores = node.inputs[0] if node is not None and left_open else None
+    if scores is None or OPPOSITE not in scores.meta:
+        return None
+    z = _half_difference(op, scores)
+    logits = op.set_type_like(op.Concat(z * -0.5, z * 0.5, axis=1), prediction)
+    logits.name = op.name(f"{prediction.name}_logits")
+    logger.info("%r holds the probabilities of two classes, of opposite scores", prediction.name)
+    return logits
+
+
+def _half_difference(op: Any, columns: ir.Value) -> ir.Value:
+    """Write half of the second column less the first one."""
+    first, second = op.emit_many("Split", [columns], {"axis": 1, "num_outputs": 2}, outputs=2)
+    return (second - first) * 0.5

@@ -8,9 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.registry import register
-from onnxgrad.losses.spec import LabelKind
-from onnxgrad.losses.structured import dims_of, positions, widened
+from onnxgrad.losses.nodes import dims_of, positions, wide
+from onnxgrad.losses.spec import LabelKind, register
 
 _LOWEST = -1e30  # log of zero, finite so that differences of logarithms are not NaN
 _INFINITE = 1e29  # a loss above it has no alignment
@@ -54,7 +53,7 @@ def ctc(
     number of time steps of the row. Where labels do not fit into the time steps, the loss is
     infinite, or zero with zero_infinity, and its gradient is zero.
     """
-    dtype, prediction = prediction.dtype, widened(op, prediction)
+    dtype, prediction = prediction.dtype, wide(op, prediction)
     order = _axes({"axis": axis, "time_major": time_major})
     if order != (0, 1, 2):
         prediction = op.Transpose(prediction, perm=list(order))
@@ -92,7 +91,7 @@ def _forward(
     zero, low = (op.const(v, log_p.dtype) for v in (0.0, _LOWEST))
     start = op.Expand(op.Where(first, zero, low), op.shape_of(states))
     start.shape = shape
-    stacks = [scores] if lengths is None else [scores, _running(op, log_p, lengths)]
+    stacks = [scores] if lengths is None else [scores, _is_in_row(op, log_p, lengths)]
     body = ir.Graph([], [], nodes=[], name=op.name("ctc_step"))
     inner = Emit(body, outer=op)
     elements = [
@@ -134,7 +133,7 @@ def _repeats(op: Any, clean: ir.Value, like: ir.Value) -> ir.Value:
     return _between(op, leaps, _LOWEST)
 
 
-def _running(op: Any, log_p: ir.Value, lengths: ir.Value) -> ir.Value:
+def _is_in_row(op: Any, log_p: ir.Value, lengths: ir.Value) -> ir.Value:
     """Write whether a time step is within the length of the row, (T, N, 1)."""
     steps = op.Unsqueeze(positions(op, log_p, 0), [1, 2])
     y = op.Less(steps, op.Unsqueeze(lengths, [0]))

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objectives import Written, training_loss
-from onnxgrad.losses.other_models import sample_weight, totals
-from onnxgrad.losses.second_model import with_output, write_model
+from onnxgrad.losses.objectives import Values, Written, sample_weight, training_loss
+from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
 from onnxgrad.model.feeds import names_without_default
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.read import ModelLike
 
 TEACHER = "teacher_logits"  # name of the label input
 
 
+@dataclass(eq=False, repr=False)
 class Distillation:
     """The loss that `distillation` returns."""
 
-    def __init__(
-        self,
-        teacher: ModelProto | None,
-        hard: Any,
-        temperature: float,
-        alpha: float,
-        output: str | None,
-        axis: int | None,
-        inputs: Mapping[str, str],
-    ) -> None:
-        self.teacher = teacher
-        self.hard = hard
-        self.temperature = temperature
-        self.alpha = alpha
-        self.output = output
-        self.axis = axis
-        self.inputs = inputs
+    teacher: ModelProto | None
+    hard: Any
+    temperature: float
+    alpha: float
+    output: str | None
+    axis: int | None
+    inputs: Mapping[str, str]
 
     def outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the logits of the student, and of what the hard loss reads.
@@ -63,9 +54,7 @@ class Distillation:
             raise ValueError(f"the hard loss reads {names}: name one of them as output=")
         return names
 
-    def write(
-        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
         """Write the loss, and the teacher, into the graph.
 
         Raises:
@@ -73,14 +62,11 @@ class Distillation:
                 axis of classes that is not clear.
             ModelError: the teacher cannot be written in the opset of the graph.
         """
-        if self.hard is None:
-            written = Written(weight=None)
-        else:
-            written = self.hard.write(op, predictions, weighted)
-            written.factors = [(1.0 - self.alpha) * factor for factor in written.factors]
+        written = Written() if self.hard is None else self.hard.write(op, predictions, weighted)
+        written.factors = [(1.0 - self.alpha) * factor for factor in written.factors]
         [student] = [predictions[self.output]] if self.output else predictions.values()
         if weighted and written.weight is None:
-            written.weight = sample_weight(op, student)
+            written.weight = sample_weight(op, [student])
         teacher = self._teacher(op, written, student)
         axis = _class_axis(self.axis, student)
         with op:
@@ -88,30 +74,22 @@ class Distillation:
                 op.LogSoftmax(x / self.temperature, axis=axis) for x in (student, teacher)
             )
             losses = op.ReduceSum(op.Exp(log_q) * (log_q - log_p), [axis], keepdims=0)
-            total, count = totals(op, losses, written.weight, written.labels)
-        written.sums.append(total)
-        written.counts.append(count)
-        written.factors.append(self.alpha * self.temperature**2)
-        written.gradients.append(None)
+            written.add_losses(op, losses, self.alpha * self.temperature**2)
         return written
 
     def _teacher(self, op: Any, written: Written, student: ir.Value) -> ir.Value:
         """Return the logits of the teacher: written by its model, or a new label."""
         if self.teacher is None:
             label = ir.Value(name=op.name(TEACHER), type=student.type, shape=student.shape)
-            written.labels.append(label)
-            info = LossInfo(label=str(label.name), prediction=student.name, reduction="mean")
-            written.infos[str(label.name)] = info
+            written.add_label(label, student.name, LossInfo())
             return label
         own = {str(x.name): x for x in op.graph.inputs}
         values = {
             name: own[self.inputs.get(name, name)] for name in names_without_default(self.teacher)
         }
         logits, _ = write_model(op, self.teacher, values, "the teacher")
-        if logits.dtype != student.dtype:
-            with op:
-                logits = op.Cast(logits, to=student.dtype)
-        if not _may_be_equal(dims(logits), dims(student)):
+        logits = op.Cast(logits, to=student.dtype)
+        if not may_be_equal(dims(logits), dims(student)):
             raise ValueError(
                 f"the logits of the teacher have the shape {dims(logits)}, those of the student "
                 f"{dims(student)}"
@@ -164,9 +142,7 @@ def distillation(
         raise ValueError(f"alpha={alpha}: it must be between 0 and 1")
     proto = None
     if teacher is not None:
-        full = read(teacher)
-        name = choose_output(full, teacher_output, "say which one with teacher_output=")
-        proto = with_output(full, name)
+        proto = read_output(teacher, teacher_output, "teacher_output")
     elif teacher_output is not None or inputs:
         raise ValueError("teacher_output and inputs are for a teacher that is a model")
     hard = None
@@ -189,12 +165,3 @@ def _class_axis(axis: int | None, student: ir.Value) -> int:
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"axis={axis}: the logits {student.name!r} have the shape {shape}")
     return axis % len(shape)
-
-
-def _may_be_equal(a: Dims | None, b: Dims | None) -> bool:
-    """Return whether two shapes are not proven to be different."""
-    if a is None or b is None:
-        return True
-    return len(a) == len(b) and not any(
-        isinstance(x, int) and isinstance(y, int) and x != y for x, y in zip(a, b, strict=True)
-    )

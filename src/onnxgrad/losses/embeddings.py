@@ -7,32 +7,29 @@ a label are for rows that hold what is compared: see `output_losses`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
-from onnxgrad.losses.registry import register
-from onnxgrad.losses.spec import LabelBounds, LabelKind, Terms
-from onnxgrad.losses.structured import dims_of, lowest, positions, widened
+from onnxgrad.losses.nodes import at_index, dims_of, lowest, positions, wide
+from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, register
 
-_CLASS_OF_ROW = LabelKind(
-    dtype=ir.DataType.INT64,
-    shape=lambda f: (f[0] if f else None,),
-    accepts=lambda f: f is not None and len(f) == 2,
-    needs="embeddings (N, D)",
-)
-_CLASS_OF_VIEWS = LabelKind(
-    dtype=ir.DataType.INT64,
-    shape=_CLASS_OF_ROW.shape,
-    accepts=lambda f: f is not None and len(f) in (2, 3),
-    needs="embeddings (N, D), or (N, views, D)",
-)
-_SAME_OR_NOT = LabelKind(
-    shape=_CLASS_OF_ROW.shape,
-    accepts=lambda f: f is not None and len(f) == 3 and f[1] in (2, None),
-    needs="pairs of embeddings (N, 2, D)",
+
+def _label_of_row(
+    needs: str, accepts: Callable[[Dims], bool], dtype: ir.DataType | None = ir.DataType.INT64
+) -> LabelKind:
+    """Return one label for every row of a prediction of known rank."""
+    return LabelKind(
+        dtype, lambda f: (f[0] if f else None,), lambda f: f is not None and accepts(f), needs
+    )
+
+
+_CLASS_OF_ROW = _label_of_row("embeddings (N, D)", lambda f: len(f) == 2)
+_CLASS_OF_VIEWS = _label_of_row("embeddings (N, D), or (N, views, D)", lambda f: len(f) in (2, 3))
+_SAME_OR_NOT = _label_of_row(
+    "pairs of embeddings (N, 2, D)", lambda f: len(f) == 3 and f[1] in (2, None), None
 )
 
 
@@ -46,7 +43,7 @@ def cosine_embedding(op, prediction, label, margin=0.0):
 
     One loss for every row. As in PyTorch, 1e-12 is added to the squared lengths.
     """
-    a, b = (of_row(op, prediction, i) for i in (0, 1))
+    a, b = (at_index(op, prediction, i) for i in (0, 1))
     product, aa, bb = (op.ReduceSum(x, [1], keepdims=0) for x in (a * b, a * a, b * b))
     cosine = product / op.Sqrt((aa + 1e-12) * (bb + 1e-12))
     return op.Where(op.Greater(label, 0.0), 1.0 - cosine, op.Relu(cosine - margin))
@@ -125,7 +122,7 @@ def info_nce(op, first, second, temperature=0.1, normalize=True, symmetric=True)
     One loss for every row. symmetric: the mean with that of b_j over a_i (Radford et al. 2021,
     arXiv:2103.00020).
     """
-    dtype, a, b = first.dtype, widened(op, first), widened(op, second)
+    dtype, a, b = first.dtype, wide(op, first), wide(op, second)
     a, b = (_unit(op, x) if normalize else x for x in (a, b))
     scores = op.MatMul(a, op.Transpose(b, perm=[1, 0])) / temperature
     itself = _diagonal(op, first)
@@ -147,7 +144,7 @@ def nt_xent(op, first, second, temperature=0.1, normalize=True):
 
 def _contrast(op, z, label, temperature, normalize):
     """Write the losses and the weights of `contrastive` for embeddings (N, D)."""
-    dtype, z = z.dtype, widened(op, z)
+    dtype, z = z.dtype, wide(op, z)
     z = _unit(op, z) if normalize else z
     itself = _diagonal(op, label)
     scores = op.MatMul(z, op.Transpose(z, perm=[1, 0])) / temperature
@@ -170,14 +167,6 @@ def _norm(op, x, p, eps):
     if p not in norms:
         raise ValueError(f"p={p!r}: give 1 or 2")
     return norms[p](x + eps, [-1], keepdims=0)
-
-
-def of_row(op: Any, x: ir.Value, i: int) -> ir.Value:
-    """Write (N, D), the embeddings at index `i` of axis 1."""
-    y = op.Gather(x, np.int64(i), axis=1)
-    n, _, width = dims_of(x)
-    y.shape = ir.Shape([n, width])
-    return y
 
 
 def _diagonal(op: Any, x: ir.Value) -> ir.Value:

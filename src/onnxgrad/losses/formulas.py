@@ -8,6 +8,8 @@ same for all losses.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,23 +18,23 @@ import onnx_ir as ir
 from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.losses.classification import (
-    binary_cross_entropy,
-    binary_cross_entropy_terms,
-    cross_entropy,
-    cross_entropy_terms,
+    binary_cross_entropy as binary_cross_entropy,
+    cross_entropy as cross_entropy,
+    softplus,
 )
-from onnxgrad.losses.registry import LOSSES, register as _loss
+from onnxgrad.losses.nodes import at_index, classes_second, dims_of
 from onnxgrad.losses.spec import (
-    CLASS_INDICES,
     COLUMN_OF_TWO_CLASSES,
     LIKE_PREDICTION,
+    LOSSES,
     Formula,
     LabelBounds,
     LabelKind,
     LossSpec,
     Options,
     Terms,
-    class_indices,
+    like_prediction,
+    register,
 )
 
 
@@ -53,41 +55,48 @@ def loss_spec(loss: str | Formula, reduction: str | None, options: Options) -> L
     return spec.with_options(options, reduction)
 
 
-_POSITIVE = ("delta", "eps")
+_MEAN_AND_VARIANCE = LabelKind(
+    shape=lambda f: None if f is None else (f[0], *f[2:]),
+    accepts=lambda f: f is not None and len(f) >= 2 and f[1] in (2, None),
+    needs="means and logarithms of variances, (N, 2, ...)",
+)
+_ONE_COLUMN = LabelKind(
+    shape=lambda f: None if f is None else (f[0], 1, *f[2:]),
+    accepts=lambda f: f is not None and len(f) >= 2,
+    needs="a prediction (N, quantiles, ...)",
+)
+
 _NOT_NEGATIVE = ("gamma", "smooth", "l1_weight", "l2_weight", "pos_weight", "margin")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(("delta", "eps"), (lambda v: v > 0, "above 0")),
+    **dict.fromkeys(_NOT_NEGATIVE, (lambda v: v >= 0, "of 0 or more")),
+    "label_smoothing": (lambda v: 0 <= v < 1, "of at least 0 and less than 1"),
+}
 
 
 def _require_range(loss: str, name: str, value: Any) -> None:
     """Raise `ValueError` for an option that would turn the loss around, or make it undefined."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return
-    needs = ""
-    if name in _POSITIVE and not value > 0:
-        needs = "above 0"
-    elif (
-        name in _NOT_NEGATIVE and not value >= 0 and (loss, name) != ("cosine_embedding", "margin")
-    ):
-        needs = "of 0 or more"
-    elif name == "label_smoothing" and not 0 <= value < 1:
-        needs = "of at least 0 and less than 1"
-    if needs:
-        raise ValueError(f"{name}={value!r}: {loss!r} needs a number {needs}")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and name in _RANGES and (loss, name) != ("cosine_embedding", "margin"):
+        fits, needs = _RANGES[name]
+        if not fits(value):
+            raise ValueError(f"{name}={value!r}: {loss!r} needs a number {needs}")
 
 
-@_loss("squared_error", "l2")
+@register("squared_error", "l2")
 def squared_error(op, prediction, label):
     """(f - y)^2."""
     d = prediction - label
     return d * d
 
 
-@_loss("absolute_error", "l1")
+@register("absolute_error", "l1")
 def absolute_error(op, prediction, label):
     """|f - y|."""
     return op.Abs(prediction - label)
 
 
-@_loss("elastic")
+@register("elastic")
 def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
     """a |f - y| + b (f - y)^2."""
     size = op.Abs(prediction - label)
@@ -99,7 +108,7 @@ def _log_terms(op, prediction, label, eps=1e-6):
     return Terms(op.ReduceSum(log(op, prediction, label, eps), [1], keepdims=1))
 
 
-@_loss(
+@register(
     "log",
     reduction="mean",
     labels=lambda options: COLUMN_OF_TWO_CLASSES,
@@ -113,25 +122,7 @@ def log(op, prediction, label, eps=1e-6):
     return _where(op, prediction, hit, -1.0, 0.0) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
 
-_loss(
-    "binary_cross_entropy",
-    bounds=LabelBounds("between 0 and 1", least=0, most=1),
-    threshold=lambda options: 0.0 if options["from_logits"] else 0.5,
-    write_terms=binary_cross_entropy_terms,
-    activation="Sigmoid",
-)(binary_cross_entropy)
-
-
-_loss(
-    "cross_entropy",
-    labels=lambda options: LIKE_PREDICTION if options["soft_labels"] else _indices(options["axis"]),
-    has_ignore_index=True,
-    write_terms=cross_entropy_terms,
-    activation="Softmax",
-)(cross_entropy)
-
-
-@_loss("huber")
+@register("huber")
 def huber(op, prediction, label, delta=1.0):
     """d^2 / 2 where |d| < delta, else delta (|d| - delta / 2), d = f - y.  Huber 1964."""
     size = op.Abs(prediction - label)
@@ -139,7 +130,7 @@ def huber(op, prediction, label, delta=1.0):
     return inner * (size - 0.5 * inner)
 
 
-@_loss("poisson", bounds=LabelBounds("of 0 or more", least=0))
+@register("poisson", bounds=LabelBounds("of 0 or more", least=0))
 def poisson(op, prediction, label, log_input=True, eps=1e-8):
     """e^f - y f, or f - y log(f + eps) if f is the rate: -log of Poisson, up to a constant."""
     if log_input:
@@ -149,7 +140,7 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
     return prediction + (-label) * op.Log(prediction + eps)
 
 
-@_loss(
+@register(
     "hinge",
     bounds=LabelBounds("-1 and 1, or 0 and 1", (-1, 0, 1)),
     threshold=lambda options: 0.0,
@@ -157,6 +148,69 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
 def hinge(op, prediction, label):
     """max(0, 1 - y f) for labels -1 and 1, or 0 and 1."""
     return op.Relu(1.0 + _where(op, label, op.Greater(label, 0.0), -1.0, 1.0) * prediction)
+
+
+@register(
+    "kl_divergence",
+    bounds=LabelBounds("between 0 and 1", least=0, most=1),
+    activation="Softmax",
+    labels=lambda options: like_prediction(2, "a prediction (N, C, ...)"),
+)
+def kl_divergence(op, prediction, label, from_logits=True, eps=1e-7, axis=None):
+    """sum t (log t - log p) over classes, t the probabilities that are the label, and 0 log 0 = 0.
+
+    One loss for every row, or every position of a prediction (N, C, d1, ...). From probabilities, p
+    is at least eps. axis: that of the classes; None is decided by the graph, or 1.
+    """
+    prediction, label = (classes_second(op, x, axis) for x in (prediction, label))
+    p = op.LogSoftmax(prediction, axis=1) if from_logits else op.Clip(prediction, eps)
+    log_p = p if from_logits else op.Log(p)
+    log_t = op.Log(op.Where(op.Greater(label, 0.0), label, 1.0))
+    return op.ReduceSum(label * (log_t - log_p), [1], keepdims=0)
+
+
+@register(
+    "quantile",
+    labels=lambda options: LIKE_PREDICTION if np.ndim(options["q"]) == 0 else _ONE_COLUMN,
+)
+def quantile(op, prediction, label, q=0.5):
+    """max(q d, (q - 1) d), d = y - f: minimal at the quantile q of y.  Koenker & Bassett 1978.
+
+    One loss for every element. q: a number; or a list, for a prediction (N, len(q), ...) of several
+    quantiles and labels (N, 1, ...): one loss for every label, the mean over the quantiles.
+    """
+    numbers = np.asarray(q, dtype=float)
+    if not ((numbers > 0) & (numbers < 1)).all() or numbers.ndim > 1:
+        raise ValueError(f"q={q!r}: give numbers between 0 and 1")
+    if numbers.ndim:
+        width = dims_of(prediction)[1]
+        if isinstance(width, int) and width != len(numbers):
+            raise ValueError(f"the prediction has {width} columns for {len(numbers)} quantiles")
+        numbers = numbers.reshape([-1] + [1] * (len(dims_of(prediction)) - 2))
+    above, below = (op.const(a.astype(prediction.dtype.numpy())) for a in (numbers, numbers - 1.0))
+    d = label - prediction
+    losses = op.Where(op.Greater(d, 0.0), above, below) * d
+    return op.ReduceMean(losses, [1], keepdims=1) if numbers.ndim else losses
+
+
+@register("log_cosh")
+def log_cosh(op, prediction, label):
+    """log cosh(f - y), as d + log(1 + e^(-2 d)) - log 2.  One loss for every element."""
+    d = prediction - label
+    return d + softplus(op, -2.0 * d) - math.log(2.0)
+
+
+@register("gaussian_nll", labels=lambda options: _MEAN_AND_VARIANCE)
+def gaussian_nll(op, prediction, label, full=False):
+    """(s + (y - m)^2 e^-s) / 2, -log of a normal density.  Nix & Weigend 1994.
+
+    The prediction (N, 2, ...) holds the mean m and s, the logarithm of the variance; labels are
+    (N, ...). One loss for every label. full adds the constant log(2 pi) / 2.
+    """
+    mean, log_variance = (at_index(op, prediction, i) for i in (0, 1))
+    d = label - mean
+    loss = 0.5 * (log_variance + d * d * op.Exp(-log_variance))
+    return loss + 0.5 * math.log(2.0 * math.pi) if full else loss
 
 
 def row_sums(op: Any, loss: ir.Value) -> ir.Value:
@@ -169,10 +223,6 @@ def row_sums(op: Any, loss: ir.Value) -> ir.Value:
     if len(shape) > 1 and shape[1:] != (1,):
         loss = op.ReduceSum(loss, list(range(1, len(shape))), keepdims=1)
     return loss if len(shape) == 2 else op.Reshape(loss, [-1, 1])
-
-
-def _indices(axis: int | None) -> LabelKind:
-    return CLASS_INDICES if axis is None else class_indices(axis)
 
 
 def _where(op, like, condition, yes, no):

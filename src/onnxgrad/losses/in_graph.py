@@ -15,12 +15,12 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.declarations import infer_file
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import free, tidy
-from onnxgrad.losses.applied_to import decided
+from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
-from onnxgrad.losses.spec import Formula, LabelKind, LossSpec
-from onnxgrad.losses.sums import expanded
+from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
+from onnxgrad.losses.sums import broadcast_weights
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
@@ -102,17 +102,14 @@ def _with_loss(
     model, values = _with_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
     free(graph, set(names))
-    op, spec = Emit(graph), decided(spec, prediction, otherwise=1)
+    op, spec = Emit(graph), decide_options(spec, prediction, otherwise=1)
     label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
-        expected = label
-        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
-            expected = op.Reshape(label, op.Shape(prediction))
-        losses = spec.losses(op, prediction, expected)
+        losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
         if weight_name is not None:
-            losses = _weighted(op, model, losses, prediction, weight_name, each)
-        loss = _reduced(op, losses, spec, label)
+            losses = _times_weights(op, model, losses, prediction, weight_name, each)
+        loss = _sum_or_mean(op, losses, spec, label)
         loss = add_penalties(op, loss, penalties, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
@@ -145,7 +142,7 @@ def _with_outputs(
     return model, values
 
 
-def _weighted(
+def _times_weights(
     op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str, each: bool
 ) -> ir.Value:
     """Write the losses of the rows, or `each` loss, times a new input of sample weights."""
@@ -162,7 +159,7 @@ def _weighted(
         )
     if each and len(shape) > 1:
         weight.shape = ir.Shape([None] * len(shape))
-        return losses * expanded(op, weight, op.Shape(losses), losses)
+        return losses * broadcast_weights(op, weight, op.Shape(losses), losses)
     ones = [1] * (len(shape) - 1)
     weight = op.Reshape(weight, [-1, *ones])
     weight.shape = ir.Shape([shape[0], *ones])
@@ -171,7 +168,7 @@ def _weighted(
     return losses * weight
 
 
-def _reduced(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
+def _sum_or_mean(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
     """Write the sum or the mean of the losses, (1, 1)."""
     if shapes.rank(losses) == 2:
         loss = op.ReduceSum(losses, keepdims=1)
@@ -185,19 +182,14 @@ def _reduced(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.V
     return loss / op.Cast(rows, to=loss.dtype)
 
 
-def choose_output(
-    proto: ModelProto,
-    index: int | str | None,
-    remedy: str = "",
-) -> str:
+def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") -> str:
     """Return the name of the float tensor that is the output of that index or name.
 
     Raises:
         ValueError: there is none, or `index` is None and there are several; with `remedy`, which by
             default is the index.
     """
-    outputs = list(proto.graph.output)
-    floats = list(dict.fromkeys(o.name for o in outputs if not non_tensor(o) and _is_float(o)))
+    outputs, floats = list(proto.graph.output), float_outputs(proto)
     if index is None:
         if len(floats) == 1:
             return floats[0]
@@ -208,13 +200,10 @@ def choose_output(
             f"{remedy or 'say which one with ' + argument('output_index')}, "
             f"one of {choice or 'the float tensors inside of the graph'}"
         )
-    if isinstance(index, str):
-        name = index
-    elif -len(outputs) <= index < len(outputs):
-        name = outputs[index].name
-    else:
+    if not isinstance(index, str) and not -len(outputs) <= index < len(outputs):
         given = argument("output_index", index)
         raise ValueError(f"{given}: the model has {len(outputs)} outputs")
+    name = index if isinstance(index, str) else outputs[index].name
     for output in outputs:
         if output.name == name and non_tensor(output):
             raise ValueError(
@@ -223,13 +212,15 @@ def choose_output(
             )
         if output.name == name and name not in floats:
             raise ValueError(f"output {name!r} is no float tensor; choose one of {floats}")
-    if name not in {result for node in proto.graph.node for result in node.output}:
+    if not any(name in node.output for node in proto.graph.node):
         raise unknown("output", name, [o.name for o in outputs])
     return name
 
 
-def _is_float(value: Any) -> bool:
-    return ir.DataType(value.type.tensor_type.elem_type).is_floating_point()
+def float_outputs(proto: ModelProto) -> list[str]:
+    """Return the names of the outputs that are float tensors, each once."""
+    tensors = {o.name: o.type.tensor_type for o in proto.graph.output if not non_tensor(o)}
+    return [n for n, t in tensors.items() if ir.DataType(t.elem_type).is_floating_point()]
 
 
 def label_input(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -86,17 +85,10 @@ class LossInfo:
 
     def to_metadata(self) -> str:
         """Return the JSON that a model keeps."""
-        entries: dict[str, Any] = {
-            key: getattr(self, key) for key in ("label", "prediction", "reduction")
-        }
-        if self.classes is not None:
-            entries |= {"classes": self.classes, "ignore_index": self.ignore_index}
-        for key in ("loss", "threshold", "axis", "from_logits", "shift"):
-            if (value := getattr(self, key)) is not None:
-                entries[key] = value
-        if self.ignore_nan:
-            entries["ignore_nan"] = True
-        return json.dumps(entries)
+        always = ["label", "prediction", "reduction"]
+        always += [] if self.classes is None else ["classes", "ignore_index"]
+        entries = vars(self) | {"ignore_nan": self.ignore_nan or None}
+        return json.dumps({k: v for k, v in entries.items() if k in always or v is not None})
 
     @classmethod
     def from_metadata(cls, text: str) -> LossInfo:

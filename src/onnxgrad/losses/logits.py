@@ -8,17 +8,20 @@ computed without the form itself, whose gradient is zero or NaN where it saturat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import constant, dims, rank
-from onnxgrad.losses.class_axis import axis_after
-from onnxgrad.losses.value_range import behind_guard, number, quotient, stripped, summed_axes
+from onnxgrad.graph.traversal import made_by
+from onnxgrad.losses.value_range import before_casts, behind_guard, number, quotient, summed_axes
 
 _MOVES = VIEWS | frozenset("Cast Gather Slice Transpose".split())
 _DEPTH = 24  # nodes in a row
+_ONE = (1.0, 1.0)  # the range of the number 1
 
 
 def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.Value | None:
@@ -34,7 +37,7 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
         >>> softmax_logits(op, y, 1).producer().op_type
         'Cast'
     """
-    node = x.producer()
+    node, n = x.producer(), rank(x)
     if node is None or node.domain or depth == 0:
         return None
     inputs = [v for v in node.inputs if v is not None]
@@ -42,46 +45,52 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
         before = _axis_before(node, x, axis)
         z = None if before is None else softmax_logits(op, inputs[0], before, depth - 1)
         return None if z is None else _again(op, node, z)
-    n = rank(x)
     if n is None:
         return None
     if node.op_type == "Softmax":
-        return _shaped(inputs[0], x) if node.attributes.get_int("axis", -1) % n == axis else None
+        return _with_shape(inputs[0], x) if _axis_of(node) % n == axis else None
     if node.op_type == "Exp":
-        return _in_front_of_logarithm(op, inputs[0], axis, n)
-    if node.op_type in ("Div", "Mul"):
-        share = quotient(node)
-        axes = None if share is None else summed_axes(*share)
-        if share is None or axes is None or {a % n for a in axes} != {axis}:
-            return None
-        z = logarithm(op, behind_guard(share[0]), depth - 1)
-        return None if z is None else _like(op, z, x)
-    if node.op_type == "Concat" and node.attributes.get_int("axis", 0) % n == axis:
-        first, second = inputs if len(inputs) == 2 else (None, None)
-        if first is not None and second in (_complement(first), _complement_of(second, first)):
-            z = logarithm(op, x, depth - 1)
-            return None if z is None else _like(op, z, x)
+        return _in_front_of_logarithm(inputs[0], axis, n)
+    share = quotient(node) if node.op_type in ("Div", "Mul") else None
+    if share is not None and {a % n for a in summed_axes(*share) or ()} == {axis}:
+        return _like(op, logarithm(op, behind_guard(share[0]), depth - 1), x)
+    if node.op_type == "Concat" and len(inputs) == 2 and _axis_of(node, 0) % n == axis:
+        first, second = inputs
+        if _complement(first) is second or _complement(second) is first:
+            return _like(op, logarithm(op, x, depth - 1), x)
     return None
+
+
+Found = Callable[[Any, ir.Value, int], ir.Value | None]  # by emitter, value and depth
+
+
+def _of_elements(op: Any, x: ir.Value, depth: int, find: Found) -> ir.Value | None:
+    """Return what `find` does for `x`, or for the values whose elements `x` moves and joins."""
+    node = x.producer()
+    if node is None or node.domain or depth == 0:
+        return None
+    if (z := find(op, x, depth)) is not None or node.op_type not in _MOVES | {"Concat"}:
+        return z
+    sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+    parts = [_of_elements(op, v, depth - 1, find) for v in sources if v is not None]
+    values = [z for z in parts if z is not None]
+    return _again(op, node, *values) if len(values) == len(parts) else None
 
 
 def sigmoid_logits(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
     """Return z with sigmoid(z) = `x`, or None if the elements of `x` are not proven to be that."""
-    node = x.producer()
-    if node is None or node.domain or depth == 0:
-        return None
+    return _of_elements(op, x, depth, _sigmoid_logits)
+
+
+def _sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
+    """Return z if the node that computes `x` is a sigmoid of z, or chooses between two forms."""
     if (score := written_sigmoid(x)) is not None:
         s, negated = score
         return _like(op, op.Neg(s) if negated else s, x)
-    if node.op_type in _MOVES and node.inputs[0] is not None:
-        z = sigmoid_logits(op, node.inputs[0], depth - 1)
-        return None if z is None else _again(op, node, z)
-    if (p := _complement(x)) is not None:
+    if made_by(x, "Sub") and (p := _complement(x)) is not None:
         z = sigmoid_logits(op, p, depth - 1)
         return None if z is None else _like(op, op.Neg(z), x)
-    if node.op_type == "Concat":
-        parts = [sigmoid_logits(op, v, depth - 1) for v in node.inputs if v is not None]
-        return None if None in parts else _again(op, node, *[z for z in parts if z is not None])
-    if node.op_type == "Where":  # a form for scores above zero, and one for those below
+    if node := made_by(x, "Where"):  # a form for scores above zero, and one for those below
         first, second = (sigmoid_logits(op, v, depth - 1) for v in node.inputs[1:] if v is not None)
         return first if first is second else None
     return None
@@ -89,21 +98,17 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None
 
 def logarithm(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
     """Return log(`x`), from the scores that `x` is computed from; None for other values."""
-    node = x.producer()
-    if node is None or node.domain or depth == 0:
-        return None
+    return _of_elements(op, x, depth, _logarithm)
+
+
+def _logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
+    """Return log(`x`) if `x` is computed by a sigmoid, an Exp or a Softmax."""
     if (z := sigmoid_logits(op, x, depth)) is not None:
         return op.Neg(op.Softplus(op.Neg(z)))
-    if node.op_type == "Exp":
+    if node := made_by(x, "Exp"):
         return node.inputs[0]
-    if node.op_type == "Softmax":
-        return op.LogSoftmax(node.inputs[0], axis=node.attributes.get_int("axis", -1))
-    if node.op_type in _MOVES and node.inputs[0] is not None:
-        inner = logarithm(op, node.inputs[0], depth - 1)
-        return None if inner is None else _again(op, node, inner)
-    if node.op_type == "Concat":
-        parts = [logarithm(op, v, depth - 1) for v in node.inputs if v is not None]
-        return None if None in parts else _again(op, node, *[z for z in parts if z is not None])
+    if node := made_by(x, "Softmax"):
+        return op.LogSoftmax(node.inputs[0], axis=_axis_of(node))
     return None
 
 
@@ -118,124 +123,101 @@ def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
     if node.op_type == "Sigmoid":
         return node.inputs[0], False
     share = quotient(node)
-    if share is None:
-        return None
-    whole = _computed_by(share[1], "Add")
+    whole = None if share is None else made_by(before_casts(share[1]), "Add")
     terms = [] if whole is None else [v for v in whole.inputs if v is not None]
     powers = [v for v in terms if number(v) is None]
-    if len(terms) != 2 or len(powers) != 1 or {number(v) for v in terms} != {None, (1.0, 1.0)}:
+    if len(powers) != 1 or {number(v) for v in terms} != {None, _ONE}:
         return None
-    power = _computed_by(powers[0], "Exp")
-    if power is None or power.inputs[0] is None:
+    power = made_by(before_casts(powers[0]), "Exp")
+    if power is None or share is None or power.inputs[0] is None:
         return None
-    if stripped(share[0]) is stripped(powers[0]):
+    if before_casts(share[0]) is before_casts(powers[0]):
         return power.inputs[0], False
-    return _negated(power.inputs[0]) if number(share[0]) == (1.0, 1.0) else None
+    return _without_sign(power.inputs[0]) if number(share[0]) == _ONE else None
 
 
-def _negated(s: ir.Value) -> tuple[ir.Value, bool]:
+def _without_sign(s: ir.Value) -> tuple[ir.Value, bool]:
     """Return the score of which 1 / (1 + e^s) is the sigmoid: -s, or what `s` is minus of."""
-    node = s.producer()
-    if node is not None and not node.domain:
-        inputs = [v for v in node.inputs if v is not None]
-        if node.op_type == "Neg":
-            return inputs[0], False
-        if node.op_type == "Mul":
-            for a, b in (inputs, inputs[::-1]):
-                if number(b) == (-1.0, -1.0):
-                    return a, False
+    if (node := made_by(s, "Neg")) and node.inputs[0] is not None:
+        return node.inputs[0], False
+    inputs = [v for v in node.inputs if v is not None] if (node := made_by(s, "Mul")) else []
+    for a, b in zip(inputs, inputs[::-1], strict=True):
+        if number(b) == (-1.0, -1.0):
+            return a, False
     return s, True
 
 
-def _in_front_of_logarithm(op: Any, x: ir.Value, axis: int, n: int) -> ir.Value | None:
+def _in_front_of_logarithm(x: ir.Value, axis: int, n: int) -> ir.Value | None:
     """Return z if `x` is the logarithm of a softmax: LogSoftmax(z), or z - logsumexp(z)."""
-    node = _computed_by(x, "LogSoftmax") or _computed_by(x, "Sub")
-    if node is None:
-        return None
-    z = node.inputs[0]
-    if z is None:
+    node = made_by(before_casts(x), "LogSoftmax", "Sub")
+    if node is None or node.inputs[0] is None:
         return None
     if node.op_type == "LogSoftmax":
-        return _shaped(z, x) if node.attributes.get_int("axis", -1) % n == axis else None
-    axes = summed_axes(z, node.inputs[1], ("ReduceLogSumExp",))
-    if axes is not None and {a % n for a in axes} == {axis}:
-        return _shaped(z, x)
-    return None
+        axes: tuple[int, ...] | None = (_axis_of(node),)
+    else:
+        axes = summed_axes(node.inputs[0], node.inputs[1], ("ReduceLogSumExp",))
+    return _with_shape(node.inputs[0], x) if {a % n for a in axes or ()} == {axis} else None
 
 
 def of_log_softmax(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
     """Return the logits if `x` is the logarithm of a softmax of them along `axis`."""
-    n, node = rank(x), _computed_by(x, "Log")
+    n, node = rank(x), made_by(before_casts(x), "Log")
     if node is not None and node.inputs[0] is not None:
         return softmax_logits(op, node.inputs[0], axis)
-    return None if n is None else _in_front_of_logarithm(op, x, axis, n)
+    return None if n is None else _in_front_of_logarithm(x, axis, n)
 
 
-def _complement(x: ir.Value | None) -> ir.Value | None:
+def _complement(x: ir.Value) -> ir.Value | None:
     """Return p if `x` is 1 - p."""
-    node = None if x is None else _computed_by(x, "Sub")
-    if node is None or node.inputs[0] is None or number(node.inputs[0]) != (1.0, 1.0):
-        return None
-    return node.inputs[1]
+    node = made_by(before_casts(x), "Sub")
+    is_complement = node is not None and node.inputs[0] and number(node.inputs[0]) == _ONE
+    return node.inputs[1] if node is not None and is_complement else None
 
 
-def _complement_of(x: ir.Value | None, p: ir.Value) -> ir.Value | None:
-    """Return `x` if it is 1 - `p`."""
-    return x if _complement(x) is p else None
-
-
-def _computed_by(x: ir.Value, op_type: str) -> ir.Node | None:
-    """Return the node of this type that computes `x`, perhaps through Identity."""
-    node = stripped(x).producer()
-    return node if node is not None and not node.domain and node.op_type == op_type else None
+def _axis_of(node: ir.Node, default: int = -1) -> int:
+    """Return the attribute `axis`."""
+    return node.attributes.get_int("axis", default)
 
 
 def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:
     """Return the axis of the operand that is `axis` of `x`, if the node keeps all of it."""
-    operand = node.inputs[0]
-    before, after = dims(operand), dims(x)
-    if operand is None or before is None or after is None:
+    before, after = dims(node.inputs[0]), dims(x)
+    if before is None or after is None:
         return axis if node.op_type in ("Cast", "Identity") else None
-    axes = [a for a in range(len(before)) if axis_after(node, operand, x, a) == axis]
-    if len(axes) != 1:
-        return None
-    if node.op_type in ("Gather", "Slice") and not _keeps_all(node, axes[0], before, after[axis]):
-        return None
-    return axes[0]
-
-
-def _keeps_all(node: ir.Node, axis: int, before: Any, after: Any) -> bool:
-    """Return whether a Gather or Slice keeps all elements along `axis` of its operand."""
+    axes = [a for a in range(len(before)) if places(node, 0, a) == [axis]]
+    if len(axes) == 1 or len(before) != len(after):
+        return axes[0] if len(axes) == 1 else None
+    n = before[axis]
     if node.op_type == "Slice":
-        axes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
-        elsewhere = axes is not None and axis not in {int(a) % len(before) for a in axes}
-        return elsewhere or (isinstance(after, int) and after == before[axis])
-    if node.attributes.get_int("axis", 0) % len(before) != axis:
-        return True
-    indices, n = constant(node.inputs[1]), before[axis]
+        return axis if isinstance(n, int) and n == after[axis] else None
+    indices = constant(node.inputs[1]) if node.op_type == "Gather" else None
     if indices is None or not isinstance(n, int):
-        return False
-    return sorted(int(i) % n for i in indices.ravel()) == list(range(n))
+        return None
+    return axis if sorted(int(i) % n for i in indices.ravel()) == list(range(n)) else None
 
 
 def _again(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value:
     """Return the output of a node like `node` for other first operands."""
     if node.op_type in ("Identity", "Concat") and len(values) == 1:
         return values[0]
-    y = node.outputs[0]
     attributes = {a.name: a.value for a in node.attributes.values()}
     z = op.emit(node.op_type, [*values, *node.inputs[len(values) :]], attributes)
-    return _like(op, z, y)
+    return _cast_like(op, z, node.outputs[0])
 
 
-def _like(op: Any, z: ir.Value, x: ir.Value) -> ir.Value:
+def _like(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | None:
+    """Return `z` in the dtype of `x`, and of its shape; None for None."""
+    return None if z is None else _cast_like(op, z, x)
+
+
+def _cast_like(op: Any, z: ir.Value, x: ir.Value) -> ir.Value:
     """Return `z` in the dtype of `x`, and of its shape."""
     if x.dtype is not None and z.dtype is not None and z.dtype != x.dtype:
         z = op.Cast(z, to=x.dtype)
-    return _shaped(z, x)
+    return _with_shape(z, x)
 
 
-def _shaped(z: ir.Value, x: ir.Value) -> ir.Value:
-    if z.shape is None:
-        z.shape = x.shape
+def _with_shape(z: ir.Value, x: ir.Value) -> ir.Value:
+    """Return `z`, with the shape of `x` if it has none."""
+    z.shape = x.shape if z.shape is None else z.shape
     return z

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -14,14 +14,19 @@ from onnx import ModelProto
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.losses.applied_to import before_activation, decided, logits_of_two
-from onnxgrad.losses.columns import keep_opposite, refuse_other_columns, scores_of_votes
+from onnxgrad.losses.applied_to import before_activation, decide_options
+from onnxgrad.losses.columns import (
+    keep_opposite,
+    logits_of_two,
+    refuse_other_columns,
+    scores_of_votes,
+)
 from onnxgrad.losses.formulas import LOSSES, loss_spec
-from onnxgrad.losses.in_graph import choose_output, label_input
+from onnxgrad.losses.in_graph import choose_output, float_outputs, label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objects import BaseLearningLoss, FunctionLearningLoss
+from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.spec import LossSpec, Terms
-from onnxgrad.losses.sums import scaled_rows, sum_and_count
+from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.model.convert import non_tensor, tensor_behind
 
 ALIASES = {
@@ -32,9 +37,40 @@ ALIASES = {
 }
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
-Loss = LossSpec | BaseLearningLoss
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Shape = Sequence[int]
+Values = Mapping[str, ir.Value]
+
+
+@dataclass(frozen=True)
+class OutputTerms:
+    """The loss of one output in a graph: the label, the terms, and what limits the label.
+
+    `gradient`: a value, and the gradient of the sum of the terms with respect to it, where the loss
+    writes that itself.
+    """
+
+    label: ir.Value
+    terms: Terms
+    info: LossInfo
+    gradient: OwnGradient = None
+
+
+class LossObject(Protocol):
+    """A loss of one output that is no formula of `LOSSES`: an object, or a class that has options.
+
+    A `BaseLearningLoss` is one.
+    """
+
+    @staticmethod
+    def select(loss: Any, **options: Any) -> LossObject:
+        """Return the object for itself, or for its class and options."""
+
+    def output_terms(self, op: Emit, prediction: ir.Value, label_name: str) -> OutputTerms:
+        """Write the terms for a prediction; the label is not yet an input of the graph."""
+
+
+Loss = LossSpec | LossObject
 
 
 @dataclass
@@ -53,7 +89,7 @@ class Written:
             (N,), those of a row; or with as many axes as the losses, to whose shape they are
             broadcast.
         gradients: for each output, None, or a value and the gradient of the sum with respect to
-            it, where a `BaseLearningLoss` writes that itself.
+            it, where the loss writes that itself.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -62,7 +98,27 @@ class Written:
     labels: list[ir.Value] = field(default_factory=list)
     infos: dict[str, LossInfo] = field(default_factory=dict)
     weight: ir.Value | None = None
-    gradients: list[tuple[ir.Value, ir.Value] | None] = field(default_factory=list)
+    gradients: list[OwnGradient] = field(default_factory=list)
+
+    def add(
+        self, total: ir.Value, count: ir.Value, factor: float = 1.0, own: OwnGradient = None
+    ) -> None:
+        """Add the sums of one output."""
+        self.sums.append(total)
+        self.counts.append(count)
+        self.factors.append(factor)
+        self.gradients.append(own)
+
+    def add_losses(self, op: Any, losses: ir.Value, factor: float = 1.0) -> None:
+        """Add losses of rows or elements that are not those of one label, of known rank."""
+        total, count = totals(op, losses, self.weight, self.labels)
+        self.add(total, count, factor)
+
+    def add_label(self, label: ir.Value, prediction: str | None, info: LossInfo) -> None:
+        """Add a label, and what limits it; the reduction of all losses is the mean."""
+        name = str(label.name)
+        self.labels.append(label)
+        self.infos[name] = replace(info, label=name, prediction=prediction, reduction="mean")
 
     def seeds(self, op: Any, scales: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
         """Return the cotangents that a sweep of sum_k scales_k sums_k starts with.
@@ -79,6 +135,7 @@ class Written:
             return {value: op.total(gs) for value, gs in seeds.items()}
 
 
+@dataclass(eq=False, repr=False)
 class TrainingLoss:
     """The loss of one or several outputs of a model; `training_loss` returns it.
 
@@ -90,17 +147,10 @@ class TrainingLoss:
             weight for each; axes of unknown length may have length 1.
     """
 
-    def __init__(
-        self,
-        losses: Mapping[str | None, Loss],
-        factors: Mapping[str, float],
-        label_shapes: Mapping[str, Shape],
-        weight_shape: Shape | None,
-    ) -> None:
-        self.losses = losses
-        self.factors = factors
-        self.label_shapes = label_shapes
-        self.weight_shape = weight_shape
+    losses: Mapping[str | None, Loss]
+    factors: Mapping[str, float]
+    label_shapes: Mapping[str, Shape]
+    weight_shape: Shape | None
 
     def outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the float tensors of the model that the losses are applied to.
@@ -111,18 +161,11 @@ class TrainingLoss:
         if None not in self.losses:
             return [choose_output(proto, name) for name in self.losses]
         inside = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
-        names = [name for name in inside if name is not None]
+        names = [] if float_outputs(proto) else [name for name in inside if name is not None]
         remedy = f"name it, as {named('loss={output: loss}')}"
-        try:
-            return [choose_output(proto, None, remedy)]
-        except ValueError:
-            if len(names) != 1 or _has_float_output(proto):
-                raise
-            return [choose_output(proto, names[0])]
+        return [choose_output(proto, names[0] if len(names) == 1 else None, remedy)]
 
-    def write(
-        self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Emit, predictions: Values, weighted: bool = False) -> Written:
         """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
 
         This appends nodes; the new inputs are in the result. The label of a single output is
@@ -147,69 +190,51 @@ class TrainingLoss:
                 raise unknown("label", name, [*labels, *labels.values()])
         with op:
             found = {
-                name: self._terms(op, prediction, (name, labels[name]))
-                for name, prediction in predictions.items()
+                name: self._terms(op, x, name, labels[name]) for name, x in predictions.items()
             }
-            if weighted and all(dims(p) != () for p in predictions.values()):
-                losses = [terms.losses for _, terms, _, _ in found.values()]
-                written.weight = self._weight(op, predictions, losses)
-            for name, (label, terms, info, own) in found.items():
-                weight = written.weight
-                if info.shift and weight is not None and rank(weight) == 2:  # as the labels
-                    every = op.emit("Expand", [weight, op.Shape(label)], {}, fresh=True)
+            if weighted and all(dims(x) != () for x in predictions.values()):
+                ranks = [rank(one.terms.losses) for one in found.values()]
+                shape = tuple(self.weight_shape or ())
+                by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
+                axes = 1 if by_row or len(ranks) > 1 else ranks[0]
+                written.weight = sample_weight(op, predictions.values(), axes or 1)
+            for name, one in found.items():
+                weight, own = written.weight, one.gradient
+                if one.info.shift and weight is not None and rank(weight) == 2:  # as the labels
+                    every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
                     weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
-                self._write_one(op, written, label, terms, own, weight)
-                info = replace(info, label=label.name, prediction=name, reduction="mean")
-                written.infos[str(label.name)] = info
-                written.factors.append(float(self.factors.get(name, 1.0)))
+                total, count = sum_and_count(op, one.terms, one.label, weight)
+                if own is not None and weight is not None:
+                    own = own[0], scaled_rows(op, own[1], weight)
+                written.add(total, count, float(self.factors.get(name, 1.0)), own)
+                written.add_label(one.label, name, one.info)
         return written
 
-    def _terms(
-        self, op: Emit, prediction: ir.Value, names: tuple[str, str]
-    ) -> tuple[ir.Value, Terms, LossInfo, OwnGradient]:
-        """Write the terms of one output; `names` are those of the output and of its label."""
-        name, label_name = names
+    def _terms(self, op: Emit, prediction: ir.Value, name: str, label_name: str) -> OutputTerms:
+        """Write the terms of one output."""
         loss = self.losses[name if name in self.losses else None]
+        if not isinstance(loss, LossSpec):
+            return loss.output_terms(op, prediction, label_name)
         shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
-        if isinstance(loss, LossSpec):
-            return *_terms(op, loss, prediction, label_name, shape), None
-        return _terms_of_object(op, loss, prediction, label_name)
+        return formula_terms(op, loss, prediction, label_name, shape)
 
-    def _write_one(
-        self,
-        op: Emit,
-        written: Written,
-        label: ir.Value,
-        terms: Terms,
-        own: OwnGradient,
-        weight: ir.Value | None,
-    ) -> None:
-        """Write the sums of one output."""
-        total, count = sum_and_count(op, terms, label, weight)
-        if own is not None and weight is not None:
-            own = own[0], scaled_rows(op, own[1], weight)
-        written.sums.append(total)
-        written.counts.append(count)
-        written.labels.append(label)
-        written.gradients.append(own)
 
-    def _weight(
-        self, op: Emit, predictions: Mapping[str, ir.Value], losses: Sequence[ir.Value]
-    ) -> ir.Value:
-        """Return the input of sample weights, in the widest dtype of the sums."""
-        double = any(p.dtype == ir.DataType.DOUBLE for p in predictions.values())
-        dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
-        shape: list[Any] = [(dims(next(iter(predictions.values()))) or (None,))[0]]
-        if self.weight_shape is not None and len(_without_column(self.weight_shape)) > 1:
-            axes = rank(losses[0]) if len(losses) == 1 else 1
-            shape = shape if axes in (None, 1) else [None] * axes
-        return ir.Value(name=op.name(WEIGHT), type=ir.TensorType(dtype), shape=ir.Shape(shape))
+def sample_weight(op: Emit, predictions: Iterable[ir.Value], axes: int = 1) -> ir.Value:
+    """Return an input of sample weights, in the widest dtype of the sums.
+
+    It has the shape (N,), or so many axes, and is not yet an input of the graph.
+    """
+    values = list(predictions)
+    double = any(x.dtype == ir.DataType.DOUBLE for x in values)
+    dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+    shape = (dims(values[0]) or (None,))[:1] if axes == 1 else (None,) * axes
+    return ir.Value(name=op.name(WEIGHT), type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
 def training_loss(
     loss: Any,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[Any, Any] | None = None,
     loss_weights: Mapping[str, float] | None = None,
     class_weight: Any = None,
     label_shapes: Mapping[str, Shape] | None = None,
@@ -243,32 +268,27 @@ def training_loss(
         >>> list(loss.losses), loss.factors
         (['y', 'z'], {'z': 0.1})
     """
-    shapes = dict(label_shapes or {})
-    if not isinstance(loss, Mapping):
-        if loss_weights:
-            raise ValueError(
-                f"{named('loss_weights')} needs the losses by output, as "
-                f"{named('loss={output: loss}')}"
-            )
-        return TrainingLoss({None: _one(loss, options, class_weight)}, {}, shapes, weight_shape)
-    if not loss:
-        raise ValueError("loss has no output: give {output: loss}")
-    _check_by_output(loss, options=options, loss_weights=loss_weights, class_weight=class_weight)
-    factors = {name: float(f) for name, f in (loss_weights or {}).items()}
-    for name, factor in factors.items():
-        if not isfinite(factor):
-            raise ValueError(
-                f"{named('loss_weights')}[{name!r}] must be a finite number, not {factor}"
-            )
+    if isinstance(loss, Mapping):
+        by_output = {"options": options, "loss_weights": loss_weights, "class_weight": class_weight}
+        _check_by_output(loss, by_output)
+    elif loss_weights:
+        raise ValueError(
+            f"{named('loss_weights')} needs the losses by output, as {named('loss={output: loss}')}"
+        )
+    else:
+        loss, options, class_weight = {None: loss}, {None: options}, {None: class_weight}
     losses: dict[str | None, Loss] = {
         name: _one(one, (options or {}).get(name), (class_weight or {}).get(name))
         for name, one in loss.items()
     }
-    return TrainingLoss(losses, factors, shapes, weight_shape)
+    factors = {name: float(f) for name, f in (loss_weights or {}).items()}
+    return TrainingLoss(losses, factors, dict(label_shapes or {}), weight_shape)
 
 
-def _check_by_output(losses: Mapping[str, Any], **arguments: Any) -> None:
+def _check_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an argument that is not by output, or names one without a loss."""
+    if not losses:
+        raise ValueError("loss has no output: give {output: loss}")
     for name, values in arguments.items():
         given = named(name)
         if values is not None and not isinstance(values, Mapping):
@@ -276,6 +296,11 @@ def _check_by_output(losses: Mapping[str, Any], **arguments: Any) -> None:
         for output in values or ():
             if output not in losses:
                 raise unknown(f"output in {given}", output, losses)
+    for name, factor in (arguments["loss_weights"] or {}).items():
+        if not isfinite(float(factor)):
+            raise ValueError(
+                f"{named('loss_weights')}[{name!r}] must be a finite number, not {float(factor)}"
+            )
 
 
 def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
@@ -283,25 +308,23 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
     chosen = dict(options or {})
     if class_weight is not None:
         chosen["class_weight"] = class_weight
-    own = isinstance(loss, type) and issubclass(loss, BaseLearningLoss)
-    if own or isinstance(loss, BaseLearningLoss):
-        return BaseLearningLoss.select(loss, **chosen)
+    if hasattr(loss, "output_terms"):
+        return loss.select(loss, **chosen)
+    name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(loss, LossSpec):
         spec = loss.with_options({**loss.options, **chosen})
-    elif callable(loss):
-        spec = loss_spec(loss, None, chosen)
-    elif isinstance(loss, str) and (loss in LOSSES or loss in ALIASES):
-        spec = loss_spec(ALIASES.get(loss, loss), None, chosen)
+    elif callable(name) or (isinstance(name, str) and name in LOSSES):
+        spec = loss_spec(name, None, chosen)
     else:
         raise unknown("loss", loss, [*LOSSES, *ALIASES])
     left_open = {name: None for name in ("from_logits", "soft_labels") if name in spec.all_options}
     return spec.with_options(left_open | {**spec.options})
 
 
-def _terms(
-    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None
-) -> tuple[ir.Value, Terms, LossInfo]:
-    """Return the label, the terms, and what limits the label."""
+def formula_terms(
+    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None = None
+) -> OutputTerms:
+    """Write the terms of a formula; `shape` is that of the labels, None if it is unknown."""
     if shape is not None:
         spec = spec.for_labels(shape)
     refuse_other_columns(spec, prediction)
@@ -309,11 +332,11 @@ def _terms(
     logits = logits_of_two(op, spec, prediction)
     if logits is not None:
         spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
-    plain = decided(spec, prediction)
+    plain = decide_options(spec, prediction)
     applied, value = before_activation(op, spec, plain, prediction)
     value = wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
-    _widen(label)
+    widen_label(label)
     options = plain.all_options
     info = replace(
         LossInfo.of(plain, prediction),
@@ -321,42 +344,10 @@ def _terms(
         from_logits=options.get("from_logits"),
         shift=options.get("shift") or None,
     )
-    return label, applied.terms(op, value, label), info
+    return OutputTerms(label, applied.terms(op, value, label), info)
 
 
-def _terms_of_object(
-    op: Any, loss: BaseLearningLoss, prediction: ir.Value, label_name: str
-) -> tuple[ir.Value, Terms, LossInfo, tuple[ir.Value, ir.Value] | None]:
-    """Return the same for a `BaseLearningLoss`, and the gradient that it writes itself, if any."""
-    if isinstance(loss, FunctionLearningLoss):
-        return *_terms(op, loss.spec(), prediction, label_name, None), None
-    label = loss.label(op, prediction, label_name)
-    _widen(label)
-    value, expected = wide(op, prediction), label
-    if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
-        expected = op.Reshape(label, op.Shape(value))
-    terms, own = Terms(loss.loss(op, value, expected)), None
-    if type(loss).gradient is not BaseLearningLoss.gradient:
-        own = value, loss.gradient(op, value, expected)
-    return label, terms, loss.info(prediction), own
-
-
-def wide(op: Any, x: ir.Value) -> ir.Value:
-    """Write `x` in float32 if it has 16 bits, in which sums overflow."""
-    half = x.dtype is not None and x.dtype.bitwidth == 16
-    return op.Cast(x, to=ir.DataType.FLOAT) if half else x
-
-
-def _widen(label: ir.Value) -> None:
+def widen_label(label: ir.Value) -> None:
+    """Declare a label of 16 bits in float32."""
     if label.dtype is not None and label.dtype.is_floating_point() and label.dtype.bitwidth == 16:
         label.type = ir.TensorType(ir.DataType.FLOAT)
-
-
-def _without_column(shape: Shape) -> Shape:
-    """Return the shape of weights without a last axis of length 1."""
-    return shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape
-
-
-def _has_float_output(proto: ModelProto) -> bool:
-    tensors = (o for o in proto.graph.output if not non_tensor(o))
-    return any(ir.DataType(o.type.tensor_type.elem_type).is_floating_point() for o in tensors)

@@ -10,14 +10,14 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import named, unknown
-from onnxgrad.graph.shapes import Dims, dims, static
-from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objectives import Written
-from onnxgrad.losses.second_model import with_output, write_model
-from onnxgrad.losses.structured import widened
+from onnxgrad.losses.nodes import wide
+from onnxgrad.losses.objectives import Values, Written, sample_weight
+from onnxgrad.losses.second_model import read_output, write_model
+from onnxgrad.losses.sums import number_of
 from onnxgrad.model.feeds import names_without_default
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.read import ModelLike
 
 
 class LossModel:
@@ -63,9 +63,7 @@ class LossModel:
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise unknown("reduction", reduction, ["mean", "sum"])
-        proto = read(model)
-        name = choose_output(proto, output, "say which one with output=")
-        self._model = with_output(proto, name)
+        self._model = read_output(model, output, "output")
         names = names_without_default(self._model)
         for key in inputs or {}:
             if key not in names:
@@ -95,9 +93,7 @@ class LossModel:
             )
         return list(dict.fromkeys(joined))
 
-    def write(
-        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
         """Write the loss model into the graph.
 
         Raises:
@@ -115,71 +111,27 @@ class LossModel:
                 "of the loss model"
             )
         size = static(shape)
-        weight = row_weight(op, rows, loss) if weighted else None
+        written = Written(weight=row_weight(op, rows, loss) if weighted else None)
+        for label in labels:
+            written.add_label(label, None, LossInfo())
         with op:
-            if weight is not None or size is None or prod(size) != 1:
-                total, count = totals(op, loss, weight, labels)
+            if written.weight is not None or size is None or prod(size) != 1:
+                written.add_losses(op, loss)
             else:
-                total, count = self._of_one_number(op, loss, rows, labels)
-        infos = {str(x.name): LossInfo(label=str(x.name), reduction="mean") for x in labels}
-        return Written([total], [count], [1.0], labels, infos, weight, [None])
+                written.add(*self._of_one_number(op, loss, rows, labels))
+        return written
 
     def _of_one_number(
         self, op: Any, loss: ir.Value, rows: ir.Value, labels: Sequence[ir.Value]
     ) -> tuple[ir.Value, ir.Value]:
         """Write the sum of the losses of the rows, and their number, scalars."""
-        loss = widened(op, op.Reshape(loss, []))
-        count = _size(op, rows, (dims(rows) or (None,))[:1], loss, labels)
+        loss = wide(op, op.Reshape(loss, []))
+        count = number_of(op, rows, [0], loss, labels)
         return loss * count if self.reduction == "mean" else loss, count
-
-
-def sample_weight(op: Any, prediction: ir.Value) -> ir.Value:
-    """Return an input of sample weights, (N,), which is not yet an input of the graph."""
-    wide = ir.DataType.DOUBLE if prediction.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    shape = ir.Shape([(dims(prediction) or (None,))[0]])
-    return ir.Value(name=op.name("weight"), type=ir.TensorType(wide), shape=shape)
 
 
 def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
     """Return an input of sample weights, (N,); None if there is not one loss for each row."""
     first = (dims(rows) or (None,))[0]
     own = first is not None and (dims(losses) or ())[:1] == (first,)
-    return sample_weight(op, rows) if own else None
-
-
-def totals(
-    op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
-) -> tuple[ir.Value, ir.Value]:
-    """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
-
-    `losses` have a known rank. The second sum is computed from inputs of the graph and labels,
-    where they are proven to have the lengths of `losses`.
-    """
-    losses, shape = widened(op, losses), dims(losses) or ()
-    if weight is None:
-        total = op.ReduceSum(losses, keepdims=0)
-        return total, _size(op, losses, shape, losses, labels)
-    weight = op.Cast(weight, to=losses.dtype)
-    column = op.Reshape(weight, [-1] + [1] * (len(shape) - 1))
-    count = op.ReduceSum(weight, keepdims=0)
-    if len(shape) > 1:
-        count = count * _size(op, losses, shape, losses, labels, 1)
-    return op.ReduceSum(losses * column, keepdims=0), count
-
-
-def _size(
-    op: Any, x: ir.Value, shape: Dims, like: ir.Value, labels: Sequence[ir.Value], start: int = 0
-) -> ir.Value:
-    """Write the product of the lengths `shape` of `x` from axis `start` on, in `like`'s dtype.
-
-    A symbolic length is read from an input that has it, so that `x` need not be computed.
-    """
-    inputs = [*labels, *op.graph.inputs]
-    count = op.const(float(prod(d for d in shape[start:] if isinstance(d, int))), like.dtype)
-    for i, d in list(enumerate(shape))[start:]:
-        if not isinstance(d, int):
-            axes = ((v, j) for v in inputs for j, e in enumerate(dims(v) or ()) if e == d)
-            source, axis = next(axes, (x, i)) if d is not None else (x, i)
-            length = op.Squeeze(op.Shape(source, start=axis, end=axis + 1), [0])
-            count = count * op.Cast(length, to=like.dtype)
-    return count
+    return sample_weight(op, [rows]) if own else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -11,10 +11,11 @@ from onnx import ModelProto
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.losses.embeddings import info_nce, nt_xent, of_row, triplet_margin
+from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import Written
-from onnxgrad.losses.other_models import row_weight, totals
+from onnxgrad.losses.nodes import at_index
+from onnxgrad.losses.objectives import Values, Written
+from onnxgrad.losses.other_models import row_weight
 
 # name -> formula, and the number of embeddings in a row
 _FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {
@@ -73,9 +74,7 @@ class OutputLoss:
             return [choose_output(proto, None, "name them by outputs=")]
         return [choose_output(proto, name) for name in self.names]
 
-    def write(
-        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
         """Write the loss into the graph.
 
         Raises:
@@ -94,9 +93,9 @@ class OutputLoss:
                     f"the loss has the shape {dims(losses)}: it must have one number for every row "
                     "or element"
                 )
-            weight = row_weight(op, values[0], losses) if weighted else None
-            total, count = totals(op, losses, weight, [])
-        return Written([total], [count], [1.0], weight=weight, gradients=[None])
+            written = Written(weight=row_weight(op, values[0], losses) if weighted else None)
+            written.add_losses(op, losses)
+        return written
 
     def _embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:
         """Return the embeddings (N, D) that a loss by name takes."""
@@ -109,7 +108,7 @@ class OutputLoss:
                 raise ValueError(
                     f"{values[0].name!r} has the shape {shape}: the loss needs {needs}"
                 )
-            return [of_row(op, values[0], i) for i in range(self._parts)]
+            return [at_index(op, values[0], i) for i in range(self._parts)]
         for value in values:
             if rank(value) != 2:
                 raise ValueError(f"{value.name!r} has the shape {dims(value)}, it must be (N, D)")

@@ -29,8 +29,6 @@ _REDUCTIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
 _LOSS_OPERATORS = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 _SAME_NUMBER = ("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 
-Step = Callable[[ir.Value], ir.Value]
-
 
 class _NoSum(ValueError):
     """An output is not recognized as the sum or the mean of losses of the rows."""
@@ -76,7 +74,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     data = [x for x in graph.inputs if x.name not in graph.initializers]
     depends = dependents(graph, [x for x in data if x.name == label] or data)
     with op:
-        score = _first_unreduced(op, graph.outputs, depends, data)
+        score = _first_row_losses(op, graph.outputs, depends, data)
         score = op.name_output(score, output_name, score, set(graph.inputs))
         graph.outputs[:] = [score]
     model.metadata_props.pop(METADATA, None)
@@ -84,14 +82,14 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     return to_proto(model)
 
 
-def _first_unreduced(
+def _first_row_losses(
     op: Any, outputs: Iterable[ir.Value], depends: Collection[ir.Value], data: list[ir.Value]
 ) -> ir.Value:
     """Write the losses of the rows of the first output that is their sum or mean."""
     refusals: list[str] = []
     for output in outputs:
         try:
-            return _unreduced(op, output, depends, data)
+            return op.Cast(_row_losses(op, output, depends, data), to=output.dtype)
         except _NoSum as e:
             refusals.append(f"{output.name!r}: {e}")
     raise ValueError(
@@ -100,64 +98,42 @@ def _first_unreduced(
     )
 
 
-def _unreduced(
-    op: Any, loss: ir.Value, depends: Collection[ir.Value], data: list[ir.Value]
+def _row_losses(
+    op: Any, total: ir.Value | None, depends: Collection[ir.Value], data: list[ir.Value]
 ) -> ir.Value:
-    """Write the losses of the rows of which `loss` is the sum or the mean."""
-    linear: list[Step] = []  # operations on the sum, the last one first
-    value = loss
-    while True:
-        node = value.producer()
-        if node is None or node.domain or value is not node.outputs[0]:
-            raise _NoSum(f"{value.name!r} is not the first output of a standard operator")
-        if node.op_type in _LOSS_OPERATORS:
-            rows, mean = _of_operator(op, node)
-            break
-        if node.op_type in _REDUCTIONS:
-            rows, mean = _of_reduction(op, node, data), node.op_type == "ReduceMean"
-            break
-        value = _step_back(op, node, depends, linear)
-    rows = _one_column(op, rows, mean)
-    for step in reversed(linear):
-        rows = step(rows)
-    return op.Cast(rows, to=loss.dtype)
-
-
-def _step_back(op: Any, node: ir.Node, depends: Collection[ir.Value], linear: list[Step]):
-    """Return the operand of `node` that is the sum; append to `linear` the operation on it."""
+    """Write the losses of the rows of which `total` is the sum or the mean, times numbers."""
+    node = None if total is None else total.producer()
+    if total is None or node is None or node.domain or total is not node.outputs[0]:
+        name = None if total is None else total.name
+        raise _NoSum(f"{name!r} is not the first output of a standard operator")
     op_type, operands = node.op_type, node.inputs
+    if op_type in _LOSS_OPERATORS:
+        return _of_operator(op, node)
+    if op_type in _REDUCTIONS:
+        return _of_reduction(op, node, data)
     varying = [x for x in operands if x in depends]
-    if op_type in _SAME_NUMBER:
-        return operands[0]
+    if op_type in _SAME_NUMBER or (op_type == "Div" and varying == [*operands]):
+        return _row_losses(op, operands[0], depends, data)
     if op_type == "Neg" or (op_type == "Sub" and varying == [operands[1]]):
-        linear.append(op.Neg)
-        return varying[0]
+        return op.Neg(_row_losses(op, varying[0], depends, data))
     if op_type in ("Add", "Sum", "Sub") and len(varying) == 1:
-        return varying[0]
-    if op_type == "Div" and varying == [*operands]:
-        return operands[0]
-    if (
-        op_type in ("Mul", "Div")
-        and len(varying) == 1
-        and (op_type == "Mul" or varying[0] is operands[0])
-    ):
+        return _row_losses(op, varying[0], depends, data)
+    if len(varying) == 1 and (op_type == "Mul" or (op_type == "Div" and varying[0] is operands[0])):
         factor = next(x for x in operands if x is not varying[0])
         if set(shapes.dims(factor) or ()) <= {1}:
             number = op.Reshape(factor, [])
-            linear.append(lambda x: op.emit(op_type, [x, number], {}))
-            return varying[0]
-    raise _NoSum(f"it is computed by {_shown(node)}, not by a sum or a mean")
+            return op.emit(op_type, [_row_losses(op, varying[0], depends, data), number], {})
+    raise _NoSum(f"it is computed by {_text(node)}, not by a sum or a mean")
 
 
-def _of_operator(op: Any, node: Any) -> tuple[ir.Value, bool]:
+def _of_operator(op: Any, node: Any) -> ir.Value:
     attributes = {a.name: a.value for a in node.attributes.values()}
     reduction = attributes.get("reduction", "mean")
     if reduction == "none":
-        raise _NoSum(f"{_shown(node)} does not reduce: its reduction is 'none'")
-    attributes["reduction"] = "none"
-    losses = op.emit(node.op_type, node.inputs, attributes)
+        raise _NoSum(f"{_text(node)} does not reduce: its reduction is 'none'")
+    losses = op.emit(node.op_type, node.inputs, attributes | {"reduction": "none"})
     losses.shape = node.inputs[1].shape  # that of the labels
-    return losses, reduction == "mean"
+    return _one_column(op, losses, reduction == "mean")
 
 
 def _of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
@@ -166,11 +142,11 @@ def _of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
     shape = shapes.dims(x)
     if set(reduced or ()) - {1} or (reduced is None and len(node.inputs) > 1):
         shown = reduced or "unknown"
-        raise _NoSum(f"{_shown(node)} does not reduce to one number: its shape is {shown}")
+        raise _NoSum(f"{_text(node)} does not reduce to one number: its shape is {shown}")
     first = shape[0] if shape else None
     if shape == () or (isinstance(first, int) and not _may_be_rows(first, data)):
-        raise _NoSum(f"{_shown(node)} reduces the shape {shape}, which has no axis of rows")
-    return _REDUCTIONS[node.op_type](op, x)
+        raise _NoSum(f"{_text(node)} reduces the shape {shape}, which has no axis of rows")
+    return _one_column(op, _REDUCTIONS[node.op_type](op, x), node.op_type == "ReduceMean")
 
 
 def _may_be_rows(length: int, data: list[ir.Value]) -> bool:
@@ -188,5 +164,5 @@ def _one_column(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
     return op.emit("ReduceMean" if mean else "ReduceSum", [losses, [1]], {"keepdims": 1})
 
 
-def _shown(node: ir.Node) -> str:
+def _text(node: ir.Node) -> str:
     return f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"

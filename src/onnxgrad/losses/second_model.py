@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -13,15 +13,21 @@ from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dim, Dims, dims
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.opsets import convert, exists
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
 
 
-def with_output(model: ModelLike, output: str) -> ModelProto:
-    """Return the part of `model` that computes the tensor `output`, with names for all axes."""
+def read_output(model: ModelLike, output: str | None, argument: str) -> ModelProto:
+    """Return the part of `model` that computes a float tensor: `output`, or the only float output.
+
+    Raises:
+        ValueError: there is no such tensor, or several; with the name of the `argument`.
+    """
     proto = read(model)
-    return select_model_inputs_outputs(raise_opset(proto), outputs=[output])
+    name = choose_output(proto, output, f"say which one with {argument}=")
+    return select_model_inputs_outputs(raise_opset(proto), outputs=[name])
 
 
 def write_model(
@@ -31,7 +37,7 @@ def write_model(
 
     Args:
         op: emitter of the main graph, which is prepared.
-        proto: a model of `with_output`.
+        proto: a model of `read_output`.
         values: values of the graph for inputs of the model, by the names of these.
         what: the model, in messages.
 
@@ -48,7 +54,7 @@ def write_model(
     model = prepare(stated, outputs=[stated.graph.output[0].name])
     _check_opset(model, op.opset, what)
     symbols = {d for v in values.values() for d in dims(v) or () if isinstance(d, str)}
-    _rename_symbols(model.graph, symbols, prefix)
+    _rename(model.graph, op.name, symbols, prefix)
     return _move(op, model, values)
 
 
@@ -65,47 +71,35 @@ def _with_shapes(
     for y in stated.graph.output:
         y.type.tensor_type.ClearField("shape")
     lengths: dict[str, Dim] = {}
-    fixed = {}
-    for x in stated.graph.input:
-        if (value := values.get(x.name)) is not None:
-            fixed[x.name] = _joined(x, value, lengths, what)
-    for x in stated.graph.input:
-        shape = x.type.tensor_type.shape
-        for i, d in enumerate(shape.dim):
-            length = fixed[x.name][i] if x.name in fixed else lengths.get(d.dim_param)
-            if isinstance(length, int):
-                d.dim_value = length
-            elif length is not None:
-                d.dim_param = length
-            elif d.dim_param:
-                d.dim_param = prefix + d.dim_param
+    inputs = [ir.from_proto(x) for x in stated.graph.input]
+    given = [x for x in inputs if x.name in values]
+    fixed = {x.name: _common_shape(x, values[x.name], lengths, what) for x in given}
+    for info, x in zip(stated.graph.input, inputs, strict=True):
+        declared = dims(x)
+        known = [lengths.get(d) if isinstance(d, str) else d for d in declared or ()]
+        shape = fixed.get(x.name, None if declared is None else known)
+        if shape is not None:
+            pairs = zip(shape, declared or shape, strict=True)
+            named = [prefix + own if d is None and isinstance(own, str) else d for d, own in pairs]
+            x.shape = ir.Shape(named)
+        info.CopyFrom(ir.to_proto(x))
     return stated
 
 
-def _joined(x, value: ir.Value, lengths: dict[str, Dim], what: str) -> Dims:
+def _common_shape(x: ir.Value, value: ir.Value, lengths: dict[str, Dim], what: str) -> Dims | None:
     """Return the shape of an input that is `value`; `lengths` gets those of its symbols."""
-    tensor, shape = x.type.tensor_type, dims(value)
+    declared, shape = dims(x), dims(value)
     where = f"input {printable(x.name)!r} of {what}"
-    if value.dtype != tensor.elem_type:
-        expected = ir.DataType(tensor.elem_type)
+    if value.dtype != x.dtype:
         raise ValueError(
-            f"{value.name!r} holds {value.dtype}, and {where} takes {expected}: convert one model"
+            f"{value.name!r} holds {value.dtype}, and {where} takes {x.dtype}: convert one model"
         )
-    declared = [d.dim_param or (d.dim_value if d.HasField("dim_value") else None)
-                for d in tensor.shape.dim]  # fmt: skip
-    if not tensor.HasField("shape"):
-        declared = [None] * len(shape or ())
-        if shape is not None:
-            tensor.shape.SetInParent()
-            for _ in shape:
-                tensor.shape.dim.add()
-    if shape is None:
+    if shape is None and declared is not None:
         return tuple(d if isinstance(d, int) else None for d in declared)
-    if len(shape) != len(declared) or any(
-        isinstance(a, int) and isinstance(b, int) and a != b
-        for a, b in zip(shape, declared, strict=True)
-    ):
-        raise ValueError(f"{value.name!r} has the shape {shape}, and {where} takes {declared}")
+    if shape is None or declared is None:
+        return shape
+    if not may_be_equal(shape, declared):
+        raise ValueError(f"{value.name!r} has the shape {shape}, and {where} takes {[*declared]}")
     for a, b in zip(shape, declared, strict=True):
         if isinstance(b, str) and a is not None:
             before = lengths.setdefault(b, a)
@@ -113,6 +107,15 @@ def _joined(x, value: ir.Value, lengths: dict[str, Dim], what: str) -> Dims:
                 raise ValueError(f"{where}: its symbol {b!r} is {before} and {a}")
             lengths[b] = before if isinstance(before, int) else a
     return tuple(b if isinstance(b, int) else a for a, b in zip(shape, declared, strict=True))
+
+
+def may_be_equal(a: Dims | None, b: Dims | None) -> bool:
+    """Return whether two shapes are not proven to be different."""
+    if a is None or b is None:
+        return True
+    return len(a) == len(b) and not any(
+        isinstance(x, int) and isinstance(y, int) and x != y for x, y in zip(a, b, strict=True)
+    )
 
 
 def _at_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
@@ -145,25 +148,26 @@ def _other_opset(what: str, version: int, opset: int, reason: str) -> str:
     )
 
 
-def _rename_symbols(graph: ir.Graph, kept: set[str], prefix: str) -> None:
-    """Give each symbol that is not in `kept` a name of its own, as another graph may use it."""
+def _rename(graph: ir.Graph, name: Callable[[str], str], symbols: set[str], prefix: str) -> None:
+    """Give names of their own to all values but the inputs, and to symbols not in `symbols`.
 
-    def renamed(d: Dim) -> Dim:
-        if not isinstance(d, str) or d in kept or d.startswith(prefix):
+    The graph to which they go may use the same.
+    """
+
+    def own_symbol(d: Dim) -> Dim:
+        if not isinstance(d, str) or d in symbols or d.startswith(prefix):
             return d
         return f"unk__{prefix}{d}" if d.startswith("unk__") else prefix + d
 
-    for value in _values(graph):
+    inner = [x for subgraph in graph.subgraphs() for x in subgraph.inputs]
+    results = [y for node in all_nodes(graph) for y in node.outputs]
+    for value in (*graph.inputs, *inner, *results):
         if (shape := dims(value)) is not None:
-            value.shape = ir.Shape([renamed(d) for d in shape])
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Yield the inputs and the results of a graph and of its subgraphs."""
-    for inner in (graph, *graph.subgraphs()):
-        yield from inner.inputs
-    for node in all_nodes(graph):
-        yield from node.outputs
+            value.shape = ir.Shape(map(own_symbol, shape))
+    constants = [x for subgraph in graph.subgraphs() for x in subgraph.initializers.values()]
+    for value in (*inner, *results, *constants):
+        if value.name:
+            value.name = name(value.name)
 
 
 def _move(
@@ -173,7 +177,6 @@ def _move(
     graph, [output] = model.graph, model.graph.outputs
     inputs, nodes = list(graph.inputs), list(graph)
     initializers = list(graph.initializers.values())
-    _rename(graph, inputs, op.name)
     for collection in (graph.inputs, graph.outputs, graph.initializers):
         collection.clear()
     graph.remove(nodes)
@@ -193,14 +196,3 @@ def _move(
     for domain, version in model.opset_imports.items():
         op.graph.opset_imports.setdefault(domain, version)
     return output, others
-
-
-def _rename(graph: ir.Graph, inputs: list[ir.Value], name: Callable[[str], str]) -> None:
-    """Rename all results, and the inputs and initializers of subgraphs."""
-    own = set(inputs)
-    for value in _values(graph):
-        if value not in own and value.name:
-            value.name = name(value.name)
-    for inner in graph.subgraphs():
-        for value in list(inner.initializers.values()):
-            value.name = name(str(value.name))

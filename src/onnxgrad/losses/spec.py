@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -68,22 +68,25 @@ class LabelKind:
 LIKE_PREDICTION = LabelKind()
 
 
-def class_indices(axis: int = 1) -> LabelKind:
-    """Return the kind of class indices, for predictions whose classes are along `axis`.
+def like_prediction(rank: int, needs: str) -> LabelKind:
+    """Return labels like the prediction, which has at least `rank` axes."""
+    return LabelKind(accepts=lambda f: f is not None and len(f) >= rank, needs=needs)
+
+
+def class_indices(axis: int | None = None, rank: int = 2, needs: str | None = None) -> LabelKind:
+    """Return the kind of class indices, for predictions whose classes are along `axis`, or 1.
 
     Labels have the shape of the prediction without that axis: (N, d1, ...) for (N, C, d1, ...).
+    The prediction has at least `rank` axes.
     """
-
-    def length(f: Dims | None) -> int | str:
-        d = None if f is None else f[axis]
-        return "C" if d is None else d
-
+    at = 1 if axis is None else axis
+    default = "a prediction (N, C, ...)" if at == 1 else f"a prediction with an axis {at}"
     return LabelKind(
         dtype=ir.DataType.INT64,
-        shape=lambda f: None if f is None else (*f[:axis], *f[axis:][1:]),
-        accepts=lambda f: f is not None and len(f) >= 2 and -len(f) <= axis < len(f),
-        needs="a prediction (N, C, ...)" if axis == 1 else f"a prediction with an axis {axis}",
-        classes=length,
+        shape=lambda f: None if f is None else (*f[:at], *f[at:][1:]),
+        accepts=lambda f: f is not None and len(f) >= rank and -len(f) <= at < len(f),
+        needs=needs or default,
+        classes=lambda f: (f and f[at]) or "C",
     )
 
 
@@ -199,21 +202,20 @@ class LossSpec:
         losses = self.formula(op, prediction, known, **self.options)
         if isinstance(losses, Terms):
             losses = losses.losses if losses.weights is None else losses.losses * losses.weights
-        return losses if nan is None else self._kept(op, losses, label, nan)
+        return losses if nan is None else self._without_nan(op, losses, label, nan)
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
         """Write the terms whose weighted mean is the loss of a batch.
 
         A label without a shape is reshaped to that of the prediction.
         """
-        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
-            label = op.Reshape(label, op.Shape(prediction))
+        label = shaped_label(op, label, prediction)
         known, nan = self._labels(op, label)
         terms = (self.write_terms or self.formula)(op, prediction, known, **self.options)
         terms = terms if isinstance(terms, Terms) else Terms(terms)
         if nan is None:
             return terms
-        losses = self._kept(op, terms.losses, label, nan)
+        losses = self._without_nan(op, terms.losses, label, nan)
         weights = op.const(1.0, losses.dtype) if terms.weights is None else terms.weights
         return Terms(losses, op.Where(nan, op.const(0.0, losses.dtype), weights))
 
@@ -224,7 +226,7 @@ class LossSpec:
         nan = op.IsNaN(label)
         return op.set_type_like(op.Where(nan, 0.0, label), label), nan
 
-    def _kept(self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value) -> ir.Value:
+    def _without_nan(self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value) -> ir.Value:
         """Write zero for the losses of labels that are NaN.
 
         Raises:
@@ -244,6 +246,28 @@ class LossSpec:
         """Return the loss for labels of this shape, which decides `soft_labels=None`.
 
         One-hot and soft labels have as many axes as the prediction, class indices one less (or an
-        additional last axis of length 1). `losses.applied_to.decided` compares them.
+        additional last axis of length 1). `losses.applied_to.decide_options` compares them.
         """
         return replace(self, label_shape=tuple(shape))
+
+
+AnyFormula = TypeVar("AnyFormula", bound=Callable[..., Any])
+
+LOSSES: dict[str, LossSpec] = {}  # by name; filled when the package is imported
+
+
+def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
+    """Register a formula by `names`; `fields` are those of `LossSpec`."""
+
+    def add(formula: AnyFormula) -> AnyFormula:
+        LOSSES.update({name: LossSpec(formula, name, **fields) for name in names})
+        return formula
+
+    return add
+
+
+def shaped_label(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
+    """Return a label, reshaped to the prediction if it has no shape."""
+    if label.shape is not None:
+        return label
+    return op.Reshape(label, op.Shape(prediction))  # or (N,) would meet (N, 1), and become (N, N)

@@ -7,6 +7,8 @@ to fit, the losses are reshaped to it, which fails when the model runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import Dims, dims, rank
+from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.spec import Terms
 
 Extents = list[int | ir.Value]
@@ -37,7 +40,7 @@ def sum_and_count(
     """
     losses, w = terms.losses, terms.weights
     if rank(losses) is None:
-        losses, label = _ranked(op, losses, label, [] if weight is None else [weight])
+        losses, label = _with_ranks(op, losses, label, [] if weight is None else [weight])
     shape, dtype = dims(losses), losses.dtype
     assert shape is not None
     assert dtype is not None
@@ -58,15 +61,56 @@ def sum_and_count(
         if rank(weight) == 1:
             weight = op.Reshape(weight, [-1] + [1] * (len(shape) - 1))
         else:
-            weight, covers = expanded(op, weight, target, losses), True
+            weight, covers = broadcast_weights(op, weight, target, losses), True
         w = weight if w is None else w * weight
     if w is None:
-        return op.ReduceSum(losses, keepdims=0), _product(op, target, dtype)
+        total = op.ReduceSum(losses, keepdims=0)
+        if isinstance(target, list):
+            return total, op.const(np.asarray(np.prod(target), dtype.numpy()))
+        return total, op.Cast(op.ReduceProd(target, keepdims=0), to=dtype)
     count = op.ReduceSum(w if covers else op.Expand(w, target), keepdims=0)
     return op.ReduceSum(losses * w, keepdims=0), count
 
 
-def expanded(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
+def totals(
+    op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
+) -> tuple[ir.Value, ir.Value]:
+    """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
+
+    `losses` have a known rank. The second sum is computed from inputs of the graph and labels,
+    where they are proven to have the lengths of `losses`.
+    """
+    losses, axes = wide(op, losses), range(len(dims(losses) or ()))
+    if weight is None:
+        return op.ReduceSum(losses, keepdims=0), number_of(op, losses, axes, losses, labels)
+    weight = op.Cast(weight, to=losses.dtype)
+    column = op.Reshape(weight, [-1] + [1] * len(axes[1:]))
+    count = op.ReduceSum(weight, keepdims=0)
+    if axes[1:]:
+        count = count * number_of(op, losses, axes[1:], losses, labels)
+    return op.ReduceSum(losses * column, keepdims=0), count
+
+
+def number_of(
+    op: Any, x: ir.Value, axes: Iterable[int], like: ir.Value, labels: Iterable[ir.Value]
+) -> ir.Value:
+    """Write the product of the lengths of `x` along `axes`, in the dtype of `like`.
+
+    A symbolic length is read from an input that has it, so that `x` need not be computed.
+    """
+    lengths = {i: (dims(x) or (None,))[i] for i in axes}
+    inputs = [*labels, *op.graph.inputs]
+    count = op.const(float(prod(d for d in lengths.values() if isinstance(d, int))), like.dtype)
+    for i, d in lengths.items():
+        if not isinstance(d, int):
+            have_it = ((v, j) for v in inputs for j, e in enumerate(dims(v) or ()) if e == d)
+            source, axis = next(have_it, (x, i)) if d is not None else (x, i)
+            length = op.Squeeze(op.Shape(source, start=axis, end=axis + 1), [0])
+            count = count * op.Cast(length, to=like.dtype)
+    return count
+
+
+def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
     """Write weights in the shape of `like`; the Reshape fails if they are more."""
     every = op.emit("Expand", [weight, shape], {}, fresh=True)  # also if the symbols are the same
     return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
@@ -76,14 +120,14 @@ def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
     """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one each."""
     weight, n = op.Cast(weight, to=x.dtype), rank(x)
     if rank(weight) != 1:
-        return op.set_type_like(x * expanded(op, weight, op.Shape(x), x), x)
+        return op.set_type_like(x * broadcast_weights(op, weight, op.Shape(x), x), x)
     if n is None:
         flat = op.Reshape(x, [0, -1]) * op.Reshape(weight, [-1, 1])
         return op.set_type_like(op.Reshape(flat, op.Shape(x)), x)
     return op.set_type_like(x * op.Reshape(weight, [-1] + [1] * (n - 1)), x)
 
 
-def _ranked(
+def _with_ranks(
     op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     """Return losses and label of known rank: by inference, or else of rank 2, (N, terms)."""
@@ -144,10 +188,3 @@ def _extents(op: Any, losses: ir.Value, label: ir.Value) -> tuple[ir.Value, Exte
         losses = op.Reshape(losses, op.Shape(label) if whole else op.vector(*extents))
         losses.shape = ir.Shape(shape)
     return losses, extents, every and not rest
-
-
-def _product(op: Any, target: list[int] | ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Write the product of lengths, a scalar."""
-    if isinstance(target, list):
-        return op.const(np.asarray(np.prod(target), dtype.numpy()))
-    return op.Cast(op.ReduceProd(target, keepdims=0), to=dtype)

@@ -11,8 +11,10 @@ from math import exp, inf, log
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import VIEWS
+from onnxgrad.graph.axes import named_axes
+from onnxgrad.graph.operators import REORDERS, SELECTS, VIEWS
 from onnxgrad.graph.shapes import constant, dims, rank
+from onnxgrad.graph.traversal import made_by, subgraphs
 
 Range = tuple[float, float]
 
@@ -24,13 +26,12 @@ _FIXED: dict[str, Range] = {
     **dict.fromkeys(("Softplus", "Abs", "Sqrt"), (0.0, inf)),
     "LogSoftmax": (-inf, 0.0),
 }
+_OF_FIRST = REORDERS | SELECTS | frozenset(  # every element is one of the operand, or an average
+    "GlobalAveragePool GlobalMaxPool MaxPool ReduceMax ReduceMean ReduceMin".split()
+)  # fmt: skip
+_OF_ALL = frozenset("Concat Mean".split())
+_ALONG = VIEWS | {"Cast", "Expand", "Tile"}  # from a sum to what it divides
 _GUARDS = frozenset("Where Max Clip Add".split())  # against a sum of zero
-_UNION = frozenset(  # every element is one of the operands, or an average of several
-    "Cast Concat Expand Flatten Gather GatherElements GatherND GlobalAveragePool GlobalMaxPool "
-    "Identity MaxPool Mean ReduceMax ReduceMean ReduceMin Reshape Slice Split Squeeze Tile "
-    "Transpose Unsqueeze Where".split()
-)
-_JOINED = frozenset("Concat Mean".split())  # of all operands; of the others, the first counts
 
 
 def value_range(x: ir.Value) -> Range:
@@ -53,52 +54,60 @@ def _range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Ran
     if x is None or not depth:
         return _ANY
     if x not in ranges:
-        ranges[x] = _computed(x, lambda v: _range(v, depth - 1, ranges))
+        ranges[x] = _range_of_result(x, lambda v: _range(v, depth - 1, ranges))
     return ranges[x]
 
 
-def _computed(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Range:
+def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Range:
     """Return the range of `x` from those of the operands of its node."""
     node = x.producer()
-    if node is None or (node.op_type == "Constant" and not node.domain):
+    if node is None or made_by(x, "Constant"):
         return number(x) or _ANY
     if node.domain:
         return _ANY
     op_type, inputs = node.op_type, node.inputs
     if x.dtype == ir.DataType.BOOL:
         return 0.0, 1.0
-    if op_type in ("If", "Loop", "Scan"):
-        lows, highs = zip(*map(range_of, _in_subgraphs(node, x)), strict=True)
-        return min(lows), max(highs)
     if op_type in _FIXED:
         return _FIXED[op_type]
     if op_type == "Clip":
-        return _clipped(range_of(inputs[0]), inputs)
-    if op_type in _UNION:
-        used = inputs[1:] if op_type == "Where" else inputs if op_type in _JOINED else inputs[:1]
-        lows, highs = zip(*map(range_of, used), strict=True)
+        return _clip(range_of(inputs[0]), inputs)
+    if sources := _sources(node, x):
+        lows, highs = zip(*map(range_of, sources), strict=True)
         return min(lows), max(highs)
-    if op_type == "Resize":  # cubic interpolation may exceed its operands
-        cubic = node.attributes.get_string("mode", "nearest") == "cubic"
-        return _ANY if cubic else range_of(inputs[0])
     share = quotient(node) if op_type in ("Div", "Mul") else None
     if share is not None and summed_axes(*share) is not None and range_of(share[0])[0] >= 0:
         return 0.0, 1.0
     if op_type == "Sub" and summed_axes(inputs[0], inputs[1], ("ReduceLogSumExp", "ReduceMax")):
         return -inf, 0.0
-    if op_type not in _ARITHMETIC:
-        return _ANY
-    return _ARITHMETIC[op_type](*map(range_of, inputs))
+    if op_type in _INCREASING:
+        lows, highs = zip(*map(range_of, inputs), strict=True)
+        return _INCREASING[op_type](*lows), _INCREASING[op_type](*highs)
+    return _ARITHMETIC[op_type](*map(range_of, inputs)) if op_type in _ARITHMETIC else _ANY
+
+
+def _sources(node: ir.Node, x: ir.Value) -> Sequence[ir.Value | None]:
+    """Return values such that every element of the result `x` is one of theirs, or an average.
+
+    For other operators, there are none.
+    """
+    if node.op_type in ("If", "Loop", "Scan"):
+        return _in_subgraphs(node, x)
+    if node.op_type == "Where":
+        return node.inputs[1:]
+    if node.op_type == "Resize":  # cubic interpolation may exceed its operands
+        return node.inputs[: node.attributes.get_string("mode", "nearest") != "cubic"]
+    if node.op_type in _OF_ALL:
+        return node.inputs
+    return node.inputs[:1] if node.op_type in _OF_FIRST else ()
 
 
 def _in_subgraphs(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
     """Return the values that an output of an If, Loop or Scan may be, and a state's initial one."""
-    graphs = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-    index, before = x.index() or 0, 2 if node.op_type == "Loop" else 0  # trip count, condition
+    graphs, index = list(subgraphs(node)), x.index() or 0
+    before = 2 if node.op_type == "Loop" else 0  # trip count, condition
     values: list[ir.Value | None] = [g.outputs[index + before // 2] for g in graphs]
-    states = len(graphs[0].inputs) - (
-        node.attributes.get_int("num_scan_inputs", 0) if node.op_type == "Scan" else before
-    )
+    states = len(graphs[0].inputs) - before - node.attributes.get_int("num_scan_inputs", 0)
     if node.op_type != "If" and index < states:
         values.append(node.inputs[before + index])
     return values
@@ -112,7 +121,8 @@ def number(x: ir.Value) -> Range | None:
     return float(array.item()), float(array.item())
 
 
-def _clipped(x: Range, inputs: Sequence[ir.Value | None]) -> Range:
+def _clip(x: Range, inputs: Sequence[ir.Value | None]) -> Range:
+    """Return the range of a Clip, by those of its bounds that are constants."""
     bounds = [None if v is None else number(v) for v in (*inputs[1:], None, None)[:2]]
     low, high = (b[0] if b else end for b, end in zip(bounds, _ANY, strict=True))
     return min(max(x[0], low), high), max(min(x[1], high), low)
@@ -126,13 +136,11 @@ def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     if node.op_type == "Div":
         return inputs[0], inputs[1]
     if node.op_type == "Reciprocal":
-        one = ir.Value(name="one")
-        one.const_value = ir.tensor(np.float32(1))
-        return one, inputs[0]
+        return ir.Value(name="one", const_value=ir.tensor(np.float32(1))), inputs[0]
     if node.op_type == "Mul":
         for a, b in (inputs, inputs[::-1]):
-            inverse = stripped(b).producer()
-            if inverse is not None and inverse.op_type == "Reciprocal" and inverse.inputs[0]:
+            inverse = made_by(before_casts(b), "Reciprocal")
+            if inverse is not None and inverse.inputs[0] is not None:
                 return a, inverse.inputs[0]
     return None
 
@@ -147,42 +155,36 @@ def summed_axes(
     The reduction may be guarded against zero, and then `x` too, by 1 where the sum is zero.
     """
     guarded, column = False, None
-    node = None if total is None else total.producer()
-    while node is not None and not node.domain:
-        if node.op_type in VIEWS or node.op_type in ("Cast", "Expand", "Tile"):
-            column = column or (total if node.op_type in ("Reshape", "Squeeze") else column)
+    while (node := made_by(total, *_ALONG, *_GUARDS)) is not None:
+        if node.op_type in _ALONG:
+            column = column or (total if node.op_type in ("Reshape", "Squeeze") else None)
             total = node.inputs[0]
-        elif node.op_type in _GUARDS:
-            operands = [v for v in node.inputs[node.op_type == "Where" :] if v is not None]
-            rest = [v for v in operands if not _is_guard(v)]
+        else:
+            operands = node.inputs[node.op_type == "Where" :]
+            rest = [v for v in operands if v is not None and not _is_guard(v)]
             if len(rest) != 1:
                 return None
             guarded, total = True, rest[0]
-        else:
-            break
-        node = None if total is None else total.producer()
-    if node is None or x is None or node.op_type not in reductions or node.inputs[0] is None:
+    node = made_by(total, *reductions)
+    if node is None or x is None or node.inputs[0] is None:
         return None
     base = behind_guard(x) if guarded else x
-    if stripped(node.inputs[0]) is not stripped(base):
-        return None
-    return _aligned_axes(node, x, column)
+    is_of_x = before_casts(node.inputs[0]) is before_casts(base)
+    return _aligned_axes(node, x, column) if is_of_x else None
 
 
 def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
     """Return the axes of a reduction of `x`, if the result, reshaped as `column`, is along them."""
-    n, axes = rank(x), constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    if len(node.inputs) > 1 and node.inputs[1] is not None and axes is None:
-        return None
-    kept = node.attributes.get_int("keepdims", 1)
+    n, kept = rank(x), node.attributes.get_int("keepdims", 1)
     if n is None:
-        return None if axes is None or not kept else tuple(int(a) for a in axes.ravel())
-    along = tuple(range(n)) if axes is None else tuple(int(a) % n for a in axes.ravel())
-    if len(along) == n or (kept and column is None):
-        return along
+        stated = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        return None if stated is None or not kept else tuple(int(a) for a in stated.ravel())
+    along = named_axes(node)
+    if along is None or len(along) == n or (kept and column is None):
+        return None if along is None else tuple(along)
     shape = dims(column if column is not None else node.outputs[0])
-    aligned = shape is not None and len(shape) == n and all(shape[a] == 1 for a in along)
-    return along if aligned else None
+    is_aligned = shape is not None and len(shape) == n and all(shape[a] == 1 for a in along)
+    return tuple(along) if is_aligned else None
 
 
 def _is_guard(x: ir.Value) -> bool:
@@ -199,21 +201,17 @@ def _is_guard(x: ir.Value) -> bool:
 
 def behind_guard(x: ir.Value) -> ir.Value:
     """Return p if `x` is p + 1 in rows whose sum is zero, else `x`."""
-    node = x.producer()
-    if node is None or node.domain or node.op_type != "Add":
-        return x
-    rest = [v for v in node.inputs if v is not None and not _is_guard(v)]
+    node = made_by(x, "Add")
+    rest = [] if node is None else [v for v in node.inputs if v is not None and not _is_guard(v)]
     return rest[0] if len(rest) == 1 else x
 
 
-def stripped(x: ir.Value) -> ir.Value:
+def before_casts(x: ir.Value) -> ir.Value:
     """Return the value that `x` is, perhaps in another dtype."""
-    node = x.producer()
-    while node is not None and not node.domain and node.op_type in ("Identity", "Cast"):
+    while (node := made_by(x, "Identity", "Cast")) is not None:
         if node.inputs[0] is None or x.dtype == ir.DataType.BOOL:
             break
         x = node.inputs[0]
-        node = x.producer()
     return x
 
 
@@ -222,37 +220,23 @@ def _product(a: Range, b: Range) -> Range:
     return min(products), max(products)
 
 
-def _inverse(x: Range) -> Range:
-    return _quotient((1.0, 1.0), x)
-
-
 def _quotient(a: Range, b: Range) -> Range:
-    if b[0] <= 0 <= b[1]:
-        return _ANY
-    return _product(a, (1 / b[1], 1 / b[0]))
+    return _ANY if b[0] <= 0 <= b[1] else _product(a, (1 / b[1], 1 / b[0]))
 
 
-def _log(x: Range) -> Range:
-    low, high = (-inf if v <= 0 else inf if v == inf else log(v) for v in x)
-    return low, high
-
-
-def _exp(x: Range) -> Range:
-    low, high = (inf if v > 700 else exp(v) for v in x)
-    return low, high
-
-
+# of the lower ends of all operands the lower end, and of the upper ends the upper one
+_INCREASING: dict[str, Callable[..., float]] = {
+    **dict.fromkeys(("Add", "Sum"), lambda *xs: sum(xs)),
+    "Max": lambda *xs: max(xs),
+    "Min": lambda *xs: min(xs),
+    "Relu": lambda x: max(x, 0.0),
+    "Log": lambda x: -inf if x <= 0 else log(x),
+    "Exp": lambda x: inf if x > 700 else exp(x),
+}
 _ARITHMETIC: dict[str, Callable[..., Range]] = {
-    "Add": lambda *xs: (sum(x[0] for x in xs), sum(x[1] for x in xs)),
     "Sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "Neg": lambda x: (-x[1], -x[0]),
     "Mul": _product,
     "Div": _quotient,
-    "Reciprocal": _inverse,
-    "Neg": lambda x: (-x[1], -x[0]),
-    "Relu": lambda x: (max(x[0], 0.0), max(x[1], 0.0)),
-    "Max": lambda *xs: (max(x[0] for x in xs), max(x[1] for x in xs)),
-    "Min": lambda *xs: (min(x[0] for x in xs), min(x[1] for x in xs)),
-    "Log": _log,
-    "Exp": _exp,
+    "Reciprocal": lambda x: _quotient((1.0, 1.0), x),
 }
-_ARITHMETIC["Sum"] = _ARITHMETIC["Add"]

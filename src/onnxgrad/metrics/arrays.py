@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -37,140 +38,138 @@ class Rows(NamedTuple):
         return self.scores.argmax(axis=1)
 
 
-def class_rows(
-    name: str,
-    info: PredictionInfo,
-    prediction: np.ndarray,
-    label: np.ndarray,
-    weight: np.ndarray | None,
-) -> Rows:
-    """Return a batch as rows of scores and labels; raise ValueError for what does not fit."""
-    prediction = _numeric(name, "prediction", prediction)
-    label = _numeric(name, "label", label, info.ignore_nan)
-    convert = _of_one_score if info.classes is None else _of_classes
-    shape = label.shape
-    scores, label = convert(name, info, prediction, label)
-    weight = _weight(name, weight, shape, len(scores))
-    if label.ndim == 1 and (info.ignore_index is not None or info.ignore_nan):
-        keep = ~np.isnan(label) if info.ignore_nan else label != info.ignore_index
-        if not keep.all():
-            scores, label = scores[keep], label[keep]
-            weight = None if weight is None else weight[keep]
-    return Rows(scores, _checked(name, info, label), weight)
+@dataclass
+class Batch:
+    """A batch as a metric gets it; what does not fit raises ValueError in its name."""
 
+    name: str
+    info: PredictionInfo
+    prediction: np.ndarray
+    label: np.ndarray
+    weight: np.ndarray | None = None
 
-def _of_classes(
-    name: str, info: PredictionInfo, prediction: np.ndarray, label: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores (rows, classes), and labels: class indices, or shares of the classes."""
-    assert info.classes is not None
-    shape, rank = prediction.shape, prediction.ndim
-    axis = info.axis + rank if info.axis < 0 else info.axis
-    if not 0 < axis < rank or shape[axis] != info.classes:
-        raise ValueError(
-            f"metric {name!r}: a prediction of shape {shape} has no {info.classes} classes along "
-            f"axis {info.axis}"
-        )
-    scores = np.moveaxis(prediction, axis, -1).reshape(-1, info.classes)
-    if label.shape == shape:
-        return scores, np.moveaxis(label, axis, -1).reshape(-1, info.classes)
-    items = (*shape[:axis], *shape[axis + 1 :])
-    if label.shape not in (items, (*items, 1), (*shape[:axis], 1, *shape[axis + 1 :])):
-        raise _misfit(name, prediction, label, f"{items} of class indices, or {shape}")
-    return scores, label.reshape(-1)
+    def __post_init__(self) -> None:
+        self.prediction = self._numeric("prediction", self.prediction)
+        self.label = self._numeric("label", self.label, self.info.ignore_nan)
 
+    def class_rows(self) -> Rows:
+        """Return the batch as rows of scores and labels."""
+        info = self.info
+        scores, label = self._of_one_score() if info.classes is None else self._of_classes()
+        weight = self._weights(len(scores))
+        if label.ndim == 1 and (info.ignore_index is not None or info.ignore_nan):
+            keep = ~np.isnan(label) if info.ignore_nan else label != info.ignore_index
+            if not keep.all():
+                scores, label = scores[keep], label[keep]
+                weight = None if weight is None else weight[keep]
+        return Rows(scores, self._classes_of(label), weight)
 
-def _of_one_score(
-    name: str, info: PredictionInfo, prediction: np.ndarray, label: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scores of one of two classes and the labels, both (rows,)."""
-    if _without_ones(prediction.shape) != _without_ones(label.shape):
-        raise _misfit(name, prediction, label, f"{prediction.shape}")
-    return prediction.reshape(-1), label.reshape(-1)
+    def number_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return predictions and labels as float64 (rows, outputs), and the weights.
 
+        These are (rows,), or (rows, outputs) if each label has its own, or some are left out.
+        """
+        self._require_one_label_each()
+        weight, rows = self.weight, len(self.label)
+        shape = (len(self.prediction), int(np.prod(self.prediction.shape[1:])))
+        if weight is not None:
+            items = rows if np.ndim(weight) == 1 else self.label.size
+            weight = self._weights(items)
+            weight = weight if weight is None or items == rows else weight.reshape(shape)
+        arrays = self.prediction, self.label
+        f, y = (array.reshape(shape).astype(np.float64, copy=False) for array in arrays)
+        if self.info.ignore_nan and (nan := np.isnan(y)).any():
+            own = np.ones(len(y)) if weight is None else weight
+            weight, y = own.reshape(len(y), -1) * ~nan, np.where(nan, 0.0, y)
+        return f, y, weight
 
-def _checked(name: str, info: PredictionInfo, label: np.ndarray) -> np.ndarray:
-    """Return valid labels, class indices as int64."""
-    in_bounds = bool(((label >= 0) & (label <= 1)).all())
-    if info.classes is None:
-        if not in_bounds and not (abs(label) == 1).all():
+    def _of_classes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return scores (rows, classes), and labels: class indices, or shares of the classes."""
+        shape, label, classes = self.prediction.shape, self.label, self.info.classes
+        assert classes is not None
+        axis = self.info.axis + len(shape) if self.info.axis < 0 else self.info.axis
+        if not 0 < axis < len(shape) or shape[axis] != classes:
             raise ValueError(
-                f"metric {name!r}: labels of two classes are 0 and 1, -1 and 1, or between 0 and "
-                f"1, not from {label.min()} to {label.max()}; ignore_index names one to leave out"
+                f"metric {self.name!r}: a prediction of shape {shape} has no {classes} classes "
+                f"along axis {self.info.axis}"
             )
-        return label
-    if label.ndim == 2:
-        if not in_bounds:
+        scores = np.moveaxis(self.prediction, axis, -1).reshape(-1, classes)
+        if label.shape == shape:
+            return scores, np.moveaxis(label, axis, -1).reshape(-1, classes)
+        items = (*shape[:axis], *shape[axis + 1 :])
+        if label.shape not in (items, (*items, 1), (*shape[:axis], 1, *shape[axis + 1 :])):
+            raise self._misfit(f"{items} of class indices, or {shape}")
+        return scores, label.reshape(-1)
+
+    def _of_one_score(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the scores of one of two classes and the labels, both (rows,)."""
+        self._require_one_label_each()
+        return self.prediction.reshape(-1), self.label.reshape(-1)
+
+    def _classes_of(self, label: np.ndarray) -> np.ndarray:
+        """Return valid labels, class indices as int64."""
+        classes = self.info.classes
+        found = f"from {label.min()} to {label.max()}" if label.size else "none"
+        is_share = bool(((label >= 0) & (label <= 1)).all())
+        if classes is None:
+            if not is_share and not (abs(label) == 1).all():
+                raise ValueError(
+                    f"metric {self.name!r}: labels of two classes are 0 and 1, -1 and 1, or "
+                    f"between 0 and 1, not {found}; ignore_index names one to leave out"
+                )
+            return label
+        if label.ndim == 2:
+            if not is_share:
+                raise ValueError(
+                    f"metric {self.name!r}: labels that are shares of the classes are from 0 to 1, "
+                    f"not {found}"
+                )
+            return label
+        index = label.astype(np.int64, copy=False)
+        if not ((index == label) & (index >= 0) & (index < classes)).all():
             raise ValueError(
-                f"metric {name!r}: labels that are shares of the classes are from 0 to 1, not from "
-                f"{label.min()} to {label.max()}"
+                f"metric {self.name!r}: class indices must be integers from 0 to {classes - 1}, "
+                f"not {found}; ignore_index names one to leave out"
             )
-        return label
-    index = label.astype(np.int64, copy=False)
-    if not ((index == label) & (index >= 0) & (index < info.classes)).all():
-        raise ValueError(
-            f"metric {name!r}: class indices must be integers from 0 to {info.classes - 1}, not "
-            f"from {label.min()} to {label.max()}; ignore_index names one to leave out"
+        return index
+
+    def _numeric(self, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
+        """Return an array of numbers with rows; refuse NaN, unless it may have some."""
+        array = np.asarray(array)
+        if array.dtype.kind == "V":  # bfloat16 and the like of ml_dtypes
+            array = array.astype(np.float32)
+        if array.dtype.kind not in "biuf" or array.ndim == 0:
+            raise ValueError(
+                f"metric {self.name!r}: the {what} must be an array of numbers with rows, not of "
+                f"dtype {array.dtype} and shape {array.shape}"
+            )
+        if array.dtype.kind == "f" and not nan and np.isnan(array).any():
+            raise ValueError(f"metric {self.name!r}: the {what} has NaN")
+        return array
+
+    def _weights(self, items: int) -> np.ndarray | None:
+        """Return the weight of every item: its own, in the shape of the label, or its row's."""
+        if self.weight is None:
+            return None
+        weight, label = np.asarray(self.weight, np.float64), self.label.shape
+        if weight.shape != label[:1] and (weight.shape != label or weight.size != items):
+            raise ValueError(
+                f"metric {self.name!r}: weights of {label[0]} rows have shape {label[:1]}, not "
+                f"{weight.shape}"
+            )
+        if not ((weight >= 0) & (weight < np.inf)).all():
+            raise ValueError(f"metric {self.name!r}: weights must be finite and 0 or more")
+        return weight.ravel().repeat(items // weight.size) if weight.size else weight
+
+    def _require_one_label_each(self) -> None:
+        if _without_ones(self.prediction.shape) != _without_ones(self.label.shape):
+            raise self._misfit(f"{self.prediction.shape}")
+
+    def _misfit(self, needs: str) -> ValueError:
+        return ValueError(
+            f"metric {self.name!r}: labels of a prediction of shape {self.prediction.shape} have "
+            f"shape {needs}, not {self.label.shape}"
         )
-    return index
-
-
-def number_rows(
-    name: str,
-    info: PredictionInfo,
-    prediction: np.ndarray,
-    label: np.ndarray,
-    weight: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return predictions and labels as float64 (rows, outputs), and the weights.
-
-    These are (rows,), or (rows, outputs) if each label has its own, or some are left out.
-    """
-    prediction = _numeric(name, "prediction", prediction)
-    label = _numeric(name, "label", label, info.ignore_nan)
-    if _without_ones(prediction.shape) != _without_ones(label.shape):
-        raise _misfit(name, prediction, label, f"{prediction.shape}")
-    shape = (len(prediction), int(np.prod(prediction.shape[1:])))
-    if weight is not None:
-        items = len(label) if np.ndim(weight) == 1 else label.size
-        weight = _weight(name, weight, label.shape, items)
-        weight = weight if weight is None or items == len(label) else weight.reshape(shape)
-    f, y = (array.reshape(shape).astype(np.float64, copy=False) for array in (prediction, label))
-    if info.ignore_nan and (nan := np.isnan(y)).any():
-        own = np.ones(len(y)) if weight is None else weight
-        weight, y = own.reshape(len(y), -1) * ~nan, np.where(nan, 0.0, y)
-    return f, y, weight
-
-
-def _numeric(name: str, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
-    """Return an array of numbers with rows; raise ValueError for NaN, unless it may have some."""
-    array = np.asarray(array)
-    if array.dtype.kind == "V":  # bfloat16 and the like of ml_dtypes
-        array = array.astype(np.float32)
-    if array.dtype.kind not in "biuf" or array.ndim == 0:
-        raise ValueError(
-            f"metric {name!r}: the {what} must be an array of numbers with rows, not of dtype "
-            f"{array.dtype} and shape {array.shape}"
-        )
-    if array.dtype.kind == "f" and not nan and np.isnan(array).any():
-        raise ValueError(f"metric {name!r}: the {what} has NaN")
-    return array
-
-
-def _weight(
-    name: str, weight: np.ndarray | None, label: tuple[int, ...], items: int
-) -> np.ndarray | None:
-    """Return the weight of every item: its own, in the shape of the label, or that of its row."""
-    if weight is None:
-        return None
-    weight, rows = np.asarray(weight, np.float64), label[:1]
-    if weight.shape != rows and (weight.shape != label or weight.size != items):
-        raise ValueError(
-            f"metric {name!r}: weights of {rows[0]} rows have shape {rows}, not {weight.shape}"
-        )
-    if not ((weight >= 0) & (weight < np.inf)).all():
-        raise ValueError(f"metric {name!r}: weights must be finite and 0 or more")
-    return weight.ravel().repeat(items // weight.size) if weight.size else weight
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,10 +178,3 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     while end > 1 and shape[end - 1] == 1:
         end -= 1
     return shape[:end]
-
-
-def _misfit(name: str, prediction: np.ndarray, label: np.ndarray, needs: str) -> ValueError:
-    return ValueError(
-        f"metric {name!r}: labels of a prediction of shape {prediction.shape} have shape {needs}, "
-        f"not {label.shape}"
-    )

@@ -119,24 +119,6 @@ class Metric:
         _ = self.info
 
 
-class ClassMetric(Metric):
-    """Base of the metrics that compare classes."""
-
-    def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches; refuse a regression."""
-        if prediction.classes is None and prediction.threshold is None:
-            raise ValueError(
-                f"metric {self.name!r} compares classes, but the prediction is one of numbers "
-                "(regression): use such as 'mae' or 'r2', or a loss for classification"
-            )
-        super().begin(prediction)
-
-    @property
-    def n_classes(self) -> int:
-        """Number of classes; 2 if the prediction is the score of one of two."""
-        return self.info.classes or 2
-
-
 class Mean:
     """A weighted mean of values that come in batches."""
 

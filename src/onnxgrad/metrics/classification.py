@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxgrad.errors import unknown
-from onnxgrad.metrics.arrays import Rows, class_rows
-from onnxgrad.metrics.base import ClassMetric, Mean, PredictionInfo, nothing
+from onnxgrad.metrics.arrays import Rows
+from onnxgrad.metrics.base import PredictionInfo, nothing
+from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
 
 AVERAGES = ("binary", "macro", "micro", "weighted")
 
 
 @dataclass
-class Accuracy(ClassMetric):
+class Accuracy(MeanMetric):
     """Share of the labels that the prediction hits.
 
     Each element of a score of one of two classes counts as a prediction of its own.
@@ -32,24 +33,8 @@ class Accuracy(ClassMetric):
 
     name = "accuracy"
 
-    def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
-        super().begin(prediction)
-        self._mean = Mean()
-
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch."""
-        rows = class_rows(self.name, self.info, prediction, label, weight)
-        self._mean.add(self._hits(rows), rows.weight)
-
-    def compute(self) -> float:
-        """Return the share of hits."""
-        self.check_begun()
-        return float(self._mean.compute(self.name))
-
-    def _hits(self, rows: Rows) -> np.ndarray:
+    def values(self, rows: Rows) -> np.ndarray:
+        """Return whether each row hits."""
         return rows.predicted(self.info) == rows.true
 
 
@@ -91,9 +76,10 @@ class TopK(Accuracy):
                 f"metric {self.name!r} of {self.n_classes} classes is always 1: choose a lower k"
             )
 
-    def _hits(self, rows: Rows) -> np.ndarray:
+    def values(self, rows: Rows) -> np.ndarray:
+        """Return whether each row has its class among the k of the highest scores."""
         if rows.scores.ndim == 1:  # then k is 1
-            return super()._hits(rows)
+            return super().values(rows)
         true = rows.true[:, None]
         score = np.take_along_axis(rows.scores, true, axis=1)
         before = (rows.scores == score) & (np.arange(rows.scores.shape[1]) < true)
@@ -125,11 +111,8 @@ class CountMetric(ClassMetric):
         super().begin(prediction)
         self._counts = Counts(self.n_classes)
 
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch."""
-        rows = class_rows(self.name, self.info, prediction, label, weight)
+    def add(self, rows: Rows) -> None:
+        """Count the rows of a batch."""
         self._counts.add(rows.predicted(self.info), rows.true, rows.weight)
 
     def _nonempty(self) -> Counts:
@@ -329,11 +312,8 @@ class ConfusionMatrix(ClassMetric):
         super().begin(prediction)
         self._matrix = np.zeros((self.n_classes, self.n_classes), np.int64)
 
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch."""
-        rows = class_rows(self.name, self.info, prediction, label, weight)
+    def add(self, rows: Rows) -> None:
+        """Count the rows of a batch."""
         n = self.n_classes
         cells = rows.true * n + rows.predicted(self.info)
         self._matrix = self._matrix + np.bincount(cells, rows.weight, n * n).reshape(n, n)

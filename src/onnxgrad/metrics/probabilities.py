@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxgrad.metrics.arrays import Rows, class_rows
-from onnxgrad.metrics.base import ClassMetric, Mean, PredictionInfo, nothing
+from onnxgrad.metrics.arrays import Rows
+from onnxgrad.metrics.base import PredictionInfo, nothing
+from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
 
 
 @dataclass
-class LogLoss(ClassMetric):
+class LogLoss(MeanMetric):
     """Mean of -log p, p the probability of the label; cross-entropy for soft labels.
 
     Logits go through log-softmax or log-sigmoid, and probabilities are clipped as by scikit-learn's
@@ -32,24 +33,11 @@ class LogLoss(ClassMetric):
     name = "log_loss"
     higher_is_better = False
 
-    def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
-        super().begin(prediction)
-        self._mean = Mean()
-
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch; raise ValueError for probabilities outside of [0, 1]."""
-        rows = class_rows(self.name, self.info, prediction, label, weight)
+    def values(self, rows: Rows) -> np.ndarray:
+        """Return -log p of each row; raise ValueError for probabilities outside of [0, 1]."""
         if rows.scores.ndim == 1:
             rows = rows._replace(label=np.maximum(rows.label, 0))  # labels may be -1 and 1
-        self._mean.add(_losses(self.name, self.info, rows), rows.weight)
-
-    def compute(self) -> float:
-        """Return the mean."""
-        self.check_begun()
-        return float(self._mean.compute(self.name))
+        return _losses(self.name, self.info, rows)
 
 
 @dataclass
@@ -110,11 +98,8 @@ class AUC(ClassMetric):
         super().begin(prediction)
         self._batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch."""
-        rows = class_rows(self.name, self.info, prediction, label, weight)
+    def add(self, rows: Rows) -> None:
+        """Keep the scores, classes and weights of a batch."""
         scores, weight = rows.scores, rows.weight
         if self.n_classes > 2:
             scores = _probabilities(self.name, self.info, scores)
@@ -163,7 +148,7 @@ def _losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
             scores = scores.astype(np.float64, copy=False)
             losses = [np.logaddexp(0, scores), np.logaddexp(0, -scores)]
         else:
-            losses = [-_log(1 - scores), -_log(_bounded(name, scores))]
+            losses = [-_log(1 - scores), -_log(_in_bounds(name, scores))]
         return (1 - label) * losses[0] + label * losses[1]
     logs = _log_softmax(scores) if info.from_logits else _log(_normal(name, scores))
     if label.ndim == 1:
@@ -186,7 +171,7 @@ def _log(probabilities: np.ndarray) -> np.ndarray:
     return np.log(np.clip(probabilities.astype(np.float64), eps, 1 - eps))
 
 
-def _bounded(name: str, probabilities: np.ndarray) -> np.ndarray:
+def _in_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
     if len(probabilities) and not (probabilities.min() >= 0 and probabilities.max() <= 1):
         raise ValueError(
             f"metric {name!r}: probabilities are from 0 to 1, not from {probabilities.min()} to "
@@ -197,7 +182,7 @@ def _bounded(name: str, probabilities: np.ndarray) -> np.ndarray:
 
 def _normal(name: str, probabilities: np.ndarray) -> np.ndarray:
     """Return probabilities; warn if those of a row do not add up to 1."""
-    sums = _bounded(name, probabilities).sum(axis=1, dtype=np.float64)
+    sums = _in_bounds(name, probabilities).sum(axis=1, dtype=np.float64)
     eps = np.finfo(probabilities.dtype if probabilities.dtype.kind == "f" else np.float64).eps
     if not (abs(sums - 1) <= np.sqrt(eps)).all():
         warnings.warn(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxgrad.metrics.arrays import number_rows
+from onnxgrad.metrics.arrays import Batch
 from onnxgrad.metrics.base import Mean, Metric, PredictionInfo
 
 
@@ -40,7 +40,7 @@ class MAE(Metric):
     ) -> None:
         """Add a batch."""
         self.check_begun()
-        f, y, weight = number_rows(self.name, self.info, prediction, label, weight)
+        f, y, weight = Batch(self.name, self.info, prediction, label, weight).number_rows()
         if self._outputs not in (None, f.shape[1]):
             raise ValueError(
                 f"metric {self.name!r}: a row has {f.shape[1]} numbers, earlier ones had "

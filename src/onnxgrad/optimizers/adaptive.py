@@ -12,15 +12,16 @@ import onnx_ir as ir
 from onnxgrad.optimizers.base import Inputs, Optimizer, Shape, Slots, check_range, double, power
 
 
+@dataclass(frozen=True)
 class _Moments(Optimizer):
     """Slots m <- b1 m + u and v <- b2 v + u^2: the means of Adam divided by 1 - b1 and 1 - b2.
 
     So one node less is needed for each, and squares of small gradients do not vanish.
     """
 
-    b1: float
-    b2: float
-    eps: float
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
 
     def __post_init__(self) -> None:
         check_range(0.0, 1.0, b1=self.b1, b2=self.b2)
@@ -51,9 +52,6 @@ class ScaleByAdam(_Moments):
         ('m', 'v')
     """
 
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
     amsgrad: bool = False
     elementwise = True
 
@@ -111,9 +109,6 @@ class ScaleByAdamax(_Moments):
         ('m', 'norm')
     """
 
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
     slots = ("m", "norm")
     elementwise = True
 
@@ -138,9 +133,6 @@ class ScaleByNadam(_Moments):
         ()
     """
 
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
     momentum_decay: float = 4e-3
     slots = ("m", "v", "mu_product")
     elementwise = True
@@ -183,9 +175,6 @@ class ScaleByRadam(_Moments):
         ('m', 'v')
     """
 
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
     slots = ("m", "v")
     elementwise = True
 

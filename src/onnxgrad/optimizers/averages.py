@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,7 +10,16 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.optimizers.adaptive import ScaleByAdam
-from onnxgrad.optimizers.base import Chain, Inputs, Optimizer, Shape, Slots, check_range, double
+from onnxgrad.optimizers.base import (
+    Arrays,
+    Chain,
+    Inputs,
+    Optimizer,
+    Shape,
+    Slots,
+    check_range,
+    double,
+)
 from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 
 
@@ -44,6 +53,11 @@ class Around(Optimizer):
         return self.optimizer.joint
 
     @property
+    def averages(self) -> bool:  # type: ignore[override]
+        """Return whether the optimizer averages weights."""
+        return self.optimizer.averages
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """Names of the slots of the optimizer, and of its own."""
         return (*self.optimizer.slots, *self.own)
@@ -71,13 +85,21 @@ class Around(Optimizer):
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of the optimizer, then those around it."""
         inner = {slot: slots[slot] for slot in self.optimizer.slots}
-        u, new = self.optimizer.update(op, u, inner, inputs)
+        u, new = self.optimizer.update(op, u, inner, self.inner_inputs(inputs))
         u, own = self.around(op, u, {slot: slots[slot] for slot in self.own}, inputs)
         return u, new | own
+
+    def inner_inputs(self, inputs: Inputs) -> Inputs:
+        """Return the inputs of the optimizer."""
+        return inputs
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write what follows the step `u` of the optimizer."""
         return u, {}
+
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
+        """Return what the optimizer evaluates."""
+        return self.optimizer.evaluated(weight, slots, steps)
 
 
 @dataclass(frozen=True)
@@ -108,9 +130,7 @@ class Ema(Around):
         new = inputs.weight + u
         return u, {"average": self.decay * slots["average"] + (1 - self.decay) * new}
 
-    def evaluated(
-        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
-    ) -> np.ndarray:
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
         """Return the average; without a step, the weight."""
         if not steps or "average" not in slots:
             return weight
@@ -149,9 +169,7 @@ class Swa(Around):
         average = slots["average"]
         return u, {"average": average + (inputs.weight + u - average) * share}
 
-    def evaluated(
-        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
-    ) -> np.ndarray:
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
         """Return the average; before the step `start`, the weight."""
         return slots["average"] if steps >= self.start and "average" in slots else weight
 
@@ -183,9 +201,7 @@ class Lookahead(Around):
         slow = slots["slow"] + ahead * (syncs * self.alpha)
         return u - ahead * (syncs * (1 - self.alpha)), {"slow": slow}
 
-    def evaluated(
-        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
-    ) -> np.ndarray:
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
         """Return the slow weights."""
         return slots.get("slow", weight)
 
@@ -231,9 +247,7 @@ class ScheduleFree(Around):
         total = op.Cast(total, to=u.dtype)
         return step, {"z": slots["z"] + u, "weight_sum": total, "largest_rate": rate}
 
-    def evaluated(
-        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
-    ) -> np.ndarray:
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
         """Return x = w + (1 / b1 - 1) (w - z)."""
         if "z" not in slots:
             return weight

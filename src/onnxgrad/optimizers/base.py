@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxgrad.errors import printable
 
 Slots = dict[str, ir.Value]
+Arrays = Mapping[str, np.ndarray]
 Shape = tuple[int, ...]
 
 
@@ -129,9 +130,7 @@ class Optimizer:
             return u, {}
         raise NotImplementedError
 
-    def evaluated(
-        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
-    ) -> np.ndarray:
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
         """Return the weight to evaluate and export after `steps` steps; by default `weight`."""
         return weight
 
@@ -223,9 +222,7 @@ class Chain(Optimizer):
             new |= {name: updated[slot] for slot, name in names.items()}
         return u, new
 
-    def evaluated(
-        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
-    ) -> np.ndarray:
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
         """Return what the last part evaluates."""
         own = {slot: slots[name] for slot, name in self._names()[-1].items() if name in slots}
         return self.parts[-1].evaluated(weight, own, steps)
@@ -240,11 +237,27 @@ class Chain(Optimizer):
 
     def _part_of(self, name: str) -> tuple[Optimizer, str]:
         """Return the part that has the slot `name` of the chain, and its name there."""
-        for part, names in zip(self.parts, self._names(), strict=True):
-            for slot, renamed in names.items():
-                if renamed == name:
-                    return part, slot
-        raise KeyError(name)
+        parts = zip(self.parts, self._names(), strict=True)
+        return {new: (part, old) for part, names in parts for old, new in names.items()}[name]
+
+
+class Excluding(Optimizer):
+    """Base of transforms that leave out weights whose names match patterns of `fnmatch`."""
+
+    exclude: Iterable[str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.exclude, str):  # its letters would be the patterns
+            raise ValueError(f"exclude is a list of patterns: write exclude=({self.exclude!r},)")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError for a pattern in `exclude` that matches none of the names."""
+        check_patterns(self.exclude, names)
+
+    def excludes(self, name: str) -> bool:
+        """Return whether one of the patterns matches the name."""
+        return matches(name, self.exclude)
 
 
 def double(op: Any, scalar: ir.Value) -> ir.Value:
@@ -278,13 +291,6 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
                 f"the pattern {pattern!r} matches none of the trained weights ({shown}{more}): "
                 "correct it, or leave it out"
             )
-
-
-def as_patterns(patterns: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Return the patterns as a tuple; a string is refused, as its letters would be the patterns."""
-    if isinstance(patterns, str):
-        raise ValueError(f"{argument} is a list of patterns: write {argument}=({patterns!r},)")
-    return tuple(patterns)
 
 
 def check_range(low: float, high: float, **arguments: float) -> None:

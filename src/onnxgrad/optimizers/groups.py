@@ -6,16 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-import onnx_ir as ir
-
 from onnxgrad.errors import printable
 from onnxgrad.optimizers.averages import Around
 from onnxgrad.optimizers.base import (
+    Excluding,
     Inputs,
     Optimizer,
     Shape,
-    Slots,
-    as_patterns,
     check_patterns,
     check_range,
     matches,
@@ -81,24 +78,9 @@ class WithRate(Around):
         super().__post_init__()
         check_range(0.0, float("inf"), rate=self.rate)
 
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer is elementwise."""
-        return self.optimizer.elementwise
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer averages weights."""
-        return self.optimizer.averages
-
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of the optimizer, with its learning rate."""
-        rate = inputs.minus_learning_rate * self.rate
-        return self.optimizer.update(op, u, slots, replace(inputs, minus_learning_rate=rate))
-
-    def evaluated(self, weight: Any, slots: Any, steps: int) -> Any:
-        """Return what the optimizer evaluates."""
-        return self.optimizer.evaluated(weight, slots, steps)
+    def inner_inputs(self, inputs: Inputs) -> Inputs:
+        """Return the inputs with the learning rate times the factor."""
+        return replace(inputs, minus_learning_rate=inputs.minus_learning_rate * self.rate)
 
 
 class Choice(Optimizer):
@@ -191,7 +173,7 @@ class ParamGroups(Choice):
 
 
 @dataclass(frozen=True)
-class ByRank(Choice):
+class ByRank(Excluding, Choice):
     """One optimizer for matrices, another for all other weights and those with excluded names.
 
     Examples:
@@ -205,7 +187,7 @@ class ByRank(Choice):
     exclude: Iterable[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exclude", as_patterns(self.exclude, "exclude"))
+        super().__post_init__()
         self.check_members()
 
     @property
@@ -215,13 +197,13 @@ class ByRank(Choice):
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
         """Return the optimizer of one weight."""
-        matrix = len(shape) == 2 and not matches(name, self.exclude)
+        matrix = len(shape) == 2 and not self.excludes(name)
         return (self.matrices if matrix else self.other).for_weight(name, shape)
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raise ValueError for a pattern that matches none of the names."""
         names = list(names)
-        check_patterns(self.exclude, names)
+        super().check_names(names)
         for member in self.members:
             member.check_names(names)
 

@@ -13,15 +13,13 @@ import onnx_ir as ir
 from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.optimizers.base import (
+    Excluding,
     Inputs,
     Optimizer,
     Shape,
     Slots,
-    as_patterns,
-    check_patterns,
     check_range,
     double,
-    matches,
     norm,
 )
 
@@ -44,7 +42,7 @@ class ScaleByTrustRatio(Optimizer):
 
 
 @dataclass(frozen=True)
-class Adafactor(Optimizer):
+class Adafactor(Excluding):
     """c = t^beta2_decay;  R <- R + c (rowmean(u^2) - R),  C <- C + c (columnmean(u^2) - C);
     V = R C / max(mean(R), eps1);  U = u / sqrt(max(V, eps1^2));
     u -> -a U / max(1, rms(U) / d) - lr weight_decay w,  a = max(eps2, rms(w)) min(lr, 1 / sqrt(t)).
@@ -67,7 +65,7 @@ class Adafactor(Optimizer):
     factored: bool | None = None  # for one weight: whether V is a product
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exclude", as_patterns(self.exclude, "exclude"))
+        super().__post_init__()
         check_range(1.0, np.inf, d=self.d)
 
     @property
@@ -82,12 +80,8 @@ class Adafactor(Optimizer):
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
         """Return the optimizer that knows whether there are two axes, and whether w decays."""
-        decay = 0.0 if matches(name, self.exclude) else self.weight_decay
+        decay = 0.0 if self.excludes(name) else self.weight_decay
         return replace(self, weight_decay=decay, exclude=(), factored=len(shape) > 1)
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise ValueError for a pattern in `exclude` that matches none of the names."""
-        check_patterns(self.exclude, names)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the means, the scaled step and its limit."""

@@ -104,7 +104,7 @@ def adamw(
         >>> optimizer.parts[1].decay, optimizer.slots
         (0.1, ('m', 'v'))
     """
-    return _decoupled(weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad))
+    return _chain_with_decay(weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad))
 
 
 def adamax(
@@ -238,7 +238,7 @@ def lion(
         >>> lion().slots
         ('m',)
     """
-    return _decoupled(weight_decay, exclude, adaptive.ScaleByLion(b1, b2))
+    return _chain_with_decay(weight_decay, exclude, adaptive.ScaleByLion(b1, b2))
 
 
 def lamb(
@@ -318,7 +318,7 @@ def muon(
     """
     matrices = Orthogonalize(momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
     others = other.resolved(adamw()) if isinstance(other, ParamGroup) else other or adamw()
-    return ByRank(_decoupled(weight_decay, (), matrices), others, exclude)
+    return ByRank(_chain_with_decay(weight_decay, (), matrices), others, exclude)
 
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
@@ -356,7 +356,7 @@ def _with_penalty(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimiz
     return Chain(chain) if len(chain) > 1 else chain[0]
 
 
-def _decoupled(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
+def _chain_with_decay(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
     """Return the chain in which weight decay follows the other parts."""
     return Chain((*parts, _decay(decay, exclude), ScaleByLearningRate()))
 

@@ -8,15 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.optimizers.base import (
-    Inputs,
-    Optimizer,
-    Shape,
-    Slots,
-    as_patterns,
-    check_patterns,
-    matches,
-)
+from onnxgrad.optimizers.base import Excluding, Inputs, Optimizer, Shape, Slots
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Trace(Optimizer):
 
 
 @dataclass(frozen=True)
-class AddDecayedWeights(Optimizer):
+class AddDecayedWeights(Excluding):
     """u -> u + decay w.  Loshchilov & Hutter 2019, arXiv:1711.05101.
 
     Before a transform that scales by moments, this is an L2 penalty; behind it, the decay is
@@ -83,17 +75,10 @@ class AddDecayedWeights(Optimizer):
     exclude: Iterable[str] = ()
     elementwise = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "exclude", as_patterns(self.exclude, "exclude"))
-
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
         """Return the decay of one weight: zero if it is excluded."""
-        decay = 0.0 if matches(name, self.exclude) else self.decay
+        decay = 0.0 if self.excludes(name) else self.decay
         return replace(self, decay=decay, exclude=())
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise ValueError for a pattern in `exclude` that matches none of the names."""
-        check_patterns(self.exclude, names)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the sum."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.metrics.arrays import class_rows, number_rows
+from onnxgrad.metrics.arrays import Batch
 from onnxgrad.report.measures import histogram
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.judges import prediction_info
@@ -37,7 +37,7 @@ class _Classes:
 
     def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
         about = prediction_info(self.info, prediction)
-        rows = class_rows(_NAME, about, prediction, label, None)
+        rows = Batch(_NAME, about, prediction, label).class_rows()
         self.classes = rows.scores.shape[1] if rows.scores.ndim == 2 else 2
         pairs = rows.true * self.classes + rows.predicted(about)
         for pair, count in zip(*np.unique(pairs, return_counts=True), strict=True):
@@ -59,7 +59,7 @@ class _Numbers:
 
     def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
         info = prediction_info(self.info, prediction)
-        shown, wanted, counts = number_rows(_NAME, info, prediction, label, None)
+        shown, wanted, counts = Batch(_NAME, info, prediction, label).number_rows()
         if counts is not None:  # the others are no labels
             wanted = np.where(counts, wanted, np.nan)
         if shown.shape[1] > COLUMNS:
@@ -195,7 +195,7 @@ def _row_values(info: LossInfo, predictions: Arrays, label: np.ndarray, row: int
     if info.classes is None and info.threshold is None:
         return {"label": _first(wanted), "prediction": _first(prediction)}
     about = prediction_info(info, prediction)
-    rows = class_rows(_NAME, about, prediction, wanted, None)
+    rows = Batch(_NAME, about, prediction, wanted).class_rows()
     shown = {"label": _first(rows.true), "prediction": _first(rows.predicted(about))}
     scores = rows.scores.max(axis=1) if rows.scores.ndim == 2 else rows.scores
     return {**shown, "score": _first(scores), "classes": True}

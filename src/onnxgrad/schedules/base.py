@@ -1,12 +1,15 @@
-"""What a schedule is: the learning rate as a function of the step."""
+"""What a learning rate is, and a schedule: a learning rate as a function of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from math import isfinite
 from operator import index
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from onnxgrad.schedules.rates import Rates
 
 Check = Callable[[str, Any], Any]
 
@@ -16,7 +19,29 @@ def argument(check: Check, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-class Schedule:
+class LearningRate:
+    """Base of what a trainer takes as a learning rate."""
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The names in an entry of the history on which the rate depends."""
+        return ()
+
+    def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
+        """Return the rates of a training.
+
+        Args:
+            state: the `TrainState` with which it begins.
+            steps: their number in the whole training; None if it is not known.
+            member: the number of that of a stack whose rates they are; None: there is one model.
+
+        Raises:
+            ValueError: the rate needs the number of steps.
+        """
+        raise NotImplementedError
+
+
+class Schedule(LearningRate):
     """Base of the learning rates by step; a schedule of your own overrides `__call__`.
 
     Schedules are frozen dataclasses: compared, printed and pickled by their arguments. Steps count
@@ -58,9 +83,13 @@ class Schedule:
         Raises:
             ValueError: `steps` is no integer of 1 or more.
         """
-        steps = count("steps", steps)
-        open_ended = "steps" in vars(self) and vars(self)["steps"] is None
-        return replace(self, steps=steps) if open_ended else self  # type: ignore[type-var]
+        steps, own = count("steps", steps), vars(self)
+        arguments: Any = fields(self) if is_dataclass(type(self)) else ()  # type: ignore[arg-type]
+        shares = [f.name for f in arguments if f.metadata.get("check") is count_or_share]
+        filled: dict[str, Any] = {name: resolve(own[name], steps) for name in shares}
+        if own.get("steps", steps) is None:
+            filled["steps"] = steps
+        return replace(self, **filled) if filled else self  # type: ignore[type-var]
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
         """Return the learning rate of a step after the observations in `state`, {} for none."""
@@ -76,10 +105,14 @@ class Schedule:
         """
         return dict(state)
 
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The names in an entry of the history on which the rate depends."""
-        return ()
+    def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
+        """Return the rates of a training, whose `state` keeps what the schedule has observed."""
+        from onnxgrad.schedules.rates import ByStep  # it brings numpy
+
+        schedule = self if steps is None else self.over(steps)
+        rates = ByStep(schedule, state, member)
+        rates.at(0, 1)  # raises if it needs the number of steps
+        return rates
 
     @property
     def length(self) -> int | None:
@@ -186,8 +219,8 @@ def resolve(value: int | float, steps: int) -> int:
     return max(round(value * steps), 1) if isinstance(value, float) else value
 
 
-def resolved(schedule: Schedule, name: str) -> int:
-    """Return the `count_or_share` in a field; raise ValueError if it is still a share."""
+def steps_in(schedule: Schedule, name: str) -> int:
+    """Return the number of steps in a field; raise ValueError if it is still a share."""
     value = vars(schedule)[name]
     if isinstance(value, float):
         raise ValueError(

@@ -15,8 +15,8 @@ from onnxgrad.schedules.base import (
     count_or_share,
     number,
     resolve,
-    resolved,
     select,
+    steps_in,
 )
 
 
@@ -38,17 +38,17 @@ class Warmup(Schedule):
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
         """Return the rate of a step; `state` is that of the schedule."""
-        warmup = resolved(self, "warmup")
+        warmup = steps_in(self, "warmup")
         if step >= warmup:
             return self.schedule.rate(step - warmup, state)
         return self.start + (self.schedule.rate(0, state) - self.start) * step / warmup
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
         """Return the state of the schedule after a record; those of the warm-up do not count."""
-        warmup = resolved(self, "warmup")
+        warmup = steps_in(self, "warmup")
         if not self.monitors or _steps_so_far(self, record) <= warmup:
             return dict(state)
-        return self.schedule.observed(state, _moved(record, warmup))
+        return self.schedule.observed(state, _counted_from(record, warmup))
 
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps, the warm-up included."""
@@ -117,7 +117,7 @@ class Join(Schedule):
             return dict(state)
         starts = self._starts()
         i = max(bisect_left(starts, _steps_so_far(self, record)) - 1, 0)
-        own = self.schedules[i].observed(state.get(str(i), {}), _moved(record, starts[i]))
+        own = self.schedules[i].observed(state.get(str(i), {}), _counted_from(record, starts[i]))
         return {**state, str(i): own} if own else dict(state)
 
     def over(self, steps: int) -> Self:
@@ -143,7 +143,7 @@ class Join(Schedule):
     def _starts(self) -> list[int]:
         """Return the first step of each schedule."""
         if any(isinstance(b, float) for b in self.boundaries):
-            resolved(self, "boundaries")
+            steps_in(self, "boundaries")
         return [0, *map(int, self.boundaries)]
 
 
@@ -156,7 +156,7 @@ def _steps_so_far(schedule: Schedule, record: Mapping[str, float]) -> float:
     return record["step"]
 
 
-def _moved(record: Mapping[str, float], start: int) -> dict[str, float]:
+def _counted_from(record: Mapping[str, float], start: int) -> dict[str, float]:
     """Return a record whose `step` counts from the first step of a schedule."""
     return {**record, "step": record["step"] - start}
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import cos, pi, sqrt
-from typing import Any, Self
 
 from onnxgrad.errors import unknown
 from onnxgrad.schedules.base import (
@@ -15,8 +14,8 @@ from onnxgrad.schedules.base import (
     number,
     positive,
     resolve,
-    resolved,
     share,
+    steps_in,
     steps_or_none,
 )
 from onnxgrad.schedules.compose import Warmup
@@ -82,17 +81,13 @@ class CosineRestarts(Schedule):
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
-        period = resolved(self, "period")
+        period = steps_in(self, "period")
         if self.factor == 1:
             step %= period
         while step >= period:
             step -= period
             period *= self.factor
         return _cosine(self.peak, self.end, step / period)
-
-    def over(self, steps: int) -> Self:
-        """Return the schedule with a number of steps as its first period."""
-        return _replaced(self, "period", steps)
 
 
 @dataclass(frozen=True)
@@ -150,21 +145,12 @@ class InverseSqrt(Schedule):
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
-        warmup = resolved(self, "warmup")
+        warmup = steps_in(self, "warmup")
         return self.peak * (step / warmup if step < warmup else sqrt(warmup / step))
-
-    def over(self, steps: int) -> Self:
-        """Return the schedule with a number of steps as its warm-up."""
-        return _replaced(self, "warmup", steps)
 
 
 def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + cos(pi * done)) / 2
-
-
-def _replaced(schedule: Any, name: str, steps: int) -> Any:
-    """Return a schedule in which the `count_or_share` of that name is a number of steps."""
-    return replace(schedule, **{name: resolve(vars(schedule)[name], count("steps", steps))})
 
 
 def step_decay(rate: float, every: int, factor: float = 0.1) -> Schedule:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from onnxgrad.errors import unknown
 from onnxgrad.schedules.base import Schedule, argument, count, number
 
-
-def _zero_or_more(name: str, value: Any) -> int:
-    return count(name, value, low=0)
+_zero_or_more = partial(count, low=0)
 
 
 @dataclass(frozen=True)

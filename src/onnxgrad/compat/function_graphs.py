@@ -1,0 +1,246 @@
+"""Small models by name: losses, penalties and updates, the parts of a training loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.forms import finish
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.compat.learning_losses import (
+    AbsoluteLearningLoss,
+    BaseLearningLoss,
+    ElasticLearningLoss,
+    FunctionLearningLoss,
+    NegLogLearningLoss,
+)
+from onnxgrad.compat.learning_penalties import weight_names
+from onnxgrad.compat.learning_rates import axpy, axpyw, axpyw2
+from onnxgrad.compat.loss_models import GRADIENT, LOSS, loss_outputs
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.losses.penalties import weight_penalty
+from onnxgrad.model.draft import Draft, Shape
+
+Values = dict[str, ir.Value]
+_functions: dict[str, Callable[..., Values]] = {}
+
+
+def _by_name(write: Callable[..., Values]) -> Callable[..., Values]:
+    """Let `function_onnx_graph` find what writes the outputs of a model into a draft."""
+    _functions[write.__name__] = write
+    return write
+
+
+for _update in (axpy, axpyw, axpyw2):
+    _by_name(_update)
+
+
+def function_onnx_graph(
+    name: str,
+    target_opset: int | None = None,
+    dtype: Any = np.float32,
+    weight_name: str | None = None,
+    **kwargs: Any,
+) -> ModelProto:
+    """Return a small model by name; `get_supported_functions` describes them.
+
+    An input of any shape is declared without a shape: onnxruntime runs such a model, `onnx.checker`
+    rejects it. The option `shape` declares one.
+
+    Args:
+        name: a key of `get_supported_functions()`.
+        target_opset: 14 to 26; None is 18.
+        dtype: numpy dtype of the floats.
+        weight_name: for losses, the name of an input of sample weights, (N,), ones by default; None
+            for none.
+        **kwargs: options of the function.
+
+    Raises:
+        ValueError: an unknown name or option, sample weights for a function that is not a loss, or
+            an invalid opset or dtype.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og, onnxruntime as ort
+        >>> model = og.function_onnx_graph("axpy", shape=[2])
+        >>> session = ort.InferenceSession(model.SerializeToString())
+        >>> feed = {"X1": [1, 2], "X2": [5, 5], "alpha": [-0.5]}
+        >>> session.run(["Y"], {name: np.float32(x) for name, x in feed.items()})
+        [array([4.5, 4. ], dtype=float32)]
+    """
+    supported = dict(sorted(_functions.items()))
+    if name not in supported:
+        raise unknown("function", name, supported)
+    options = dict(kwargs) if weight_name is None else {"weight_name": weight_name, **kwargs}
+    check_options(f"option of function {name!r}", options, supported[name], skip=1)
+    draft = Draft(name, target_opset, dtype)
+    with draft.op:
+        return draft.model(supported[name](draft, **options), finish)
+
+
+def get_supported_functions() -> dict[str, str]:
+    """Return `{name: description}` of the models of `function_onnx_graph`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.get_supported_functions()["copy"]
+        'Y = X, of any shape (or of `shape`).'
+    """
+    return {name: inspect.getdoc(write) or "" for name, write in sorted(_functions.items())}
+
+
+@_by_name
+def copy(draft: Draft, shape: Shape | None = None) -> Values:
+    """Y = X, of any shape (or of `shape`)."""
+    return {"Y": draft.input("X", shape)}
+
+
+@_by_name
+def zero(draft: Draft, shape: Shape | None = None) -> Values:
+    """Y = zeros like X, also where X is NaN, of any shape (or of `shape`)."""
+    return {"Y": draft.op.zeros_like(draft.input("X", shape))}
+
+
+@_by_name
+def linear_regression(draft: Draft) -> Values:
+    """Y = X A + B, X (N, d), A (d, k), B of a shape that broadcasts to (N, k), such as (1, k)."""
+    x, a = draft.input("X", ("N", "d")), draft.input("A", ("d", "k"))
+    return {"Y": draft.op.MatMul(x, a) + draft.input("B", (None, None))}
+
+
+@_by_name
+def square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
+    """Y = sum of w (X1 - X2)^2 multiply / 2, a scalar."""
+    return loss_outputs(draft, _SQUARE, {LOSS: "sum"}, weight_name, scale=multiply / 2)
+
+
+@_by_name
+def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
+    """Y_grad = multiply w (X2 - X1), the gradient of `square_error` with respect to X2."""
+    return loss_outputs(draft, _SQUARE, {GRADIENT: "gradient"}, weight_name, scale=multiply / 2)
+
+
+@_by_name
+def grad_loss_square_error(
+    draft: Draft, weight_name: str | None = None, multiply: float = 2
+) -> Values:
+    """Y = `square_error`, Y_grad = its gradient with respect to X2."""
+    return _with_gradient(draft, _SQUARE, weight_name, multiply / 2)
+
+
+@_by_name
+def reduce_mean_square(draft: Draft, weight_name: str | None = None) -> Values:
+    """Y = sum of w (X1 - X2)^2, divided by the number of elements, a scalar."""
+    return loss_outputs(draft, _SQUARE, {LOSS: "mean"}, weight_name)
+
+
+@_by_name
+def absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
+    """Y = sum of w |X1 - X2|, a scalar."""
+    return loss_outputs(draft, AbsoluteLearningLoss(), {LOSS: "sum"}, weight_name)
+
+
+@_by_name
+def grad_loss_absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
+    """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient with respect to X2."""
+    return _with_gradient(draft, AbsoluteLearningLoss(), weight_name)
+
+
+@_by_name
+def elastic_error(
+    draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
+) -> Values:
+    """Y = sum of w (l1_weight |X1 - X2| + l2_weight (X1 - X2)^2), a scalar."""
+    loss = ElasticLearningLoss(l1_weight, l2_weight)
+    return loss_outputs(draft, loss, {LOSS: "sum"}, weight_name)
+
+
+@_by_name
+def grad_loss_elastic_error(
+    draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
+) -> Values:
+    """Y = `elastic_error`, Y_grad = w (l1_weight sign(d) + 2 l2_weight d), d = X2 - X1."""
+    return _with_gradient(draft, ElasticLearningLoss(l1_weight, l2_weight), weight_name)
+
+
+@_by_name
+def grad_sigmoid_neg_log_loss_error(
+    draft: Draft, weight_name: str | None = None, eps: float = 1e-5
+) -> Values:
+    """Y = sum of w times -log of the probability of the int64 label X1, 0 or 1, clipped to
+    [eps, 1 - eps], where class 1 has the probability sigmoid(X2); Y_grad = w (sigmoid(X2) - X1).
+    """
+    return _with_gradient(draft, NegLogLearningLoss(eps), weight_name)
+
+
+@_by_name
+def grad_softmax_neg_log_loss_error(
+    draft: Draft, weight_name: str | None = None, eps: float = 1e-5
+) -> Values:
+    """Y = sum of w times -log of the probability of the int64 label X1 (N,), clipped to
+    [eps, 1 - eps], the classes of X2 (N, k) having the probabilities softmax(X2); Y_grad = its
+    gradient with respect to X2.
+    """
+    return _with_gradient(draft, NegLogLearningLoss(eps, "softmax"), weight_name)
+
+
+_SQUARE = FunctionLearningLoss("squared_error")
+
+
+def _with_gradient(
+    draft: Draft, loss: BaseLearningLoss, weight_name: str | None, scale: float = 1.0
+) -> Values:
+    """Write a loss and its gradient."""
+    both = {LOSS: "sum", GRADIENT: "gradient"}
+    return loss_outputs(draft, loss, both, weight_name, scale=scale)
+
+
+@_by_name
+def grad_penalty_elastic_error(
+    draft: Draft, l1_weight: float = 0.01, l2_weight: float = 0.01, shape: Shape | None = None
+) -> Values:
+    """Y = l1_weight |X| + l2_weight X^2, summed, a scalar; Y_grad = its gradient."""
+    _, summed, gradient = _penalty_and_gradient(draft, l1_weight, l2_weight, shape)
+    return {LOSS: draft.op.Reshape(summed, []), GRADIENT: gradient}
+
+
+@_by_name
+def update_penalty_elastic_error(
+    draft: Draft, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
+) -> Values:
+    """Y = X - (l1 sign(X) + 2 l2 X): a weight after a gradient step on its penalty."""
+    x, _, gradient = _penalty_and_gradient(draft, l1, l2, shape)
+    return {"Y": draft.op.set_type_like(x - gradient, x)}
+
+
+def _penalty_and_gradient(
+    draft: Draft, l1: float, l2: float, shape: Shape | None
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the input X, its penalty, (1, 1), and the gradient."""
+    op, x = draft.op, draft.input("X", shape)
+    summed = weight_penalty(op, x, l1, l2)
+    return x, summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]
+
+
+@_by_name
+def n_penalty_elastic_error(
+    draft: Draft,
+    l1_weight: float = 0.01,
+    l2_weight: float = 0.01,
+    n_tensors: int = 1,
+    loss_shape: Shape | None = None,
+    weight_name: str | None = None,
+) -> Values:
+    """Y = loss + l1_weight |W| + l2_weight W^2, summed over the weights W0, W1, ... of any shape.
+
+    The inputs are the loss, one number of any shape (or of `loss_shape`), and the weights; Y is a
+    scalar. `weight_name` has no effect: sample weights are part of the loss.
+    """
+    op, loss = draft.op, draft.input("loss", loss_shape)
+    weights = [draft.input(name) for name in weight_names(n_tensors)]
+    terms = [weight_penalty(op, w, l1_weight, l2_weight) for w in weights]
+    return {"Y": op.Reshape(op.total(terms) + op.Reshape(loss, [1, 1]), [])}

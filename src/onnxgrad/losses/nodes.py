@@ -1,0 +1,57 @@
+"""Nodes that several losses write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.shapes import Dims, dims
+
+_LOWEST = -1e30  # a logit of probability zero, finite so that differences are not NaN
+_LOWEST_FLOAT16 = -1e4
+
+
+def dims_of(x: ir.Value) -> Dims:
+    """Return the dimensions of a value of known rank, such as a label kind requires."""
+    shape = dims(x)
+    assert shape is not None
+    return shape
+
+
+def lowest(op: Any, like: ir.Value) -> ir.Value:
+    """Write a logit of probability zero."""
+    low = _LOWEST_FLOAT16 if like.dtype == ir.DataType.FLOAT16 else _LOWEST
+    return op.const(low, like.dtype)
+
+
+def wide(op: Any, x: ir.Value) -> ir.Value:
+    """Write `x` in float32 if it has a narrower dtype, in which sums overflow or lose digits."""
+    is_wide = x.dtype in (None, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    return x if is_wide else op.Cast(x, to=ir.DataType.FLOAT)
+
+
+def positions(op: Any, x: ir.Value, axis: int) -> ir.Value:
+    """Write 0, 1, ... along an axis of `x`, int64 of one axis."""
+    y = op.arange(op.dim(x, axis))
+    y.shape = ir.Shape([dims_of(x)[axis]])
+    return y
+
+
+def at_index(op: Any, x: ir.Value, i: int) -> ir.Value:
+    """Write (N, ...), what is at index `i` of axis 1 of (N, k, ...)."""
+    y = op.Gather(x, np.int64(i), axis=1)
+    n, _, *rest = dims_of(x)
+    y.shape = ir.Shape([n, *rest])
+    return y
+
+
+def classes_second(op: Any, x: ir.Value, axis: int | None) -> ir.Value:
+    """Write `x` with the axis of the classes as axis 1."""
+    n = len(dims_of(x))
+    axis = 1 if axis is None else axis % n
+    if axis == 1:
+        return x
+    rest = [i for i in range(n) if i != axis]
+    return op.Transpose(x, perm=[rest[0], axis, *rest[1:]])
