@@ -13,11 +13,11 @@ from onnx import numpy_helper
 from onnxgrad import LOSSES, Emit, OrtGradientOptimizer, Trainer, add_loss_output
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.compat.learning_losses import FunctionLearningLoss
 from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.logits import softmax_logits
-from onnxgrad.losses.objects import FunctionLearningLoss
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.weights import constant_refs, replace
 

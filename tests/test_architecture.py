@@ -17,6 +17,7 @@ FLOORS = [
         "optimizers",
         "schedules",
         "training",
+        "compat",
         "artifacts",
         "finetune",
         "explain",

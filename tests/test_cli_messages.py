@@ -277,7 +277,7 @@ def messages(tree):
 
 # what no command calls, or calls with no argument of a user
 ELSEWHERE = ("cli", "explain", "plot", "sklearn", "torch", "artifacts")
-ONLY_PYTHON = ("training/stack", "training/compat")
+ONLY_PYTHON = ("training/stack", "compat")
 ALONE = ("data/sequences", "optimizers/groups")
 
 

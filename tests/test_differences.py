@@ -37,9 +37,9 @@ OrtGradientOptimizer.fit train_losses_ validation_losses_ OrtGradientOptimizer.t
 OrtGradientOptimizer.get_state OrtGradientOptimizer.set_state OrtGradientOptimizer.get_trained_onnx
 ConvergenceError OrtGradientForwardBackward OrtGradientForwardBackward.new_instance
 OrtGradientForwardBackward.save_onnx_graph
-training.compat.forward_backward.OrtGradientForwardBackwardFunction.forward
-training.compat.forward_backward.OrtGradientForwardBackwardFunction.backward
-training.compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph
+compat.forward_backward.OrtGradientForwardBackwardFunction.forward
+compat.forward_backward.OrtGradientForwardBackwardFunction.backward
+compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph
 OrtGradientForwardBackwardOptimizer OrtGradientForwardBackwardOptimizer.losses
 OrtGradientForwardBackwardOptimizer.score OrtGradientForwardBackwardOptimizer.get_full_state
 OrtGradientForwardBackwardOptimizer.get_state OrtGradientForwardBackwardOptimizer.set_state
@@ -116,7 +116,7 @@ def test_arguments_that_are_gone(functions, lost):
     for name in names:
         name = name.replace(
             "OrtGradientForwardBackwardFunction",
-            "training.compat.forward_backward.OrtGradientForwardBackwardFunction",
+            "compat.forward_backward.OrtGradientForwardBackwardFunction",
         )
         here = [p.name for p in arguments(resolve(name))]
         assert set(here).isdisjoint(re.findall("`([^`]+)`", lost))

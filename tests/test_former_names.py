@@ -34,7 +34,7 @@ from onnxgrad import (
     onnx_rename_names,
     select_model_inputs_outputs,
 )
-from onnxgrad.losses import functions
+from onnxgrad.compat import function_graphs as functions
 
 # -- arguments and defaults ----------------------------------------------------------------------
 
@@ -72,10 +72,10 @@ SIGNATURES = {  # as they were
         enable_logging=False, debug=False""",
     "OrtGradientForwardBackward.new_instance": "",
     "OrtGradientForwardBackward.save_onnx_graph": "folder, prefix=None, suffix=None",
-    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.forward": """inputs,
+    "compat.forward_backward.OrtGradientForwardBackwardFunction.forward": """inputs,
         training=False""",
-    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.backward": "grad_outputs",
-    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph": (
+    "compat.forward_backward.OrtGradientForwardBackwardFunction.backward": "grad_outputs",
+    "compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph": (
         "folder, prefix=None, suffix=None"
     ),
     "OrtDataLoader": """X, y, sample_weight=None, batch_size=20, device='cpu', random_iter=True""",

@@ -20,10 +20,10 @@ from onnxgrad import (
     ProviderError,
     SquareLearningLoss,
 )
+from onnxgrad.compat.learning_losses import FunctionLearningLoss
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objects import FunctionLearningLoss
 from onnxgrad.model.convert import to_proto
 
 RNG = np.random.default_rng(0)

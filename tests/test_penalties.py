@@ -22,7 +22,7 @@ from onnxgrad import (
     onnx_derivative,
     penalty_loss_onnx,
 )
-from onnxgrad.losses.penalties import PerWeightLearningPenalty
+from onnxgrad.compat.learning_penalties import PerWeightLearningPenalty
 
 CONSTANT = "w = Constant<value = float[2] {2.0, -3.0}>()"
 

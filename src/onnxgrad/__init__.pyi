@@ -40,6 +40,38 @@ from .autodiff.user_rules import (
     lowering as lowering,
     rule as rule,
 )
+from .compat.forward_backward import (
+    OrtGradientForwardBackward as OrtGradientForwardBackward,
+    OrtGradientForwardBackwardFunction as OrtGradientForwardBackwardFunction,
+)
+from .compat.function_graphs import (
+    function_onnx_graph as function_onnx_graph,
+    get_supported_functions as get_supported_functions,
+)
+from .compat.learning_losses import (
+    AbsoluteLearningLoss as AbsoluteLearningLoss,
+    BaseLearningLoss as BaseLearningLoss,
+    ElasticLearningLoss as ElasticLearningLoss,
+    FunctionLearningLoss as FunctionLearningLoss,
+    NegLogLearningLoss as NegLogLearningLoss,
+    SquareLearningLoss as SquareLearningLoss,
+)
+from .compat.learning_penalties import (
+    BaseLearningPenalty as BaseLearningPenalty,
+    ElasticLearningPenalty as ElasticLearningPenalty,
+    NoLearningPenalty as NoLearningPenalty,
+    PerWeightLearningPenalty as PerWeightLearningPenalty,
+    penalty_loss_onnx as penalty_loss_onnx,
+)
+from .compat.loader import (
+    OrtDataLoader as OrtDataLoader,
+)
+from .compat.loss_inside import (
+    OrtGradientOptimizer as OrtGradientOptimizer,
+)
+from .compat.loss_outside import (
+    OrtGradientForwardBackwardOptimizer as OrtGradientForwardBackwardOptimizer,
+)
 from .data.arrow import (
     arrow_dataset as arrow_dataset,
 )
@@ -110,36 +142,17 @@ from .losses.distillation import (
 from .losses.formulas import (
     LOSSES as LOSSES,
 )
-from .losses.functions import (
-    function_onnx_graph as function_onnx_graph,
-    get_supported_functions as get_supported_functions,
-)
 from .losses.in_graph import (
     add_loss_output as add_loss_output,
 )
 from .losses.info import (
     LossInfo as LossInfo,
 )
-from .losses.objects import (
-    AbsoluteLearningLoss as AbsoluteLearningLoss,
-    BaseLearningLoss as BaseLearningLoss,
-    ElasticLearningLoss as ElasticLearningLoss,
-    FunctionLearningLoss as FunctionLearningLoss,
-    NegLogLearningLoss as NegLogLearningLoss,
-    SquareLearningLoss as SquareLearningLoss,
-)
 from .losses.other_models import (
     LossModel as LossModel,
 )
 from .losses.output_losses import (
     OutputLoss as OutputLoss,
-)
-from .losses.penalties import (
-    BaseLearningPenalty as BaseLearningPenalty,
-    ElasticLearningPenalty as ElasticLearningPenalty,
-    NoLearningPenalty as NoLearningPenalty,
-    PerWeightLearningPenalty as PerWeightLearningPenalty,
-    penalty_loss_onnx as penalty_loss_onnx,
 )
 from .losses.row_losses import (
     unreduced_onnx_loss as unreduced_onnx_loss,
@@ -308,19 +321,6 @@ from .training.callbacks.timing import (
 )
 from .training.callbacks.weights_and_biases import (
     WeightsAndBiases as WeightsAndBiases,
-)
-from .training.compat.forward_backward import (
-    OrtGradientForwardBackward as OrtGradientForwardBackward,
-    OrtGradientForwardBackwardFunction as OrtGradientForwardBackwardFunction,
-)
-from .training.compat.loader import (
-    OrtDataLoader as OrtDataLoader,
-)
-from .training.compat.loss_inside import (
-    OrtGradientOptimizer as OrtGradientOptimizer,
-)
-from .training.compat.loss_outside import (
-    OrtGradientForwardBackwardOptimizer as OrtGradientForwardBackwardOptimizer,
 )
 from .training.parameters.defaults import (
     trainable as trainable,

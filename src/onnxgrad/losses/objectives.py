@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +19,6 @@ from onnxgrad.losses.columns import keep_opposite, refuse_other_columns, scores_
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objects import BaseLearningLoss, FunctionLearningLoss
 from onnxgrad.losses.spec import LossSpec, Terms
 from onnxgrad.losses.sums import scaled_rows, sum_and_count
 from onnxgrad.model.convert import non_tensor, tensor_behind
@@ -32,9 +31,39 @@ ALIASES = {
 }
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
-Loss = LossSpec | BaseLearningLoss
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class OutputTerms:
+    """The loss of one output in a graph: the label, the terms, and what limits the label.
+
+    `gradient`: a value, and the gradient of the sum of the terms with respect to it, where the loss
+    writes that itself.
+    """
+
+    label: ir.Value
+    terms: Terms
+    info: LossInfo
+    gradient: OwnGradient = None
+
+
+class LossObject(Protocol):
+    """A loss of one output that is no formula of `LOSSES`: an object, or a class that has options.
+
+    A `BaseLearningLoss` is one.
+    """
+
+    @staticmethod
+    def select(loss: Any, **options: Any) -> LossObject:
+        """Return the object for itself, or for its class and options."""
+
+    def output_terms(self, op: Emit, prediction: ir.Value, label_name: str) -> OutputTerms:
+        """Write the terms for a prediction; the label is not yet an input of the graph."""
+
+
+Loss = LossSpec | LossObject
 
 
 @dataclass
@@ -53,7 +82,7 @@ class Written:
             (N,), those of a row; or with as many axes as the losses, to whose shape they are
             broadcast.
         gradients: for each output, None, or a value and the gradient of the sum with respect to
-            it, where a `BaseLearningLoss` writes that itself.
+            it, where the loss writes that itself.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -62,7 +91,7 @@ class Written:
     labels: list[ir.Value] = field(default_factory=list)
     infos: dict[str, LossInfo] = field(default_factory=dict)
     weight: ir.Value | None = None
-    gradients: list[tuple[ir.Value, ir.Value] | None] = field(default_factory=list)
+    gradients: list[OwnGradient] = field(default_factory=list)
 
     def seeds(self, op: Any, scales: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
         """Return the cotangents that a sweep of sum_k scales_k sums_k starts with.
@@ -151,46 +180,39 @@ class TrainingLoss:
                 for name, prediction in predictions.items()
             }
             if weighted and all(dims(p) != () for p in predictions.values()):
-                losses = [terms.losses for _, terms, _, _ in found.values()]
+                losses = [one.terms.losses for one in found.values()]
                 written.weight = self._weight(op, predictions, losses)
-            for name, (label, terms, info, own) in found.items():
-                weight = written.weight
+            for name, one in found.items():
+                weight, info = written.weight, one.info
                 if info.shift and weight is not None and rank(weight) == 2:  # as the labels
-                    every = op.emit("Expand", [weight, op.Shape(label)], {}, fresh=True)
+                    every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
                     weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
-                self._write_one(op, written, label, terms, own, weight)
-                info = replace(info, label=label.name, prediction=name, reduction="mean")
-                written.infos[str(label.name)] = info
+                self._write_one(op, written, one, weight)
+                info = replace(info, label=one.label.name, prediction=name, reduction="mean")
+                written.infos[str(info.label)] = info
                 written.factors.append(float(self.factors.get(name, 1.0)))
         return written
 
-    def _terms(
-        self, op: Emit, prediction: ir.Value, names: tuple[str, str]
-    ) -> tuple[ir.Value, Terms, LossInfo, OwnGradient]:
+    def _terms(self, op: Emit, prediction: ir.Value, names: tuple[str, str]) -> OutputTerms:
         """Write the terms of one output; `names` are those of the output and of its label."""
         name, label_name = names
         loss = self.losses[name if name in self.losses else None]
+        if not isinstance(loss, LossSpec):
+            return loss.output_terms(op, prediction, label_name)
         shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
-        if isinstance(loss, LossSpec):
-            return *_terms(op, loss, prediction, label_name, shape), None
-        return _terms_of_object(op, loss, prediction, label_name)
+        return formula_terms(op, loss, prediction, label_name, shape)
 
     def _write_one(
-        self,
-        op: Emit,
-        written: Written,
-        label: ir.Value,
-        terms: Terms,
-        own: OwnGradient,
-        weight: ir.Value | None,
+        self, op: Emit, written: Written, one: OutputTerms, weight: ir.Value | None
     ) -> None:
         """Write the sums of one output."""
-        total, count = sum_and_count(op, terms, label, weight)
+        total, count = sum_and_count(op, one.terms, one.label, weight)
+        own = one.gradient
         if own is not None and weight is not None:
             own = own[0], scaled_rows(op, own[1], weight)
         written.sums.append(total)
         written.counts.append(count)
-        written.labels.append(label)
+        written.labels.append(one.label)
         written.gradients.append(own)
 
     def _weight(
@@ -283,9 +305,8 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
     chosen = dict(options or {})
     if class_weight is not None:
         chosen["class_weight"] = class_weight
-    own = isinstance(loss, type) and issubclass(loss, BaseLearningLoss)
-    if own or isinstance(loss, BaseLearningLoss):
-        return BaseLearningLoss.select(loss, **chosen)
+    if hasattr(loss, "output_terms"):
+        return loss.select(loss, **chosen)
     if isinstance(loss, LossSpec):
         spec = loss.with_options({**loss.options, **chosen})
     elif callable(loss):
@@ -298,10 +319,10 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
     return spec.with_options(left_open | {**spec.options})
 
 
-def _terms(
-    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None
-) -> tuple[ir.Value, Terms, LossInfo]:
-    """Return the label, the terms, and what limits the label."""
+def formula_terms(
+    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None = None
+) -> OutputTerms:
+    """Write the terms of a formula; `shape` is that of the labels, None if it is unknown."""
     if shape is not None:
         spec = spec.for_labels(shape)
     refuse_other_columns(spec, prediction)
@@ -313,7 +334,7 @@ def _terms(
     applied, value = before_activation(op, spec, plain, prediction)
     value = wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
-    _widen(label)
+    widen_label(label)
     options = plain.all_options
     info = replace(
         LossInfo.of(plain, prediction),
@@ -321,24 +342,7 @@ def _terms(
         from_logits=options.get("from_logits"),
         shift=options.get("shift") or None,
     )
-    return label, applied.terms(op, value, label), info
-
-
-def _terms_of_object(
-    op: Any, loss: BaseLearningLoss, prediction: ir.Value, label_name: str
-) -> tuple[ir.Value, Terms, LossInfo, tuple[ir.Value, ir.Value] | None]:
-    """Return the same for a `BaseLearningLoss`, and the gradient that it writes itself, if any."""
-    if isinstance(loss, FunctionLearningLoss):
-        return *_terms(op, loss.spec(), prediction, label_name, None), None
-    label = loss.label(op, prediction, label_name)
-    _widen(label)
-    value, expected = wide(op, prediction), label
-    if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
-        expected = op.Reshape(label, op.Shape(value))
-    terms, own = Terms(loss.loss(op, value, expected)), None
-    if type(loss).gradient is not BaseLearningLoss.gradient:
-        own = value, loss.gradient(op, value, expected)
-    return label, terms, loss.info(prediction), own
+    return OutputTerms(label, applied.terms(op, value, label), info)
 
 
 def wide(op: Any, x: ir.Value) -> ir.Value:
@@ -347,7 +351,8 @@ def wide(op: Any, x: ir.Value) -> ir.Value:
     return op.Cast(x, to=ir.DataType.FLOAT) if half else x
 
 
-def _widen(label: ir.Value) -> None:
+def widen_label(label: ir.Value) -> None:
+    """Declare a label of 16 bits in float32."""
     if label.dtype is not None and label.dtype.is_floating_point() and label.dtype.bitwidth == 16:
         label.type = ir.TensorType(ir.DataType.FLOAT)
 

@@ -12,6 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import EvaluationError, check_options, unknown
 from onnxgrad.estimator import BaseEstimator
+from onnxgrad.model.draft import Draft, Shape
 
 if TYPE_CHECKING:
     from onnxgrad.runtime.update import Update
@@ -84,11 +85,10 @@ class BaseLearningRate(BaseEstimator):
             ValueError: an invalid opset or dtype.
             ProviderError: the installed onnxruntime has none for `device`.
         """
-        from onnxgrad.losses.functions import function_onnx_graph  # it brings onnxruntime
-        from onnxgrad.runtime.device import CPU, Device
+        from onnxgrad.runtime.device import CPU, Device  # it brings onnxruntime
 
         (CPU if device is None else Device.of(device)).check()
-        self.axpy_onnx_ = function_onnx_graph("axpy", opset, dtype)
+        self.axpy_onnx_ = axpy(opset, dtype)
         self._device = device
         return self
 
@@ -278,12 +278,10 @@ class LearningRateSGDNesterov(LearningRateSGD):
         The model is `axpyw2` of `function_onnx_graph`, or `axpyw` without `nesterov`. Arguments and
         errors are those of `BaseLearningRate`.
         """
-        from onnxgrad.losses.functions import function_onnx_graph  # it brings onnxruntime
-        from onnxgrad.runtime.device import CPU, Device
+        from onnxgrad.runtime.device import CPU, Device  # it brings onnxruntime
 
         (CPU if device is None else Device.of(device)).check()
-        name = "axpyw2" if self.nesterov else "axpyw"
-        self.axpyw_onnx_ = function_onnx_graph(name, opset, dtype)
+        self.axpyw_onnx_ = (axpyw2 if self.nesterov else axpyw)(opset, dtype)
         self._device = device
         return self
 
@@ -311,3 +309,43 @@ def _checked_rule(rule: str) -> str:
     if rule not in _RULES:
         raise unknown("learning_rate", rule, _RULES)
     return rule
+
+
+def axpy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Y = alpha X1 + X2, for X1 and X2 of any shape (or of `shape`), alpha of shape (1,).
+
+    A step of gradient descent, with the gradient X1, the weight X2 and alpha = -learning rate.
+    """
+    draft = Draft("axpy", opset, dtype)
+    op, x1, x2 = draft.op, draft.input("X1", shape), draft.input("X2", shape)
+    alpha = draft.input("alpha", (1,))
+    with op:
+        return draft.model({"Y": op.set_type_like(op.Squeeze(alpha) * x1 + x2, x2)})
+
+
+def axpyw(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Z = beta G + alpha X1, Y = X2 + Z, of any shape (or of `shape`), alpha and beta (1,).
+
+    A step with momentum: X1 is the gradient, X2 the weight, G the velocity, Z the new velocity,
+    alpha = -learning rate, beta = momentum.
+    """
+    return _momentum("axpyw", opset, dtype, shape, ahead=False)
+
+
+def axpyw2(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Z = beta G + alpha X1, Y = X2 + beta Z + alpha X1: as `axpyw`, with Nesterov's momentum."""
+    return _momentum("axpyw2", opset, dtype, shape, ahead=True)
+
+
+def _momentum(
+    name: str, opset: int | None, dtype: Any, shape: Shape | None, ahead: bool
+) -> ModelProto:
+    draft = Draft(name, opset, dtype)
+    op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
+    alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
+    with op:
+        rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or scalars would become (1,)
+        step = rate * x1
+        z = op.set_type_like(decay * g + step, g)
+        update = decay * z + step if ahead else z
+        return draft.model({"Y": op.set_type_like(update + x2, x2), "Z": z})

@@ -11,10 +11,16 @@ from typing import Any, Self
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.compat.attributes import Fitted
+from onnxgrad.compat.estimator_state import EstimatorState
+from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
+from onnxgrad.compat.learning_losses import BaseLearningLoss
+from onnxgrad.compat.learning_penalties import BaseLearningPenalty
+from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, predicted, rows_of
+from onnxgrad.compat.seed_trainer import SeedTrainer
+from onnxgrad.compat.training_graphs import Graphs, training_graphs
 from onnxgrad.errors import unknown
 from onnxgrad.estimator import Selected
-from onnxgrad.losses.objects import BaseLearningLoss
-from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import write_models
@@ -23,12 +29,6 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import checked_slots
-from onnxgrad.training.compat.attributes import Fitted
-from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
-from onnxgrad.training.compat.graphs import Graphs, training_graphs
-from onnxgrad.training.compat.learning_loss import RowLosses, RowsAndPenalty, predicted, rows_of
-from onnxgrad.training.compat.seed_trainer import SeedTrainer
-from onnxgrad.training.compat.state import EstimatorState
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluate import Evaluator
 from onnxgrad.training.objective import Plan, build_objective

@@ -12,17 +12,17 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
+from onnxgrad.compat.attributes import Fitted
+from onnxgrad.compat.forward_backward import (
+    OrtGradientForwardBackward,
+    OrtGradientForwardBackwardFunction,
+)
+from onnxgrad.compat.seed_trainer import SeedTrainer
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.compat.attributes import Fitted
-from onnxgrad.training.compat.forward_backward import (
-    OrtGradientForwardBackward,
-    OrtGradientForwardBackwardFunction,
-)
-from onnxgrad.training.compat.seed_trainer import SeedTrainer
 from onnxgrad.training.objective import Plan
 
 

@@ -1,6 +1,6 @@
 """Small models by name: losses, penalties and updates, the parts of a training loop.
 
-The formulas of losses and penalties are those of `objects` and `penalties`.
+The formulas of losses are those of `learning_losses`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.errors import check_options, unknown
-from onnxgrad.losses.loss_models import GRADIENT, LOSS, loss_onnx
-from onnxgrad.losses.objects import (
+from onnxgrad.compat.learning_losses import (
     AbsoluteLearningLoss,
     ElasticLearningLoss,
     FunctionLearningLoss,
     NegLogLearningLoss,
 )
-from onnxgrad.losses.penalties import penalty, weight_names
+from onnxgrad.compat.learning_penalties import weight_names
+from onnxgrad.compat.loss_models import GRADIENT, LOSS, loss_onnx
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.losses.penalties import weight_penalty
 from onnxgrad.model.draft import Draft, Shape
+from onnxgrad.schedules.epochwise import axpy, axpyw, axpyw2
 
 _BOTH = {LOSS: "sum", GRADIENT: "gradient"}
 
@@ -78,46 +80,6 @@ def get_supported_functions() -> dict[str, str]:
         'Y = X, of any shape (or of `shape`).'
     """
     return {name: inspect.getdoc(function) or "" for name, function in _FUNCTIONS.items()}
-
-
-def axpy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
-    """Y = alpha X1 + X2, for X1 and X2 of any shape (or of `shape`), alpha of shape (1,).
-
-    A step of gradient descent, with the gradient X1, the weight X2 and alpha = -learning rate.
-    """
-    draft = Draft("axpy", opset, dtype)
-    op, x1, x2 = draft.op, draft.input("X1", shape), draft.input("X2", shape)
-    alpha = draft.input("alpha", (1,))
-    with op:
-        return draft.model({"Y": op.set_type_like(op.Squeeze(alpha) * x1 + x2, x2)})
-
-
-def axpyw(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
-    """Z = beta G + alpha X1, Y = X2 + Z, of any shape (or of `shape`), alpha and beta (1,).
-
-    A step with momentum: X1 is the gradient, X2 the weight, G the velocity, Z the new velocity,
-    alpha = -learning rate, beta = momentum.
-    """
-    return _momentum("axpyw", opset, dtype, shape, ahead=False)
-
-
-def axpyw2(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
-    """Z = beta G + alpha X1, Y = X2 + beta Z + alpha X1: as `axpyw`, with Nesterov's momentum."""
-    return _momentum("axpyw2", opset, dtype, shape, ahead=True)
-
-
-def _momentum(
-    name: str, opset: int | None, dtype: Any, shape: Shape | None, ahead: bool
-) -> ModelProto:
-    draft = Draft(name, opset, dtype)
-    op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
-    alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
-    with op:
-        rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or scalars would become (1,)
-        step = rate * x1
-        z = op.set_type_like(decay * g + step, g)
-        update = decay * z + step if ahead else z
-        return draft.model({"Y": op.set_type_like(update + x2, x2), "Z": z})
 
 
 def copy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
@@ -273,7 +235,7 @@ def n_penalty_elastic_error(
     op, loss = draft.op, draft.input("loss", loss_shape)
     weights = [draft.input(name) for name in weight_names(n_tensors)]
     with op:
-        terms = [penalty(op, w, l1_weight, l2_weight) for w in weights]
+        terms = [weight_penalty(op, w, l1_weight, l2_weight) for w in weights]
         return draft.model(
             {"Y": op.Reshape(op.total(terms) + op.Reshape(loss, [1, 1]), [])}, finish
         )
@@ -281,7 +243,7 @@ def n_penalty_elastic_error(
 
 def _penalty(op: Any, x: ir.Value, l1: float, l2: float) -> tuple[ir.Value, ir.Value]:
     """Return the penalty of a weight, (1, 1), and its gradient."""
-    summed = penalty(op, x, l1, l2)
+    summed = weight_penalty(op, x, l1, l2)
     return summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]
 
 

@@ -12,6 +12,10 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.compat.attributes import Fitted
+from onnxgrad.compat.estimator_state import EstimatorState, continued, initialized
+from onnxgrad.compat.progress_function import Called
+from onnxgrad.compat.rows_and_penalty import rows_of
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.graph.garbage import garbage_kept
@@ -27,10 +31,6 @@ from onnxgrad.training.arguments import check_arguments, select_optimizer, start
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import cause_in_fit
-from onnxgrad.training.compat.attributes import Fitted
-from onnxgrad.training.compat.learning_loss import rows_of
-from onnxgrad.training.compat.progress_function import Called
-from onnxgrad.training.compat.state import EstimatorState, continued, initialized
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
 from onnxgrad.training.evaluate import Evaluator

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.compat.learning_losses import BaseLearningLoss
+from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Written, wide
-from onnxgrad.losses.objects import BaseLearningLoss
-from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import Evaluator

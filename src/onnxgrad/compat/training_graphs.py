@@ -7,14 +7,14 @@ from typing import Any, TypeAlias
 
 from onnx import ModelProto
 
+from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
+from onnxgrad.compat.function_graphs import function_onnx_graph
+from onnxgrad.compat.learning_losses import BaseLearningLoss
+from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.graph.shapes import dims
-from onnxgrad.losses.functions import function_onnx_graph
-from onnxgrad.losses.objects import BaseLearningLoss
-from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch

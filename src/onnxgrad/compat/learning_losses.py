@@ -16,6 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_onnx
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
@@ -24,8 +25,8 @@ from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.classification import softplus
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.loss_models import GRADIENT, LOSS, checked_feed, loss_onnx
-from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec
+from onnxgrad.losses.objectives import OutputTerms, formula_terms, wide, widen_label
+from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
 from onnxgrad.model.draft import Shape
 from onnxgrad.runtime.small_models import SmallFunctions
 from onnxgrad.runtime.values import owned, shape_of, to_numpy
@@ -76,6 +77,18 @@ class BaseLearningLoss(SmallFunctions):
     def info(self, prediction: ir.Value) -> LossInfo:
         """Return what limits the labels beyond shape and dtype: by default, nothing."""
         return LossInfo()
+
+    def output_terms(self, op: Any, prediction: ir.Value, label_name: str) -> OutputTerms:
+        """Write the terms for a `Trainer`, and the gradient if the class writes that itself."""
+        label = self.label(op, prediction, label_name)
+        widen_label(label)
+        value, expected = wide(op, prediction), label
+        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
+            expected = op.Reshape(label, op.Shape(value))
+        terms, own = Terms(self.loss(op, value, expected)), None
+        if type(self).gradient is not BaseLearningLoss.gradient:
+            own = value, self.gradient(op, value, expected)
+        return OutputTerms(label, terms, self.info(prediction), own)
 
     def rows_and_gradient(
         self, op: Any, prediction: ir.Value, label: ir.Value, weight: ir.Value | None = None
@@ -328,7 +341,7 @@ class FunctionLearningLoss(BaseLearningLoss):
 
     Examples:
         >>> import numpy as np
-        >>> from onnxgrad.losses.objects import FunctionLearningLoss
+        >>> from onnxgrad import FunctionLearningLoss
         >>> loss = FunctionLearningLoss("huber", {"delta": 2}).build_onnx_function()
         >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([2, 5]))
         >>> print(summed, gradient)
@@ -363,6 +376,10 @@ class FunctionLearningLoss(BaseLearningLoss):
     def info(self, prediction: ir.Value) -> LossInfo:
         """Return the same information as `add_loss_output` notes for this loss."""
         return LossInfo.of(self.spec(prediction), prediction)
+
+    def output_terms(self, op: Any, prediction: ir.Value, label_name: str) -> OutputTerms:
+        """Write the terms as for the name of the loss."""
+        return formula_terms(op, self.spec(), prediction, label_name)
 
     def spec(self, prediction: ir.Value | None = None) -> LossSpec:
         """Return the loss, with the options that the graph of `prediction` decides, if any."""

@@ -1,0 +1,356 @@
+"""Penalties on weights outside of the model: written into any graph, or small models."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, MutableSet, Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto, NodeProto, TensorProto
+
+from onnxgrad.autodiff.forms import finish
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.losses.penalties import coefficients, weight_penalty
+from onnxgrad.model.draft import Draft
+from onnxgrad.runtime.small_models import SmallFunctions
+from onnxgrad.runtime.values import owned, to_numpy
+
+
+def penalty_loss_onnx(
+    name: str,
+    dtype: Any,
+    l1: float | None = None,
+    l2: float | None = None,
+    existing_names: Iterable[str] | None = None,
+) -> tuple[list[TensorProto], list[NodeProto]]:
+    """Return the initializers and nodes that compute `l1 |w| + l2 w^2`, summed over a weight w.
+
+    The last node computes the penalty, `penalty_<name>`, of shape (1, 1) and of the weight's dtype.
+    They are valid from opset 13 on.
+
+    Args:
+        name: name of the weight, a tensor of any shape.
+        dtype: its numpy dtype.
+        l1: coefficient of the absolute values, None or 0 for none.
+        l2: coefficient of the squares, None or 0 for none.
+        existing_names: names that the graph already has. A new name that is among them gets a
+            numeric suffix. If this is a set, the new names are added to it, so that it can be
+            passed for the next weight.
+
+    Raises:
+        ValueError: both coefficients are zero.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> initializers, nodes = og.penalty_loss_onnx("w", np.float32, l2=0.1)
+        >>> [node.op_type for node in nodes]
+        ['Reshape', 'ReduceSumSquare', 'Mul']
+        >>> nodes[-1].output
+        ['penalty_w']
+    """
+    weight = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype))))
+    graph = ir.Graph([weight], [], nodes=[], opset_imports={"": 18})
+    op = Emit(graph, existing_names or ())
+    with op:
+        output = weight_penalty(op, weight, l1, l2)
+    output.name = op.name(f"penalty_{name}")
+    graph.outputs.append(output)
+    tidy(ir.Model(graph, ir_version=8))
+    tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
+    nodes = [ir.to_proto(node) for node in graph]
+    for node in nodes:
+        node.name = ""  # or nodes of two penalties would have the same names
+    if isinstance(existing_names, MutableSet):
+        existing_names |= {str(t.name) for t in tensors}
+        existing_names |= {y for node in nodes for y in node.output}
+    return [ir.to_proto(t) for t in tensors], nodes
+
+
+class BaseLearningPenalty(SmallFunctions):
+    """Base of the penalties. A penalty of your own overrides `penalty`.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> class UnitSum(og.BaseLearningPenalty):
+        ...     def penalty(self, op, name, w):
+        ...         distance = op.ReduceSum(op.Reshape(w, [1, -1]), keepdims=1) - 1.0
+        ...         return distance * distance
+        >>> unit_sum = UnitSum().build_onnx_function()
+        >>> w = np.float32([1, 2, 3])
+        >>> print(unit_sum.penalty_loss(w), *unit_sum.penalty_gradient(w))
+        25.0 [10. 10. 10.]
+    """
+
+    def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
+        """Write the term that a weight adds to the summed loss; called inside of `with op:`.
+
+        Returns:
+            The term, of shape (1, 1) and of the weight's dtype, or None for no penalty.
+        """
+        raise NotImplementedError
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise `ValueError` if the penalty cannot be used for weights of these names."""
+
+    def build_onnx_function(
+        self,
+        opset: int | None = None,
+        device: str | None = None,
+        n_tensors: int = 1,
+        dtype: Any = np.float32,
+        names: Sequence[str] | None = None,
+    ) -> BaseLearningPenalty:
+        """Write the models that `penalty_loss` and `penalty_gradient` run; return `self`.
+
+        `penalty_onnx_` has the weights as inputs, of any shape, and the output Y, their summed
+        penalty, a scalar. `penalty_grad_onnx_` has the same inputs, and an output `W_grad` for
+        every weight W that has a penalty. If no weight has one, neither attribute is set.
+
+        Args:
+            opset: opset of the models, 14 to 26; None is 18.
+            device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
+            n_tensors: number of weights, W0, W1, ...; not used with `names`.
+            dtype: numpy dtype of the weights.
+            names: names of the weights.
+
+        Raises:
+            ValueError: an invalid number, dtype, opset or name.
+            ProviderError: the installed onnxruntime has none for `device`.
+        """
+        names = weight_names(n_tensors) if names is None else list(names)
+        self.check(names)
+        for stale in ("penalty_onnx_", "penalty_grad_onnx_"):
+            self.__dict__.pop(stale, None)
+        models = {
+            attribute: model
+            for attribute, gradient in (("penalty_onnx_", False), ("penalty_grad_onnx_", True))
+            if (model := penalty_onnx(self, names, gradient, opset, dtype)) is not None
+        }
+        self._keep(device, **models)
+        self._names, self._dtype = names, np.dtype(dtype)
+        return self
+
+    def penalty_loss(self, *weights: Any) -> Any:
+        """Return the summed penalty of the weights, a scalar.
+
+        Args:
+            *weights: arrays or OrtValues, in the number and order of `build_onnx_function`. The
+                result is an OrtValue if the first is.
+
+        Raises:
+            EvaluationError: `build_onnx_function` was not called.
+            ValueError: another number of weights.
+        """
+        feed, binds = self._feed(weights)
+        if "penalty_onnx_" in self.__dict__:
+            return self._run("penalty_onnx_", feed, binds)[0]
+        zero = np.zeros((), self._dtype)
+        return owned(zero, self._device) if binds else zero
+
+    def penalty_gradient(self, *weights: Any) -> list[Any]:
+        """Return the gradients of the penalty with respect to the weights; None for no penalty.
+
+        Arguments and errors are those of `penalty_loss`.
+        """
+        feed, binds = self._feed(weights)
+        if "penalty_grad_onnx_" not in self.__dict__:
+            return [None] * len(weights)
+        results = self._run("penalty_grad_onnx_", feed, binds)
+        outputs = [y.name for y in self._session("penalty_grad_onnx_").get_outputs()]
+        gradients = dict(zip(outputs, results, strict=True))
+        return [gradients.get(f"{name}_grad") for name in self._names]
+
+    def _feed(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
+        if "_names" not in self.__dict__:
+            self._session("penalty_onnx_")  # raises
+        if len(weights) != len(self._names):
+            raise ValueError(
+                f"{len(weights)} weights given, but built for {len(self._names)}: {self._names}"
+            )
+        feed = {
+            name: w if isinstance(w, ort.OrtValue) else to_numpy(w).astype(self._dtype, copy=False)
+            for name, w in zip(self._names, weights, strict=True)
+        }
+        return feed, isinstance(weights[0], ort.OrtValue)
+
+    @staticmethod
+    def select(class_name: Any = None, **options: Any) -> BaseLearningPenalty:
+        """Return the penalty for an instance, a class, a name, None, a number, or a dictionary.
+
+        Names: `elastic`, `l1l2`, and those of the classes; None and "" are `NoLearningPenalty`. A
+        number is the l2 of all weights. A dictionary maps names of weights to a penalty,
+        `{"l1": a, "l2": b}` or a number, their l2; other weights have no penalty.
+
+        Raises:
+            ValueError: an unknown name or option, or a penalty of zero in a dictionary.
+        """
+        by_name = isinstance(class_name, (str, type(None)))
+        selected = _CLASSES.get(class_name) if by_name else class_name
+        if isinstance(selected, type) and issubclass(selected, BaseLearningPenalty):
+            check_options(f"option of penalty {class_name!r}", options, selected)
+            return selected(**options)
+        if options and not isinstance(class_name, str):
+            raise ValueError(
+                f"{class_name!r} is not a name or a class: leave out {list(options)}, which are "
+                "options for these"
+            )
+        if isinstance(class_name, BaseLearningPenalty):
+            return class_name
+        if isinstance(class_name, Mapping):
+            return PerWeightLearningPenalty(dict(class_name))
+        if isinstance(class_name, (int, float, np.number)) and not isinstance(class_name, bool):
+            return ElasticLearningPenalty(0.0, float(class_name))
+        raise unknown("penalty", class_name, [name for name in _CLASSES if name])
+
+
+class NoLearningPenalty(BaseLearningPenalty):
+    """No penalty.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> none = og.NoLearningPenalty().build_onnx_function()
+        >>> print(none.penalty_loss(np.ones(3)), none.penalty_gradient(np.ones(3)))
+        0.0 [None]
+    """
+
+    def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
+        """Write nothing."""
+        return None
+
+
+class ElasticLearningPenalty(BaseLearningPenalty):
+    """a |w| + b w^2, summed over the weight, with the gradient a sign(w) + 2 b w.
+
+    Args:
+        l1: a, at least 0.
+        l2: b, at least 0.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> penalty = og.ElasticLearningPenalty(l1=1, l2=0.5).build_onnx_function()
+        >>> w = np.float32([2, -4])
+        >>> print(penalty.penalty_loss(w), *penalty.penalty_gradient(w))
+        16.0 [ 3. -5.]
+    """
+
+    def __init__(self, l1: float = 0.5, l2: float = 0.5) -> None:
+        self.l1 = l1
+        self.l2 = l2
+
+    def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
+        """Write a |w| + b w^2, unless both are 0.
+
+        Raises:
+            ValueError: a coefficient is negative, infinite or NaN.
+        """
+        self.check([name])
+        return weight_penalty(op, w, self.l1, self.l2) if self.l1 or self.l2 else None
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise `ValueError` if a coefficient is negative, infinite or NaN."""
+        for key, value in (("l1", self.l1), ("l2", self.l2)):
+            if value is not None and not (isfinite(value) and value >= 0):
+                raise ValueError(f"{key} must be a number of at least 0, not {value!r}")
+
+
+class PerWeightLearningPenalty(BaseLearningPenalty):
+    """Different penalties for some weights, and none for the others.
+
+    Args:
+        penalties: `{weight name: penalty}`, where a penalty is an instance, `{"l1": a, "l2": b}` or
+            a number, its l2.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad import PerWeightLearningPenalty
+        >>> penalty = PerWeightLearningPenalty({"w": {"l1": 1}, "b": 0.5})
+        >>> penalty = penalty.build_onnx_function(names=["w", "b", "c"])
+        >>> print(penalty.penalty_loss(np.float32([2]), np.float32([4]), np.float32([8])))
+        10.0
+    """
+
+    def __init__(self, penalties: Mapping[str, Any]) -> None:
+        self.penalties = penalties
+
+    def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
+        """Write the penalty of the weight of that name, if it has one."""
+        penalty = self._selected().get(name)
+        return None if penalty is None else penalty.penalty(op, name, w)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise `ValueError` if a penalty is zero, or for a weight that is not among `names`."""
+        names = list(names)
+        for name, penalty in self._selected().items():
+            if name not in names:
+                raise unknown("weight in penalty", name, names)
+            penalty.check([name])
+
+    def _selected(self) -> dict[str, BaseLearningPenalty]:
+        return {name: _penalty_of(name, setting) for name, setting in self.penalties.items()}
+
+
+def _penalty_of(name: str, setting: Any) -> BaseLearningPenalty:
+    """Return the penalty for the setting of a weight in a dictionary."""
+    if isinstance(setting, BaseLearningPenalty):
+        return setting
+    penalty = ElasticLearningPenalty(**coefficients(name, setting))
+    if not penalty.l1 and not penalty.l2:
+        raise ValueError(f"the penalty of {name!r} is zero: give l1 or l2 a value")
+    return penalty
+
+
+_CLASSES: dict[str | None, type[BaseLearningPenalty]] = {
+    None: NoLearningPenalty,
+    "": NoLearningPenalty,
+    "NoLearningPenalty": NoLearningPenalty,
+    "elastic": ElasticLearningPenalty,
+    "l1l2": ElasticLearningPenalty,
+    "ElasticLearningPenalty": ElasticLearningPenalty,
+}
+
+
+def weight_names(n_tensors: int) -> list[str]:
+    """Return the names W0, W1, ...
+
+    Raises:
+        ValueError: the number is below 1.
+    """
+    if operator.index(n_tensors) < 1:
+        raise ValueError(f"n_tensors={n_tensors}: give the number of weights, at least 1")
+    return [f"W{i}" for i in range(n_tensors)]
+
+
+def penalty_onnx(
+    learning_penalty: BaseLearningPenalty,
+    names: Sequence[str],
+    gradient: bool = False,
+    opset: int | None = None,
+    dtype: Any = np.float32,
+) -> ModelProto | None:
+    """Return the model of the summed penalty Y, or of its gradients; None if no weight has one."""
+    draft = Draft(type(learning_penalty).__name__, opset, dtype)
+    op, weights = draft.op, [draft.input(name) for name in names]
+    with op:
+        pairs = zip(names, weights, strict=True)
+        terms = [t for n, w in pairs if (t := _written(op, learning_penalty, n, w)) is not None]
+        if not terms:
+            return None
+        if not gradient:
+            return draft.model({"Y": op.Reshape(op.total(terms), [])}, finish)
+        gradients = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
+    return draft.model({f"{w.name}_grad": g for w, g in gradients.items()}, finish)
+
+
+def _written(op: Any, learning_penalty: BaseLearningPenalty, name: str, w: ir.Value) -> Any:
+    """Return the penalty of a weight; its coefficients are constants of the model, 0 too."""
+    written = learning_penalty.penalty(op, name, w)
+    if written is None or type(learning_penalty) is not ElasticLearningPenalty:
+        return written
+    return weight_penalty(op, w, learning_penalty.l1, learning_penalty.l2, zeros=True)
