@@ -170,7 +170,7 @@ def test_small_models(name):
     found = {p.name: p.default for p in arguments(getattr(functions, name))}
     assert options.items() <= found.items()
     assert [y.name for y in function_onnx_graph(name).graph.output] == outputs
-    assert {"opset", "dtype"} | options.keys() | {"shape", "loss_shape", "multiply"} >= set(found)
+    assert {"draft"} | options.keys() | {"shape", "loss_shape", "multiply"} >= set(found)
 
 
 # -- calls ---------------------------------------------------------------------------------------

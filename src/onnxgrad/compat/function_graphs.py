@@ -1,12 +1,9 @@
-"""Small models by name: losses, penalties and updates, the parts of a training loop.
-
-The formulas of losses are those of `learning_losses`.
-"""
+"""Small models by name: losses, penalties and updates, the parts of a training loop."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,18 +14,30 @@ from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.compat.learning_losses import (
     AbsoluteLearningLoss,
+    BaseLearningLoss,
     ElasticLearningLoss,
     FunctionLearningLoss,
     NegLogLearningLoss,
 )
 from onnxgrad.compat.learning_penalties import weight_names
-from onnxgrad.compat.loss_models import GRADIENT, LOSS, loss_onnx
+from onnxgrad.compat.loss_models import GRADIENT, LOSS, loss_outputs
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.losses.penalties import weight_penalty
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.schedules.epochwise import axpy, axpyw, axpyw2
 
-_BOTH = {LOSS: "sum", GRADIENT: "gradient"}
+Values = dict[str, ir.Value]
+_functions: dict[str, Callable[..., Values]] = {}
+
+
+def _by_name(write: Callable[..., Values]) -> Callable[..., Values]:
+    """Let `function_onnx_graph` find what writes the outputs of a model into a draft."""
+    _functions[write.__name__] = write
+    return write
+
+
+for _update in (axpy, axpyw, axpyw2):
+    _by_name(_update)
 
 
 def function_onnx_graph(
@@ -63,12 +72,14 @@ def function_onnx_graph(
         >>> session.run(["Y"], {name: np.float32(x) for name, x in feed.items()})
         [array([4.5, 4. ], dtype=float32)]
     """
-    if name not in _FUNCTIONS:
-        raise unknown("function", name, _FUNCTIONS)
-    function = _FUNCTIONS[name]
+    supported = dict(sorted(_functions.items()))
+    if name not in supported:
+        raise unknown("function", name, supported)
     options = dict(kwargs) if weight_name is None else {"weight_name": weight_name, **kwargs}
-    check_options(f"option of function {name!r}", options, function, skip=2)
-    return function(target_opset, dtype, **options)
+    check_options(f"option of function {name!r}", options, supported[name], skip=1)
+    draft = Draft(name, target_opset, dtype)
+    with draft.op:
+        return draft.model(supported[name](draft, **options), finish)
 
 
 def get_supported_functions() -> dict[str, str]:
@@ -79,195 +90,157 @@ def get_supported_functions() -> dict[str, str]:
         >>> og.get_supported_functions()["copy"]
         'Y = X, of any shape (or of `shape`).'
     """
-    return {name: inspect.getdoc(function) or "" for name, function in _FUNCTIONS.items()}
+    return {name: inspect.getdoc(write) or "" for name, write in sorted(_functions.items())}
 
 
-def copy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+@_by_name
+def copy(draft: Draft, shape: Shape | None = None) -> Values:
     """Y = X, of any shape (or of `shape`)."""
-    draft = Draft("copy", opset, dtype)
-    return draft.model({"Y": draft.input("X", shape)})
+    return {"Y": draft.input("X", shape)}
 
 
-def zero(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+@_by_name
+def zero(draft: Draft, shape: Shape | None = None) -> Values:
     """Y = zeros like X, also where X is NaN, of any shape (or of `shape`)."""
-    draft = Draft("zero", opset, dtype)
-    x = draft.input("X", shape)
-    return draft.model({"Y": draft.op.zeros_like(x)})
+    return {"Y": draft.op.zeros_like(draft.input("X", shape))}
 
 
-def linear_regression(opset: int | None, dtype: Any) -> ModelProto:
+@_by_name
+def linear_regression(draft: Draft) -> Values:
     """Y = X A + B, X (N, d), A (d, k), B of a shape that broadcasts to (N, k), such as (1, k)."""
-    draft = Draft("linear_regression", opset, dtype)
-    op = draft.op
     x, a = draft.input("X", ("N", "d")), draft.input("A", ("d", "k"))
-    b = draft.input("B", (None, None))
-    with op:
-        return draft.model({"Y": op.MatMul(x, a) + b})
+    return {"Y": draft.op.MatMul(x, a) + draft.input("B", (None, None))}
 
 
-def square_error(
-    opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
-) -> ModelProto:
+@_by_name
+def square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y = sum of w (X1 - X2)^2 multiply / 2, a scalar."""
-    return _square({LOSS: "sum"}, opset, dtype, weight_name, multiply)
+    return loss_outputs(draft, _SQUARE, {LOSS: "sum"}, weight_name, scale=multiply / 2)
 
 
-def grad_square_error(
-    opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
-) -> ModelProto:
+@_by_name
+def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y_grad = multiply w (X2 - X1), the gradient of `square_error` with respect to X2."""
-    return _square({GRADIENT: "gradient"}, opset, dtype, weight_name, multiply)
+    return loss_outputs(draft, _SQUARE, {GRADIENT: "gradient"}, weight_name, scale=multiply / 2)
 
 
+@_by_name
 def grad_loss_square_error(
-    opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
-) -> ModelProto:
+    draft: Draft, weight_name: str | None = None, multiply: float = 2
+) -> Values:
     """Y = `square_error`, Y_grad = its gradient with respect to X2."""
-    return _square(_BOTH, opset, dtype, weight_name, multiply)
+    return _with_gradient(draft, _SQUARE, weight_name, multiply / 2)
 
 
-def reduce_mean_square(opset: int | None, dtype: Any, weight_name: str | None = None) -> ModelProto:
+@_by_name
+def reduce_mean_square(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w (X1 - X2)^2, divided by the number of elements, a scalar."""
-    return _square({LOSS: "mean"}, opset, dtype, weight_name, 2)
+    return loss_outputs(draft, _SQUARE, {LOSS: "mean"}, weight_name)
 
 
-def _square(
-    outputs: Mapping[str, str], opset: int | None, dtype: Any, weight: str | None, multiply: float
-) -> ModelProto:
-    loss = FunctionLearningLoss("squared_error")
-    return loss_onnx(loss, outputs, opset, dtype, weight, scale=multiply / 2)
-
-
-def absolute_error(opset: int | None, dtype: Any, weight_name: str | None = None) -> ModelProto:
+@_by_name
+def absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w |X1 - X2|, a scalar."""
-    return loss_onnx(AbsoluteLearningLoss(), {LOSS: "sum"}, opset, dtype, weight_name)
+    return loss_outputs(draft, AbsoluteLearningLoss(), {LOSS: "sum"}, weight_name)
 
 
-def grad_loss_absolute_error(
-    opset: int | None, dtype: Any, weight_name: str | None = None
-) -> ModelProto:
+@_by_name
+def grad_loss_absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient with respect to X2."""
-    return loss_onnx(AbsoluteLearningLoss(), _BOTH, opset, dtype, weight_name)
+    return _with_gradient(draft, AbsoluteLearningLoss(), weight_name)
 
 
+@_by_name
 def elastic_error(
-    opset: int | None,
-    dtype: Any,
-    weight_name: str | None = None,
-    l1_weight: float = 0.01,
-    l2_weight: float = 0.01,
-) -> ModelProto:
+    draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
+) -> Values:
     """Y = sum of w (l1_weight |X1 - X2| + l2_weight (X1 - X2)^2), a scalar."""
     loss = ElasticLearningLoss(l1_weight, l2_weight)
-    return loss_onnx(loss, {LOSS: "sum"}, opset, dtype, weight_name)
+    return loss_outputs(draft, loss, {LOSS: "sum"}, weight_name)
 
 
+@_by_name
 def grad_loss_elastic_error(
-    opset: int | None,
-    dtype: Any,
-    weight_name: str | None = None,
-    l1_weight: float = 0.01,
-    l2_weight: float = 0.01,
-) -> ModelProto:
+    draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
+) -> Values:
     """Y = `elastic_error`, Y_grad = w (l1_weight sign(d) + 2 l2_weight d), d = X2 - X1."""
-    return loss_onnx(ElasticLearningLoss(l1_weight, l2_weight), _BOTH, opset, dtype, weight_name)
+    return _with_gradient(draft, ElasticLearningLoss(l1_weight, l2_weight), weight_name)
 
 
+@_by_name
 def grad_sigmoid_neg_log_loss_error(
-    opset: int | None, dtype: Any, weight_name: str | None = None, eps: float = 1e-5
-) -> ModelProto:
+    draft: Draft, weight_name: str | None = None, eps: float = 1e-5
+) -> Values:
     """Y = sum of w times -log of the probability of the int64 label X1, 0 or 1, clipped to
     [eps, 1 - eps], where class 1 has the probability sigmoid(X2); Y_grad = w (sigmoid(X2) - X1).
     """
-    return loss_onnx(NegLogLearningLoss(eps), _BOTH, opset, dtype, weight_name)
+    return _with_gradient(draft, NegLogLearningLoss(eps), weight_name)
 
 
+@_by_name
 def grad_softmax_neg_log_loss_error(
-    opset: int | None, dtype: Any, weight_name: str | None = None, eps: float = 1e-5
-) -> ModelProto:
+    draft: Draft, weight_name: str | None = None, eps: float = 1e-5
+) -> Values:
     """Y = sum of w times -log of the probability of the int64 label X1 (N,), clipped to
     [eps, 1 - eps], the classes of X2 (N, k) having the probabilities softmax(X2); Y_grad = its
     gradient with respect to X2.
     """
-    return loss_onnx(NegLogLearningLoss(eps, "softmax"), _BOTH, opset, dtype, weight_name)
+    return _with_gradient(draft, NegLogLearningLoss(eps, "softmax"), weight_name)
 
 
+_SQUARE = FunctionLearningLoss("squared_error")
+
+
+def _with_gradient(
+    draft: Draft, loss: BaseLearningLoss, weight_name: str | None, scale: float = 1.0
+) -> Values:
+    """Write a loss and its gradient."""
+    both = {LOSS: "sum", GRADIENT: "gradient"}
+    return loss_outputs(draft, loss, both, weight_name, scale=scale)
+
+
+@_by_name
 def grad_penalty_elastic_error(
-    opset: int | None,
-    dtype: Any,
-    l1_weight: float = 0.01,
-    l2_weight: float = 0.01,
-    shape: Shape | None = None,
-) -> ModelProto:
+    draft: Draft, l1_weight: float = 0.01, l2_weight: float = 0.01, shape: Shape | None = None
+) -> Values:
     """Y = l1_weight |X| + l2_weight X^2, summed, a scalar; Y_grad = its gradient."""
-    draft = Draft("grad_penalty_elastic_error", opset, dtype)
-    op, x = draft.op, draft.input("X", shape)
-    with op:
-        summed, gradient = _penalty(op, x, l1_weight, l2_weight)
-        return draft.model({LOSS: op.Reshape(summed, []), GRADIENT: gradient}, finish)
+    _, summed, gradient = _penalty_and_gradient(draft, l1_weight, l2_weight, shape)
+    return {LOSS: draft.op.Reshape(summed, []), GRADIENT: gradient}
 
 
+@_by_name
 def update_penalty_elastic_error(
-    opset: int | None, dtype: Any, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
-) -> ModelProto:
+    draft: Draft, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
+) -> Values:
     """Y = X - (l1 sign(X) + 2 l2 X): a weight after a gradient step on its penalty."""
-    draft = Draft("update_penalty_elastic_error", opset, dtype)
+    x, _, gradient = _penalty_and_gradient(draft, l1, l2, shape)
+    return {"Y": draft.op.set_type_like(x - gradient, x)}
+
+
+def _penalty_and_gradient(
+    draft: Draft, l1: float, l2: float, shape: Shape | None
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the input X, its penalty, (1, 1), and the gradient."""
     op, x = draft.op, draft.input("X", shape)
-    with op:
-        return draft.model({"Y": op.set_type_like(x - _penalty(op, x, l1, l2)[1], x)}, finish)
+    summed = weight_penalty(op, x, l1, l2)
+    return x, summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]
 
 
+@_by_name
 def n_penalty_elastic_error(
-    opset: int | None,
-    dtype: Any,
+    draft: Draft,
     l1_weight: float = 0.01,
     l2_weight: float = 0.01,
     n_tensors: int = 1,
     loss_shape: Shape | None = None,
     weight_name: str | None = None,
-) -> ModelProto:
+) -> Values:
     """Y = loss + l1_weight |W| + l2_weight W^2, summed over the weights W0, W1, ... of any shape.
 
     The inputs are the loss, one number of any shape (or of `loss_shape`), and the weights; Y is a
     scalar. `weight_name` has no effect: sample weights are part of the loss.
     """
-    draft = Draft("n_penalty_elastic_error", opset, dtype)
     op, loss = draft.op, draft.input("loss", loss_shape)
     weights = [draft.input(name) for name in weight_names(n_tensors)]
-    with op:
-        terms = [weight_penalty(op, w, l1_weight, l2_weight) for w in weights]
-        return draft.model(
-            {"Y": op.Reshape(op.total(terms) + op.Reshape(loss, [1, 1]), [])}, finish
-        )
-
-
-def _penalty(op: Any, x: ir.Value, l1: float, l2: float) -> tuple[ir.Value, ir.Value]:
-    """Return the penalty of a weight, (1, 1), and its gradient."""
-    summed = weight_penalty(op, x, l1, l2)
-    return summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]
-
-
-_FUNCTIONS: dict[str, Callable[..., ModelProto]] = {
-    function.__name__: function
-    for function in (
-        absolute_error,
-        axpy,
-        axpyw,
-        axpyw2,
-        copy,
-        elastic_error,
-        grad_loss_absolute_error,
-        grad_loss_elastic_error,
-        grad_loss_square_error,
-        grad_penalty_elastic_error,
-        grad_sigmoid_neg_log_loss_error,
-        grad_softmax_neg_log_loss_error,
-        grad_square_error,
-        linear_regression,
-        n_penalty_elastic_error,
-        reduce_mean_square,
-        square_error,
-        update_penalty_elastic_error,
-        zero,
-    )
-}
+    terms = [weight_penalty(op, w, l1_weight, l2_weight) for w in weights]
+    return {"Y": op.Reshape(op.total(terms) + op.Reshape(loss, [1, 1]), [])}

@@ -8,6 +8,7 @@ the square, which is halved here, and for `NegLogLearningLoss`, which takes logi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log, log1p
 from typing import Any
 
@@ -17,7 +18,7 @@ import onnxruntime as ort
 
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_onnx
-from onnxgrad.errors import check_options, unknown
+from onnxgrad.errors import unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses import formulas
@@ -28,7 +29,7 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import OutputTerms, formula_terms, wide, widen_label
 from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
 from onnxgrad.model.draft import Shape
-from onnxgrad.runtime.small_models import SmallFunctions
+from onnxgrad.runtime.small_models import SmallFunctions, instance_of
 from onnxgrad.runtime.values import owned, shape_of, to_numpy
 
 
@@ -139,11 +140,11 @@ class BaseLearningLoss(SmallFunctions):
             ValueError: an invalid dtype, opset or name, or a loss that needs another shape.
             ProviderError: the installed onnxruntime has none for `device`.
         """
-        options = {"opset": opset, "dtype": dtype, "weight_name": weight_name, "shape": shape}
+        args = {"opset": opset, "dtype": dtype, "weight_name": weight_name, "shape": shape}
         self._keep(
             device,
-            loss_grad_onnx_=loss_onnx(self, {LOSS: "sum", GRADIENT: "gradient"}, **options),
-            loss_score_onnx_=loss_onnx(self, {LOSS: "rows"}, **options),
+            loss_grad_onnx_=loss_onnx(self, {LOSS: "sum", GRADIENT: "gradient"}, **args),
+            loss_score_onnx_=loss_onnx(self, {LOSS: "rows"}, **args),
         )
         return self
 
@@ -184,21 +185,13 @@ class BaseLearningLoss(SmallFunctions):
         Raises:
             ValueError: an unknown name or option, or options beside an instance.
         """
-        if isinstance(class_name, BaseLearningLoss):
-            if options:
-                raise ValueError(
-                    f"{class_name} is an instance: leave out {list(options)}, which are options "
-                    "for a name or a class"
-                )
-            return class_name
-        loss = _CLASSES.get(class_name) if isinstance(class_name, str) else class_name
-        if not (isinstance(loss, type) and issubclass(loss, BaseLearningLoss)):
-            if not callable(class_name) and class_name not in _FUNCTIONS:
-                raise unknown("loss", class_name, [*_CLASSES, *_FUNCTIONS])
-            formulas.loss_spec(class_name, None, options)
-            return FunctionLearningLoss(class_name, options or None)
-        check_options(f"option of loss {class_name!r}", options, loss)
-        return loss(**options)
+        selected = instance_of(BaseLearningLoss, "loss", class_name, _CLASSES, options)
+        if selected is not None:
+            return selected
+        if not callable(class_name) and class_name not in _FUNCTIONS:
+            raise unknown("loss", class_name, [*_CLASSES, *_FUNCTIONS])
+        formulas.loss_spec(class_name, None, options)
+        return FunctionLearningLoss(class_name, options or None)
 
 
 class SquareLearningLoss(BaseLearningLoss):
@@ -237,6 +230,7 @@ class AbsoluteLearningLoss(BaseLearningLoss):
         return formulas.absolute_error(op, prediction, label)
 
 
+@dataclass(eq=False, repr=False)
 class ElasticLearningLoss(BaseLearningLoss):
     """a |f - y| + b (f - y)^2, with the gradient a sign(f - y) + 2 b (f - y).
 
@@ -252,15 +246,15 @@ class ElasticLearningLoss(BaseLearningLoss):
         7.5 [0. 4.]
     """
 
-    def __init__(self, l1_weight: float = 0.5, l2_weight: float = 0.5) -> None:
-        self.l1_weight = l1_weight
-        self.l2_weight = l2_weight
+    l1_weight: float = 0.5
+    l2_weight: float = 0.5
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write a |f - y| + b (f - y)^2."""
         return formulas.elastic(op, prediction, label, self.l1_weight, self.l2_weight)
 
 
+@dataclass(eq=False, repr=False)
 class NegLogLearningLoss(BaseLearningLoss):
     """-log of the probability of the label, from logits; the gradient is p - y.
 
@@ -281,9 +275,8 @@ class NegLogLearningLoss(BaseLearningLoss):
         1.3863 [[0.5, -0.5], [-0.5, 0.5]]
     """
 
-    def __init__(self, eps: float = 1e-5, probability_function: str = "sigmoid") -> None:
-        self.eps = eps
-        self.probability_function = probability_function
+    eps: float = 1e-5
+    probability_function: str = "sigmoid"
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write -log p[y] of every element for a sigmoid, of every row for a softmax.
@@ -331,6 +324,7 @@ class NegLogLearningLoss(BaseLearningLoss):
         return function == "softmax"
 
 
+@dataclass(eq=False, repr=False)
 class FunctionLearningLoss(BaseLearningLoss):
     """A loss of `onnxgrad.LOSSES`, or a function of your own; its gradient is by the sweep.
 
@@ -348,9 +342,8 @@ class FunctionLearningLoss(BaseLearningLoss):
         4.5 [1. 2.]
     """
 
-    def __init__(self, function: Any, options: Mapping[str, Any] | None = None) -> None:
-        self.function = function
-        self.options = options
+    function: Any
+    options: Mapping[str, Any] | None = None
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the loss.

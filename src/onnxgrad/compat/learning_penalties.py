@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, MutableSet, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -14,12 +15,12 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.errors import check_options, unknown
+from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.penalties import coefficients, weight_penalty
 from onnxgrad.model.draft import Draft
-from onnxgrad.runtime.small_models import SmallFunctions
+from onnxgrad.runtime.small_models import SmallFunctions, instance_of
 from onnxgrad.runtime.values import owned, to_numpy
 
 
@@ -191,18 +192,14 @@ class BaseLearningPenalty(SmallFunctions):
         Raises:
             ValueError: an unknown name or option, or a penalty of zero in a dictionary.
         """
-        by_name = isinstance(class_name, (str, type(None)))
-        selected = _CLASSES.get(class_name) if by_name else class_name
-        if isinstance(selected, type) and issubclass(selected, BaseLearningPenalty):
-            check_options(f"option of penalty {class_name!r}", options, selected)
-            return selected(**options)
-        if options and not isinstance(class_name, str):
+        if options and not isinstance(class_name, (str, type(None), type)):
             raise ValueError(
                 f"{class_name!r} is not a name or a class: leave out {list(options)}, which are "
                 "options for these"
             )
-        if isinstance(class_name, BaseLearningPenalty):
-            return class_name
+        selected = instance_of(BaseLearningPenalty, "penalty", class_name, _CLASSES, options)
+        if selected is not None:
+            return selected
         if isinstance(class_name, Mapping):
             return PerWeightLearningPenalty(dict(class_name))
         if isinstance(class_name, (int, float, np.number)) and not isinstance(class_name, bool):
@@ -225,6 +222,7 @@ class NoLearningPenalty(BaseLearningPenalty):
         return None
 
 
+@dataclass(eq=False, repr=False)
 class ElasticLearningPenalty(BaseLearningPenalty):
     """a |w| + b w^2, summed over the weight, with the gradient a sign(w) + 2 b w.
 
@@ -240,9 +238,8 @@ class ElasticLearningPenalty(BaseLearningPenalty):
         16.0 [ 3. -5.]
     """
 
-    def __init__(self, l1: float = 0.5, l2: float = 0.5) -> None:
-        self.l1 = l1
-        self.l2 = l2
+    l1: float = 0.5
+    l2: float = 0.5
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
         """Write a |w| + b w^2, unless both are 0.
@@ -260,6 +257,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
                 raise ValueError(f"{key} must be a number of at least 0, not {value!r}")
 
 
+@dataclass(eq=False, repr=False)
 class PerWeightLearningPenalty(BaseLearningPenalty):
     """Different penalties for some weights, and none for the others.
 
@@ -276,8 +274,7 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
         10.0
     """
 
-    def __init__(self, penalties: Mapping[str, Any]) -> None:
-        self.penalties = penalties
+    penalties: Mapping[str, Any]
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
         """Write the penalty of the weight of that name, if it has one."""
@@ -335,22 +332,19 @@ def penalty_onnx(
     dtype: Any = np.float32,
 ) -> ModelProto | None:
     """Return the model of the summed penalty Y, or of its gradients; None if no weight has one."""
-    draft = Draft(type(learning_penalty).__name__, opset, dtype)
+    draft, terms = Draft(type(learning_penalty).__name__, opset, dtype), []
     op, weights = draft.op, [draft.input(name) for name in names]
     with op:
-        pairs = zip(names, weights, strict=True)
-        terms = [t for n, w in pairs if (t := _written(op, learning_penalty, n, w)) is not None]
+        for w in weights:
+            term = learning_penalty.penalty(op, str(w.name), w)
+            if term is not None and type(learning_penalty) is ElasticLearningPenalty:
+                # its coefficients are constants of the model, 0 too
+                l1, l2 = learning_penalty.l1, learning_penalty.l2
+                term = weight_penalty(op, w, l1, l2, zeros=True)
+            terms += [] if term is None else [term]
         if not terms:
             return None
         if not gradient:
             return draft.model({"Y": op.Reshape(op.total(terms), [])}, finish)
         gradients = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
     return draft.model({f"{w.name}_grad": g for w, g in gradients.items()}, finish)
-
-
-def _written(op: Any, learning_penalty: BaseLearningPenalty, name: str, w: ir.Value) -> Any:
-    """Return the penalty of a weight; its coefficients are constants of the model, 0 too."""
-    written = learning_penalty.penalty(op, name, w)
-    if written is None or type(learning_penalty) is not ElasticLearningPenalty:
-        return written
-    return weight_penalty(op, w, learning_penalty.l1, learning_penalty.l2, zeros=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
@@ -15,69 +14,59 @@ from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.data.fields import Field
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
-from onnxgrad.losses.info import LossInfo
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.runtime.values import FLOATS, fit, shape_of, to_numpy
 
 EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Y_grad"  # names of inputs and outputs
-
-
-class LearningLoss(Protocol):
-    """What is used here of a `BaseLearningLoss`."""
-
-    def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the label input."""
-
-    def info(self, prediction: ir.Value) -> LossInfo:
-        """Return what limits the labels."""
-
-    def rows_and_gradient(
-        self, op: Any, prediction: ir.Value, label: ir.Value, weight: ir.Value | None = None
-    ) -> tuple[ir.Value, ir.Value]:
-        """Write the losses of the rows, and the gradient of their sum."""
+Quantities = Mapping[str, str]
 
 
 def loss_onnx(
-    loss: LearningLoss,
-    outputs: Mapping[str, str],
-    opset: int | None = None,
-    dtype: Any = np.float32,
+    loss: Any, quantities: Quantities, opset: Any, dtype: Any, **options: Any
+) -> ModelProto:
+    """Return the model of a loss: see `loss_outputs`; an opset of None is 18."""
+    draft = Draft("", opset, dtype)
+    with draft.op:
+        return draft.model(loss_outputs(draft, loss, quantities, **options), finish)
+
+
+def loss_outputs(
+    draft: Draft,
+    loss: Any,
+    quantities: Quantities,
     weight_name: str | None = None,
     shape: Shape = ("N", "k"),
     scale: float = 1.0,
-) -> ModelProto:
-    """Return the model of a loss, with inputs X1 (expected), X2 (predicted) and sample weights.
+) -> dict[str, ir.Value]:
+    """Write a loss, with inputs X1 (expected), X2 (predicted) and sample weights.
 
     Args:
-        loss: the loss.
-        outputs: `{name: quantity}`, where the quantity is "sum", a scalar; "mean", the sum divided
-            by the number of elements; "rows", (N, 1); or "gradient" of the sum with respect to X2.
-        opset: 14 to 26; None is 18.
-        dtype: numpy dtype of the prediction.
+        draft: the model, which gets the name of the loss.
+        loss: a `BaseLearningLoss`.
+        quantities: `{output: quantity}`, where the quantity is "sum", a scalar; "mean", the sum
+            divided by the number of elements; "rows", (N, 1); or "gradient" of the sum with respect
+            to X2.
         weight_name: name of an input of sample weights, ones by default; None for none.
         shape: shape of the prediction.
         scale: factor of all outputs.
     """
-    draft = Draft(type(loss).__name__, opset, dtype)
-    op, floats = draft.op, ir.TensorType(draft.dtype)
-    predicted = ir.Value(name=PREDICTED, type=floats, shape=ir.Shape(shape))
+    op, draft.graph.name = draft.op, type(loss).__name__
+    predicted = ir.Value(name=PREDICTED, type=ir.TensorType(draft.dtype), shape=ir.Shape(shape))
     expected = loss.label(op, predicted, EXPECTED)
     draft.add(expected)
     draft.add(predicted)
     weight = None if weight_name is None else draft.input(weight_name, (None,), default=1.0)
-    with op:
-        rows, gradient = loss.rows_and_gradient(op, predicted, expected, weight)
-        if scale != 1:
-            rows, gradient = rows * scale, gradient * scale
-        summed = op.ReduceSum(rows, keepdims=0)
-        values = {"sum": summed, "rows": rows, "gradient": gradient}
-        if "mean" in outputs.values():
-            values["mean"] = summed / op.Cast(op.Size(predicted), to=draft.dtype)
-        return draft.model({name: values[quantity] for name, quantity in outputs.items()}, finish)
+    rows, gradient = loss.rows_and_gradient(op, predicted, expected, weight)
+    if scale != 1:
+        rows, gradient = rows * scale, gradient * scale
+    values = {"sum": op.ReduceSum(rows, keepdims=0), "rows": rows, "gradient": gradient}
+    if "mean" in quantities.values():
+        values["mean"] = values["sum"] / op.Cast(op.Size(predicted), to=draft.dtype)
+    return {name: values[quantity] for name, quantity in quantities.items()}
 
 
 def checked_feed(
-    loss: LearningLoss, session: ort.InferenceSession, expected: Any, predicted: Any, weight: Any
+    loss: Any, session: ort.InferenceSession, expected: Any, predicted: Any, weight: Any
 ) -> dict[str, Any]:
     """Return the inputs of a model of `loss_onnx`; those that fit are passed on without a copy.
 
@@ -119,7 +108,7 @@ def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tupl
     return shape
 
 
-def _label_field(loss: LearningLoss, prediction: ir.Value) -> Field:
+def _label_field(loss: Any, prediction: ir.Value) -> Field:
     """Return the check of the labels for a prediction of static shape."""
     label = loss.label(Emit(ir.Graph([], [], nodes=[])), prediction, "expected")
     info, shape = loss.info(prediction), dims(label)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.errors import EvaluationError, escaping
+from onnxgrad.errors import EvaluationError, check_options, escaping
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy, to_ortvalue
+
+T = TypeVar("T")
 
 
 class SmallFunctions(BaseEstimator):
@@ -66,3 +68,30 @@ class SmallFunctions(BaseEstimator):
 
     def __hash__(self) -> int:
         return hash(type(self))
+
+
+def instance_of(
+    base: type[T],
+    what: str,
+    choice: Any,
+    classes: Mapping[Any, type[T]],
+    options: Mapping[str, Any],
+) -> T | None:
+    """Return an instance of `base` for an instance, a class, or a name in `classes`; else None.
+
+    Raises:
+        ValueError: an option that the class does not have, or options beside an instance.
+    """
+    if isinstance(choice, base):
+        if options:
+            raise ValueError(
+                f"{choice} is an instance: leave out {list(options)}, which are options for a name "
+                "or a class"
+            )
+        return choice
+    named = isinstance(choice, (str, type(None)))
+    chosen = classes.get(choice) if named else choice
+    if not (isinstance(chosen, type) and issubclass(chosen, base)):
+        return None
+    check_options(f"option of {what} {choice!r}", options, chosen)
+    return chosen(**options)

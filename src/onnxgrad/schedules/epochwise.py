@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.errors import EvaluationError, check_options, unknown
-from onnxgrad.estimator import BaseEstimator
+from onnxgrad.errors import EvaluationError, unknown
 from onnxgrad.model.draft import Draft, Shape
-
-if TYPE_CHECKING:
-    from onnxgrad.runtime.update import Update
-
-_RULES = ("constant", "invscaling", "optimal", "adaptive")
+from onnxgrad.model.feeds import session_dtype
+from onnxgrad.runtime.small_models import SmallFunctions, instance_of
+from onnxgrad.runtime.values import FLOATS, shape_of, to_numpy
 
 
-class BaseLearningRate(BaseEstimator):
+class BaseLearningRate(SmallFunctions):
     """Base of the learning rates: overrides set `value`, the rate of the current epoch.
 
     A learning rate of your own overrides `init_learning_rate` and `update_learning_rate`.
@@ -37,6 +37,8 @@ class BaseLearningRate(BaseEstimator):
     """
 
     value: float | None = None
+    # those of equal arguments may be in different epochs
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     @property
     def needs_grad(self) -> bool:
@@ -85,11 +87,7 @@ class BaseLearningRate(BaseEstimator):
             ValueError: an invalid opset or dtype.
             ProviderError: the installed onnxruntime has none for `device`.
         """
-        from onnxgrad.runtime.device import CPU, Device  # it brings onnxruntime
-
-        (CPU if device is None else Device.of(device)).check()
-        self.axpy_onnx_ = axpy(opset, dtype)
-        self._device = device
+        self._keep(device, axpy_onnx_=_update_onnx(axpy, opset, dtype))
         return self
 
     def update_weights(
@@ -110,21 +108,44 @@ class BaseLearningRate(BaseEstimator):
         if velocity is not None:
             raise ValueError(f"{type(self).__name__} has no momentum: leave out the velocity")
         alpha = {"alpha": -self._current() / batch_size}
-        return self._update("axpy_onnx_").run(alpha, X1=gradient, X2=weight)[0]
+        return self._step("axpy_onnx_", alpha, X1=gradient, X2=weight)[0]
 
     def _current(self) -> float:
         if self.value is None:
             raise EvaluationError(f"{type(self).__name__}: call init_learning_rate first")
         return self.value
 
-    def _update(self, name: str) -> Update:
-        """Return the runner of the model of that name, kept from step to step."""
-        from onnxgrad.runtime.update import Update  # it brings onnxruntime
+    def _step(self, name: str, numbers: dict[str, float], **tensors: Any) -> list[Any]:
+        """Return the outputs of an update: arrays, or OrtValues if the weight `X2` is one.
 
-        model, last = getattr(self, name), vars(self).get("_last_update")
-        if last is None or last.model is not model:
-            last = self._last_update = Update(model, vars(self).get("_device"))
-        return last
+        Args:
+            name: attribute of the model.
+            numbers: the inputs of shape (1,).
+            **tensors: the other inputs, all of the shape of the weight.
+
+        Raises:
+            ValueError: a tensor that differs from the weight in shape, or from the model in dtype.
+        """
+        weight = tensors["X2"]
+        dtype = FLOATS[self._session(name).get_inputs()[0].type].numpy()
+        for key, value in tensors.items():
+            if shape_of(value) != shape_of(weight):
+                raise ValueError(
+                    f"{_OPERANDS[key]} has the shape {shape_of(value)}, "
+                    f"and the weight {shape_of(weight)}"
+                )
+            if isinstance(value, ort.OrtValue):
+                kind = session_dtype(value.data_type())
+                actual = kind and kind.numpy()
+            else:
+                actual = to_numpy(value).dtype
+            if actual != dtype:
+                raise ValueError(
+                    f"{_OPERANDS[key]} has the dtype {actual}, and the update was built for "
+                    f"{dtype}: call build_onnx_function(dtype=np.{actual})"
+                )
+        feed = tensors | {key: np.full(1, number, dtype) for key, number in numbers.items()}
+        return self._run(name, feed, isinstance(weight, ort.OrtValue))
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningRate:
@@ -133,30 +154,16 @@ class BaseLearningRate(BaseEstimator):
         Raises:
             ValueError: an unknown name or option, or options beside an instance.
         """
-        if isinstance(class_name, BaseLearningRate):
-            if options:
-                raise ValueError(
-                    f"{class_name} is an instance: leave out {list(options)}, which are options "
-                    "for a name or a class"
-                )
-            return class_name
         number = (int, float, np.integer, np.floating)
         if isinstance(class_name, number) and not isinstance(class_name, bool):
             return BaseLearningRate.select("SGD", eta0=float(class_name), **options)
-        named = {
-            "SGD": LearningRateSGD,
-            "LearningRateSGD": LearningRateSGD,
-            "Nesterov": LearningRateSGDNesterov,
-            "SGDNesterov": LearningRateSGDNesterov,
-            "LearningRateSGDNesterov": LearningRateSGDNesterov,
-        }
-        selected = named.get(class_name) if isinstance(class_name, str) else class_name
-        if not (isinstance(selected, type) and issubclass(selected, BaseLearningRate)):
-            raise unknown("learning rate", class_name, named)
-        check_options(f"option of learning rate {class_name!r}", options, selected)
-        return selected(**options)
+        rate = instance_of(BaseLearningRate, "learning rate", class_name, _CLASSES, options)
+        if rate is None:
+            raise unknown("learning rate", class_name, _CLASSES)
+        return rate
 
 
+@dataclass(eq=False, repr=False)
 class LearningRateSGD(BaseLearningRate):
     """Stochastic gradient descent: w <- w - lr g, g the gradient of the mean loss of a batch.
 
@@ -180,17 +187,13 @@ class LearningRateSGD(BaseLearningRate):
         [1.0, 0.7071, 0.5774, 0.5]
     """
 
-    def __init__(
-        self,
-        eta0: float = 0.01,
-        alpha: float = 0.0001,
-        power_t: float = 0.25,
-        learning_rate: str = "invscaling",
-    ) -> None:
-        self.eta0 = eta0
-        self.alpha = alpha
-        self.power_t = power_t
-        self.learning_rate = _checked_rule(learning_rate)
+    eta0: float = 0.01
+    alpha: float = 0.0001
+    power_t: float = 0.25
+    learning_rate: str = "invscaling"
+
+    def __post_init__(self) -> None:
+        _checked_rule(self.learning_rate)
 
     def init_learning_rate(self) -> LearningRateSGD:
         """Set `value` to the rate of the first epoch; return `self`.
@@ -224,6 +227,7 @@ class LearningRateSGD(BaseLearningRate):
         return self
 
 
+@dataclass(eq=False, repr=False)
 class LearningRateSGDNesterov(LearningRateSGD):
     """Momentum: v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), g as in SGD.
 
@@ -243,18 +247,8 @@ class LearningRateSGDNesterov(LearningRateSGD):
         [-1.5] [-1.]
     """
 
-    def __init__(
-        self,
-        eta0: float = 0.01,
-        alpha: float = 0.0001,
-        power_t: float = 0.25,
-        learning_rate: str = "invscaling",
-        momentum: float = 0.9,
-        nesterov: bool = True,
-    ) -> None:
-        super().__init__(eta0, alpha, power_t, learning_rate)
-        self.momentum = momentum
-        self.nesterov = nesterov
+    momentum: float = 0.9
+    nesterov: bool = True
 
     @property
     def needs_grad(self) -> bool:
@@ -278,11 +272,8 @@ class LearningRateSGDNesterov(LearningRateSGD):
         The model is `axpyw2` of `function_onnx_graph`, or `axpyw` without `nesterov`. Arguments and
         errors are those of `BaseLearningRate`.
         """
-        from onnxgrad.runtime.device import CPU, Device  # it brings onnxruntime
-
-        (CPU if device is None else Device.of(device)).check()
-        self.axpyw_onnx_ = (axpyw2 if self.nesterov else axpyw)(opset, dtype)
-        self._device = device
+        update = axpyw2 if self.nesterov else axpyw
+        self._keep(device, axpyw_onnx_=_update_onnx(update, opset, dtype))
         return self
 
     def update_weights(
@@ -301,8 +292,52 @@ class LearningRateSGDNesterov(LearningRateSGD):
                 f"{type(self).__name__} needs a velocity: pass zeros in the first step"
             )
         numbers = {"alpha": -self._current() / batch_size, "beta": self.momentum}
-        update = self._update("axpyw_onnx_")
-        return tuple(update.run(numbers, X1=gradient, X2=weight, G=velocity))
+        return tuple(self._step("axpyw_onnx_", numbers, X1=gradient, X2=weight, G=velocity))
+
+
+def axpy(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
+    """Y = alpha X1 + X2, for X1 and X2 of any shape (or of `shape`), alpha of shape (1,).
+
+    A step of gradient descent, with the gradient X1, the weight X2 and alpha = -learning rate.
+    """
+    op, x1, x2 = draft.op, draft.input("X1", shape), draft.input("X2", shape)
+    alpha = draft.input("alpha", (1,))
+    return {"Y": op.set_type_like(op.Squeeze(alpha) * x1 + x2, x2)}
+
+
+def axpyw(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
+    """Z = beta G + alpha X1, Y = X2 + Z, of any shape (or of `shape`), alpha and beta (1,).
+
+    A step with momentum: X1 is the gradient, X2 the weight, G the velocity, Z the new velocity,
+    alpha = -learning rate, beta = momentum.
+    """
+    return _momentum(draft, shape, ahead=False)
+
+
+def axpyw2(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
+    """Z = beta G + alpha X1, Y = X2 + beta Z + alpha X1: as `axpyw`, with Nesterov's momentum."""
+    return _momentum(draft, shape, ahead=True)
+
+
+def _momentum(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Value]:
+    op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
+    alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
+    rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or scalars would become (1,)
+    step = rate * x1
+    z = op.set_type_like(decay * g + step, g)
+    update = decay * z + step if ahead else z
+    return {"Y": op.set_type_like(update + x2, x2), "Z": z}
+
+
+def _update_onnx(update: Any, opset: int | None, dtype: Any) -> ModelProto:
+    """Return the model of an update, called by its name."""
+    draft = Draft(update.__name__, opset, dtype)
+    with draft.op:
+        return draft.model(update(draft))
+
+
+_RULES = ("constant", "invscaling", "optimal", "adaptive")
+_OPERANDS = {"X1": "the gradient", "X2": "the weight", "G": "the velocity"}
 
 
 def _checked_rule(rule: str) -> str:
@@ -311,41 +346,10 @@ def _checked_rule(rule: str) -> str:
     return rule
 
 
-def axpy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
-    """Y = alpha X1 + X2, for X1 and X2 of any shape (or of `shape`), alpha of shape (1,).
-
-    A step of gradient descent, with the gradient X1, the weight X2 and alpha = -learning rate.
-    """
-    draft = Draft("axpy", opset, dtype)
-    op, x1, x2 = draft.op, draft.input("X1", shape), draft.input("X2", shape)
-    alpha = draft.input("alpha", (1,))
-    with op:
-        return draft.model({"Y": op.set_type_like(op.Squeeze(alpha) * x1 + x2, x2)})
-
-
-def axpyw(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
-    """Z = beta G + alpha X1, Y = X2 + Z, of any shape (or of `shape`), alpha and beta (1,).
-
-    A step with momentum: X1 is the gradient, X2 the weight, G the velocity, Z the new velocity,
-    alpha = -learning rate, beta = momentum.
-    """
-    return _momentum("axpyw", opset, dtype, shape, ahead=False)
-
-
-def axpyw2(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
-    """Z = beta G + alpha X1, Y = X2 + beta Z + alpha X1: as `axpyw`, with Nesterov's momentum."""
-    return _momentum("axpyw2", opset, dtype, shape, ahead=True)
-
-
-def _momentum(
-    name: str, opset: int | None, dtype: Any, shape: Shape | None, ahead: bool
-) -> ModelProto:
-    draft = Draft(name, opset, dtype)
-    op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
-    alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
-    with op:
-        rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or scalars would become (1,)
-        step = rate * x1
-        z = op.set_type_like(decay * g + step, g)
-        update = decay * z + step if ahead else z
-        return draft.model({"Y": op.set_type_like(update + x2, x2), "Z": z})
+_CLASSES = {
+    "SGD": LearningRateSGD,
+    "LearningRateSGD": LearningRateSGD,
+    "Nesterov": LearningRateSGDNesterov,
+    "SGDNesterov": LearningRateSGDNesterov,
+    "LearningRateSGDNesterov": LearningRateSGDNesterov,
+}

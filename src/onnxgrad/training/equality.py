@@ -137,10 +137,10 @@ def _described_object(value: Any, here: bool) -> Any:
     """Return the class and the attributes of an object, or else its text."""
     kind, own = type(value), getattr(value, "__dict__", {})
     ours = kind.__module__.startswith("onnxgrad.")
-    if is_dataclass(value):  # a class derived from one of the package may have more than its fields
-        own = ({} if ours else own) | {f.name: getattr(value, f.name) for f in fields(value)}
-    elif isinstance(value, BaseEstimator):
+    if isinstance(value, BaseEstimator):
         own = {name: v for name, v in own.items() if name != "_sessions"}
+    elif is_dataclass(value):  # a class derived from one of the package may have more than fields
+        own = ({} if ours else own) | {f.name: getattr(value, f.name) for f in fields(value)}
     elif here and not ours:
         return object()  # it may have more state than its attributes
     elif not own or not repr(value).startswith("<"):
