@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from inspect import signature
 from reprlib import Repr
@@ -152,26 +150,4 @@ class _Short(Repr):
 _SHORT = _Short()
 
 
-class Selected:
-    """A descriptor: an argument of `__init__`, stored as the object that `select` returns for it.
-
-    `select` turns a name or a number into an object. A value that it rejects with TypeError or
-    ValueError is stored unchanged, and `fit` raises the error.
-    """
-
-    def __init__(self, select: Callable[[Any], Any]) -> None:
-        self.select = select
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else instance.__dict__[self.name]
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        with suppress(TypeError, ValueError):
-            value = self.select(value)
-        instance.__dict__[self.name] = value
-
-
-__all__ = ["BaseEstimator", "NotFittedError", "Selected"]
+__all__ = ["BaseEstimator", "NotFittedError"]

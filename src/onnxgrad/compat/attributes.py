@@ -1,8 +1,9 @@
-"""Attributes of an estimator that exist after `fit`."""
+"""Attributes of an estimator: arguments that become objects, and what exists after `fit`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -26,3 +27,25 @@ class Fitted:
 
     def __set__(self, trainer: Any, value: Any) -> None:
         raise AttributeError(f"{self.name!r} is computed from the state: call set_state or fit")
+
+
+class Selected:
+    """An argument of `__init__`, stored as the object that `select` returns for it.
+
+    `select` turns a name or a number into an object. A value that it rejects with TypeError or
+    ValueError is stored unchanged, and `fit` raises the error.
+    """
+
+    def __init__(self, select: Callable[[Any], Any], default: Any) -> None:
+        self.select, self.default = select, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self.default if instance is None else instance.__dict__[self.name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        with suppress(TypeError, ValueError):
+            value = self.select(value)
+        instance.__dict__[self.name] = value

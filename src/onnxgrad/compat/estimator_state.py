@@ -1,9 +1,8 @@
-"""The state of the two estimators, and how their weights start."""
+"""The state of the two estimators."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -11,8 +10,7 @@ import numpy as np
 
 from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.starts import INITS
-from onnxgrad.training.state import Arrays, TrainState, Values
+from onnxgrad.training.state import Arrays, TrainState
 from onnxgrad.training.step.update import evaluated
 
 
@@ -48,20 +46,3 @@ class EstimatorState(TrainState):
         new = super().copy()
         new.rng, new.names = copy.deepcopy(self.rng), self.names.copy()
         return new
-
-
-def continued(
-    state: EstimatorState, weights: Mapping[str, np.ndarray], optimizer: Optimizer
-) -> EstimatorState:
-    """Return a copy that trains `weights`; slots are kept if they exist for all of these."""
-    new, old = state.copy(), state.values
-    same = optimizer == state.optimizer and old.slots.keys() >= weights.keys()
-    both = {**old.weights, **weights}
-    new.values = Values(both, old.slots, old.steps) if same else Values(both)
-    new.position, new.pending, new.running = 0, False, {}  # an unfinished epoch does not count
-    return new
-
-
-def initialized(weights: Arrays, weight_init: str, rng: np.random.Generator) -> Arrays:
-    """Return initial weights by the rule `weight_init` of `INITS`."""
-    return {name: INITS[weight_init](rng, array) for name, array in weights.items()}

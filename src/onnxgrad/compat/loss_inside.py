@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -18,14 +18,13 @@ from onnxgrad.compat.forward_backward import (
     OrtGradientForwardBackwardFunction,
 )
 from onnxgrad.compat.seed_trainer import SeedTrainer
-from onnxgrad.model.read import ModelLike, read
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.model.read import read
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
-from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.objective import Plan
 
 
+@dataclass(eq=False, repr=False)
 class OrtGradientOptimizer(SeedTrainer):
     """Trains the weights of a model that computes its loss, on the ordinary onnxruntime.
 
@@ -96,39 +95,10 @@ class OrtGradientOptimizer(SeedTrainer):
         >>> trained = trainer.get_trained_onnx(model)
     """
 
-    def __init__(
-        self,
-        model_onnx: ModelLike,
-        weights_to_train: Sequence[str] | None = None,
-        loss_output_name: str = "loss",
-        max_iter: int = 100,
-        training_optimizer_name: str | Optimizer = "SGDOptimizer",
-        batch_size: int = 10,
-        learning_rate: str | float | BaseLearningRate = "SGD",
-        device: str = "cpu",
-        warm_start: bool = False,
-        verbose: int = 0,
-        validation_every: int | float = 0.1,
-        saved_gradient: str | os.PathLike | None = None,
-        sample_weight_name: str = "weight",
-        random_state: int | None = None,
-        weight_init: str = "model",
-    ) -> None:
-        self.model_onnx = model_onnx
-        self.weights_to_train = weights_to_train
-        self.loss_output_name = loss_output_name
-        self.max_iter = max_iter
-        self.training_optimizer_name = training_optimizer_name
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.device = device
-        self.warm_start = warm_start
-        self.verbose = verbose
-        self.validation_every = validation_every
-        self.saved_gradient = saved_gradient
-        self.sample_weight_name = sample_weight_name
-        self.random_state = random_state
-        self.weight_init = weight_init
+    saved_gradient: str | os.PathLike | None = None
+    sample_weight_name: str = "weight"
+    random_state: int | None = None
+    weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(lambda self: self._built("session", self._session))

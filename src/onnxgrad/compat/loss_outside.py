@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.compat.attributes import Fitted
+from onnxgrad.compat.attributes import Fitted, Selected
 from onnxgrad.compat.estimator_state import EstimatorState
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, predicted, rows_of
-from onnxgrad.compat.seed_trainer import SeedTrainer
+from onnxgrad.compat.seed_trainer import SeedTrainer, fitting
 from onnxgrad.compat.training_graphs import Graphs, training_graphs
 from onnxgrad.errors import unknown
-from onnxgrad.estimator import Selected
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.read import read
 from onnxgrad.model.write import write_models
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
-from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.arguments import checked_slots
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluate import Evaluator
 from onnxgrad.training.objective import Plan, build_objective
@@ -37,6 +34,7 @@ State = Mapping[str, Any]
 _PIECES = ("learning_rate", "learning_loss", "learning_penalty")
 
 
+@dataclass(eq=False, repr=False)
 class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     """Trains the weights of a model that predicts; loss and penalty are separate objects.
 
@@ -112,8 +110,13 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         True
     """
 
-    learning_loss = Selected(BaseLearningLoss.select)
-    learning_penalty = Selected(BaseLearningPenalty.select)
+    learning_loss: Any = Selected(BaseLearningLoss.select, "square_error")  # noqa: RUF009
+    enable_logging: bool = False
+    weight_name: str | None = None
+    learning_penalty: Any = Selected(BaseLearningPenalty.select, None)  # noqa: RUF009
+    exc: bool = True
+    random_state: int | None = None
+    weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(lambda self: self._built("passes", self._passes))
@@ -130,46 +133,6 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     penalty_grad_onnx_ = Fitted(lambda self: self._graph("penalty_grad_onnx_"))
     zero_onnx_ = Fitted(lambda self: self._graph("zero_onnx_"))
     epoch_onnx_ = Fitted(lambda self: self._graph("epoch_onnx_"))
-
-    def __init__(
-        self,
-        model_onnx: ModelLike,
-        weights_to_train: Sequence[str] | None = None,
-        loss_output_name: str = "loss",
-        max_iter: int = 100,
-        training_optimizer_name: str | Optimizer = "SGDOptimizer",
-        batch_size: int = 10,
-        learning_rate: str | float | BaseLearningRate = "SGD",
-        device: str = "cpu",
-        warm_start: bool = False,
-        verbose: int = 0,
-        validation_every: int | float = 0.1,
-        learning_loss: Any = "square_error",
-        enable_logging: bool = False,
-        weight_name: str | None = None,
-        learning_penalty: Any = None,
-        exc: bool = True,
-        random_state: int | None = None,
-        weight_init: str = "model",
-    ) -> None:
-        self.model_onnx = model_onnx
-        self.weights_to_train = weights_to_train
-        self.loss_output_name = loss_output_name
-        self.max_iter = max_iter
-        self.training_optimizer_name = training_optimizer_name
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.device = device
-        self.warm_start = warm_start
-        self.verbose = verbose
-        self.validation_every = validation_every
-        self.learning_loss = learning_loss
-        self.enable_logging = enable_logging
-        self.weight_name = weight_name
-        self.learning_penalty = learning_penalty
-        self.exc = exc
-        self.random_state = random_state
-        self.weight_init = weight_init
 
     def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
         return Plan(self._loss(weights, weighted))
@@ -282,9 +245,8 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
         fitted = self._state_to_set()
         for k, new in checked:
-            old = fitted.values
             if k == "weight":
-                fitted.values = replace(old, weights=old.weights | new)
+                fitted.values = replace(fitted.values, weights=fitted.values.weights | new)
             else:
                 self._set_slots(fitted, new, zero)
         return self
@@ -301,34 +263,36 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             arrays = {name: to_numpy(value) for name, value in entries.items()}
             new = self._check_weights(arrays, check_trained)
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
-        weights = self._float_constants()
-        self._check_weights({n: weights[n] for n in entries if n in weights}, check_trained)
-        optimizer = self._rate_and_optimizer()[1]
+        weights, optimizer = self._float_constants(entries, check_trained), self._optimizer()
         checked: dict[str, dict[str, np.ndarray]] = {}
         for name, slots in entries.items():
-            if name not in weights:
-                raise unknown("weight", name, weights)
             w = weights[name]
             own = optimizer.for_weight(name, w.shape)
             shapes = {slot: own.slot_shape(slot, w.shape) for slot in own.slots}
             if zero:
                 checked[name] = {slot: np.zeros(shape, w.dtype) for slot, shape in shapes.items()}
             elif slots:
-                checked[name] = checked_slots(name, slots, shapes, w.dtype)
+                if strange := [slot for slot in slots if slot not in shapes]:
+                    raise unknown(f"slot of {name!r}", strange[0], shapes)
+                checked[name] = {
+                    slot: fitting(name, to_numpy(value), shapes[slot], w.dtype)
+                    for slot, value in slots.items()
+                }
         return checked
 
     def _set_slots(
         self, state: EstimatorState, new: dict[str, dict[str, np.ndarray]], zero: bool
     ) -> None:
-        (_, optimizer), old = self._rate_and_optimizer(), state.values
+        optimizer, old = self._optimizer(), state.values
         slots, steps = old.slots, old.steps
         if optimizer != state.optimizer or (zero and new.keys() >= slots.keys()):
             slots, steps = {}, 0
-        names = self._names()  # slots that are not set start at zero
-        slots = {name: {} for name in names} | slots
-        slots |= {name: slots.get(name, {}) | arrays for name, arrays in new.items()}
-        state.values = replace(old, slots=slots, steps=steps)
-        state.optimizer = optimizer
+        unset: dict[str, Any] = {name: {} for name in self._names()}  # they start at zero
+        slots = unset | slots | {name: slots.get(name, {}) | arrays for name, arrays in new.items()}
+        state.values, state.optimizer = replace(old, slots=slots, steps=steps), optimizer
+
+    def _optimizer(self) -> Optimizer:
+        return self._rate_and_optimizer()[1]
 
     def _data_names(self) -> list[str]:
         graph = to_ir(read(self.model_onnx)).graph

@@ -2,71 +2,67 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Self, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.compat.attributes import Fitted
-from onnxgrad.compat.estimator_state import EstimatorState, continued, initialized
+from onnxgrad.compat.attributes import Fitted, Selected
+from onnxgrad.compat.estimator_fit import EstimatorFit
+from onnxgrad.compat.estimator_state import EstimatorState
 from onnxgrad.compat.progress_function import Called
-from onnxgrad.compat.rows_and_penalty import rows_of
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
-from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
+from onnxgrad.estimator import BaseEstimator, NotFittedError
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.write import save
-from onnxgrad.native import Target
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.reporting import level_of, logger, reporting
-from onnxgrad.runtime.device import Device
-from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.arguments import check_arguments, select_optimizer, start_learning_rate
-from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.schedules.epochwise import BaseLearningRate, LearningRateSGDNesterov
+from onnxgrad.training.arguments import check_count
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.causes import cause_in_fit
-from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.data import as_dataset
 from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
-from onnxgrad.training.evaluate import Evaluator
-from onnxgrad.training.failure import run_again
-from onnxgrad.training.fields import Fields
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
-from onnxgrad.training.objective import Plan, build_objective
+from onnxgrad.training.modes import forget_head
+from onnxgrad.training.objective import Plan
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
-from onnxgrad.training.rates import ByEpoch
-from onnxgrad.training.run.in_place import new_runner
-from onnxgrad.training.run.runner import Runner
-from onnxgrad.training.state import Values
-from onnxgrad.training.step.build import Step, StepOptions, build_step
+from onnxgrad.training.starts import INITS
 
 T = TypeVar("T")
 
 
-class SeedTrainer(BaseEstimator):
-    """Trains weights of a model; subclasses define the loss and the constructor's arguments."""
+@dataclass(eq=False, repr=False)
+class Arguments(BaseEstimator):
+    """The arguments that both estimators have."""
 
     model_onnx: ModelLike
-    weights_to_train: Sequence[str] | None
-    max_iter: int
-    training_optimizer_name: str | Optimizer
-    batch_size: int
-    learning_rate = Selected(BaseLearningRate.select)
-    device: str
-    warm_start: bool
-    verbose: int
-    validation_every: int | float
+    weights_to_train: Sequence[str] | None = None
+    loss_output_name: str = "loss"
+    max_iter: int = 100
+    training_optimizer_name: str | Optimizer = "SGDOptimizer"
+    batch_size: int = 10
+    learning_rate: str | float | BaseLearningRate = Selected(BaseLearningRate.select, "SGD")  # type: ignore[assignment]  # noqa: RUF009
+    device: str = "cpu"
+    warm_start: bool = False
+    verbose: int = 0
+    validation_every: int | float = 0.1
+
+
+class SeedTrainer(Arguments):
+    """Trains weights of a model; subclasses define the loss and their own arguments."""
+
     random_state: int | None
     weight_init: str
-    # arguments of some subclasses only
+    # of one of the estimators only
     saved_gradient: str | os.PathLike | None = None
     enable_logging: bool = False
     exc: bool = True
@@ -126,14 +122,17 @@ class SeedTrainer(BaseEstimator):
         However training ends, the state after the last finished slice of batches is kept, or else
         that of an earlier `fit`. `stop_reason_` says why it ended.
         """
-        callbacks = Callbacks([] if callback is None else [Called(callback)])
+        callbacks = [] if callback is None else [Called(callback)]
         if (before := vars(self).get("_state")) is not None and before.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if X_val is None and y_val is not None:
             raise ValueError("y_val is given without X_val")
         validation = None if X_val is None else as_dataset(X_val, y_val)
         with garbage_kept():
-            loop = self._prepare(as_dataset(X, y, sample_weight), validation, callbacks)
+            call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation)
+            loop = call.begin(Callbacks(callbacks))
+        for called in callbacks:
+            called.loop = loop
         self._run(loop, before)
         return self
 
@@ -154,103 +153,6 @@ class SeedTrainer(BaseEstimator):
             self._state = state if before is None or loop.moved else before
             self._state.stop_reason = state.stop_reason
             state.end()
-
-    def _prepare(self, data: Dataset, held_out: Dataset | None, callbacks: Callbacks) -> Loop:
-        """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
-        rate, optimizer = self._rate_and_optimizer()
-        before = vars(self).get("_state") if self.warm_start else None
-        proto, names = self._model(before), self._names(announce=True)
-        self._check_names(names)
-        warn_of_stale_statistics(read(self.model_onnx))
-        weighted = data.weighted or (held_out is not None and held_out.weighted)
-        build = partial(self._build_step, proto, names, optimizer, weighted, before)
-        step, fields = build()
-        state = self._first_state(proto, names, step, optimizer, before)
-        state.flat = np.ndim(data.y) == 1  # as predictions are then: y - f is not (rows, rows)
-        state.names, state.columns = fields.names, data.columns
-        source = data.source(fields, self.batch_size)
-        plan = self._plan(step.weights, weighted)
-        evaluator = Evaluator(proto, step.weights, plan, weighted, self.device, {})
-        validation = None
-        if held_out is not None:
-            evaluator.fields.names = fields.names
-            validation = rows_of(held_out, evaluator.fields)
-        target = Target.of(self.device, work := step.work * source.batch_size, source.batch_size)
-        runner = new_runner(step, target, work)
-        loop = self._loop(state, runner, rate, source, evaluator, validation, callbacks)
-        loop.explain = partial(self._explain, evaluator, build)
-        step.warn(stacklevel=3)
-        self._save_gradient(proto, step, runner.model)
-        return loop
-
-    def _explain(
-        self, evaluator: Evaluator, build: Callable[[], tuple[Step, Fields]], loop: Loop
-    ) -> str:
-        """Return why the loop ended; `build` returns the step and its fields."""
-        file, state = read(self.model_onnx), cast(EstimatorState, loop.state)
-        outputs, values = evaluator.plan.read_outputs(file), state.evaluated()
-        failed = lambda: run_again(build()[0], loop, Device.of(self.device), file)  # noqa: E731
-        return cause_in_fit(loop, file, outputs, failed, evaluator, values)
-
-    def _build_step(
-        self,
-        proto: ModelProto,
-        names: Sequence[str],
-        optimizer: Optimizer,
-        weighted: bool,
-        before: EstimatorState | None,
-    ) -> tuple[Step, Fields]:
-        """Return the step, and what checks its data against the columns of an earlier `fit`."""
-        objective = build_objective(proto, names, self._plan(names, weighted), weighted)
-        on_cpu = Device.of(self.device).kind == "cpu"
-        options = StepOptions(blocks=on_cpu, in_place=on_cpu and self.saved_gradient is None)
-        step = build_step(objective, optimizer, options)
-        fields = Fields(objective)
-        if before is not None:
-            fields.names = before.names.copy()
-        return step, fields
-
-    def _save_gradient(self, proto: ModelProto, step: Step, epoch: ModelProto) -> None:
-        if self.saved_gradient is not None:
-            save(self._gradient(proto, step.weights), self.saved_gradient)
-            save(epoch, f"{os.fspath(self.saved_gradient)}.training.onnx")
-
-    def _loop(
-        self,
-        state: EstimatorState,
-        runner: Runner,
-        rate: BaseLearningRate,
-        source: BatchSource,
-        evaluator: Evaluator,
-        validation: BatchSource | None,
-        callbacks: Callbacks,
-    ) -> Loop:
-        """Return the loop; move the state to the device, the rate to the end of its last epoch."""
-        state.begin(runner)
-        every = self.validation_every
-
-        def evaluate() -> dict[str, float]:
-            assert validation is not None
-            return {"validation_loss": evaluator.evaluate(state.evaluated(), validation)["loss"]}
-
-        loop = Loop(
-            self,
-            state,
-            runner,
-            ByEpoch(rate, state.losses),
-            source,
-            callbacks,
-            lambda _: state.rng,
-            last_epoch=state.epoch + self.max_iter,
-            evaluate=None if validation is None else evaluate,
-            evaluate_every=max(1, round(every if every >= 1 else every * self.max_iter)),
-            singly=not isinstance(source, ArraySource),
-            log_steps=self.enable_logging,
-            log_epochs=bool(self.verbose or self.enable_logging),
-        )
-        for called in (c for c in callbacks.callbacks if isinstance(c, Called)):
-            called.loop = loop
-        return loop
 
     def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
         """Return the model of the loss and of its gradient with respect to each weight."""
@@ -274,31 +176,31 @@ class SeedTrainer(BaseEstimator):
         """Raise if an argument does not fit weights of these names."""
 
     def _rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
-        """Return a copy of the learning rate and the optimizer, after checking the arguments."""
-        check_arguments(self)
-        rate = start_learning_rate(self.learning_rate)
-        return rate, select_optimizer(self.training_optimizer_name, rate)
+        """Return a copy of the learning rate, at its first epoch, and the optimizer.
 
-    def _first_state(
-        self,
-        proto: ModelProto,
-        names: Sequence[str],
-        step: Step,
-        optimizer: Optimizer,
-        before: EstimatorState | None,
-    ) -> EstimatorState:
-        """Return the state that training begins with: a new one, or a copy of the one `before`."""
-        arrays = {ref.name: ref.array() for ref in constants.constant_refs(proto)}
-        if before is None:
-            reached = set(step.weights)
-            weights = {name: arrays[name] for name in names if name in reached}
-            rng = np.random.default_rng(self.random_state)
-            state = EstimatorState(rng=rng)
-            state.values = Values(initialized(weights, self.weight_init, rng))
-        else:
-            state = continued(before, {name: arrays[name] for name in step.weights}, optimizer)
-        state.optimizer, state.trained, state.stop_reason = optimizer, step.weights, None
-        return state
+        Raises:
+            ValueError: an argument that is wrong for any model.
+        """
+        for name in ("max_iter", "batch_size"):
+            check_count(name, getattr(self, name))
+        names, every = self.weights_to_train, self.validation_every
+        if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
+            raise ValueError(f"weights_to_train is a list of names, not {names!r}")
+        if not isinstance(every, (int, float, np.number)) or not every > 0:
+            raise ValueError(f"validation_every must be above 0, not {every!r}")
+        if self.weight_init not in INITS:
+            raise unknown("weight_init", self.weight_init, INITS)
+        rate = copy.deepcopy(BaseLearningRate.select(self.learning_rate))
+        rate.init_learning_rate()
+        optimizer = select(self.training_optimizer_name)
+        if not isinstance(rate, LearningRateSGDNesterov):
+            return rate, optimizer
+        if optimizer != sgd():
+            raise ValueError(
+                f"{type(rate).__name__} brings its own momentum: use it with 'SGDOptimizer', "
+                f"not {self.training_optimizer_name!r}"
+            )
+        return rate, Chain((ScaleByLearningRate(), Trace(rate.momentum, rate.nesterov)))
 
     # -- results ------------------------------------------------------------------------------
 
@@ -323,19 +225,13 @@ class SeedTrainer(BaseEstimator):
         self, state: Mapping[str, Any], check_trained: bool = False
     ) -> dict[str, np.ndarray]:
         """Return copies of the arrays of `state`, in the dtypes of the model."""
-        weights = self._float_constants()
         if not isinstance(state, Mapping):
             raise ValueError(f"a state is a dict of arrays by name, not {type(state).__name__}")
-        if check_trained:
-            weights = {name: weights[name] for name in self._trained() if name in weights}
-        for name, array in state.items():
-            if name not in weights:
-                raise unknown("trained weight" if check_trained else "weight", name, weights)
-            if np.shape(array) != weights[name].shape:
-                raise ValueError(
-                    f"{name!r} has shape {weights[name].shape}, its new value {np.shape(array)}"
-                )
-        return {name: np.array(array, weights[name].dtype) for name, array in state.items()}
+        known = self._float_constants(state, check_trained)
+        return {
+            name: fitting(name, a, known[name].shape, known[name].dtype)
+            for name, a in state.items()
+        }
 
     def _state_to_set(self) -> EstimatorState:
         """Return the state, a new empty one if there is none."""
@@ -343,10 +239,22 @@ class SeedTrainer(BaseEstimator):
             self._state = EstimatorState(rng=np.random.default_rng(self.random_state))
         return self._state
 
-    def _float_constants(self) -> dict[str, np.ndarray]:
-        """Return the float constants of the model, by name."""
+    def _float_constants(
+        self, names: Iterable[str], check_trained: bool = False
+    ) -> dict[str, np.ndarray]:
+        """Return the float constants of the model, or those that the last `fit` trained, by name.
+
+        Raises:
+            ValueError: one of `names` is not among them.
+        """
         refs = constants.constant_refs(read(self.model_onnx))
-        return {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
+        known = {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
+        if check_trained:
+            known = {name: known[name] for name in self._trained() if name in known}
+        for name in names:
+            if name not in known:
+                raise unknown("trained weight" if check_trained else "weight", name, known)
+        return known
 
     def _trained(self) -> list[str]:
         """Return the names of the weights that the last `fit` trained.
@@ -397,3 +305,10 @@ class SeedTrainer(BaseEstimator):
     def __getstate__(self) -> dict[str, Any]:
         own = {"_state": self._state.copy()} if "_state" in vars(self) else {}
         return vars(self) | own | {"_cache": BuildCache()}
+
+
+def fitting(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return a copy of a new value of a weight or a slot, in its dtype."""
+    if np.shape(value) != shape:
+        raise ValueError(f"{name!r} has shape {shape}, its new value {np.shape(value)}")
+    return np.array(value, dtype)
