@@ -132,21 +132,18 @@ class OrtGradientForwardBackward:
     @cached_property
     def cls_type_(self) -> type[OrtGradientForwardBackwardFunction]:
         """The class of what `new_instance` returns; its attributes are the graphs."""
-        attributes = {name: _Graph(self, name) for name in _GRAPHS}
-        return type(printable(self.class_name), (OrtGradientForwardBackwardFunction,), attributes)
+        name, bases = printable(self.class_name), (OrtGradientForwardBackwardFunction,)
+        return type(name, bases, dict(self.graphs()))
 
     @cached_property
-    def sessions(self) -> tuple[ort.InferenceSession, ort.InferenceSession]:
+    def sessions(self) -> list[ort.InferenceSession]:
         """The sessions of the forward and of the backward model."""
         options = self.sess_options
         if options is None:
             options = ort.SessionOptions()
             options.log_severity_level = 4
-        forward, backward = (
-            loaded(model, options, providers=self.providers)
-            for model in (self.partition.forward, self.partition.backward)
-        )
-        return forward, backward
+        models = self.partition.forward, self.partition.backward
+        return [loaded(model, options, providers=self.providers) for model in models]
 
     def graphs(self) -> dict[str, ModelProto]:
         """Return the models by their names in `save_onnx_graph`."""
@@ -201,12 +198,12 @@ class OrtGradientForwardBackward:
         if kind != dtype:
             raise ValueError(f"{what} must hold {dtype}, not {kind}")
         if mismatch := shape_mismatch(given, shape):
-            fitting = _without_axes_of_one(given, shape)
-            if in_row and given == (1, math.prod(int(d or 0) for d in shape or ())):
-                fitting = tuple(int(d or 0) for d in shape or ())
-            if fitting is None:
+            lengths = tuple(d for d in shape or () if isinstance(d, int))
+            same = [n for n in given if n != 1] == [n for n in lengths if n != 1]
+            same |= in_row and given == (1, math.prod(lengths))
+            if not same or len(lengths) != len(shape or ()):
                 raise ValueError(f"{what} {mismatch}")
-            return self.reshaped(value, fitting)
+            return self.reshaped(value, lengths)
         return value
 
     def reshaped(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -235,23 +232,6 @@ class OrtGradientForwardBackward:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
-
-
-def _without_axes_of_one(given: tuple[int, ...], shape: Dims | None) -> tuple[int, ...] | None:
-    """Return `shape` if it is static, and `given` differs in axes of length one; else None."""
-    lengths = tuple(d for d in shape or () if isinstance(d, int))
-    same = [n for n in given if n != 1] == [n for n in lengths if n != 1]
-    return lengths if same and shape is not None and len(lengths) == len(shape) else None
-
-
-class _Graph:
-    """An attribute of a class: one of the graphs of its passes."""
-
-    def __init__(self, passes: OrtGradientForwardBackward, name: str) -> None:
-        self.passes, self.name = passes, name
-
-    def __get__(self, instance: Any, owner: type) -> ModelProto:
-        return self.passes.graphs()[self.name]
 
 
 class OrtGradientForwardBackwardFunction:
@@ -305,7 +285,7 @@ class OrtGradientForwardBackwardFunction:
             for x, value in zip(parent.inputs, inputs, strict=True)
         }
         saved = [t.name for t in parent.partition.saved if t.name not in names] if training else []
-        results = self._forward.run(feed, [*names, *saved], parent.run_options)
+        results = self._bindings[0].run(feed, [*names, *saved], parent.run_options)
         if training:
             self._shapes = [shape_of(value) for value in inputs]
             values = feed | dict(zip([*names, *saved], results, strict=True))
@@ -352,7 +332,7 @@ class OrtGradientForwardBackwardFunction:
             if name in parent.partition.cotangents:
                 feed[parent.partition.cotangents[name]] = g
         names = [y.name for y in parent.partition.backward.graph.output]
-        results = self._backward.run(feed, names, parent.run_options)
+        results = self._bindings[1].run(feed, names, parent.run_options)
         self._saved = None
         gradients = parent.returned("backward", names, results, grad_outputs)
         by_name = dict(zip(names, gradients, strict=True))
@@ -373,12 +353,8 @@ class OrtGradientForwardBackwardFunction:
         return self.parent.save_onnx_graph(folder, prefix, suffix)
 
     @cached_property
-    def _forward(self) -> Binding:
-        return Binding(self.parent.sessions[0], self.parent.device)
-
-    @cached_property
-    def _backward(self) -> Binding:
-        return Binding(self.parent.sessions[1], self.parent.device)
+    def _bindings(self) -> list[Binding]:
+        return [Binding(session, self.parent.device) for session in self.parent.sessions]
 
     def __reduce__(self) -> Any:
         return OrtGradientForwardBackward.new_instance, (self.parent,)

@@ -16,11 +16,11 @@ from onnxgrad.compat.estimator_state import EstimatorState
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
-from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, predicted, rows_of
+from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, rows_of
 from onnxgrad.compat.seed_trainer import SeedTrainer, fitting
 from onnxgrad.compat.training_graphs import Graphs, training_graphs
 from onnxgrad.errors import unknown
-from onnxgrad.model.convert import to_ir
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import read
 from onnxgrad.model.write import write_models
 from onnxgrad.optimizers import Optimizer
@@ -28,7 +28,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluate import Evaluator
-from onnxgrad.training.objective import Plan, build_objective
+from onnxgrad.training.objective import Plan
 
 State = Mapping[str, Any]
 _PIECES = ("learning_rate", "learning_loss", "learning_penalty")
@@ -124,7 +124,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     input_names_ = Fitted(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
     )
-    output_names_ = Fitted(lambda self: self._gradient_names())
+    output_names_ = Fitted(
+        lambda self: [*map(self.train_session_.partition.gradients.get, self.input_names_)]
+    )
     loss_grad_onnx_ = Fitted(lambda self: self._graph("loss_grad_onnx_"))
     loss_score_onnx_ = Fitted(lambda self: self._graph("loss_score_onnx_"))
     axpy_onnx_ = Fitted(lambda self: self._graph("axpy_onnx_"))
@@ -219,7 +221,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         if not isinstance(kind, str):
             return [self.get_full_state(k) for k in kind]
         state = self.get_state(kind)
-        return dict.fromkeys(self._data_names()) | state
+        return dict.fromkeys(names_without_default(read(self.model_onnx))) | state
 
     def set_state(
         self, state: Any, kind: Any = "weight", zero: bool = False, check_trained: bool = False
@@ -294,10 +296,6 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def _optimizer(self) -> Optimizer:
         return self._rate_and_optimizer()[1]
 
-    def _data_names(self) -> list[str]:
-        graph = to_ir(read(self.model_onnx)).graph
-        return [str(x.name) for x in graph.inputs if x.name not in graph.initializers]
-
     # -- graphs -------------------------------------------------------------------------------
 
     def save_onnx_graph(
@@ -324,14 +322,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return write_models(self._graphs(), folder, prefix, suffix)
 
     def _graphs(self) -> Graphs:
-        rate, optimizer = self._rate_and_optimizer()
-        proto = self._model(vars(self).get("_state"))
-        names = self._names()
+        proto, names = self._model(vars(self).get("_state")), self._names()
         self._check_names(names)
-        objective = build_objective(proto, names, self._plan(names, False), False)
-        loss = BaseLearningLoss.select(self.learning_loss)
-        penalty = BaseLearningPenalty.select(self.learning_penalty)
-        return training_graphs(proto, objective, optimizer, rate, loss, penalty)
+        return training_graphs(proto, names, self._loss(names, False), *self._rate_and_optimizer())
 
     def _graph(self, name: str) -> ModelProto:
         graphs = self._built("graphs", self._graphs, self._state.values)
@@ -345,14 +338,10 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return OrtGradientForwardBackward(
             proto,
             self._trained(),
-            output_names=[predicted(proto)],
+            output_names=self._loss([], False).outputs(proto),
             providers=self.device,
             enable_logging=self.enable_logging,
         )
-
-    def _gradient_names(self) -> list[str | None]:
-        passes = self.train_session_
-        return [passes.partition.gradients.get(name) for name in self.input_names_]
 
 
 def _check_kind(kind: str) -> str:

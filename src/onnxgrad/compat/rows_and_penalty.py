@@ -14,7 +14,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import Written, wide
+from onnxgrad.losses.objectives import OwnGradient, Written, wide
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import Evaluator
@@ -58,7 +58,8 @@ class RowsAndPenalty:
         Raises:
             ValueError: the model has none, or several.
         """
-        return [predicted(proto)]
+        remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
+        return [choose_output(proto, None, remedy)]
 
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
@@ -84,19 +85,12 @@ class RowsAndPenalty:
             for w in (inputs[name] for name in self.weights)
             if w.uses() and (term := self.penalty.penalty(op, str(w.name), w)) is not None
         ]
-        own: list[tuple[ir.Value, ir.Value] | None] = [(prediction, gradient)]
+        own: list[OwnGradient] = [(prediction, gradient)]
         if penalties:
             sums, own = [*sums, op.total(penalties)], [*own, None]
         info = replace(self.loss.info(prediction), label=label.name, prediction=name)
-        return Written(
-            sums,
-            [count] * len(sums),
-            [1.0] * len(sums),
-            [label],
-            {str(label.name): info},
-            weight,
-            own,
-        )
+        counts, factors, infos = [count] * len(sums), [1.0] * len(sums), {str(label.name): info}
+        return Written(sums, counts, factors, [label], infos, weight, own)
 
     def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
         """Raise if the loss is one number, which sample weights cannot weigh by row."""
@@ -120,13 +114,3 @@ class RowLosses(Evaluator):
         assert isinstance(self.plan.loss, RowsAndPenalty)
         assert self.plan.loss.losses is not None
         return replace(one, predictions={"losses": self.plan.loss.losses})
-
-
-def predicted(proto: ModelProto) -> str:
-    """Return the name of the output that a loss outside of the model is applied to.
-
-    Raises:
-        ValueError: the model has none, or several.
-    """
-    remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
-    return choose_output(proto, None, remedy)

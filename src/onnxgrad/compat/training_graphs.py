@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from onnx import ModelProto
 
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.function_graphs import function_onnx_graph
-from onnxgrad.compat.learning_losses import BaseLearningLoss
-from onnxgrad.compat.learning_penalties import BaseLearningPenalty
+from onnxgrad.compat.rows_and_penalty import RowsAndPenalty
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.objective import Objective
+from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.weight_groups import numpy_dtype
@@ -25,14 +25,14 @@ Graphs: TypeAlias = dict[str, Any]  # nested; the leaves are models
 
 def training_graphs(
     proto: ModelProto,
-    objective: Objective,
-    optimizer: Optimizer,
+    names: Sequence[str],
+    losses: RowsAndPenalty,
     rate: BaseLearningRate,
-    loss: BaseLearningLoss,
-    penalty: BaseLearningPenalty,
+    optimizer: Optimizer,
 ) -> Graphs:
-    """Return the graphs by name; this modifies the objective, built from `proto`, and the rate."""
-    ((output, prediction),), row_weight = objective.predictions.items(), objective.row_weight
+    """Return the graphs by name of a training of the named weights; this modifies the rate."""
+    objective = build_objective(proto, names, Plan(losses), False)
+    ((output, prediction),) = objective.predictions.items()
     shape = dims(prediction)
     shape = ("N", "k") if shape is None else ("N", *shape[1:])
     dtype = numpy_dtype(prediction)
@@ -40,10 +40,11 @@ def training_graphs(
     step = build_step(objective, optimizer)
     passes = OrtGradientForwardBackward(proto, step.weights, output_names=[output])
     rate.build_onnx_function(opset, dtype=dtype)
-    loss = copy.deepcopy(loss).build_onnx_function(
-        opset, weight_name=row_weight, dtype=dtype, shape=shape
+    loss = copy.deepcopy(losses.loss).build_onnx_function(
+        opset, weight_name=objective.row_weight, dtype=dtype, shape=shape
     )
-    penalty = copy.deepcopy(penalty).build_onnx_function(opset, dtype=dtype, names=step.weights)
+    penalty = copy.deepcopy(losses.penalty)
+    penalty.build_onnx_function(opset, dtype=dtype, names=step.weights)
     return {
         "model_onnx": proto,
         "learning_rate": _models_of(rate),
