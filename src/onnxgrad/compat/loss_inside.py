@@ -13,10 +13,6 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.compat.attributes import Fitted
-from onnxgrad.compat.forward_backward import (
-    OrtGradientForwardBackward,
-    OrtGradientForwardBackwardFunction,
-)
 from onnxgrad.compat.seed_trainer import SeedTrainer
 from onnxgrad.model.read import read
 from onnxgrad.runtime.device import Device
@@ -102,7 +98,7 @@ class OrtGradientOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(lambda self: self._built("session", self._session))
-    train_function_ = Fitted(lambda self: self._built("passes", self._passes))
+    train_function_ = Fitted(lambda self: self._built("function", self._passes().new_instance))
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
@@ -116,10 +112,6 @@ class OrtGradientOptimizer(SeedTrainer):
     def _session(self) -> ort.InferenceSession:
         model = self._gradient(read(self.model_onnx), self._trained())
         return session(model, Device.of(self.device), work=0.0)
-
-    def _passes(self) -> OrtGradientForwardBackwardFunction:
-        passes = OrtGradientForwardBackward(self.model_onnx, self._trained(), providers=self.device)
-        return passes.new_instance()
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return a copy of the weights, `{name: array}`, in the shapes and dtypes of the model.

@@ -13,7 +13,6 @@ from onnx import ModelProto
 
 from onnxgrad.compat.attributes import Fitted, Selected
 from onnxgrad.compat.estimator_state import EstimatorState
-from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, rows_of
@@ -119,7 +118,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(lambda self: self._built("passes", self._passes))
+    train_session_ = Fitted(lambda self: self._passes())
     train_function_ = Fitted(lambda self: self._built("function", self.train_session_.new_instance))
     input_names_ = Fitted(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
@@ -147,6 +146,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             self.loss_output_name,
             "weight" if self.weight_name is None and weighted else self.weight_name,
         )
+
+    def _output_names(self) -> list[str]:
+        return self._loss([], False).outputs(read(self.model_onnx))
 
     def _check_names(self, names: Sequence[str]) -> None:
         BaseLearningPenalty.select(self.learning_penalty).check(names)
@@ -332,16 +334,6 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             if name in group:
                 return group[name]
         raise AttributeError(f"{name}: there is no such graph for {self}")
-
-    def _passes(self) -> OrtGradientForwardBackward:
-        proto = read(self.model_onnx)
-        return OrtGradientForwardBackward(
-            proto,
-            self._trained(),
-            output_names=self._loss([], False).outputs(proto),
-            providers=self.device,
-            enable_logging=self.enable_logging,
-        )
 
 
 def _check_kind(kind: str) -> str:

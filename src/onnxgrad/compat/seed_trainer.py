@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from onnx import ModelProto
 from onnxgrad.compat.attributes import Fitted, Selected
 from onnxgrad.compat.estimator_fit import EstimatorFit
 from onnxgrad.compat.estimator_state import EstimatorState
+from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.progress_function import Called
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError
@@ -291,6 +293,22 @@ class SeedTrainer(Arguments):
         return forget_head(trained)
 
     # -- sessions and graphs, built on demand -------------------------------------------------
+
+    def _passes(self) -> OrtGradientForwardBackward:
+        """Return the passes of the model for the trained weights."""
+        build = partial(
+            OrtGradientForwardBackward,
+            self.model_onnx,
+            self._trained(),
+            output_names=self._output_names(),
+            providers=self.device,
+            enable_logging=self.enable_logging,
+        )
+        return self._built("passes", build)
+
+    def _output_names(self) -> list[str] | None:
+        """Return the names of the outputs of the passes; None for all of the model."""
+        return None
 
     def _built(self, name: str, build: Callable[[], T], *depends: Any) -> T:
         """Return the cached result of `build`, built again if a parameter or `depends` changed."""

@@ -24,6 +24,8 @@ class SmallFunctions(BaseEstimator):
     their parameters are.
     """
 
+    _device = CPU
+
     def _keep(self, device: Any, **models: ModelProto) -> None:
         """Set the attributes `models`, which run on `device`."""
         self._device = CPU if device is None else Device.of(device).check()

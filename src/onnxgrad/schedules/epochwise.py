@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -18,6 +18,8 @@ from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.runtime.small_models import SmallFunctions, instance_of
 from onnxgrad.runtime.values import FLOATS, shape_of, to_numpy
+
+Update = Callable[..., dict[str, ir.Value]]  # writes the outputs into a draft
 
 
 class BaseLearningRate(SmallFunctions):
@@ -69,7 +71,7 @@ class BaseLearningRate(SmallFunctions):
     @cached_property
     def axpy_onnx_(self) -> ModelProto:
         """The update without momentum; float32 unless `build_onnx_function` set another dtype."""
-        return vars(BaseLearningRate.build_onnx_function(self))["axpy_onnx_"]
+        return _update_onnx(axpy)
 
     def build_onnx_function(
         self,
@@ -78,17 +80,24 @@ class BaseLearningRate(SmallFunctions):
         n_tensors: int = 1,
         dtype: Any = np.float32,
     ) -> BaseLearningRate:
-        """Set `axpy_onnx_`, the update of one weight of any shape as a model; return `self`.
+        """Set the model of the update of one weight of any shape; return `self`.
 
-        The model is `axpy` of `function_onnx_graph`; `update_weights` runs it on `device`.
-        `n_tensors` has no effect, as all weights share the model.
+        It is `axpy` of `function_onnx_graph`, the attribute `axpy_onnx_`; with momentum
+        `axpyw2`, or `axpyw` without `nesterov`, the attribute `axpyw_onnx_`. `update_weights` runs
+        it on `device`. `n_tensors` has no effect, as all weights share the model.
 
         Raises:
             ValueError: an invalid opset or dtype.
             ProviderError: the installed onnxruntime has none for `device`.
         """
-        self._keep(device, axpy_onnx_=_update_onnx(axpy, opset, dtype))
+        attribute, update = self._update
+        self._keep(device, **{attribute: _update_onnx(update, opset, dtype)})
         return self
+
+    @property
+    def _update(self) -> tuple[str, Update]:
+        """The attribute of the model of the update, and what writes it."""
+        return "axpy_onnx_", axpy
 
     def update_weights(
         self, weight: Any, gradient: Any, batch_size: int = 1, velocity: Any = None
@@ -258,23 +267,11 @@ class LearningRateSGDNesterov(LearningRateSGD):
     @cached_property
     def axpyw_onnx_(self) -> ModelProto:
         """The update of one weight; float32 unless `build_onnx_function` set another dtype."""
-        return vars(self.build_onnx_function())["axpyw_onnx_"]
+        return _update_onnx(self._update[1])
 
-    def build_onnx_function(
-        self,
-        opset: int | None = None,
-        device: str | None = None,
-        n_tensors: int = 1,
-        dtype: Any = np.float32,
-    ) -> LearningRateSGDNesterov:
-        """Set `axpyw_onnx_`, the update of one weight of any shape as a model; return `self`.
-
-        The model is `axpyw2` of `function_onnx_graph`, or `axpyw` without `nesterov`. Arguments and
-        errors are those of `BaseLearningRate`.
-        """
-        update = axpyw2 if self.nesterov else axpyw
-        self._keep(device, axpyw_onnx_=_update_onnx(update, opset, dtype))
-        return self
+    @property
+    def _update(self) -> tuple[str, Update]:
+        return "axpyw_onnx_", axpyw2 if self.nesterov else axpyw
 
     def update_weights(
         self, weight: Any, gradient: Any, batch_size: int = 1, velocity: Any = None
@@ -329,7 +326,7 @@ def _momentum(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Va
     return {"Y": op.set_type_like(update + x2, x2), "Z": z}
 
 
-def _update_onnx(update: Any, opset: int | None, dtype: Any) -> ModelProto:
+def _update_onnx(update: Any, opset: int | None = None, dtype: Any = np.float32) -> ModelProto:
     """Return the model of an update, called by its name."""
     draft = Draft(update.__name__, opset, dtype)
     with draft.op:
