@@ -22,7 +22,7 @@ class Fitted:
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
             return self
-        trainer._fitted()
+        trainer._fitted_state()
         return self.read(trainer)
 
     def __set__(self, trainer: Any, value: Any) -> None:

@@ -66,7 +66,9 @@ class EstimatorFit:
             evaluator.fields.names = fields.names
             validation = rows_of(self.held_out, evaluator.fields)
             evaluate = lambda: {  # noqa: E731
-                "validation_loss": evaluator.evaluate(state.evaluated(), validation)["loss"]
+                "validation_loss": evaluator.evaluate(state.weights_to_evaluate(), validation)[
+                    "loss"
+                ]
             }
         target = Target.of(self.device, work := step.work * source.batch_size, source.batch_size)
         runner, every = new_runner(step, target, work), trainer.validation_every
@@ -127,4 +129,4 @@ class EstimatorFit:
         file = read(self.trainer.model_onnx)
         failed = lambda: run_again(self._step()[0], loop, self.device, file)  # noqa: E731
         outputs = evaluator.plan.read_outputs(file)
-        return cause_in_fit(loop, file, outputs, failed, evaluator, state.evaluated())
+        return cause_in_fit(loop, file, outputs, failed, evaluator, state.weights_to_evaluate())

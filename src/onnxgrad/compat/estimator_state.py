@@ -34,7 +34,7 @@ class EstimatorState(TrainState):
     columns: list[str] | None = None
     names: Names = field(default_factory=Names)
 
-    def evaluated(self) -> Arrays:
+    def weights_to_evaluate(self) -> Arrays:
         """Return the weights to evaluate: averages, if the optimizer keeps them."""
         now = self.values
         if self.optimizer is None:

@@ -203,15 +203,15 @@ class OrtGradientForwardBackward:
             same |= in_row and given == (1, math.prod(lengths))
             if not same or len(lengths) != len(shape or ()):
                 raise ValueError(f"{what} {mismatch}")
-            return self.reshaped(value, lengths)
+            return self.reshape(value, lengths)
         return value
 
-    def reshaped(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def reshape(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return `value` in another shape."""
         array = to_numpy(value).reshape(shape)
         return owned(array, self.device) if isinstance(value, ort.OrtValue) else array
 
-    def returned(
+    def results_like(
         self, which: str, names: Sequence[str], results: list[ort.OrtValue], inputs: Sequence[Any]
     ) -> list[Tensor]:
         """Return results as OrtValues if any of `inputs` is one, else as arrays."""
@@ -291,7 +291,7 @@ class OrtGradientForwardBackwardFunction:
             values = feed | dict(zip([*names, *saved], results, strict=True))
             self._outputs = results[: len(names)]
             self._saved = {name: values[name] for name in parent.read if name in values}
-        return parent.returned("forward", names, results[: len(names)], inputs)
+        return parent.results_like("forward", names, results[: len(names)], inputs)
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs and of the weights.
@@ -334,12 +334,12 @@ class OrtGradientForwardBackwardFunction:
         names = [y.name for y in parent.partition.backward.graph.output]
         results = self._bindings[1].run(feed, names, parent.run_options)
         self._saved = None
-        gradients = parent.returned("backward", names, results, grad_outputs)
+        gradients = parent.results_like("backward", names, results, grad_outputs)
         by_name = dict(zip(names, gradients, strict=True))
         gradient_names = parent.partition.gradients
         found = [by_name.get(gradient_names.get(str(x.name), "")) for x in parent.inputs]
         return [
-            g if g is None or shape_of(g) == shape else parent.reshaped(g, shape)
+            g if g is None or shape_of(g) == shape else parent.reshape(g, shape)
             for g, shape in zip(found, self._shapes, strict=True)
         ]
 

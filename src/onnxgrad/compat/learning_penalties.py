@@ -278,29 +278,28 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
         """Write the penalty of the weight of that name, if it has one."""
-        penalty = self._selected().get(name)
+        penalty = self._by_name().get(name)
         return None if penalty is None else penalty.penalty(op, name, w)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise `ValueError` if a penalty is zero, or for a weight that is not among `names`."""
         names = list(names)
-        for name, penalty in self._selected().items():
+        for name, penalty in self._by_name().items():
             if name not in names:
                 raise unknown("weight in penalty", name, names)
             penalty.check([name])
 
-    def _selected(self) -> dict[str, BaseLearningPenalty]:
-        return {name: _penalty_of(name, setting) for name, setting in self.penalties.items()}
-
-
-def _penalty_of(name: str, setting: Any) -> BaseLearningPenalty:
-    """Return the penalty for the setting of a weight in a dictionary."""
-    if isinstance(setting, BaseLearningPenalty):
-        return setting
-    penalty = ElasticLearningPenalty(**coefficients(name, setting))
-    if not penalty.l1 and not penalty.l2:
-        raise ValueError(f"the penalty of {name!r} is zero: give l1 or l2 a value")
-    return penalty
+    def _by_name(self) -> dict[str, BaseLearningPenalty]:
+        """Return the penalties by the name of their weight."""
+        penalties = {}
+        for name, setting in self.penalties.items():
+            penalty = setting
+            if not isinstance(setting, BaseLearningPenalty):
+                penalty = ElasticLearningPenalty(**coefficients(name, setting))
+                if not penalty.l1 and not penalty.l2:
+                    raise ValueError(f"the penalty of {name!r} is zero: give l1 or l2 a value")
+            penalties[name] = penalty
+        return penalties
 
 
 _CLASSES: dict[str | None, type[BaseLearningPenalty]] = {

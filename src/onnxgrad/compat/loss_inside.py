@@ -97,8 +97,8 @@ class OrtGradientOptimizer(SeedTrainer):
     weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(lambda self: self._built("session", self._session))
-    train_function_ = Fitted(lambda self: self._built("function", self._passes().new_instance))
+    train_session_ = Fitted(lambda self: self._from_cache("session", self._session))
+    train_function_ = Fitted(lambda self: self._from_cache("function", self._passes().new_instance))
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
@@ -110,7 +110,7 @@ class OrtGradientOptimizer(SeedTrainer):
         return derivative(proto, DerivativeRequest(weights, [], loss, self.loss_output_name))[0]
 
     def _session(self) -> ort.InferenceSession:
-        model = self._gradient(read(self.model_onnx), self._trained())
+        model = self._gradient(read(self.model_onnx), self._trained_names())
         return session(model, Device.of(self.device), work=0.0)
 
     def get_state(self) -> dict[str, np.ndarray]:
@@ -119,7 +119,7 @@ class OrtGradientOptimizer(SeedTrainer):
         Raises:
             NotFittedError: nothing was trained.
         """
-        return {name: array.copy() for name, array in self._fitted().values.weights.items()}
+        return {name: array.copy() for name, array in self._fitted_state().values.weights.items()}
 
     def set_state(self, state: Mapping[str, np.ndarray], check_trained: bool = False) -> Self:
         """Set weights, `{name: array}`; with `warm_start` the next `fit` starts from them.

@@ -16,7 +16,7 @@ from onnxgrad.compat.estimator_state import EstimatorState
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, rows_of
-from onnxgrad.compat.seed_trainer import SeedTrainer, fitting
+from onnxgrad.compat.seed_trainer import SeedTrainer, fitting_array
 from onnxgrad.compat.training_graphs import Graphs, training_graphs
 from onnxgrad.errors import unknown
 from onnxgrad.model.feeds import names_without_default
@@ -119,7 +119,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(lambda self: self._passes())
-    train_function_ = Fitted(lambda self: self._built("function", self.train_session_.new_instance))
+    train_function_ = Fitted(
+        lambda self: self._from_cache("function", self.train_session_.new_instance)
+    )
     input_names_ = Fitted(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
     )
@@ -162,7 +164,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """
         data = as_dataset(X, y, sample_weight)
         build = partial(self._evaluator, RowLosses, data.weighted)
-        evaluator = self._built(f"losses {data.weighted}", build, self._fitted().values)
+        evaluator = self._from_cache(f"losses {data.weighted}", build, self._fitted_state().values)
         (losses,) = evaluator.predict({}, rows_of(data, evaluator.fields)).values()
         return losses
 
@@ -183,7 +185,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             ValueError: data that the inputs do not accept, or nothing was trained.
         """
         build = partial(self._evaluator, Evaluator, False)
-        evaluator = self._built("prediction", build, self._fitted().values)
+        evaluator = self._from_cache("prediction", build, self._fitted_state().values)
         fields = evaluator.fields.without_labels()
         fields.left_out = frozenset()  # labels are refused
         source = rows_of(Dataset(X), fields)
@@ -210,7 +212,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
-        values, device = self._fitted().values, Device.of(self.device).check()
+        values, device = self._fitted_state().values, Device.of(self.device).check()
         if _check_kind(kind) == "weight":
             return {name: owned(array, device) for name, array in values.weights.items()}
         return {
@@ -279,7 +281,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
                 if strange := [slot for slot in slots if slot not in shapes]:
                     raise unknown(f"slot of {name!r}", strange[0], shapes)
                 checked[name] = {
-                    slot: fitting(name, to_numpy(value), shapes[slot], w.dtype)
+                    slot: fitting_array(name, to_numpy(value), shapes[slot], w.dtype)
                     for slot, value in slots.items()
                 }
         return checked
@@ -329,7 +331,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return training_graphs(proto, names, self._loss(names, False), *self._rate_and_optimizer())
 
     def _graph(self, name: str) -> ModelProto:
-        graphs = self._built("graphs", self._graphs, self._state.values)
+        graphs = self._from_cache("graphs", self._graphs, self._state.values)
         for group in (graphs, *(graphs[piece] for piece in _PIECES)):
             if name in group:
                 return group[name]

@@ -206,7 +206,7 @@ class SeedTrainer(Arguments):
 
     # -- results ------------------------------------------------------------------------------
 
-    def _fitted(self) -> EstimatorState:
+    def _fitted_state(self) -> EstimatorState:
         """Return the state, or raise `NotFittedError`."""
         if "_state" not in vars(self):
             raise NotFittedError("nothing was trained yet: call fit first")
@@ -218,7 +218,7 @@ class SeedTrainer(Arguments):
     @property
     def feature_names_in_(self) -> np.ndarray:
         """The names of the columns of `X`, if `fit` was called with a table."""
-        names = self._fitted().columns
+        names = self._fitted_state().columns
         if names is None:
             raise AttributeError("feature_names_in_: fit got no table with names of columns")
         return np.array(names, dtype=object)
@@ -231,7 +231,7 @@ class SeedTrainer(Arguments):
             raise ValueError(f"a state is a dict of arrays by name, not {type(state).__name__}")
         known = self._float_constants(state, check_trained)
         return {
-            name: fitting(name, a, known[name].shape, known[name].dtype)
+            name: fitting_array(name, a, known[name].shape, known[name].dtype)
             for name, a in state.items()
         }
 
@@ -252,19 +252,19 @@ class SeedTrainer(Arguments):
         refs = constants.constant_refs(read(self.model_onnx))
         known = {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
         if check_trained:
-            known = {name: known[name] for name in self._trained() if name in known}
+            known = {name: known[name] for name in self._trained_names() if name in known}
         for name in names:
             if name not in known:
                 raise unknown("trained weight" if check_trained else "weight", name, known)
         return known
 
-    def _trained(self) -> list[str]:
+    def _trained_names(self) -> list[str]:
         """Return the names of the weights that the last `fit` trained.
 
         Raises:
             NotFittedError: there was no `fit`; `set_state` alone trains nothing.
         """
-        names = self._fitted().trained
+        names = self._fitted_state().trained
         if not names:
             raise NotFittedError("the state was set, but nothing was trained yet: call fit first")
         return names
@@ -286,9 +286,9 @@ class SeedTrainer(Arguments):
         Raises:
             ValueError: nothing was trained, or `model` lacks a trained weight.
         """
-        state = self._fitted()
+        state = self._fitted_state()
         proto = read(self.model_onnx if model is None else model)
-        trained = constants.replace(proto, state.evaluated())
+        trained = constants.replace(proto, state.weights_to_evaluate())
         state.names.keep(trained)
         return forget_head(trained)
 
@@ -299,18 +299,18 @@ class SeedTrainer(Arguments):
         build = partial(
             OrtGradientForwardBackward,
             self.model_onnx,
-            self._trained(),
+            self._trained_names(),
             output_names=self._output_names(),
             providers=self.device,
             enable_logging=self.enable_logging,
         )
-        return self._built("passes", build)
+        return self._from_cache("passes", build)
 
     def _output_names(self) -> list[str] | None:
         """Return the names of the outputs of the passes; None for all of the model."""
         return None
 
-    def _built(self, name: str, build: Callable[[], T], *depends: Any) -> T:
+    def _from_cache(self, name: str, build: Callable[[], T], *depends: Any) -> T:
         """Return the cached result of `build`, built again if a parameter or `depends` changed."""
 
         def key() -> Any:
@@ -325,7 +325,7 @@ class SeedTrainer(Arguments):
         return vars(self) | own | {"_cache": BuildCache()}
 
 
-def fitting(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return a copy of a new value of a weight or a slot, in its dtype."""
     if np.shape(value) != shape:
         raise ValueError(f"{name!r} has shape {shape}, its new value {np.shape(value)}")

@@ -202,7 +202,11 @@ class LearningRateSGD(BaseLearningRate):
     learning_rate: str = "invscaling"
 
     def __post_init__(self) -> None:
-        _checked_rule(self.learning_rate)
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        if self.learning_rate not in _RULES:
+            raise unknown("learning_rate", self.learning_rate, _RULES)
 
     def init_learning_rate(self) -> LearningRateSGD:
         """Set `value` to the rate of the first epoch; return `self`.
@@ -210,7 +214,7 @@ class LearningRateSGD(BaseLearningRate):
         Raises:
             ValueError: `eta0` is not positive, or an unknown value of `learning_rate`.
         """
-        _checked_rule(self.learning_rate)
+        self._check_rule()
         if not (isfinite(self.eta0) and self.eta0 > 0):
             raise ValueError(f"eta0 must be a positive number, not {self.eta0!r}")
         if self.learning_rate == "optimal" and not self.alpha > 0:
@@ -335,12 +339,6 @@ def _update_onnx(update: Any, opset: int | None = None, dtype: Any = np.float32)
 
 _RULES = ("constant", "invscaling", "optimal", "adaptive")
 _OPERANDS = {"X1": "the gradient", "X2": "the weight", "G": "the velocity"}
-
-
-def _checked_rule(rule: str) -> str:
-    if rule not in _RULES:
-        raise unknown("learning_rate", rule, _RULES)
-    return rule
 
 
 _CLASSES = {
