@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -163,8 +162,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         Arguments and errors are those of `fit`. Penalties are not included.
         """
         data = as_dataset(X, y, sample_weight)
-        build = partial(self._evaluator, RowLosses, data.weighted)
-        evaluator = self._from_cache(f"losses {data.weighted}", build, self._fitted_state().values)
+        evaluator = self._evaluator(RowLosses, data.weighted)
         (losses,) = evaluator.predict({}, rows_of(data, evaluator.fields)).values()
         return losses
 
@@ -184,8 +182,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         Raises:
             ValueError: data that the inputs do not accept, or nothing was trained.
         """
-        build = partial(self._evaluator, Evaluator, False)
-        evaluator = self._from_cache("prediction", build, self._fitted_state().values)
+        evaluator = self._evaluator(Evaluator, False)
         fields = evaluator.fields.without_labels()
         fields.left_out = frozenset()  # labels are refused
         source = rows_of(Dataset(X), fields)
@@ -195,8 +192,13 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     def _evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
         """Return what evaluates the trained model."""
-        proto = self.get_trained_onnx()
-        return kind(proto, [], self._plan([], weighted), weighted, self.device, {})
+
+        def build() -> Evaluator:
+            plan = self._plan([], weighted)
+            return kind(self.get_trained_onnx(), [], plan, weighted, self.device, {})
+
+        values = self._fitted_state().values
+        return self._from_cache(f"{kind.__name__}, {weighted}", build, values)
 
     # -- state --------------------------------------------------------------------------------
 
