@@ -63,6 +63,11 @@ from .compat.learning_penalties import (
     PerWeightLearningPenalty as PerWeightLearningPenalty,
     penalty_loss_onnx as penalty_loss_onnx,
 )
+from .compat.learning_rates import (
+    BaseLearningRate as BaseLearningRate,
+    LearningRateSGD as LearningRateSGD,
+    LearningRateSGDNesterov as LearningRateSGDNesterov,
+)
 from .compat.loader import (
     OrtDataLoader as OrtDataLoader,
 )
@@ -275,11 +280,6 @@ from .schedules.curves import (
     one_cycle as one_cycle,
     polynomial as polynomial,
     step_decay as step_decay,
-)
-from .schedules.epochwise import (
-    BaseLearningRate as BaseLearningRate,
-    LearningRateSGD as LearningRateSGD,
-    LearningRateSGDNesterov as LearningRateSGDNesterov,
 )
 from .schedules.plateau import (
     plateau as plateau,

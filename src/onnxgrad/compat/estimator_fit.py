@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.compat.estimator_state import EstimatorState
+from onnxgrad.compat.estimator_state import INITS, EstimatorState
+from onnxgrad.compat.learning_rates import ByEpoch
 from onnxgrad.compat.rows_and_penalty import rows_of
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import read
@@ -24,9 +25,7 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import warn_of_stale_statistics
 from onnxgrad.training.objective import build_objective
-from onnxgrad.training.rates import ByEpoch
 from onnxgrad.training.run.in_place import new_runner
-from onnxgrad.training.starts import INITS
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step, StepOptions, build_step
 

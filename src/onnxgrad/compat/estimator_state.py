@@ -1,8 +1,9 @@
-"""The state of the two estimators."""
+"""The state of the two estimators, and how their weights start."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -10,8 +11,15 @@ import numpy as np
 
 from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer
+from onnxgrad.training.glorot import glorot
 from onnxgrad.training.state import Arrays, TrainState
 from onnxgrad.training.step.update import evaluated
+
+INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+    "model": lambda rng, w: w,
+    "glorot": glorot,
+    "normal": lambda rng, w: rng.standard_normal(w.shape).astype(w.dtype) if w.ndim > 1 else w,
+}
 
 
 @dataclass(eq=False)

@@ -20,11 +20,11 @@ from onnxgrad.compat.learning_losses import (
     NegLogLearningLoss,
 )
 from onnxgrad.compat.learning_penalties import weight_names
+from onnxgrad.compat.learning_rates import axpy, axpyw, axpyw2
 from onnxgrad.compat.loss_models import GRADIENT, LOSS, loss_outputs
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.losses.penalties import weight_penalty
 from onnxgrad.model.draft import Draft, Shape
-from onnxgrad.schedules.epochwise import axpy, axpyw, axpyw2
 
 Values = dict[str, ir.Value]
 _functions: dict[str, Callable[..., Values]] = {}

@@ -18,6 +18,7 @@ import onnxruntime as ort
 
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_onnx
+from onnxgrad.compat.small_models import SmallFunctions, instance_of
 from onnxgrad.errors import unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
@@ -29,7 +30,6 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import OutputTerms, formula_terms, wide, widen_label
 from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
 from onnxgrad.model.draft import Shape
-from onnxgrad.runtime.small_models import SmallFunctions, instance_of
 from onnxgrad.runtime.values import owned, shape_of, to_numpy
 
 

@@ -15,12 +15,12 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.compat.small_models import SmallFunctions, instance_of
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.penalties import coefficients, weight_penalty
 from onnxgrad.model.draft import Draft
-from onnxgrad.runtime.small_models import SmallFunctions, instance_of
 from onnxgrad.runtime.values import owned, to_numpy
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import warnings
@@ -16,8 +15,9 @@ from onnx import ModelProto
 
 from onnxgrad.compat.attributes import Fitted, Selected
 from onnxgrad.compat.estimator_fit import EstimatorFit
-from onnxgrad.compat.estimator_state import EstimatorState
+from onnxgrad.compat.estimator_state import INITS, EstimatorState
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
+from onnxgrad.compat.learning_rates import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.compat.progress_function import Called
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError
@@ -26,7 +26,6 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.reporting import level_of, logger, reporting
-from onnxgrad.schedules.epochwise import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.training.arguments import check_count
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.data import as_dataset
@@ -37,7 +36,6 @@ from onnxgrad.training.objective import Plan
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
-from onnxgrad.training.starts import INITS
 
 T = TypeVar("T")
 
@@ -192,8 +190,7 @@ class SeedTrainer(Arguments):
             raise ValueError(f"validation_every must be above 0, not {every!r}")
         if self.weight_init not in INITS:
             raise unknown("weight_init", self.weight_init, INITS)
-        rate = copy.deepcopy(BaseLearningRate.select(self.learning_rate))
-        rate.init_learning_rate()
+        rate = BaseLearningRate.select(self.learning_rate).at_start()
         optimizer = select(self.training_optimizer_name)
         if not isinstance(rate, LearningRateSGDNesterov):
             return rate, optimizer

@@ -10,11 +10,11 @@ from onnx import ModelProto
 
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.function_graphs import function_onnx_graph
+from onnxgrad.compat.learning_rates import BaseLearningRate
 from onnxgrad.compat.rows_and_penalty import RowsAndPenalty
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch

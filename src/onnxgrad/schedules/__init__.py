@@ -1,1 +1,1 @@
-"""Learning rates: by step (`base`, `curves`, `compose`, `plateau`) and by epoch (`epochwise`)."""
+"""Learning rates of the steps of a training."""

@@ -1,4 +1,4 @@
-"""What a schedule is: the learning rate as a function of the step."""
+"""What a learning rate is, and a schedule: a learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import isfinite
 from operator import index
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from onnxgrad.schedules.rates import Rates
 
 Check = Callable[[str, Any], Any]
 
@@ -16,7 +19,29 @@ def argument(check: Check, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-class Schedule:
+class LearningRate:
+    """Base of what a trainer takes as a learning rate."""
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The names in an entry of the history on which the rate depends."""
+        return ()
+
+    def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
+        """Return the rates of a training.
+
+        Args:
+            state: the `TrainState` with which it begins.
+            steps: their number in the whole training; None if it is not known.
+            member: the number of that of a stack whose rates they are; None: there is one model.
+
+        Raises:
+            ValueError: the rate needs the number of steps.
+        """
+        raise NotImplementedError
+
+
+class Schedule(LearningRate):
     """Base of the learning rates by step; a schedule of your own overrides `__call__`.
 
     Schedules are frozen dataclasses: compared, printed and pickled by their arguments. Steps count
@@ -76,10 +101,14 @@ class Schedule:
         """
         return dict(state)
 
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The names in an entry of the history on which the rate depends."""
-        return ()
+    def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
+        """Return the rates of a training, whose `state` keeps what the schedule has observed."""
+        from onnxgrad.schedules.rates import ByStep  # it brings numpy
+
+        schedule = self if steps is None else self.over(steps)
+        rates = ByStep(schedule, state, member)
+        rates.at(0, 1)  # raises if it needs the number of steps
+        return rates
 
     @property
     def length(self) -> int | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.errors import named, unknown
-from onnxgrad.schedules.base import Schedule, select as select_schedule
-from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.schedules.base import LearningRate, select as select_schedule
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -28,13 +26,6 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     return value
 
 
-def select_rate(rate: Any) -> Schedule | BaseLearningRate:
-    """Return the schedule for a number or a schedule; a `BaseLearningRate` changes by the epoch."""
-    return rate if isinstance(rate, BaseLearningRate) else select_schedule(rate)
-
-
-def start_learning_rate(learning_rate: Any) -> BaseLearningRate:
-    """Return a copy of the learning rate at its first epoch."""
-    rate = copy.deepcopy(BaseLearningRate.select(learning_rate))
-    rate.init_learning_rate()
-    return rate
+def select_rate(rate: Any) -> LearningRate:
+    """Return the learning rate for a number, which is a constant one, or an object."""
+    return rate if isinstance(rate, LearningRate) else select_schedule(rate)

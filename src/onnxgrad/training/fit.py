@@ -13,8 +13,7 @@ from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.errors import argument
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.arguments import start_learning_rate
+from onnxgrad.schedules.rates import Rates
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.causes import cause_in_fit
@@ -25,7 +24,7 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import Split, held_out_share
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.rates import ByEpoch, ByStep, OfMembers, Rates
+from onnxgrad.training.rates import OfMembers
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.settings import Settings
@@ -194,19 +193,12 @@ class Fit:
         self, rate: Any, state: TrainState, batches: int | None, epochs: int, k: int | None = None
     ) -> Rates:
         """Return the rates of a model, in a stack of the member `k`."""
-        if isinstance(rate, BaseLearningRate):
-            losses = state.losses if k is None else [loss[k] for loss in state.losses]
-            return ByEpoch(start_learning_rate(rate), losses)
         unseen = [m for m in rate.monitors if m.startswith("validation_")]
         if unseen and self.held_out is None:
             given = f"pass {argument('validation')} data"
             remedy = "partial_fit has none, call fit" if self.further else given
             raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
-        if batches is not None:
-            rate = rate.over(batches * epochs)
-        rates = ByStep(rate, state, k)
-        rates.at(0, 1)  # raises if it needs the number of steps
-        return rates
+        return rate.rates_of_training(state, None if batches is None else batches * epochs, k)
 
     def _state(
         self, source: BatchSource, shuffle: bool, resume: str | os.PathLike | None

@@ -12,13 +12,13 @@ import numpy as np
 
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.reporting import logger
+from onnxgrad.schedules.rates import Rates
 from onnxgrad.training.batches import BatchSource, Slice
 from onnxgrad.training.callbacks.base import Control
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
-from onnxgrad.training.rates import Rates
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.state import TrainState
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxgrad.errors import printable, unknown
 from onnxgrad.training.arguments import check_choice, check_count
-from onnxgrad.training.starts import INITS
+from onnxgrad.training.glorot import glorot
 
 Arrays = dict[str, np.ndarray]
 
@@ -22,9 +22,9 @@ def _redrawn(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
 
 
 _INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
-    "model": INITS["model"],
+    "model": lambda rng, w: w,
     "redrawn": _redrawn,
-    "glorot": INITS["glorot"],
+    "glorot": glorot,
 }
 
 

@@ -1,75 +1,13 @@
-"""Learning rates of the steps of a training, by a schedule or by the epoch."""
+"""Learning rates of the steps of a stack of models."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from onnxgrad.schedules.base import Schedule
-from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.schedules.rates import Rates
 from onnxgrad.training.state import TrainState
-
-
-class Rates(Protocol):
-    """The learning rate of every step."""
-
-    def at(self, step: int, count: int) -> np.ndarray:
-        """Return the rates of `count` steps from the number `step` on, which counts from 0."""
-
-    def observe(self, entry: dict[str, Any]) -> None:
-        """Take notice of an entry of the history."""
-
-
-class ByStep:
-    """The rates of a schedule, whose state is in the state of the training.
-
-    `member` is the number of that of a stack whose rates they are; None: there is one model.
-    """
-
-    def __init__(self, schedule: Schedule, state: TrainState, member: int | None = None) -> None:
-        self.schedule, self.state = schedule, state
-        self.member = None if member is None else str(member)
-
-    def at(self, step: int, count: int) -> np.ndarray:
-        """Return the rates of `count` steps."""
-        kept = self._kept
-        return np.array([self.schedule.rate(step + i, kept) for i in range(count)])
-
-    def observe(self, entry: dict[str, Any]) -> None:
-        """Let the schedule see an entry of the history."""
-        new = self.schedule.observed(self._kept, entry)
-        if self.member is not None:
-            new = {**self.state.schedule, self.member: new}
-        self.state.schedule = new
-
-    @property
-    def _kept(self) -> dict[str, Any]:
-        every = self.state.schedule
-        return every if self.member is None else every.get(self.member, {})
-
-
-class ByEpoch:
-    """The rates of a `BaseLearningRate`, one an epoch."""
-
-    def __init__(self, rate: BaseLearningRate, losses: list[float]) -> None:
-        self.rate, self.epochs = rate, 0
-        for loss in losses:
-            self._update(loss)
-
-    def at(self, step: int, count: int) -> np.ndarray:
-        """Return the rate of the epoch, for each step."""
-        assert self.rate.value is not None
-        return np.full(count, self.rate.value)
-
-    def observe(self, entry: dict[str, Any]) -> None:
-        """Go to the next epoch, at the end of one."""
-        if "loss" in entry:
-            self._update(entry["loss"])
-
-    def _update(self, loss: float) -> None:
-        self.epochs += 1
-        self.rate.update_learning_rate(self.epochs, loss)
 
 
 class OfMembers:

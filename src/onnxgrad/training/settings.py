@@ -14,8 +14,7 @@ from onnxgrad.optimizers import Optimizer, sgd
 from onnxgrad.parallel import DataParallel
 from onnxgrad.reporting import html_table
 from onnxgrad.runtime.device import Device
-from onnxgrad.schedules.base import Schedule, constant
-from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.schedules.base import LearningRate, constant
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.judges import ByOutput
@@ -40,7 +39,7 @@ class Settings:
     loss_weights: Mapping[str, float] | None = None
     class_weight: Any = None
     optimizer: Optimizer = field(default_factory=sgd)
-    learning_rate: Schedule | BaseLearningRate = field(default_factory=lambda: constant(0.0))
+    learning_rate: LearningRate = field(default_factory=lambda: constant(0.0))
     clip_norm: float | None = None
     accumulate: int = 1
     batch_norm: str = "frozen"

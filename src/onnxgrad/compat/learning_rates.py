@@ -1,28 +1,30 @@
-"""Learning rates by epoch. The rate is an input of the training step."""
+"""Learning rates by epoch, and the models by which they update weights."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.compat.small_models import SmallFunctions, instance_of
 from onnxgrad.errors import EvaluationError, unknown
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.model.feeds import session_dtype
-from onnxgrad.runtime.small_models import SmallFunctions, instance_of
 from onnxgrad.runtime.values import FLOATS, shape_of, to_numpy
+from onnxgrad.schedules.base import LearningRate
 
 Update = Callable[..., dict[str, ir.Value]]  # writes the outputs into a draft
 
 
-class BaseLearningRate(SmallFunctions):
+class BaseLearningRate(SmallFunctions, LearningRate):
     """Base of the learning rates: overrides set `value`, the rate of the current epoch.
 
     A learning rate of your own overrides `init_learning_rate` and `update_learning_rate`.
@@ -67,6 +69,19 @@ class BaseLearningRate(SmallFunctions):
             assert self.value is not None
             yield self.value
             self.update_learning_rate(t)
+
+    def at_start(self) -> Self:
+        """Return a copy at its first epoch."""
+        rate = copy.deepcopy(self)
+        rate.init_learning_rate()
+        return rate
+
+    def rates_of_training(
+        self, state: Any, steps: int | None, member: int | None = None
+    ) -> ByEpoch:
+        """Return the rates of a training, those of finished epochs behind it."""
+        losses = state.losses if member is None else [loss[member] for loss in state.losses]
+        return ByEpoch(self.at_start(), losses)
 
     @cached_property
     def axpy_onnx_(self) -> ModelProto:
@@ -170,6 +185,34 @@ class BaseLearningRate(SmallFunctions):
         if rate is None:
             raise unknown("learning rate", class_name, _CLASSES)
         return rate
+
+
+class ByEpoch:
+    """The rates of a training, one an epoch.
+
+    Args:
+        rate: a learning rate at its first epoch.
+        losses: those of the epochs that are finished.
+    """
+
+    def __init__(self, rate: BaseLearningRate, losses: list[float]) -> None:
+        self.rate, self.epochs = rate, 0
+        for loss in losses:
+            self._update(loss)
+
+    def at(self, step: int, count: int) -> np.ndarray:
+        """Return the rate of the epoch, for each step."""
+        assert self.rate.value is not None
+        return np.full(count, self.rate.value)
+
+    def observe(self, entry: dict[str, Any]) -> None:
+        """Go to the next epoch, at the end of one."""
+        if "loss" in entry:
+            self._update(entry["loss"])
+
+    def _update(self, loss: float) -> None:
+        self.epochs += 1
+        self.rate.update_learning_rate(self.epochs, loss)
 
 
 @dataclass(eq=False, repr=False)

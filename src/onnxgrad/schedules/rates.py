@@ -1,0 +1,45 @@
+"""The learning rates of the steps of one training."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Rates(Protocol):
+    """The learning rate of every step."""
+
+    def at(self, step: int, count: int) -> np.ndarray:
+        """Return the rates of `count` steps from the number `step` on, which counts from 0."""
+
+    def observe(self, entry: dict[str, Any]) -> None:
+        """Take notice of an entry of the history."""
+
+
+class ByStep:
+    """The rates of a `Schedule`, whose state is in the `TrainState` of the training.
+
+    `member` is the number of that of a stack whose rates they are; None: there is one model.
+    """
+
+    def __init__(self, schedule: Any, state: Any, member: int | None = None) -> None:
+        self.schedule, self.state = schedule, state
+        self.member = None if member is None else str(member)
+
+    def at(self, step: int, count: int) -> np.ndarray:
+        """Return the rates of `count` steps."""
+        kept = self._kept
+        return np.array([self.schedule.rate(step + i, kept) for i in range(count)])
+
+    def observe(self, entry: dict[str, Any]) -> None:
+        """Let the schedule see an entry of the history."""
+        new = self.schedule.observed(self._kept, entry)
+        if self.member is not None:
+            new = {**self.state.schedule, self.member: new}
+        self.state.schedule = new
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        every = self.state.schedule
+        return every if self.member is None else every.get(self.member, {})
