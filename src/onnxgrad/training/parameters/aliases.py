@@ -17,7 +17,14 @@ from onnx import ModelProto
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
-from onnxgrad.training.parameters.operands import MOVES, domain, letter
+from onnxgrad.training.parameters.operands import (
+    MOVES,
+    domain,
+    letter,
+    maker,
+    readers,
+    unmoved,
+)
 from onnxgrad.training.parameters.verdicts import Judged, judge
 
 _SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
@@ -34,6 +41,7 @@ _BY_LETTER = dict.fromkeys("ftps", "weight") | dict.fromkeys("bom", "bias")
 _BY_OPERATOR = dict.fromkeys(("Mul", "Div"), "weight") | dict.fromkeys(("Add", "Sub"), "bias")
 _OTHER = "parameter"
 RECURRENT = ("RNN", "GRU", "LSTM")
+_ONLY_MOVES = MOVES - {"Gather"}  # which looks up rows of a table
 _NAMED = frozenset("fbst")  # operands of a node that is a layer by itself
 
 
@@ -84,7 +92,8 @@ class _Reader:
 
     def read(self, row: Judged) -> str:
         """Return the alias of a constant, which need not be unique yet; "" if there is none."""
-        use = None if row.value is None else _first_use(row.value)
+        uses = () if row.value is None else readers([row.value], _ONLY_MOVES)
+        use = next(((n, i) for n, i in uses if n.op_type not in _ONLY_MOVES), None)
         if use is None:
             return ""
         node, index = use
@@ -138,17 +147,6 @@ def fits(parameter: str, role: str) -> bool:
     return role == _OTHER or is_bias == (role == "bias")
 
 
-def _first_use(value: ir.Value) -> tuple[ir.Node, int] | None:
-    """Return the first node that computes with `value`, through nodes that only move it."""
-    waiting = [value]
-    for v in waiting:  # the loop appends to it
-        for node, index in v.uses():
-            if node.op_type not in MOVES or letter(node, index) == "t":
-                return node, index
-            waiting += [y for y in node.outputs if y not in waiting]
-    return None
-
-
 def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     """Yield the bias beside the weight of a layer, or the weight beside its bias.
 
@@ -156,40 +154,19 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     """
     neighbours, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
-        neighbours += [n for x in node.inputs if (n := _source(x)) is not None]
+        neighbours += [n for x in node.inputs if x is not None and (n := maker(x)) is not None]
     elif "f" in _letters(node):
-        users = [user for y in node.outputs for user in _users(y)]
+        users = (n for y in node.outputs for n, _ in readers([y]) if n.op_type not in MOVES)
         neighbours += [n for n in users if "f" not in _letters(n)]
     for neighbour in neighbours:
         adds = role == "weight" and neighbour.op_type == "Add" and domain(neighbour) == ""
         for i, x in enumerate(neighbour.inputs):
-            while x is not None and (n := x.producer()) is not None and n.op_type in MOVES:
-                x = n.inputs[0]
-            if x is not None and x.producer() is None and (adds or letter(neighbour, i) in letters):
-                yield neighbour, x
+            if x is not None and maker(x) is None and (adds or letter(neighbour, i) in letters):
+                yield neighbour, unmoved(x)
 
 
 def _letters(node: ir.Node) -> set[str]:
     return {letter(node, i) for i in range(len(node.inputs))}
-
-
-def _users(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield the nodes that compute with `value`, through nodes that only move it."""
-    waiting = [value]
-    for v in waiting:  # the loop appends to it
-        for node, _ in v.uses():
-            if node.op_type in MOVES:
-                waiting += [y for y in node.outputs if y not in waiting]
-            else:
-                yield node
-
-
-def _source(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes `value`, ignoring nodes that only move it."""
-    node = None if value is None else value.producer()
-    while node is not None and node.op_type in MOVES and node.inputs and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node
 
 
 def _is_recurrent(node: ir.Node) -> bool:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.model.constants import ML_COEFFICIENTS
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.operands import MOVES, domain, letter
+from onnxgrad.training.parameters.operands import MOVES, domain, letter, unmoved
 from onnxgrad.training.parameters.surroundings import (
     ARITHMETIC,
     FACTORS,
@@ -18,6 +18,7 @@ from onnxgrad.training.parameters.surroundings import (
     Surroundings,
     Use,
     has_one_feature,
+    origin,
 )
 
 QUANTIZED = "scale or zero point of the quantized"
@@ -55,8 +56,8 @@ class Roles:
                 continue
             for i, x in enumerate(node.inputs):
                 if x is not None and x not in around.data and letter(node, i) == "f":
-                    array = _constant(x)
-                    if array is not None and evidence.is_transform(array):
+                    tensor = unmoved(x).const_value
+                    if tensor is not None and evidence.is_transform(tensor.numpy()):
                         yield x
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
@@ -159,7 +160,7 @@ class Roles:
         others = [x for i, x in enumerate(use.node.inputs) if i != use.index and x is not None]
         return (
             (letter(use.node, use.index) == "f" or use.node.op_type == "Mul")
-            and any(self.around.origin(x, MOVES) == "Softmax" for x in others)
+            and any(origin(x) == "Softmax" for x in others)
             and evidence.is_ramp(array)
         )
 
@@ -199,7 +200,7 @@ class Roles:
         indices, around = use.node.inputs[1], self.around
         if around.stored.scaled_by(use.node.outputs[0]) >= max(array.size, 1):
             return Verdict(False, f"scales of stored integers ({where})", certain=True)
-        nearest = indices is not None and around.origin(indices, MOVES) == "TopK"
+        nearest = indices is not None and origin(indices) == "TopK"
         if nearest and indices not in around.weighted:
             return Verdict(False, f"stored data of which {where} gathers the nearest")
         if around.reaches_softmax(use.node.outputs[0]) and evidence.is_mask(array):
@@ -327,13 +328,6 @@ class Roles:
 
 def _named(node: ir.Node) -> str:
     return f"{node.op_type} {node.name!r}" if node.name else node.op_type
-
-
-def _constant(x: ir.Value) -> np.ndarray | None:
-    """Return the constant of which `x` is a moved copy, or None."""
-    while (node := x.producer()) is not None and node.op_type in MOVES and node.inputs[0]:
-        x = node.inputs[0]
-    return None if x.const_value is None else x.const_value.numpy()
 
 
 def _is_model(node: ir.Node) -> bool:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.training.parameters.operands import MOVES, letter
+from onnxgrad.training.parameters.operands import MOVES, letter, readers
 from onnxgrad.training.parameters.verdicts import Judged
 
 
@@ -52,12 +52,5 @@ def _equal(table: np.ndarray, other: np.ndarray) -> bool:
 
 def _letters(value: ir.Value | None) -> set[str]:
     """Return the roles of the operands that `value` is, through nodes that only move it."""
-    waiting = [] if value is None else [value]
-    letters = set()
-    for v in waiting:  # the loop appends to it
-        for node, index in v.uses():
-            role = letter(node, index)
-            letters.add(role)
-            if node.op_type in MOVES and role != "t":
-                waiting += [y for y in node.outputs if y not in waiting]
-    return letters
+    uses = () if value is None else readers([value], MOVES - {"Gather"})  # which looks up rows
+    return {letter(node, index) for node, index in uses}
