@@ -25,7 +25,8 @@ from onnxgrad.training.parameters.operands import (
     readers,
     unmoved,
 )
-from onnxgrad.training.parameters.verdicts import Judged, judge
+from onnxgrad.training.parameters.table import Tensor
+from onnxgrad.training.parameters.verdicts import judge
 
 _SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
 _NUMBERED = re.compile(
@@ -54,9 +55,9 @@ def aliases(proto: ModelProto) -> dict[str, str]:
     return read_aliases(*judge(proto))
 
 
-def read_aliases(graph: ir.Graph, rows: Sequence[Judged]) -> dict[str, str]:
+def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
     """Return the aliases of the float constants of `graph`, see `aliases`."""
-    numbered = [row for row in rows if row.verdict.trains and not readable(row.name)]
+    numbered = [row for row in rows if row.trains and not readable(row.name)]
     reader = _Reader(graph, rows) if numbered else None
     taken = {row.name for row in rows}
     result: dict[str, str] = {}
@@ -81,18 +82,18 @@ def readable(name: str) -> bool:
 class _Reader:
     """Reads the names of weights from what is around them in `graph`."""
 
-    def __init__(self, graph: ir.Graph, rows: Sequence[Judged]) -> None:
+    def __init__(self, graph: ir.Graph, rows: Sequence[Tensor]) -> None:
         self.sizes = {row.name: row.size for row in rows if readable(row.name)}
         self.modules = ModuleNames((n.metadata_props for n in all_nodes(graph)), self.sizes)
-        self.own = {row.value: row.name for row in rows if row.name in self.sizes}
+        self.values = graph.initializers
         self.layers: dict[tuple[str, str], list[ir.Node]] = {}  # recurrent nodes of a module
         for node in all_nodes(graph):
             if _is_recurrent(node):
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 
-    def read(self, row: Judged) -> str:
+    def read(self, row: Tensor) -> str:
         """Return the alias of a constant, which need not be unique yet; "" if there is none."""
-        uses = () if row.value is None else readers([row.value], _ONLY_MOVES)
+        uses = readers([self.values[row.name]], _ONLY_MOVES)
         use = next(((n, i) for n, i in uses if n.op_type not in _ONLY_MOVES), None)
         if use is None:
             return ""
@@ -132,7 +133,8 @@ class _Reader:
             return ""
         other = "bias" if role == "weight" else "weight"
         for neighbour, value in _beside(node, role):
-            module, last = self.own.get(value, "").rpartition(".")[::2]
+            own = str(value.name) if value.name in self.sizes else ""
+            module, last = own.rpartition(".")[::2]
             if not module or other not in last:
                 continue
             modules = {self.modules.module(node), self.modules.module(neighbour)} - {""}

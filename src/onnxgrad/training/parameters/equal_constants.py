@@ -67,7 +67,7 @@ def separate_merged(model: ModelLike) -> ModelProto:
     groups = {name: parts for name in merged.uses if len(parts := merged.groups(name)) > 1}
     if not groups:
         return separated
-    trains = {row.name for row in judge(separated)[1] if row.verdict.trains}
+    trains = {row.name for row in judge(separated)[1].trained}
     groups = {name: parts for name, parts in groups.items() if name in trains}
     return _Separation(separated, merged).apply(groups) if groups else separated
 
