@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto
 
 from onnxgrad.errors import printable
 from onnxgrad.model import external
@@ -18,7 +18,13 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_nodes, names, nodes_of
 from onnxgrad.reporting import frames_inside
-from onnxgrad.training.modes.equal_statistics import initializer_aliases, separate_statistics
+from onnxgrad.training.modes.equal_statistics import (
+    Readers,
+    add_copy,
+    initializer_aliases,
+    readers_of,
+    separate_statistics,
+)
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.aliases import RECURRENT, fits, readable
 from onnxgrad.training.parameters.module_names import ModuleNames, module_of
@@ -132,11 +138,11 @@ class _Merged:
         aliases = self.aliases = initializer_aliases(proto)
         self.aliased = self.from_torch and any(not evidence.counted(name) for name in aliases)
         self.functions = {
-            (f.domain, f.name, f.overload): (f.input, _readers(all_nodes(f.node)))
+            (f.domain, f.name, f.overload): (f.input, readers_of(all_nodes(f.node)))
             for f in proto.functions
         }
         self.nodes = list(all_nodes(proto.graph.node))
-        self.readers = _readers(self.nodes)
+        self.readers = readers_of(self.nodes)
         self.makers = {y: n for n in self.nodes for y in n.output}
         self.uses: dict[str, list[_Use]] = defaultdict(list)
         for name in (*self.tensors, *aliases):
@@ -172,7 +178,7 @@ class _Merged:
             groups.setdefault(use.key, []).append(use)
         return list(groups.values())
 
-    def _role(self, node: NodeProto, index: int, readers: _Readers) -> str:
+    def _role(self, node: NodeProto, index: int, readers: Readers) -> str:
         """Return the letter of an operand, behind moves and inside of functions; "a": arithmetic"""
         function = self.functions.get((node.domain, node.op_type, node.overload))
         if function is not None and index < len(function[0]):
@@ -281,7 +287,7 @@ class _Separation:
                 name = self._name(original, part)
                 for use in part:
                     ours[id(use.node)].input[use.index] = name
-                _copy(model.graph, tensors[original], name)
+                add_copy(model.graph, tensors[original], name)
                 if original in stated and part[0].key != _FIXED:
                     entry = model.graph.value_info.add()
                     entry.CopyFrom(stated[original])
@@ -304,17 +310,6 @@ class _Separation:
         return new
 
 
-_Readers = dict[str, list[tuple[NodeProto, int]]]
-
-
-def _readers(nodes: Iterable[NodeProto]) -> _Readers:
-    readers: _Readers = defaultdict(list)
-    for node in nodes:
-        for index, name in enumerate(node.input):
-            readers[name].append((node, index))
-    return readers
-
-
 def _paths(name: str) -> list[str]:
     """Return "a", "a.b" and "a.b.c" for "a.b.c"."""
     return [name[: dot.start()] for dot in re.finditer(r"\.|$", name)]
@@ -329,9 +324,3 @@ def _word(use: _Use) -> str:
     if use.role == "a":
         return _ARITHMETIC.get(use.node.op_type, "bias")
     return _WORDS.get(use.role, "")
-
-
-def _copy(graph: GraphProto, tensor: TensorProto, name: str) -> None:
-    copy = graph.initializer.add()
-    copy.CopyFrom(tensor)
-    copy.name = name

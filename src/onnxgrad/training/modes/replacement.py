@@ -22,7 +22,7 @@ def walk(graph: ir.Graph, around: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir
             yield from walk(subgraph, (*around, node))
 
 
-def described(node: ir.Node) -> str:
+def describe(node: ir.Node) -> str:
     """Return the operator, name and first output of `node`, for messages."""
     return f"{node.op_type} {node.name!r} (output {node.outputs[0].name!r})"
 
