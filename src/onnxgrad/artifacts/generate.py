@@ -28,7 +28,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.equality import described
+from onnxgrad.training.equality import describe
 from onnxgrad.training.parameters.patterns import as_list
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.saving import serialized
@@ -163,7 +163,7 @@ class _Files:
 
     def write(self, folder: str | os.PathLike | None, trainer: Trainer, models: Models) -> Manifest:
         """Write all files, or none; return the manifest."""
-        digest, rate = trainer.digest or described(trainer.proto), trainer.learning_rate
+        digest, rate = trainer.digest or describe(trainer.proto), trainer.learning_rate
         assert isinstance(rate, Schedule)
         default = rate.rate(0, {})
         manifest = manifest_of(models, default, digest, self.prefix, self.ort_format)

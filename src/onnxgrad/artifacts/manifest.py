@@ -41,12 +41,12 @@ def manifest_of(
     manifest: Manifest = {
         "format": FORMAT,
         "inputs": _inputs(models.fields),
-        "weights": _listed(models.weights),
+        "weights": _entries(models.weights),
         "slots": [
             {"name": entry["name"], "weight": models.slot_weights[entry["name"]], **entry}
-            for entry in _listed(models.slots)
+            for entry in _entries(models.slots)
         ],
-        "buffers": _listed(models.buffers),
+        "buffers": _entries(models.buffers),
         "scalars": [
             {"name": name, "dtype": _dtype(dtype), "shape": []}
             for name, dtype in models.scalars.items()
@@ -100,7 +100,7 @@ def _inputs(fields: Fields) -> list[dict[str, Any]]:
     ]
 
 
-def _listed(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+def _entries(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     return [
         {"name": name, "dtype": _dtype(array.dtype), "shape": list(array.shape)}
         for name, array in arrays.items()

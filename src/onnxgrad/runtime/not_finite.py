@@ -236,7 +236,7 @@ class _Search:
 
     def _of_node(self, name: str, outputs: Sequence[str]) -> str:
         i = self.producers[name]
-        text = f"{_described(self.nodes[i], name)} gives {self._state(name)}"
+        text = f"{_describe(self.nodes[i], name)} gives {self._state(name)}"
         if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
             listed = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
             text += f" in row{'s' * (len(rows) > 1)} {listed}{self.of}"
@@ -256,7 +256,7 @@ class _Search:
             text += f", first at {np.argwhere(~finite)[0].tolist()}"
         if node is None:
             return text
-        return f"{text}, from which {_described(self.nodes[node])} computes NaN"
+        return f"{text}, from which {_describe(self.nodes[node])} computes NaN"
 
     # -- inside of subgraphs --------------------------------------------------------------------
 
@@ -355,6 +355,6 @@ def _flag(op: Emit, v: ir.Value) -> ir.Value:
     return op.Cast(op.ReduceSum(op.Sub(x, x), keepdims=0), to=ir.DataType.FLOAT)
 
 
-def _described(node: NodeProto, output: str | None = None) -> str:
+def _describe(node: NodeProto, output: str | None = None) -> str:
     name = f"node {printable(node.name)!r}, " if node.name else ""
     return f"{node.op_type} ({name}output {printable(output or node.output[0])!r})"

@@ -38,10 +38,10 @@ def threads(work: float) -> int:
     It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min((cores or 1) // launched(*_SHARED), int(work / WORK_PER_THREAD)))
+    return max(1, min((cores or 1) // process_count(*_SHARED), int(work / WORK_PER_THREAD)))
 
 
-def launched(*names: str) -> int:
+def process_count(*names: str) -> int:
     """Return how many processes a launcher has started, by variables that it sets; 1 by default."""
     values = [os.environ.get(name, "") for name in names]
     return max(1, *(int(text) if text.isdecimal() else 1 for text in values))

@@ -17,7 +17,7 @@ from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.equality import described
+from onnxgrad.training.equality import describe
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
@@ -114,7 +114,7 @@ class Sharing:
                 for output, metrics in trainer.metrics_by_output.items()
             },
         }
-        self._require_equal(_flat(described(own)))
+        self._require_equal(_flat(describe(own)))
 
     def check(
         self,

@@ -21,9 +21,9 @@ from onnxgrad.training.parameters.operands import (
     MOVES,
     domain,
     letter,
-    maker,
+    maker_of,
     readers,
-    unmoved,
+    source_of,
 )
 from onnxgrad.training.parameters.table import Tensor
 from onnxgrad.training.parameters.verdicts import judge
@@ -76,7 +76,7 @@ def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
 def readable(name: str) -> bool:
     """Return whether `name` was chosen by a person, and not numbered by a program."""
     name = _SUFFIX.sub("", name)
-    return not (evidence.counted(name) or _NUMBERED.fullmatch(name) or owner(name))
+    return not (evidence.is_generated(name) or _NUMBERED.fullmatch(name) or owner(name))
 
 
 class _Reader:
@@ -156,15 +156,15 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     """
     neighbours, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
-        neighbours += [n for x in node.inputs if x is not None and (n := maker(x)) is not None]
+        neighbours += [n for x in node.inputs if x is not None and (n := maker_of(x)) is not None]
     elif "f" in _letters(node):
         users = (n for y in node.outputs for n, _ in readers([y]) if n.op_type not in MOVES)
         neighbours += [n for n in users if "f" not in _letters(n)]
     for neighbour in neighbours:
         adds = role == "weight" and neighbour.op_type == "Add" and domain(neighbour) == ""
         for i, x in enumerate(neighbour.inputs):
-            if x is not None and maker(x) is None and (adds or letter(neighbour, i) in letters):
-                yield neighbour, unmoved(x)
+            if x is not None and maker_of(x) is None and (adds or letter(neighbour, i) in letters):
+                yield neighbour, source_of(x)
 
 
 def _letters(node: ir.Node) -> set[str]:

@@ -17,7 +17,14 @@ from onnxgrad.training.parameters.aliases import read_aliases
 from onnxgrad.training.parameters.equal_constants import separate_merged, warn_of_merged
 from onnxgrad.training.parameters.patterns import choose, matching
 from onnxgrad.training.parameters.roles import QUANTIZED
-from onnxgrad.training.parameters.table import LISTED, Tensor, Tensors, listed, more, shown
+from onnxgrad.training.parameters.table import (
+    LISTED,
+    Tensor,
+    Tensors,
+    more,
+    names_and_reasons,
+    quoted_name,
+)
 from onnxgrad.training.parameters.ties import copies
 from onnxgrad.training.parameters.verdicts import judge
 
@@ -39,7 +46,7 @@ _WITHOUT_GRADIENT = {
     ): ("TopK",),
 }
 
-__all__ = ["Tensor", "Tensors", "default_weights", "listed", "trainable"]
+__all__ = ["Tensor", "Tensors", "default_weights", "names_and_reasons", "trainable"]
 
 
 def trainable(
@@ -153,7 +160,7 @@ def trained_names(
         if not rows:
             raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
         raise ValueError(
-            f"none of the float constants is a weight by its role: {listed(rows)}. "
+            f"none of the float constants is a weight by its role: {names_and_reasons(rows)}. "
             f"{why}{why and '. '}Name those to train"
         )
     if announce:
@@ -165,11 +172,11 @@ def announce_choice(rows: Tensors) -> None:
     """Log what does not train, and warn about uncertain decisions and about copies of a weight."""
     untrained = rows.frozen
     if untrained:
-        logger.info("not trained: %s", listed(untrained, len(untrained)))
+        logger.info("not trained: %s", names_and_reasons(untrained, len(untrained)))
     doubtful = [t for t in rows if t.doubtful]
     if doubtful:
         decisions = "; ".join(
-            f"{shown(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
+            f"{quoted_name(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
             for t in doubtful[:LISTED]
         )
         message = f"{decisions}{more(doubtful)}. {named('List the weights')} to choose otherwise"
@@ -177,7 +184,7 @@ def announce_choice(rows: Tensors) -> None:
     trained = {t.name for t in rows.trained}
     copied = [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]
     if copied:
-        pairs = "; ".join(f"{shown(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
+        pairs = "; ".join(f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
         message = f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these "
         warnings.warn(f"{message}copies part in training", stacklevel=frames_inside() + 1)
 

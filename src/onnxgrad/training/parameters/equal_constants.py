@@ -136,7 +136,7 @@ class _Merged:
         self.stored = file.graph.initializer
         self.from_torch = proto.producer_name == "pytorch"
         aliases = self.aliases = initializer_aliases(proto)
-        self.aliased = self.from_torch and any(not evidence.counted(name) for name in aliases)
+        self.aliased = self.from_torch and any(not evidence.is_generated(name) for name in aliases)
         self.functions = {
             (f.domain, f.name, f.overload): (f.input, readers_of(all_nodes(f.node)))
             for f in proto.functions
@@ -158,7 +158,7 @@ class _Merged:
         self.modules = ModuleNames(map(_metadata, nodes), known)
         self.owners = {path for name in known for path in _paths(name)}
         self.paths = {p for n in nodes for p in _paths(module_of(n.name, _metadata(n)))}
-        self.calls = Counter(map(self._called, self.paths))
+        self.calls = Counter(map(self._module_of_path, self.paths))
 
     def groups(self, name: str) -> list[list[_Use]]:
         """Return the uses of a tensor, those of each parameter together, first what keeps it."""
@@ -204,13 +204,13 @@ class _Merged:
         else:
             several = not self.from_torch or use.node.op_type in RECURRENT  # of one module
             module = "" if several else module_of(use.node.name, metadata)
-            base = self._called(module)
+            base = self._module_of_path(module)
             clear = bool(module) and self.calls[base] == 1
             layer = "" if clear else self._layer(use, tensor)
             use.key, use.certain = f"{base}:{use.role}:{layer}", self.aliased and clear
             use.name = f"{module or use.node.name or use.node.output[0]}.{word}"
 
-    def _called(self, path: str) -> str:
+    def _module_of_path(self, path: str) -> str:
         """Return the module of a path in which "norm_1" may be the second call of "norm"."""
         parts: list[str] = []
         for part in path.split("."):

@@ -13,7 +13,7 @@ from onnxgrad.training.parameters.operands import (
     domain,
     leading_operands,
     letter,
-    reached,
+    reachable,
     value_operands,
 )
 
@@ -59,14 +59,14 @@ class Flow:
         self.weighted = self._computed(self._weighs)
         products = filter(self.product, self.nodes)
         operands = (x for node in products for x in leading_operands(node))
-        self.hidden = set(reached(operands, self._before))
+        self.hidden = set(reachable(operands, self._before))
 
     def _computed(
         self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()
     ) -> set[ir.Value]:
         """Return `values`, and all computed from them or by nodes for which `starts` is true."""
         nodes = (node for node in self.nodes if starts(node) and not any(subgraphs(node)))
-        return set(reached([*values, *(y for node in nodes for y in node.outputs)], self.onward))
+        return set(reachable([*values, *(y for node in nodes for y in node.outputs)], self.onward))
 
     def onward(self, value: ir.Value) -> Iterator[ir.Value]:
         """Yield what is computed from the elements of `value`, by one node."""

@@ -133,7 +133,7 @@ def leading_operands(node: ir.Node) -> list[ir.Value]:
     return [x for x in value_operands(node) if x in node.inputs[:count]]
 
 
-def reached(
+def reachable(
     starts: Iterable[ir.Value], onward: Callable[[ir.Value], Iterable[ir.Value | None]]
 ) -> Iterator[ir.Value]:
     """Yield `starts`, and all values to which `onward` leads from them, each once."""
@@ -157,11 +157,11 @@ def readers(
     def results(value: ir.Value) -> Iterator[ir.Value]:
         return (y for node, _ in value.uses() if node.op_type in through for y in node.outputs)
 
-    for value in reached(starts, results):
+    for value in reachable(starts, results):
         yield from value.uses()
 
 
-def unmoved(value: ir.Value) -> ir.Value:
+def source_of(value: ir.Value) -> ir.Value:
     """Return the value of which `value` is a moved copy, or `value` itself."""
     node = value.producer()
     while node is not None and node.op_type in MOVES and node.inputs and node.inputs[0] is not None:
@@ -170,6 +170,6 @@ def unmoved(value: ir.Value) -> ir.Value:
     return value
 
 
-def maker(value: ir.Value) -> ir.Node | None:
+def maker_of(value: ir.Value) -> ir.Node | None:
     """Return the node that computes `value`, ignoring nodes that only move its elements."""
-    return unmoved(value).producer()
+    return source_of(value).producer()

@@ -37,7 +37,7 @@ def matching(
             return exact
     matched = [t for t in rows if any(fnmatchcase(name, pattern) for name in t.names)]
     if not matched:
-        raise _unmatched(rows, pattern, kind)
+        raise _no_match_error(rows, pattern, kind)
     weights = [t for t in matched if t.is_weight] if weights_first else []
     return weights or matched
 
@@ -75,7 +75,7 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
     return chosen
 
 
-def _unmatched(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
+def _no_match_error(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
     """Return an error that lists names and aliases, those of weights first."""
     ordered = sorted(rows, key=lambda t: not t.is_weight)
     names = [name for t in ordered for name in reversed(t.names)]

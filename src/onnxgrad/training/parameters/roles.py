@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.model.constants import ML_COEFFICIENTS
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.operands import MOVES, domain, letter, unmoved
+from onnxgrad.training.parameters.operands import MOVES, domain, letter, source_of
 from onnxgrad.training.parameters.surroundings import (
     ARITHMETIC,
     FACTORS,
@@ -56,7 +56,7 @@ class Roles:
                 continue
             for i, x in enumerate(node.inputs):
                 if x is not None and x not in around.data and letter(node, i) == "f":
-                    tensor = unmoved(x).const_value
+                    tensor = source_of(x).const_value
                     if tensor is not None and evidence.is_transform(tensor.numpy()):
                         yield x
 
@@ -90,7 +90,7 @@ class _UseAs:
 
     def __init__(self, roles: Roles, name: str, array: np.ndarray, use: Use) -> None:
         self.roles, self.around, self.use, self.node = roles, roles.around, use, use.node
-        self.name, self.array, self.counted = name, array, evidence.counted(name)
+        self.name, self.array, self.counted = name, array, evidence.is_generated(name)
         self.kind = letter(use.node, use.index)
         self.where = f"{use.node.op_type} {use.node.name!r}" if use.node.name else use.node.op_type
         self.adds = use.node.op_type not in FACTORS
@@ -112,7 +112,7 @@ class _UseAs:
         if not (verdict.trains and self.roles.from_sklearn) or of_model:
             return verdict
         other = node.inputs[1 - self.use.index] if node.op_type == "Add" else None
-        added_to = None if other is None else around.unbiased(other)
+        added_to = None if other is None else around.product_without_bias(other)
         layer = node if self.kind == "f" else added_to
         if (layer is not None and around.has_bias(layer)) or not around.leads_to_model(node):
             return verdict
@@ -141,7 +141,7 @@ class _UseAs:
         if kind == "a" or (domain(node) == "" and node.op_type in ARITHMETIC):
             return self._arithmetic()
         if domain(node) == "" and node.op_type == "Concat":
-            return self._concatenated()
+            return self._of_concat()
         match kind:
             case "f":
                 return self._factor()
@@ -164,7 +164,7 @@ class _UseAs:
             case "m":
                 return self._added_to_scores()
             case "w":
-                return self._chosen()
+                return self._of_where()
             case "k":
                 return Verdict(False, f"rotary table of {where}")
             case "q":
@@ -241,7 +241,7 @@ class _UseAs:
             return Verdict(False, f"mask of which {self.where} gathers rows")
         return Verdict(True, f"table of {self.where}")
 
-    def _concatenated(self) -> Verdict:
+    def _of_concat(self) -> Verdict:
         array, use = self.array, self.use
         if array.size == 1 or (evidence.is_all(array) and self.counted):
             return self._no("a fixed value concatenated with data")
@@ -274,7 +274,7 @@ class _UseAs:
             return self._no("distances: added before a Softmax")
         return self._yes("bias of the scores of attention")
 
-    def _chosen(self) -> Verdict:
+    def _of_where(self) -> Verdict:
         array, fixed = self.array, evidence.is_all(self.array) and self.counted
         if array.size == 1 or fixed or evidence.is_mask(array) or self.use.at_positions:
             return Verdict(False, f"a fixed value or mask of {self.where}")
@@ -285,7 +285,7 @@ class _UseAs:
     def _arithmetic(self) -> Verdict:
         node, use, array, adds, around = self.node, self.use, self.array, self.adds, self.around
         other = next(x for i, x in enumerate(node.inputs) if i != use.index and x in around.data)
-        product = around.unbiased(other) if adds and self.moved else None
+        product = around.product_without_bias(other) if adds and self.moved else None
         if product is not None and self._is_bias(product):
             return self._yes(f"bias behind {product.op_type}")
         if around.is_quantized(node):

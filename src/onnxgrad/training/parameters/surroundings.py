@@ -14,8 +14,8 @@ from onnxgrad.training.parameters.operands import (
     MOVES,
     domain,
     letter,
-    maker,
-    reached,
+    maker_of,
+    reachable,
     readers,
     value_operands,
 )
@@ -98,9 +98,9 @@ class Surroundings(Flow):
         others = [x for i, x in enumerate(node.inputs) if i != index]
         return any(x in self.data and x in others for x in value_operands(node))
 
-    def unbiased(self, value: ir.Value) -> ir.Node | None:
+    def product_without_bias(self, value: ir.Value) -> ir.Node | None:
         """Return the product without bias that `value` is a moved copy of, or a sum with data."""
-        made = (v.producer() for v in reached([value], self._terms))
+        made = (v.producer() for v in reachable([value], self._terms))
         products = (node for node in made if node is not None and self.product(node))
         return next((node for node in products if not _has_own_bias(node)), None)
 
@@ -131,7 +131,7 @@ class Surroundings(Flow):
         """Return whether a product with a weight, a model of `ai.onnx.ml`, a search for the nearest
         rows, or the logarithm of a sum of likelihoods is computed from the results of `node`.
         """
-        users = (user for v in reached(node.outputs, self.onward) for user, _ in v.uses())
+        users = (user for v in reachable(node.outputs, self.onward) for user, _ in v.uses())
         return any(self.product(user) or user.op_type in _MODELS for user in users)
 
     def is_quantized(self, node: ir.Node) -> bool:
@@ -152,9 +152,9 @@ class Surroundings(Flow):
         def after(value: ir.Value) -> Iterator[ir.Value]:
             return (y for user, _ in value.uses() if self._near_round(user) for y in user.outputs)
 
-        operands = reached([x for x in node.inputs if x is not None], before)
+        operands = reachable([x for x in node.inputs if x is not None], before)
         return any(made_by(x, "Round") for x in operands) or any(
-            user.op_type == "Round" for y in reached(node.outputs, after) for user, _ in y.uses()
+            user.op_type == "Round" for y in reachable(node.outputs, after) for user, _ in y.uses()
         )
 
     def _near_round(self, node: ir.Node) -> bool:
@@ -164,7 +164,7 @@ class Surroundings(Flow):
 
     def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
         """Return whether `value` is data divided by a deviation, if `scaled` times a constant."""
-        node = maker(value)
+        node = maker_of(value)
         if node is None:
             return False
         if node.op_type in _NORMALIZES:
@@ -208,7 +208,7 @@ class Surroundings(Flow):
 
 def origin(value: ir.Value) -> str:
     """Return the operator that computes `value`, ignoring nodes that only move its elements."""
-    node = maker(value)
+    node = maker_of(value)
     return "" if node is None else node.op_type
 
 

@@ -75,12 +75,12 @@ class Tensors(list[Tensor]):
         head = ["name", "alias", "shape", "dtype", "trains", "why"]
         rows = [
             [
-                _shortened(t.name, "name"),
-                _shortened(t.alias, "alias"),
+                _shorten(t.name, "name"),
+                _shorten(t.alias, "alias"),
                 str(list(t.shape)),
                 t.dtype,
                 "yes" if t.trains else "no",
-                _shortened(t.why, "why"),
+                _shorten(t.why, "why"),
             ]
             for t in self
         ]
@@ -110,14 +110,14 @@ class Tensors(list[Tensor]):
     __repr__ = __str__
 
 
-def listed(rows: Iterable[Tensor], most: int = LISTED) -> str:
+def names_and_reasons(rows: Iterable[Tensor], most: int = LISTED) -> str:
     """Return names and reasons as one line of text."""
     rows = list(rows)
-    text = "; ".join(f"{shown(t)} ({t.why})" for t in rows[:most])
+    text = "; ".join(f"{quoted_name(t)} ({t.why})" for t in rows[:most])
     return text + more(rows, most)
 
 
-def shown(tensor: Tensor) -> str:
+def quoted_name(tensor: Tensor) -> str:
     """Return the name of a tensor for a message, with its alias."""
     alias = f" ({printable(tensor.alias)})" if tensor.alias else ""
     return f"{printable(tensor.name)!r}{alias}"
@@ -128,7 +128,7 @@ def more(rows: Sequence[object], most: int = LISTED) -> str:
     return f"; and {len(rows) - most} more" if len(rows) > most else ""
 
 
-def _shortened(text: str, column: str) -> str:
+def _shorten(text: str, column: str) -> str:
     """Return the text of a cell; of a long one the beginning and the end, which say most."""
     text, half = printable(text), (_WIDEST[column] - 3) // 2
     return text if len(text) <= _WIDEST[column] else f"{text[:half]}...{text[-half:]}"

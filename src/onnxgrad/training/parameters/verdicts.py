@@ -35,13 +35,13 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
                 verdict = Verdict(False, "no node reads it")
             else:
                 by_role = roles.judge(ref.name, value, array)
-                verdict = _stated(by_role, array, stated.get(ref.name))
+                verdict = _verdict_of_exporter(by_role, array, stated.get(ref.name))
             of_role = verdict.trains, verdict.why, verdict.doubtful
             rows.append(Tensor(ref.name, array.shape, str(array.dtype), array.size, *of_role))
     return inner.graph, rows
 
 
-def _stated(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
+def _verdict_of_exporter(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
     """Return the verdict of the role, or of the exporter if it states what the tensor is."""
     if parameter is False and verdict.trains:
         return Verdict(False, f"a buffer, as its exporter states ({verdict.why})")
