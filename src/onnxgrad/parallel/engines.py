@@ -44,8 +44,20 @@ class _Processes:
         self._call = 0
         self._left: dict[int, str] = {}  # why processes have left the call, the first one first
 
-    def gather(self, item: Any) -> list[Any]:
+    def sum(self, array: np.ndarray) -> Wait:
         raise NotImplementedError
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the items of all processes."""
+        data = np.frombuffer(pickle.dumps(item), np.uint8)
+        sizes = np.zeros(self.size, np.int64)
+        sizes[self.rank] = data.size
+        self.sum(sizes)()
+        every = np.zeros(sizes.sum(), np.uint8)  # each adds its bytes to the zeros of the others
+        parts = np.split(every, sizes.cumsum()[:-1])
+        parts[self.rank][:] = data
+        self.sum(every)()
+        return [pickle.loads(part.tobytes()) for part in parts]
 
     def _tell(self, reason: str) -> None:
         """Tell all processes why this one leaves the call."""
@@ -144,38 +156,24 @@ class TorchGroup(_Processes):
 
     def sum(self, array: np.ndarray) -> Wait:
         """Begin to replace an array by its sum."""
-        tensor = self._tensor(array)
-        with self._translate_errors():
-            work = self._distributed.all_reduce(tensor, async_op=True)
-
-        def wait() -> None:
-            self._finish(work)
-            self._back(tensor, array)
-
-        return wait
+        return self._exchange(self._distributed.all_reduce, array)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Replace an array by that of another process."""
-        tensor = self._tensor(array)
-        with self._translate_errors():
-            work = self._distributed.broadcast(tensor, root, async_op=True)
-        self._finish(work)
-        self._back(tensor, array)
+        self._exchange(self._distributed.broadcast, array, root)()
 
-    def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
-        data = np.frombuffer(pickle.dumps(item), np.uint8)
-        sizes = np.zeros(self.size, np.int64)
-        sizes[self.rank] = data.size
-        self.sum(sizes)()
-        own = np.zeros(sizes.max(), np.uint8)
-        own[: data.size] = data
-        every = [self._tensor(np.zeros_like(own)) for _ in sizes]
+    def _exchange(self, begin: Callable[..., Any], array: np.ndarray, *more: Any) -> Wait:
+        tensor = self._torch.from_numpy(array)
+        tensor = tensor.cuda() if self._on_gpu else tensor
         with self._translate_errors():
-            work = self._distributed.all_gather(every, self._tensor(own), async_op=True)
-        self._finish(work)
-        found = (x.cpu().numpy()[:n].tobytes() for x, n in zip(every, sizes, strict=True))
-        return list(map(pickle.loads, found))
+            work = begin(tensor, *more, async_op=True)
+
+        def wait() -> None:
+            self._finish(work)
+            if self._on_gpu:
+                np.copyto(array, tensor.cpu().numpy())
+
+        return wait
 
     def _finish(self, work: Any) -> None:
         """Wait for an exchange, and look from time to time whether another process has failed."""
@@ -203,14 +201,6 @@ class TorchGroup(_Processes):
     def _store(self) -> Any:
         return self._distributed.distributed_c10d._get_default_store()
 
-    def _tensor(self, array: np.ndarray) -> Any:
-        tensor = self._torch.from_numpy(array)
-        return tensor.cuda() if self._on_gpu else tensor
-
-    def _back(self, tensor: Any, array: np.ndarray) -> None:
-        if self._on_gpu:
-            np.copyto(array, tensor.cpu().numpy())
-
 
 class MpiGroup(_Processes):
     """The processes that `mpirun` has started."""
@@ -234,18 +224,6 @@ class MpiGroup(_Processes):
         with self._translate_errors():
             request = self._all.Ibcast(array, root)
         self._finish(request)
-
-    def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
-        data = np.frombuffer(pickle.dumps(item), np.uint8)
-        sizes = np.zeros(self.size, np.int64)
-        sizes[self.rank] = data.size
-        self.sum(sizes)()
-        every = np.zeros(sizes.sum(), np.uint8)
-        with self._translate_errors():
-            request = self._all.Iallgatherv(data, [every, sizes.tolist()])
-        self._finish(request)
-        return [pickle.loads(each.tobytes()) for each in np.split(every, sizes.cumsum()[:-1])]
 
     def _finish(self, request: Any) -> None:
         """Wait for an exchange, and look from time to time whether another process has failed."""

@@ -18,7 +18,7 @@ from onnxgrad.model.external import array
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import read
 from onnxgrad.model.rewrites import dense_inside
-from onnxgrad.model.traversal import all_nodes, names, subgraphs
+from onnxgrad.model.traversal import reads, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
@@ -76,7 +76,7 @@ class _Search:
         self.model, self.feed, self.numbers, self.of = model, feed, np.asarray(rows), of
         self.nodes = list(model.graph.node)
         self.initializers = {t.name: t for t in model.graph.initializer}
-        self.reads = [_reads(node) for node in self.nodes]
+        self.reads = [[x for x in dict.fromkeys(reads(node)) if x] for node in self.nodes]
         self.producers = {y: i for i, node in enumerate(self.nodes) for y in node.output if y}
         self.last = {x: i for i, read in enumerate(self.reads) for x in read}  # reader by name
         # each begins a piece: a Scan needs the shapes of its inputs
@@ -290,16 +290,6 @@ class _Search:
         name = str(node.inputs[0].name) if node.inputs[0] else ""
         taken = self.values[name].numpy() if name in self.values else array(self.initializers[name])
         return node.attributes["then_branch" if taken.item() else "else_branch"].as_graph()
-
-
-def _reads(node: NodeProto) -> list[str]:
-    """Return the names of the values that a node and its subgraphs read from around it."""
-    read = dict.fromkeys(name for n in all_nodes([node]) for name in n.input if name)
-    own: set[str] = set()
-    for graph in subgraphs(node):
-        read |= dict.fromkeys(y.name for y in graph.output)
-        own.update(names(graph))
-    return [name for name in read if name not in own]
 
 
 def _declare(model: ModelProto, name: str, value: ort.OrtValue) -> None:

@@ -14,7 +14,7 @@ from onnxgrad.errors import EvaluationError, check_options, unknown
 from onnxgrad.estimator import BaseEstimator
 
 if TYPE_CHECKING:
-    from onnxgrad.runtime.update import Update
+    from onnxgrad.runtime.small_models import Update
 
 _RULES = ("constant", "invscaling", "optimal", "adaptive")
 
@@ -119,7 +119,7 @@ class BaseLearningRate(BaseEstimator):
 
     def _update(self, name: str) -> Update:
         """Return the runner of the model of that name, kept from step to step."""
-        from onnxgrad.runtime.update import Update  # it brings onnxruntime
+        from onnxgrad.runtime.small_models import Update  # it brings onnxruntime
 
         model, last = getattr(self, name), vars(self).get("_last_update")
         if last is None or last.model is not model:
