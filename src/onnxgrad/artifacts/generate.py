@@ -155,10 +155,10 @@ class _Files:
             models = build_models(Recipe(trainer, facts), additional, self.updates)
         if models.unreached:
             warnings.warn(
-                f"the loss does not depend on {models.unreached}: they do not train", stacklevel=4
+                f"the loss does not depend on {models.unreached}: they do not train", stacklevel=3
             )
         if models.rounding:
-            warnings.warn(straight_through_warning(models.rounding), stacklevel=4)
+            warnings.warn(straight_through_warning(models.rounding), stacklevel=3)
         return models
 
     def write(self, folder: str | os.PathLike | None, trainer: Trainer, models: Models) -> Manifest:
