@@ -162,13 +162,12 @@ class Sharing:
             own_only = ("data", "validation", "batch_size")
             own = {k: v for k, v in own.items() if not k.startswith(own_only)}
         values = state.values
-        own |= {f"weight {n}": _digest(w) for n, w in values.weights.items()}
-        own |= {f"buffer {n}": _digest(b) for n, b in values.buffers.items()}
+        digests = {"weight": values.weights, "buffer": values.buffers}
         if not self.options.shard_optimizer:  # with which a process may have those of its part
-            slots = [
-                (f"slot {n}.{s}", a) for n, each in values.slots.items() for s, a in each.items()
-            ]
-            own |= {name: _digest(a) for name, a in slots}
+            slots = values.slots.items()
+            digests["slot"] = {f"{n}.{s}": a for n, each in slots for s, a in each.items()}
+        for kind, arrays in digests.items():
+            own |= {f"{kind} {n}": _digest(a) for n, a in arrays.items()}
         self._require_equal(own)
 
     def _require_equal(self, own: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
-from onnxgrad.model.traversal import all_nodes, names, nodes_of
+from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.modes.equal_statistics import (
     Readers,
@@ -75,7 +75,7 @@ def separate_merged(model: ModelLike) -> ModelProto:
         return separated
     trains = {row.name for row in judge(separated)[1].trained}
     groups = {name: parts for name, parts in groups.items() if name in trains}
-    return _Separation(separated, merged).apply(groups) if groups else separated
+    return _separate(separated, merged, groups) if groups else separated
 
 
 def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
@@ -266,48 +266,35 @@ class _Merged:
         return found
 
 
-class _Separation:
-    """Writes a copy of a model in which each parameter has a tensor of its own."""
-
-    def __init__(self, proto: ModelProto, merged: _Merged) -> None:
-        self.proto, self.merged = proto, merged
-        self.taken = set(names(proto.graph))
-        self.kept: set[str] = set()  # aliases that become tensors
-
-    def apply(self, groups: dict[str, list[list[_Use]]]) -> ModelProto:
-        """Return the copy."""
-        model = ModelProto()
-        model.CopyFrom(self.proto)
-        copied = all_nodes(model.graph.node)
-        ours = {id(a): b for a, b in zip(self.merged.nodes, copied, strict=True)}
-        tensors = {t.name: t for t in model.graph.initializer}
-        stated = {v.name: v for v in model.graph.value_info}
-        for original, parts in groups.items():
-            for part in parts[1:]:
-                name = self._name(original, part)
-                for use in part:
-                    ours[id(use.node)].input[use.index] = name
-                add_copy(model.graph, tensors[original], name)
-                if original in stated and part[0].key != _FIXED:
-                    entry = model.graph.value_info.add()
-                    entry.CopyFrom(stated[original])
-                    entry.name = name
-        for i in reversed(range(len(model.graph.node))):
-            if not self.kept.isdisjoint(model.graph.node[i].output):
-                del model.graph.node[i]
-        return model
-
-    def _name(self, original: str, part: list[_Use]) -> str:
-        via = part[0].via
-        others = self.merged.readers[via]
-        if via and all(any(node is use.node for use in part) for node, _ in others):
-            self.kept.add(via)
-            return via
-        new = part[0].name or f"{original}.{_FIXED}"
-        if new in self.taken:
-            return unused(new, self.taken)
-        self.taken.add(new)
-        return new
+def _separate(
+    proto: ModelProto, merged: _Merged, groups: dict[str, list[list[_Use]]]
+) -> ModelProto:
+    """Return a copy of a model in which each parameter has a tensor of its own."""
+    model = ModelProto()
+    model.CopyFrom(proto)
+    copied = all_nodes(model.graph.node)
+    ours = {id(a): b for a, b in zip(merged.nodes, copied, strict=True)}
+    tensors = {t.name: t for t in model.graph.initializer}
+    stated = {v.name: v for v in model.graph.value_info}
+    taken = set(names(model.graph))
+    replaced: set[str] = set()  # aliases that become tensors
+    for original, part in ((name, part) for name, parts in groups.items() for part in parts[1:]):
+        name = part[0].via
+        if name and all(any(node is use.node for use in part) for node, _ in merged.readers[name]):
+            replaced.add(name)
+        else:
+            name = part[0].name or f"{original}.{_FIXED}"
+            name = unused(name, taken) if name in taken else name
+            taken.add(name)
+        for use in part:
+            ours[id(use.node)].input[use.index] = name
+        add_copy(model.graph, tensors[original], name)
+        if original in stated and part[0].key != _FIXED:
+            entry = model.graph.value_info.add()
+            entry.CopyFrom(stated[original])
+            entry.name = name
+    keep_only(model.graph.node, lambda node: replaced.isdisjoint(node.output))
+    return model
 
 
 def _paths(name: str) -> list[str]:

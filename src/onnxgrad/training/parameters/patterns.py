@@ -49,16 +49,8 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
         ValueError: a pattern that matches no tensor.
     """
     patterns = [] if train is None else as_list(train)
-    named = {
-        t.name: pattern
-        for pattern in reversed(patterns)
-        for t in matching(rows, pattern, f"weight ({argument('train')})")
-    }
-    frozen = {
-        t.name: pattern
-        for pattern in reversed(as_list(freeze))
-        for t in matching(rows, pattern, f"weight ({argument('freeze')})", weights_first=False)
-    }
+    named = _patterns_by_name(rows, patterns, "train")
+    frozen = _patterns_by_name(rows, as_list(freeze), "freeze", weights_first=False)
     chosen = Tensors()
     for t in rows:
         if t.name in frozen:
@@ -73,6 +65,18 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
             t = replace(t, trains=False, why=why, doubtful=left)
         chosen.append(t)
     return chosen
+
+
+def _patterns_by_name(
+    rows: Tensors, patterns: Sequence[str], option: str, weights_first: bool = True
+) -> dict[str, str]:
+    """Return the first pattern that names a tensor, by the name of the tensor."""
+    kind = f"weight ({argument(option)})"
+    return {
+        t.name: pattern
+        for pattern in reversed(patterns)
+        for t in matching(rows, pattern, kind, weights_first)
+    }
 
 
 def _no_match_error(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:

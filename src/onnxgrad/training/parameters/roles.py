@@ -22,6 +22,13 @@ from onnxgrad.training.parameters.surroundings import (
 )
 
 QUANTIZED = "scale or zero point of the quantized"
+# of operands whose letter says all
+_REASONS = {
+    "r": "running statistic of",
+    "p": "slope of",
+    "k": "rotary table of",
+    "q": QUANTIZED,
+}
 _LARGE = 1000  # elements: most tensors of that size are weights
 
 
@@ -142,35 +149,21 @@ class _UseAs:
             return self._arithmetic()
         if domain(node) == "" and node.op_type == "Concat":
             return self._of_concat()
-        match kind:
-            case "f":
-                return self._factor()
-            case "b" if self.array.size == 1 and "Expand" in use.via:
-                return Verdict(False, f"one number for all features of {where}")
-            case "b" if any(x in self.around.fixed for x in node.inputs):
-                return Verdict(False, f"bias of a fixed transform: {where}")
-            case "b":
-                return Verdict(True, f"bias of {where}")
-            case "s" | "o":
-                return self._normalization()
-            case "r":
-                return Verdict(False, f"running statistic of {where}")
-            case "t":
-                return self._table()
-            case "p":
-                return Verdict(True, f"slope of {where}")
-            case "h":
-                return self._state()
-            case "m":
-                return self._added_to_scores()
-            case "w":
-                return self._of_where()
-            case "k":
-                return Verdict(False, f"rotary table of {where}")
-            case "q":
-                return Verdict(False, f"{QUANTIZED} {where}")
-            case "c":
-                return self._setting()
+        by_kind = {
+            "f": self._factor,
+            "b": self._bias,
+            "s": self._normalization,
+            "o": self._normalization,
+            "t": self._table,
+            "h": self._state,
+            "m": self._added_to_scores,
+            "w": self._of_where,
+            "c": self._setting,
+        }
+        if kind in by_kind:
+            return by_kind[kind]()
+        if kind in _REASONS:
+            return Verdict(kind == "p", f"{_REASONS[kind]} {where}")
         if any(target in self.around.data for target in self.around.bindings.get(use.value, ())):
             return self._state()
         operand = f"operand {use.index} of {where}"
@@ -215,6 +208,13 @@ class _UseAs:
         if array.size == 1 and use.via & ARITHMETIC:
             return Verdict(False, f"a single number in the formula of a factor of {where}")
         return Verdict(True, f"factor of {where}")
+
+    def _bias(self) -> Verdict:
+        if self.array.size == 1 and "Expand" in self.use.via:
+            return Verdict(False, f"one number for all features of {self.where}")
+        if any(x in self.around.fixed for x in self.node.inputs):
+            return Verdict(False, f"bias of a fixed transform: {self.where}")
+        return Verdict(True, f"bias of {self.where}")
 
     def _at_positions(self) -> Verdict:
         return Verdict(False, f"it only combines with computed positions before {self.where}")

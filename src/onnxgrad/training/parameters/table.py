@@ -72,22 +72,18 @@ class Tensors(list[Tensor]):
         return Tensors(part) if isinstance(part, list) else part
 
     def _cells(self) -> list[list[str]]:
-        head = ["name", "alias", "shape", "dtype", "trains", "why"]
-        rows = [
-            [
-                _shorten(t.name, "name"),
-                _shorten(t.alias, "alias"),
-                str(list(t.shape)),
-                t.dtype,
-                "yes" if t.trains else "no",
-                _shorten(t.why, "why"),
-            ]
-            for t in self
-        ]
-        lines = [head, *rows]
-        if not any(t.alias for t in self):
-            lines = [[cell for i, cell in enumerate(line) if i != 1] for line in lines]
-        return lines
+        """Return the head and the rows; there are aliases only if a tensor has one."""
+        columns = {
+            "name": [_shorten(t.name, "name") for t in self],
+            "alias": [_shorten(t.alias, "alias") for t in self],
+            "shape": [str(list(t.shape)) for t in self],
+            "dtype": [t.dtype for t in self],
+            "trains": ["yes" if t.trains else "no" for t in self],
+            "why": [_shorten(t.why, "why") for t in self],
+        }
+        if not any(columns["alias"]):
+            del columns["alias"]
+        return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
     def _total(self) -> str:
         trained = self.trained
