@@ -728,8 +728,11 @@ def test_weights_that_the_loss_does_not_reach(tmp_path):
     model.graph.output.extend(extra.output)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 8), np.float32), "w3"))
     arguments = (None, {"y": "cross_entropy"}, "SGD", tmp_path)
-    with pytest.warns(UserWarning, match=r"does not depend on \['w3'\]: they do not train"):
+    with pytest.warns(
+        UserWarning, match=r"does not depend on \['w3'\]: they do not train"
+    ) as caught:
         og.generate_artifacts(model, ["w1", "w3"], *arguments, additional_output_names=["other"])
+    assert caught[0].filename == __file__  # where the user has called it
     client, (x, y) = Client(tmp_path), data_of("mlp")
     assert client.names("weights") == ["w1"]
     out = client.run("eval", {**client.state, "x": x, "label": y})

@@ -232,7 +232,7 @@ from .optimizers.scaling import (
     ScaleByLearningRate as ScaleByLearningRate,
     Trace as Trace,
 )
-from .parallel.groups import (
+from .parallel.process_groups import (
     DataParallel as DataParallel,
 )
 from .plot.dot import (

@@ -28,7 +28,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.equality import described
+from onnxgrad.training.equality import describe
 from onnxgrad.training.parameters.patterns import as_list
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.saving import serialized
@@ -155,15 +155,15 @@ class _Files:
             models = build_models(Recipe(trainer, facts), additional, self.updates)
         if models.unreached:
             warnings.warn(
-                f"the loss does not depend on {models.unreached}: they do not train", stacklevel=4
+                f"the loss does not depend on {models.unreached}: they do not train", stacklevel=3
             )
         if models.rounding:
-            warnings.warn(straight_through_warning(models.rounding), stacklevel=4)
+            warnings.warn(straight_through_warning(models.rounding), stacklevel=3)
         return models
 
     def write(self, folder: str | os.PathLike | None, trainer: Trainer, models: Models) -> Manifest:
         """Write all files, or none; return the manifest."""
-        digest, rate = trainer.digest or described(trainer.proto), trainer.learning_rate
+        digest, rate = trainer.digest or describe(trainer.proto), trainer.learning_rate
         assert isinstance(rate, Schedule)
         default = rate.rate(0, {})
         manifest = manifest_of(models, default, digest, self.prefix, self.ort_format)

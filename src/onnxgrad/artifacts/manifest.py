@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,13 @@ def manifest_of(
     manifest: Manifest = {
         "format": FORMAT,
         "inputs": _inputs(models.fields),
-        "weights": _listed(models.weights),
+        "weights": _entries(models.weights),
         "slots": [
             {"name": entry["name"], "weight": models.slot_weights[entry["name"]], **entry}
-            for entry in _listed(models.slots)
+            for entry in _entries(models.slots)
         ],
-        "buffers": _listed(models.buffers),
-        "scalars": [
-            {"name": name, "dtype": _dtype(dtype), "shape": []}
-            for name, dtype in models.scalars.items()
-        ],
+        "buffers": _entries(models.buffers),
+        "scalars": [_entry(name, dtype, ()) for name, dtype in models.scalars.items()],
         "learning_rate": rate,
         "loss": LOSS,
         "predictions": models.predictions,
@@ -90,23 +87,16 @@ def _inputs(fields: Fields) -> list[dict[str, Any]]:
     if fields.weight is not None:
         roles[fields.weight] = "weight_of_rows"
     return [
-        {
-            "name": name,
-            "dtype": _dtype(own.dtype),
-            "shape": None if own.shape is None else list(own.shape),
-            "role": roles.get(name, "data"),
-        }
+        _entry(name, own.dtype, own.shape) | {"role": roles.get(name, "data")}
         for name, own in fields.fields.items()
     ]
 
 
-def _listed(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "dtype": _dtype(array.dtype), "shape": list(array.shape)}
-        for name, array in arrays.items()
-    ]
+def _entries(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    return [_entry(name, array.dtype, array.shape) for name, array in arrays.items()]
 
 
-def _dtype(dtype: np.dtype) -> str:
-    """Return the name of a dtype, such as "float32"."""
-    return "string" if dtype.kind == "O" else str(dtype)
+def _entry(name: str, dtype: np.dtype, shape: Sequence[Any] | None) -> dict[str, Any]:
+    """Return what the manifest says of a tensor; its dtype as "float32", or "string"."""
+    kind = "string" if dtype.kind == "O" else str(dtype)
+    return {"name": name, "dtype": kind, "shape": None if shape is None else list(shape)}

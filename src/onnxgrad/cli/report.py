@@ -19,7 +19,7 @@ from onnxgrad.cli.job import Job
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.parameters.defaults import listed, trainable
+from onnxgrad.training.parameters.defaults import names_and_reasons, trainable
 from onnxgrad.training.trainer import Trainer
 
 _VALIDATION = "validation_"
@@ -115,7 +115,7 @@ class Report:
         options = self.options
         rows = [] if options.train or options.lora else trainable(self.job.proto)
         if untrained := [t for t in rows if not t.trains]:
-            say(f"not trained by default: {listed(untrained, len(untrained))}", console)
+            say(f"not trained by default: {names_and_reasons(untrained, len(untrained))}", console)
         for remark in self.job.task.remarks:
             say(remark, console)
 

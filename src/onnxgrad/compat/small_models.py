@@ -1,4 +1,4 @@
-"""The base class of estimators that build small models and run them."""
+"""Estimators that build small models and run them, such as those that update a weight."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import EvaluationError, check_options, escaping
 from onnxgrad.estimator import BaseEstimator
+from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy, to_ortvalue
@@ -50,14 +51,9 @@ class SmallFunctions(BaseEstimator):
         ort_session = self._session(name)
         if not as_ortvalues:
             return ort_session.run(None, {k: to_numpy(v) for k, v in feed.items()})
-        binding = ort_session.io_binding()
-        # this dict keeps their memory alive until the session has run
         ortvalues = {key: to_ortvalue(value, self._device) for key, value in feed.items()}
-        for key, value in ortvalues.items():
-            binding.bind_ortvalue_input(key, value)
-        self._device.bind_outputs(binding, [y.name for y in ort_session.get_outputs()])
-        ort_session.run_with_iobinding(binding)
-        return binding.get_outputs()
+        names = [y.name for y in ort_session.get_outputs()]
+        return Binding(ort_session, self._device).run(ortvalues, names)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_sessions"}

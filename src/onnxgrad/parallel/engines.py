@@ -44,8 +44,20 @@ class _Processes:
         self._call = 0
         self._left: dict[int, str] = {}  # why processes have left the call, the first one first
 
-    def gather(self, item: Any) -> list[Any]:
+    def sum(self, array: np.ndarray) -> Wait:
         raise NotImplementedError
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the items of all processes."""
+        data = np.frombuffer(pickle.dumps(item), np.uint8)
+        sizes = np.zeros(self.size, np.int64)
+        sizes[self.rank] = data.size
+        self.sum(sizes)()
+        every = np.zeros(sizes.sum(), np.uint8)  # each adds its bytes to the zeros of the others
+        parts = np.split(every, sizes.cumsum()[:-1])
+        parts[self.rank][:] = data
+        self.sum(every)()
+        return [pickle.loads(part.tobytes()) for part in parts]
 
     def _tell(self, reason: str) -> None:
         """Tell all processes why this one leaves the call."""
@@ -53,7 +65,7 @@ class _Processes:
     def _listen(self) -> None:
         """Add to `_left` what others have told."""
 
-    def _abandoned(self) -> None:
+    def _end_program(self) -> None:
         """End the program if others may wait for this process for ever."""
 
     @contextmanager
@@ -89,16 +101,16 @@ class _Processes:
                 if len({*self._left, self.rank}) == self.size:
                     return
                 time.sleep(_POLL)
-        self._abandoned()
+        self._end_program()
 
     def _check(self) -> None:
         """Raise `ProcessLostError` if another process has left the call."""
         self._listen()
-        if (error := self._failed) is not None:
+        if (error := self._failure) is not None:
             raise error
 
     @property
-    def _failed(self) -> ProcessLostError | None:
+    def _failure(self) -> ProcessLostError | None:
         """The error that names the first other process that has left the call; None: none has."""
         for rank, reason in self._left.items():
             if rank != self.rank:
@@ -113,7 +125,7 @@ class _Processes:
         )
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Raise `ProcessLostError` for an error of the engine, or of another process."""
         try:
             yield
@@ -123,7 +135,7 @@ class _Processes:
             time.sleep(_POLL)  # the reason may come after the end of the connection
             with suppress(RuntimeError):
                 self._listen()
-            raise self._failed or self._lost(
+            raise self._failure or self._lost(
                 f"another process does not answer any more ({first_line(e)[:_SHOWN]})"
             ) from e
 
@@ -144,42 +156,28 @@ class TorchGroup(_Processes):
 
     def sum(self, array: np.ndarray) -> Wait:
         """Begin to replace an array by its sum."""
-        tensor = self._tensor(array)
-        with self._answered():
-            work = self._distributed.all_reduce(tensor, async_op=True)
-
-        def wait() -> None:
-            self._finish(work)
-            self._back(tensor, array)
-
-        return wait
+        return self._exchange(self._distributed.all_reduce, array)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Replace an array by that of another process."""
-        tensor = self._tensor(array)
-        with self._answered():
-            work = self._distributed.broadcast(tensor, root, async_op=True)
-        self._finish(work)
-        self._back(tensor, array)
+        self._exchange(self._distributed.broadcast, array, root)()
 
-    def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
-        data = np.frombuffer(pickle.dumps(item), np.uint8)
-        sizes = np.zeros(self.size, np.int64)
-        sizes[self.rank] = data.size
-        self.sum(sizes)()
-        own = np.zeros(sizes.max(), np.uint8)
-        own[: data.size] = data
-        every = [self._tensor(np.zeros_like(own)) for _ in sizes]
-        with self._answered():
-            work = self._distributed.all_gather(every, self._tensor(own), async_op=True)
-        self._finish(work)
-        found = (x.cpu().numpy()[:n].tobytes() for x, n in zip(every, sizes, strict=True))
-        return list(map(pickle.loads, found))
+    def _exchange(self, begin: Callable[..., Any], array: np.ndarray, *more: Any) -> Wait:
+        tensor = self._torch.from_numpy(array)
+        tensor = tensor.cuda() if self._on_gpu else tensor
+        with self._translate_errors():
+            work = begin(tensor, *more, async_op=True)
+
+        def wait() -> None:
+            self._finish(work)
+            if self._on_gpu:
+                np.copyto(array, tensor.cpu().numpy())
+
+        return wait
 
     def _finish(self, work: Any) -> None:
         """Wait for an exchange, and look from time to time whether another process has failed."""
-        with self._answered():
+        with self._translate_errors():
             while self._waits:
                 try:
                     work.wait(timedelta(seconds=_POLL))
@@ -203,14 +201,6 @@ class TorchGroup(_Processes):
     def _store(self) -> Any:
         return self._distributed.distributed_c10d._get_default_store()
 
-    def _tensor(self, array: np.ndarray) -> Any:
-        tensor = self._torch.from_numpy(array)
-        return tensor.cuda() if self._on_gpu else tensor
-
-    def _back(self, tensor: Any, array: np.ndarray) -> None:
-        if self._on_gpu:
-            np.copyto(array, tensor.cpu().numpy())
-
 
 class MpiGroup(_Processes):
     """The processes that `mpirun` has started."""
@@ -225,31 +215,19 @@ class MpiGroup(_Processes):
 
     def sum(self, array: np.ndarray) -> Wait:
         """Begin to replace an array by its sum."""
-        with self._answered():
+        with self._translate_errors():
             request = self._all.Iallreduce(self._mpi.IN_PLACE, array)
         return lambda: self._finish(request)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Replace an array by that of another process."""
-        with self._answered():
+        with self._translate_errors():
             request = self._all.Ibcast(array, root)
         self._finish(request)
 
-    def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
-        data = np.frombuffer(pickle.dumps(item), np.uint8)
-        sizes = np.zeros(self.size, np.int64)
-        sizes[self.rank] = data.size
-        self.sum(sizes)()
-        every = np.zeros(sizes.sum(), np.uint8)
-        with self._answered():
-            request = self._all.Iallgatherv(data, [every, sizes.tolist()])
-        self._finish(request)
-        return [pickle.loads(each.tobytes()) for each in np.split(every, sizes.cumsum()[:-1])]
-
     def _finish(self, request: Any) -> None:
         """Wait for an exchange, and look from time to time whether another process has failed."""
-        with self._answered():
+        with self._translate_errors():
             _unfinished.append(request)
             checked = time.monotonic()
             while not request.Test():
@@ -271,7 +249,7 @@ class MpiGroup(_Processes):
             _told.setdefault(call, {})[status.Get_source()] = reason
         self._left |= _told.get(self._call, {})
 
-    def _abandoned(self) -> None:
+    def _end_program(self) -> None:
         error = sys.exc_info()[1]
         traceback.print_exception(error)
         abort(_code_of(error))

@@ -56,7 +56,7 @@ def cut(model: ir.Model, buckets: int = 1) -> list[Piece]:
             while the rest is computed.
     """
     graph = model.graph
-    number = _divided(_numbers(graph), buckets)
+    number = _divide_largest(_numbers(graph), buckets)
     last_read: dict[ir.Value, int] = {}
     for node, i in number.items():
         for v in reads(node):
@@ -97,7 +97,7 @@ def _numbers(graph: ir.Graph) -> Numbers:
     return number
 
 
-def _divided(number: Numbers, buckets: int) -> Numbers:
+def _divide_largest(number: Numbers, buckets: int) -> Numbers:
     """Divide the piece that sends most into `buckets` pieces, which send about as much each."""
     sizes: dict[int, int] = {}
     for node, i in number.items():
@@ -106,7 +106,7 @@ def _divided(number: Numbers, buckets: int) -> Numbers:
     most = max(sizes, key=sizes.__getitem__, default=None)
     if buckets == 1 or most is None:
         return number
-    sending = {_sent(n).producer(): n for n, i in number.items() if i == most and exchanges(n)}
+    sending = {_operand(n).producer(): n for n, i in number.items() if i == most and exchanges(n)}
     divided: Numbers = {}
     done, bucket = 0, 0
     for node, i in number.items():
@@ -126,14 +126,14 @@ def _elements(node: ir.Node) -> int:
     return prod(static(dims(node.outputs[0])) or (1,))
 
 
-def _sent(node: ir.Node) -> ir.Value:
+def _operand(node: ir.Node) -> ir.Value:
     (x,) = node.inputs
     assert x is not None
     return x
 
 
 def _exchange(node: ir.Node) -> Exchange:
-    x, y = _sent(node), node.outputs[0]
+    x, y = _operand(node), node.outputs[0]
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
     return Exchange(str(x.name), str(y.name), root, static(dims(x)), x.dtype)

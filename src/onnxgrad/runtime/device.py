@@ -48,7 +48,7 @@ class Device:
         kind, number = kind.lower().replace("gpu", "cuda"), int(index or 0)
         if not kind or (kind == "cpu" and number):
             raise ProviderError(
-                f"device {_shown(device)}: the installed onnxruntime offers "
+                f"device {_quoted(device)}: the installed onnxruntime offers "
                 f"{ort.get_available_providers()}; {VALID}"
             )
         return Device(kind, number, str(device))
@@ -153,7 +153,7 @@ def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[
     if isinstance(providers, Device) or _is_name(providers):
         if options is not None:
             raise ValueError("provider_options go with a list of providers, not with a device")
-        chosen = _named(providers).providers
+        chosen = _device_of(providers).providers
         numbered = isinstance(providers, Device) or ":" in str(providers)
         return chosen if numbered else [(name, {}) for name, _ in chosen]
     names = list(providers or [_CPU])
@@ -163,17 +163,17 @@ def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[
         if len(options) != len(names):
             raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
         names = list(zip(names, options, strict=True))
-    return [_checked(name) for name in names]
+    return [_with_options(name) for name in names]
 
 
-def _named(device: Any) -> Device:
+def _device_of(device: Any) -> Device:
     try:
         return Device.of(device)
     except ProviderError:
         raise ProviderError(f"providers is a list of names, not {device!r}; or {VALID}") from None
 
 
-def _checked(provider: Any) -> Provider:
+def _with_options(provider: Any) -> Provider:
     """Return a provider with a copy of its options, if onnxruntime has it."""
     name, options = (provider, {}) if isinstance(provider, str) else provider
     available = ort.get_available_providers()
@@ -192,5 +192,5 @@ def _is_name(device: Any) -> bool:
     return isinstance(device, str) or type(device).__module__ == "torch"
 
 
-def _shown(device: Any) -> str:
+def _quoted(device: Any) -> str:
     return repr(str(device)) if _is_name(device) else repr(device)

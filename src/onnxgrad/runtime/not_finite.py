@@ -18,7 +18,7 @@ from onnxgrad.model.external import array
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import read
 from onnxgrad.model.rewrites import dense_inside
-from onnxgrad.model.traversal import all_nodes, names, subgraphs
+from onnxgrad.model.traversal import reads, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
@@ -76,7 +76,7 @@ class _Search:
         self.model, self.feed, self.numbers, self.of = model, feed, np.asarray(rows), of
         self.nodes = list(model.graph.node)
         self.initializers = {t.name: t for t in model.graph.initializer}
-        self.reads = [_reads(node) for node in self.nodes]
+        self.reads = [[x for x in dict.fromkeys(reads(node)) if x] for node in self.nodes]
         self.producers = {y: i for i, node in enumerate(self.nodes) for y in node.output if y}
         self.last = {x: i for i, read in enumerate(self.reads) for x in read}  # reader by name
         # each begins a piece: a Scan needs the shapes of its inputs
@@ -236,7 +236,7 @@ class _Search:
 
     def _of_node(self, name: str, outputs: Sequence[str]) -> str:
         i = self.producers[name]
-        text = f"{_described(self.nodes[i], name)} gives {self._state(name)}"
+        text = f"{_describe(self.nodes[i], name)} gives {self._state(name)}"
         if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
             listed = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
             text += f" in row{'s' * (len(rows) > 1)} {listed}{self.of}"
@@ -256,7 +256,7 @@ class _Search:
             text += f", first at {np.argwhere(~finite)[0].tolist()}"
         if node is None:
             return text
-        return f"{text}, from which {_described(self.nodes[node])} computes NaN"
+        return f"{text}, from which {_describe(self.nodes[node])} computes NaN"
 
     # -- inside of subgraphs --------------------------------------------------------------------
 
@@ -290,16 +290,6 @@ class _Search:
         name = str(node.inputs[0].name) if node.inputs[0] else ""
         taken = self.values[name].numpy() if name in self.values else array(self.initializers[name])
         return node.attributes["then_branch" if taken.item() else "else_branch"].as_graph()
-
-
-def _reads(node: NodeProto) -> list[str]:
-    """Return the names of the values that a node and its subgraphs read from around it."""
-    read = dict.fromkeys(name for n in all_nodes([node]) for name in n.input if name)
-    own: set[str] = set()
-    for graph in subgraphs(node):
-        read |= dict.fromkeys(y.name for y in graph.output)
-        own.update(names(graph))
-    return [name for name in read if name not in own]
 
 
 def _declare(model: ModelProto, name: str, value: ort.OrtValue) -> None:
@@ -355,6 +345,6 @@ def _flag(op: Emit, v: ir.Value) -> ir.Value:
     return op.Cast(op.ReduceSum(op.Sub(x, x), keepdims=0), to=ir.DataType.FLOAT)
 
 
-def _described(node: NodeProto, output: str | None = None) -> str:
+def _describe(node: NodeProto, output: str | None = None) -> str:
     name = f"node {printable(node.name)!r}, " if node.name else ""
     return f"{node.op_type} ({name}output {printable(output or node.output[0])!r})"

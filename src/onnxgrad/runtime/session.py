@@ -38,10 +38,10 @@ def threads(work: float) -> int:
     It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min((cores or 1) // launched(*_SHARED), int(work / WORK_PER_THREAD)))
+    return max(1, min((cores or 1) // process_count(*_SHARED), int(work / WORK_PER_THREAD)))
 
 
-def launched(*names: str) -> int:
+def process_count(*names: str) -> int:
     """Return how many processes a launcher has started, by variables that it sets; 1 by default."""
     values = [os.environ.get(name, "") for name in names]
     return max(1, *(int(text) if text.isdecimal() else 1 for text in values))
@@ -63,11 +63,9 @@ def session(
     `single`, a run uses the thread that calls it only. `profile` is the prefix of a file into which
     the session writes its profile.
     """
-    options, more = _options(work, in_order, single)
+    options, more = _options(work, in_order, single, lengths)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    for symbol, length in (lengths or {}).items():
-        options.add_free_dimension_override_by_name(symbol, length)
     return loaded(model, options, providers=device.providers, **more)
 
 
@@ -84,10 +82,7 @@ def ordered_session(
     It orders the graph that onnxruntime has optimized for these lengths, in which it knows what
     every node reads and how large its results are; onnxruntime would put fused nodes last.
     """
-    options, _ = _options(work)
-    options.intra_op_num_threads = 1
-    for symbol, length in lengths.items():
-        options.add_free_dimension_override_by_name(symbol, length)
+    options, _ = _options(work, single=True, lengths=lengths)
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         loaded(model, options, providers=device.providers)
@@ -123,7 +118,10 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
 
 
 def _options(
-    work: float, in_order: bool = False, single: bool = False
+    work: float,
+    in_order: bool = False,
+    single: bool = False,
+    lengths: Mapping[str, int] | None = None,
 ) -> tuple[ort.SessionOptions, dict[str, Any]]:
     """Return the options of a session, and further arguments of it."""
     more: dict[str, Any] = {}
@@ -142,6 +140,8 @@ def _options(
         options.enable_mem_pattern = False
         # it would keep memory from the last use of a value until another one has its shape
         options.enable_mem_reuse = False
+    for symbol, length in (lengths or {}).items():
+        options.add_free_dimension_override_by_name(symbol, length)
     options.log_severity_level = 4  # errors are raised; the log does not escape names
     return options, more
 

@@ -23,7 +23,7 @@ from onnxgrad.model.without_elements import emptied, is_empty
 T = TypeVar("T")
 
 
-def described(value: Any, here: bool = False) -> Any:
+def describe(value: Any, here: bool = False) -> Any:
     """Return a value for JSON that is equal in another process for an equal argument.
 
     Models and arrays are described by a digest, functions by their name, code and what they
@@ -32,7 +32,7 @@ def described(value: Any, here: bool = False) -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    again = partial(described, here=here)
+    again = partial(describe, here=here)
     if isinstance(value, Mapping):
         return {str(key): again(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,13 +55,13 @@ def described(value: Any, here: bool = False) -> Any:
     if isinstance(value, partial):
         return again([value.func, list(value.args), value.keywords])
     if isinstance(value, types.FunctionType):
-        return _described_function(value, here)
-    return _described_object(value, here)
+        return _describe_function(value, here)
+    return _describe_object(value, here)
 
 
 def fingerprint(value: Any) -> Any:
     """Return a key that is equal for equal arguments; of what cannot be compared, for no others."""
-    return described(value, here=True)
+    return describe(value, here=True)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -107,11 +107,11 @@ class BuildCache:
         return new
 
 
-def _described_function(function: Any, here: bool) -> Any:
+def _describe_function(function: Any, here: bool) -> Any:
     text = f"{function.__qualname__} {_digest(_code(function.__code__).encode())}"
     cells = [_content(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    captured = [described(v, here) for v in (*cells, *defaults) if v is not function]
+    captured = [describe(v, here) for v in (*cells, *defaults) if v is not function]
     return [function if here else text, *captured] if captured or here else text
 
 
@@ -133,7 +133,7 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _described_object(value: Any, here: bool) -> Any:
+def _describe_object(value: Any, here: bool) -> Any:
     """Return the class and the attributes of an object, or else its text."""
     kind, own = type(value), getattr(value, "__dict__", {})
     ours = kind.__module__.startswith("onnxgrad.")
@@ -145,7 +145,7 @@ def _described_object(value: Any, here: bool) -> Any:
         return object()  # it may have more state than its attributes
     elif not own or not repr(value).startswith("<"):
         return object() if here else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    return [kind if here else kind.__qualname__, described(own, here)]
+    return [kind if here else kind.__qualname__, describe(own, here)]
 
 
 def _digest(data: bytes) -> str:

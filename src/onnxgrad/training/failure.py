@@ -70,7 +70,7 @@ def run_again(step: Step, loop: Any, device: Any, file: ModelProto | None) -> Fa
     (piece, rates, position), runner = loop.failed, loop.runner
     model = to_proto(step.model)
     running = session(model, device, step.work, step.recomputes)
-    states, fed = _fed(step, runner, piece, rates, position)
+    states, fed = _states_and_feeds(step, runner, piece, rates, position)
     for number, batch in enumerate(piece.each(position)):
         inputs = states | {name: np.asarray(stack[number]) for name, stack in fed.items()}
         results = running.run(None, inputs)
@@ -82,7 +82,7 @@ def run_again(step: Step, loop: Any, device: Any, file: ModelProto | None) -> Fa
     return None
 
 
-def _fed(
+def _states_and_feeds(
     step: Step, runner: Any, piece: Any, rates: np.ndarray, position: int
 ) -> tuple[Arrays, Arrays]:
     """Return the states of a runner, and data and scalars of a call, for the inputs of `step`."""
@@ -116,7 +116,7 @@ def sample_step(recipe: Any, loop: Any) -> Sample | None:
     work = step.work * piece.rows
     to_native(step.model.graph, Target.of(device, work, piece.rows))
     model = to_proto(step.model)
-    states, fed = _fed(step, runner, piece, rates, position)
+    states, fed = _states_and_feeds(step, runner, piece, rates, position)
     inputs = states | {name: np.asarray(stack[0]) for name, stack in fed.items()}
     return Sample(model, inputs, work, step.recomputes)
 

@@ -13,19 +13,19 @@ from onnx import ModelProto
 from onnxgrad.errors import named
 from onnxgrad.model.without_elements import emptied
 from onnxgrad.training.batches import BatchSource
-from onnxgrad.training.equality import described
+from onnxgrad.training.equality import describe
 from onnxgrad.training.settings import Settings
 
 _SHOWN = 200  # characters of a value in a message
 
 
 def without_weights(proto: ModelProto, names: Collection[str]) -> tuple[ModelProto, str | None]:
-    """Return a model as `emptied` does, and then what `described` returns for the whole one."""
+    """Return a model as `emptied` does, and then what `describe` returns for the whole one."""
     new = emptied(proto, names)
     if new is proto:
         return proto, None
     gc.collect()  # graphs, which are cyclic, refer to the whole model
-    return new, described(proto)
+    return new, describe(proto)
 
 
 class Identity(Mapping[str, Any]):
@@ -36,11 +36,11 @@ class Identity(Mapping[str, Any]):
     """
 
     def __init__(self, model: ModelProto | str, values: Mapping[str, Any]) -> None:
-        self.model, self.values_but_model = model, described(values)
+        self.model, self.values_but_model = model, describe(values)
 
     @cached_property
     def _all(self) -> dict[str, Any]:
-        return {"model": described(self.model), **self.values_but_model}
+        return {"model": describe(self.model), **self.values_but_model}
 
     def __getitem__(self, key: str) -> Any:
         return self._all[key]
@@ -88,7 +88,7 @@ def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -
     differing = _differences(saved, json.loads(json.dumps(dict(now))))  # as a checkpoint holds it
     if differing:
         lines = [
-            f"{key}: {_shown(old)} in the checkpoint, {_shown(new)} now"
+            f"{key}: {_abbreviate(old)} in the checkpoint, {_abbreviate(new)} now"
             for key, (old, new) in differing.items()
         ]
         raise ValueError(
@@ -97,7 +97,7 @@ def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -
         )
 
 
-def _shown(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

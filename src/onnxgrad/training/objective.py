@@ -29,7 +29,7 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.parallel import Part
 from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
 from onnxgrad.training.modes import fold_normalizations, training_form
-from onnxgrad.training.modes.nodes import walk
+from onnxgrad.training.modes.replacement import walk
 
 _TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}
 

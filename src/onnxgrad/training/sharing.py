@@ -17,7 +17,7 @@ from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.equality import described
+from onnxgrad.training.equality import describe
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
@@ -114,7 +114,7 @@ class Sharing:
                 for output, metrics in trainer.metrics_by_output.items()
             },
         }
-        self._require_equal(_flat(described(own)))
+        self._require_equal(_flat(describe(own)))
 
     def check(
         self,
@@ -162,13 +162,12 @@ class Sharing:
             own_only = ("data", "validation", "batch_size")
             own = {k: v for k, v in own.items() if not k.startswith(own_only)}
         values = state.values
-        own |= {f"weight {n}": _digest(w) for n, w in values.weights.items()}
-        own |= {f"buffer {n}": _digest(b) for n, b in values.buffers.items()}
+        digests = {"weight": values.weights, "buffer": values.buffers}
         if not self.options.shard_optimizer:  # with which a process may have those of its part
-            slots = [
-                (f"slot {n}.{s}", a) for n, each in values.slots.items() for s, a in each.items()
-            ]
-            own |= {name: _digest(a) for name, a in slots}
+            slots = values.slots.items()
+            digests["slot"] = {f"{n}.{s}": a for n, each in slots for s, a in each.items()}
+        for kind, arrays in digests.items():
+            own |= {f"{kind} {n}": _digest(a) for n, a in arrays.items()}
         self._require_equal(own)
 
     def _require_equal(self, own: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +15,8 @@ from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import constant
 from onnxgrad.reporting import logger
-from onnxgrad.training.modes.masks import Masks
-from onnxgrad.training.modes.nodes import described, emitter, replace, walk
+from onnxgrad.training.modes.dropout_masks import Masks
+from onnxgrad.training.modes.replacement import describe, emitter, replace, walk
 
 _OF_ONE_RESULT = ("Dropout", "BatchNormalization")
 
@@ -40,7 +41,7 @@ def sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
     The ratio of an inactive node is 0.
     """
     nodes = list(walk(graph))
-    ratios = _matched([node for node, _ in nodes], dropout)
+    ratios = _ratios_by_value([node for node, _ in nodes], dropout)
     chosen = []
     for node, around in nodes:
         for value in _results(node):
@@ -51,7 +52,7 @@ def sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
             repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
             if site.ratio and repeated:
                 raise ValueError(
-                    f"dropout at {described(node)} in the body of {described(repeated[-1])} has "
+                    f"dropout at {describe(node)} in the body of {describe(repeated[-1])} has "
                     f"one mask for all iterations: switch it off by {{{value.name!r}: 0}}"
                 )
             chosen.append(site)
@@ -63,7 +64,7 @@ def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) ->
     chosen = list(chosen)
     active = [site for site in chosen if site.ratio]
     if active and draw is None:
-        raise ValueError(f"dropout is active at {described(active[0].node)}: it needs `draw`")
+        raise ValueError(f"dropout is active at {describe(active[0].node)}: it needs `draw`")
     masks = None
     if draw is not None and active:
         masks = Masks(op, seed, draw, len(active), next(iter(op.graph), None))
@@ -76,7 +77,7 @@ def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) ->
                 _switch_off(inner, site.node)
             continue
         assert masks is not None
-        logger.info("dropout %g at %s", site.ratio, described(site.node))
+        logger.info("dropout %g at %s", site.ratio, describe(site.node))
         with inner.at(site.node if site.of_file else following.get(site.node)):
             x = site.node.inputs[0] if site.of_file else site.value
             assert x is not None
@@ -141,31 +142,27 @@ def _ratio(node: ir.Node) -> float:
         computed = "ratio"
     if computed:
         raise ValueError(
-            f"the {computed} of {described(node)} is no constant: set the probability by "
+            f"the {computed} of {describe(node)} is no constant: set the probability by "
             f"{argument('dropout', {str(node.outputs[0].name): 0.1})}"
         )
     if mode is None or not mode.all():
         return 0.0
-    return 0.5 if number is None else checked(str(node.name), float(number.item()))
+    probability = 0.5 if number is None else float(number.item())
+    _require_probability(str(node.name), probability)
+    return probability
 
 
-def checked(name: str, ratio: float) -> float:
-    """Return a probability of dropout.
-
-    Raises:
-        ValueError: it is outside of [0, 1).
-    """
+def _require_probability(name: str, ratio: float) -> None:
     if not 0 <= ratio < 1:
         raise ValueError(f"dropout of {name!r} is {ratio}: give a probability of [0, 1)")
-    return float(ratio)
 
 
-def _matched(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict[ir.Value, float]:
+def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict[ir.Value, float]:
     """Return the ratio of each value that a pattern matches."""
     ratios: dict[ir.Value, float] = {}
     for pattern, ratio in dropout.items():
-        checked(pattern, ratio)
-        values = _values(nodes, pattern.__eq__) or _values(nodes, _wildcard(pattern))
+        _require_probability(pattern, ratio)
+        values = _values(nodes, pattern.__eq__) or _values(nodes, partial(fnmatchcase, pat=pattern))
         if not values:
             floats = [v for node in nodes for v in node.outputs if _is_float(v)]
             names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
@@ -173,10 +170,6 @@ def _matched(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict[ir.Valu
         own = [v for v in values if _is_dropout(v.producer())]
         ratios |= dict.fromkeys(own or values, float(ratio))
     return ratios
-
-
-def _wildcard(pattern: str) -> Callable[[str], bool]:
-    return lambda name: fnmatchcase(name, pattern)
 
 
 def _values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.model.constants import standard
 from onnxgrad.model.scopes import unused
@@ -43,9 +44,9 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
         if root in merged:
             node = next(n for n in model.graph.node if name in n.output)
             model.graph.node.remove(node)
-            _copy(model, tensors[root], name)
+            add_copy(model.graph, tensors[root], name)
     taken = set(names(model.graph))
-    users = _users(model, {})
+    users = _readers_but_copies(model)
     for node in filter(_is_batch_norm, model.graph.node):
         for operand, word in _OPERANDS.items():
             name = node.input[operand]
@@ -57,11 +58,11 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
             new = unused(new, taken) if new in taken else new
             taken.add(new)
             node.input[operand] = new
-            _copy(model, tensors[name], new)
+            add_copy(model.graph, tensors[name], new)
     return model
 
 
-_Users = dict[str, list[tuple[NodeProto, int]]]
+Readers = dict[str, list[tuple[NodeProto, int]]]
 
 
 def _is_batch_norm(node: NodeProto) -> bool:
@@ -81,29 +82,39 @@ def initializer_aliases(model: ModelProto) -> dict[str, str]:
     return aliases
 
 
-def _users(model: ModelProto, aliases: dict[str, str]) -> _Users:
-    """Return the nodes that read each value or alias, and as which operand."""
-    users: _Users = defaultdict(list)
-    for node in nodes_of(model):
-        if node.op_type != "Identity":
-            for operand, name in enumerate(node.input):
-                users[aliases.get(name, name)].append((node, operand))
-    return users
+def readers_of(nodes: Iterable[NodeProto]) -> Readers:
+    """Return the nodes that read each value, and as which operand."""
+    readers: Readers = defaultdict(list)
+    for node in nodes:
+        for index, name in enumerate(node.input):
+            readers[name].append((node, index))
+    return readers
+
+
+def add_copy(graph: GraphProto, tensor: TensorProto, name: str) -> None:
+    """Add a copy of an initializer to `graph`, of this name."""
+    copy = graph.initializer.add()
+    copy.CopyFrom(tensor)
+    copy.name = name
+
+
+def _readers_but_copies(model: ModelProto) -> Readers:
+    return readers_of(node for node in nodes_of(model) if node.op_type != "Identity")
 
 
 def _merged_statistics(model: ModelProto) -> set[str]:
     """Return the initializers that are statistics and something else, or have an alias as such."""
     aliases = initializer_aliases(model)
-    statistics = {
-        node.input[i] for node in nodes_of(model) if _is_batch_norm(node) for i in _STATISTICS
-    }
-    users = _users(model, aliases)
+    roles: dict[str, set[int]] = defaultdict(set)
+    statistics: set[str] = set()
+    for name, uses in _readers_but_copies(model).items():
+        own = {_role(*use) for use in uses}
+        roles[aliases.get(name, name)] |= own
+        if not own.isdisjoint(_STATISTICS):
+            statistics.add(name)
     merged = {aliases[name] for name in statistics if name in aliases}
-    for tensor in model.graph.initializer:
-        roles = {_role(*use) for use in users.get(tensor.name, ())}
-        if len(roles) > 1 and not roles.isdisjoint(_STATISTICS):
-            merged.add(tensor.name)
-    return merged
+    several = {name for name, own in roles.items() if len(own) > 1 and own & {*_STATISTICS}}
+    return merged | several.intersection(tensor.name for tensor in model.graph.initializer)
 
 
 def _role(node: NodeProto, operand: int) -> int:
@@ -123,9 +134,3 @@ def _keeps(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) ->
         return operand == min(roles)
     first = next(use for use in users if use[1] not in _STATISTICS)
     return first[1] == operand and first[0].output[0] == node.output[0]
-
-
-def _copy(model: ModelProto, tensor: TensorProto, name: str) -> None:
-    copy = model.graph.initializer.add()
-    copy.CopyFrom(tensor)
-    copy.name = name

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
-from onnxgrad.training.modes.nodes import replace
+from onnxgrad.training.modes.replacement import replace
 
 _ROWS = 16  # of a batch, as which the size of images is compared with that of weights
 
@@ -36,7 +36,7 @@ def fold_normalizations(
             continue
         if _folds(node, conv, trained) and not {x, *node.outputs} & {*kept, *op.graph.outputs}:
             with op.at(node):
-                replace(op, node, [_folded(op, node, conv)])
+                replace(op, node, [_convolution_of_both(op, node, conv)])
 
 
 def _folds(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
@@ -52,7 +52,7 @@ def _folds(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
     return _ROWS * prod(pixels) >= prod(shape[1:])
 
 
-def _folded(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
+def _convolution_of_both(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
     """Return the result of both nodes."""
     _, scale, shift, mean, variance = node.inputs
     x, w, bias = (*conv.inputs, None)[:3]

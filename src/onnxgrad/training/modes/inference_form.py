@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import ModelError, printable
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
-from onnxgrad.model.traversal import GraphLike, all_nodes, subgraphs
+from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, keep_only, names_in
 from onnxgrad.model.weights import replace
 from onnxgrad.model.without_elements import empty_names
 
@@ -42,18 +42,12 @@ def has_training_nodes(proto: ModelProto) -> list[str]:
         >>> has_training_nodes(model), has_training_nodes(inference_form(model))
         (['y'], [])
     """
-    nodes = (node for holder in _holders(proto) for node, _ in _training_nodes(*holder))
-    return [node.name or node.output[0] for node in nodes]
+    return [name for name, _ in _names_and_types(proto)]
 
 
 def warn_of_stale_statistics(proto: ModelProto) -> None:
     """Warn of BatchNormalization that normalizes by the batch: its running statistics stay."""
-    stale = [
-        node.name or node.output[0]
-        for holder in _holders(proto)
-        for node, _ in _training_nodes(*holder)
-        if node.op_type == "BatchNormalization"
-    ]
+    stale = [name for name, op in _names_and_types(proto) if op == "BatchNormalization"]
     if stale:
         warnings.warn(
             f"the running statistics of {', '.join(map(printable, stale))} stay as they are in the "
@@ -87,14 +81,14 @@ def inference_form(proto: ModelProto) -> ModelProto:
     model = ModelProto()
     model.CopyFrom(proto)
     for holder, opset in _holders(model):
-        read = _read(holder)
+        read = _names_read(holder)
         dropped: set[str] = set()  # names that a node no longer reads or writes
-        for node, graph in list(_training_nodes(holder, opset)):
+        for node, graph in _training_nodes(holder, opset):
             if node.op_type == "BatchNormalization":
                 dropped |= _stop_updates(node, graph, opset, read)
             else:
                 dropped |= _stop_dropping(node, opset)
-        _remove(holder, dropped - _read(holder))
+        _remove(holder, dropped - _names_read(holder) - set(names_in(holder.input)))
     return model
 
 
@@ -120,25 +114,22 @@ def forget_head(proto: ModelProto) -> ModelProto:
     return proto
 
 
+def _names_and_types(proto: ModelProto) -> list[tuple[str, str]]:
+    """Return the name or first output, and the operator, of each node in training mode."""
+    nodes = (node for holder in _holders(proto) for node, _ in _training_nodes(*holder))
+    return [(node.name or node.output[0], node.op_type) for node in nodes]
+
+
 def _holders(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
     """Yield the main graph and the local functions, each with its version of the opset."""
-    for holder in (proto.graph, *proto.functions):
-        imports = holder.opset_import if isinstance(holder, FunctionProto) else proto.opset_import
-        yield holder, max((o.version for o in imports if not standard(o.domain)), default=0)
+    yield proto.graph, opset_versions(proto.opset_import).get("", 0)
+    yield from ((f, opset_versions(f.opset_import).get("", 0)) for f in proto.functions)
 
 
-def _training_nodes(holder: GraphLike, opset: int) -> Iterator[tuple[NodeProto, GraphLike]]:
-    """Yield the nodes in training mode, each with its graph."""
-    off = _false(holder)
-    for graph in _graphs(holder):
-        yield from ((node, graph) for node in graph.node if _trains(node, opset, off))
-
-
-def _graphs(graph: GraphLike) -> Iterator[GraphLike]:
-    yield graph
-    for node in list(graph.node):
-        for inner in subgraphs(node):
-            yield from _graphs(inner)
+def _training_nodes(holder: GraphLike, opset: int) -> list[tuple[NodeProto, GraphLike]]:
+    """Return the nodes in training mode, each with its graph."""
+    graphs, off = list(all_graphs(holder)), _false(holder)
+    return [(node, graph) for graph in graphs for node in graph.node if _trains(node, opset, off)]
 
 
 def _trains(node: NodeProto, opset: int, off: set[str]) -> bool:
@@ -157,26 +148,24 @@ def _trains(node: NodeProto, opset: int, off: set[str]) -> bool:
 
 def _false(holder: GraphLike) -> set[str]:
     """Return the names of the constants that are False, in the subgraphs too."""
-    names: set[str] = set()
-    for graph in _graphs(holder):
-        for name, tensor in _tensors(graph):
-            if tensor.data_type == TensorProto.BOOL and not numpy_helper.to_array(tensor).any():
-                names.add(name)
-    fed = {x.name for x in holder.input} if isinstance(holder, GraphProto) else set(holder.input)
-    return names - fed  # a default, which may be overridden
-
-
-def _tensors(graph: GraphLike) -> Iterator[tuple[str, TensorProto]]:
-    if isinstance(graph, GraphProto):
-        yield from ((t.name, t) for t in graph.initializer)
-    for node in graph.node:
-        if node.op_type == "Constant" and not standard(node.domain):
-            yield from ((node.output[0], a.t) for a in node.attribute if a.name == "value")
+    tensors = [
+        (node.output[0], attribute.t)
+        for node in all_nodes(holder.node)
+        if node.op_type == "Constant" and not standard(node.domain)
+        for attribute in node.attribute
+        if attribute.name == "value"
+    ]
+    for graph in all_graphs(holder):
+        if isinstance(graph, GraphProto):
+            tensors += [(t.name, t) for t in graph.initializer]
+    booleans = [(name, t) for name, t in tensors if t.data_type == TensorProto.BOOL]
+    false = {name for name, t in booleans if not numpy_helper.to_array(t).any()}
+    return false - set(names_in(holder.input))  # defaults, which may be overridden
 
 
 def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str]) -> set[str]:
     """Put a BatchNormalization into inference mode; return the names of the outputs it loses."""
-    _drop_attribute(node, "training_mode")
+    keep_only(node.attribute, lambda a: a.name != "training_mode")
     if opset <= _LAST_IS_TEST:
         _set_is_test(node)
     outputs = list(node.output)
@@ -210,32 +199,20 @@ def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
 
 
 def _set_is_test(node: NodeProto) -> None:
-    _drop_attribute(node, "is_test")
-    node.attribute.add(name="is_test", type=2, i=1)
+    keep_only(node.attribute, lambda a: a.name != "is_test")
+    node.attribute.add(name="is_test", type=AttributeProto.INT, i=1)
 
 
-def _drop_attribute(node: NodeProto, name: str) -> None:
-    for attribute in [a for a in node.attribute if a.name == name]:
-        node.attribute.remove(attribute)
-
-
-def _read(holder: GraphLike) -> set[str]:
+def _names_read(holder: GraphLike) -> set[str]:
     """Return the names that nodes read, and those of the outputs, in subgraphs too."""
-    read = {name for node in all_nodes(holder.node) for name in node.input}
-    for graph in _graphs(holder):
-        read.update(y.name if isinstance(graph, GraphProto) else y for y in graph.output)
-    return read
+    outputs = (name for graph in all_graphs(holder) for name in names_in(graph.output))
+    return {*outputs, *(name for node in all_nodes(holder.node) for name in node.input)}
 
 
 def _remove(holder: GraphLike, dropped: set[str]) -> None:
     """Remove the constants and the declarations of these names."""
-    for graph in _graphs(holder):
-        for node in [n for n in graph.node if n.op_type == "Constant" and n.output[0] in dropped]:
-            graph.node.remove(node)
-        fields = [graph.value_info]
+    for graph in list(all_graphs(holder))[::-1]:  # as it copies the nodes that it keeps
+        keep_only(graph.node, lambda n: n.op_type != "Constant" or n.output[0] not in dropped)
+        keep_only(graph.value_info, lambda v: v.name not in dropped)
         if isinstance(graph, GraphProto):
-            dropped = dropped - {x.name for x in graph.input}
-            fields.append(graph.initializer)
-        for field in fields:
-            for entry in [entry for entry in field if entry.name in dropped]:
-                field.remove(entry)
+            keep_only(graph.initializer, lambda t: t.name not in dropped)

@@ -13,7 +13,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
-from onnxgrad.training.modes.nodes import described, emitter, replace, walk
+from onnxgrad.training.modes.replacement import describe, emitter, replace, walk
 from onnxgrad.training.modes.synchronization import normalized_across
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -25,7 +25,7 @@ def freeze(op: Emit) -> dict[ir.Value, ir.Value]:
     for node, _ in walk(op.graph):
         if not _is_batch_norm(node) or not node.attributes.get_int("training_mode", 0):
             continue
-        if None in (_stored(node.inputs[_MEAN]), _stored(node.inputs[_VARIANCE])):
+        if None in (_initializer_of(node.inputs[_MEAN]), _initializer_of(node.inputs[_VARIANCE])):
             continue
         inner = emitter(op, node.graph)
         with inner.at(node):
@@ -55,7 +55,7 @@ def train(op: Emit, across: Part | None = None) -> dict[ir.Value, ir.Value]:
     for node, around in nodes:
         if around:
             _refuse(
-                node, f"is in a subgraph of {described(around[-1])}, which does not return new ones"
+                node, f"is in a subgraph of {describe(around[-1])}, which does not return new ones"
             )
         pairs.append((_statistic(node, _MEAN), _statistic(node, _VARIANCE)))
     latest = {value: value for pair in pairs for value in pair}
@@ -76,7 +76,7 @@ def _is_batch_norm(node: ir.Node) -> bool:
 
 def _refuse(node: ir.Node, reason: str) -> NoReturn:
     raise ValueError(
-        f"the running statistics of {described(node)} cannot be updated: it {reason}. Use "
+        f"the running statistics of {describe(node)} cannot be updated: it {reason}. Use "
         f"{argument('batch_norm', 'frozen')}"
     )
 
@@ -87,7 +87,7 @@ def _name_like(y: ir.Value, node: ir.Node) -> None:
     new.name = node.name
 
 
-def _stored(value: ir.Value | None) -> ir.Value | None:
+def _initializer_of(value: ir.Value | None) -> ir.Value | None:
     """Return the initializer that `value` is, or a copy or cast of; else None."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type not in ("Identity", "Cast"):
@@ -104,13 +104,13 @@ def _statistic(node: ir.Node, operand: int) -> ir.Value:
     """
     read = node.inputs[operand]
     assert read is not None
-    value = _stored(read)
+    value = _initializer_of(read)
     if value is None:
         _refuse(node, f"has statistics that are no constants: {read.name!r} is computed or fed")
     for user, index in _uses(value):
         if not (_is_batch_norm(user) and index == operand):
             raise ValueError(
-                f"{value.name!r} is a running statistic of {described(node)}, and {described(user)}"
+                f"{value.name!r} is a running statistic of {describe(node)}, and {describe(user)}"
                 " uses it for something else: an exporter merged tensors of equal values. Separate"
                 " them by separate_merged(model), or export the model again with "
                 "training=torch.onnx.TrainingMode.TRAINING or, with dynamo=True, optimize=False"
@@ -144,14 +144,14 @@ def _batch_norm(
     wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     momentum = float(str(np.float32(node.attributes.get_float("momentum", 0.9))))
     if momentum == 1.0:
-        logger.warning("momentum is 1: %s does not change its statistics", described(node))
+        logger.warning("momentum is 1: %s does not change its statistics", describe(node))
     old = [op.Cast(v, to=wide) for v in (mean, variance)]
     operands = [op.Cast(v, to=wide) for v in (x, scale, bias)]
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     if across is not None:
         y, *batch = normalized_across(op, operands, epsilon, across)
     else:
-        unbiased = _unbiased(op, node, wide)
+        unbiased = _share_of_freedom(op, node, wide)
         # onnxruntime writes the statistics of the batch over the operands, whoever reads these
         operands += [op.Sum(v) for v in old]
         attributes = {"epsilon": epsilon, "momentum": 0.0, "training_mode": 1}
@@ -167,9 +167,9 @@ def _batch_norm(
     return op.Cast(y, to=x.dtype), *new
 
 
-def _unbiased(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir.Value:
+def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir.Value:
     """Return (n - 1) / n of the n values per channel; a model in which n is 1 fails."""
-    x, reason = node.inputs[0], f"{described(node)} needs more than one value per channel"
+    x, reason = node.inputs[0], f"{describe(node)} needs more than one value per channel"
     assert x is not None
     shape = dims(x)
     lengths = None if shape is None else shape[:1] + shape[2:]

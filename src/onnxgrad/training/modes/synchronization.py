@@ -28,9 +28,18 @@ def normalized_across(
         operands: x (N, C, ...), scale and bias (C,).
         epsilon: added to the variance, which is biased there.
         part: that of this process.
+
+    Raises:
+        ValueError: the rank of x is unknown.
     """
     x, scale, bias = operands
-    axes = [axis for axis in range(axes_of(x)) if axis != 1]
+    count = rank(x)
+    if count is None:
+        raise ValueError(
+            f"sync_batch_norm: the rank of {printable(x.name)}, which a BatchNormalization reads, "
+            "is unknown: declare the shapes of the model's inputs, or leave out sync_batch_norm"
+        )
+    axes = [axis for axis in range(count) if axis != 1]
     assert x.dtype is not None
     with op:
         mean = op.ReduceMean(x, axes)
@@ -56,18 +65,3 @@ def normalized_across(
         variance = summed / (total - 1.0)
     y = op.copy_of(op.set_type_like(y, x))
     return y, op.set_type_like(middle, scale), op.set_type_like(variance, scale)
-
-
-def axes_of(x: ir.Value) -> int:
-    """Return the rank of `x`.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    axes = rank(x)
-    if axes is None:
-        raise ValueError(
-            f"sync_batch_norm: the rank of {printable(x.name)}, which a BatchNormalization reads, "
-            "is unknown: declare the shapes of the model's inputs, or leave out sync_batch_norm"
-        )
-    return axes

@@ -17,8 +17,16 @@ from onnx import ModelProto
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
-from onnxgrad.training.parameters.operands import MOVES, domain, letter
-from onnxgrad.training.parameters.verdicts import Judged, judge
+from onnxgrad.training.parameters.operands import (
+    MOVES,
+    domain,
+    letter,
+    maker_of,
+    readers,
+    source_of,
+)
+from onnxgrad.training.parameters.table import Tensor
+from onnxgrad.training.parameters.verdicts import judge
 
 _SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
 _NUMBERED = re.compile(
@@ -34,6 +42,7 @@ _BY_LETTER = dict.fromkeys("ftps", "weight") | dict.fromkeys("bom", "bias")
 _BY_OPERATOR = dict.fromkeys(("Mul", "Div"), "weight") | dict.fromkeys(("Add", "Sub"), "bias")
 _OTHER = "parameter"
 RECURRENT = ("RNN", "GRU", "LSTM")
+_ONLY_MOVES = MOVES - {"Gather"}  # which looks up rows of a table
 _NAMED = frozenset("fbst")  # operands of a node that is a layer by itself
 
 
@@ -46,9 +55,9 @@ def aliases(proto: ModelProto) -> dict[str, str]:
     return read_aliases(*judge(proto))
 
 
-def read_aliases(graph: ir.Graph, rows: Sequence[Judged]) -> dict[str, str]:
+def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
     """Return the aliases of the float constants of `graph`, see `aliases`."""
-    numbered = [row for row in rows if row.verdict.trains and not readable(row.name)]
+    numbered = [row for row in rows if row.trains and not readable(row.name)]
     reader = _Reader(graph, rows) if numbered else None
     taken = {row.name for row in rows}
     result: dict[str, str] = {}
@@ -67,24 +76,25 @@ def read_aliases(graph: ir.Graph, rows: Sequence[Judged]) -> dict[str, str]:
 def readable(name: str) -> bool:
     """Return whether `name` was chosen by a person, and not numbered by a program."""
     name = _SUFFIX.sub("", name)
-    return not (evidence.counted(name) or _NUMBERED.fullmatch(name) or owner(name))
+    return not (evidence.is_generated(name) or _NUMBERED.fullmatch(name) or owner(name))
 
 
 class _Reader:
     """Reads the names of weights from what is around them in `graph`."""
 
-    def __init__(self, graph: ir.Graph, rows: Sequence[Judged]) -> None:
+    def __init__(self, graph: ir.Graph, rows: Sequence[Tensor]) -> None:
         self.sizes = {row.name: row.size for row in rows if readable(row.name)}
         self.modules = ModuleNames((n.metadata_props for n in all_nodes(graph)), self.sizes)
-        self.own = {row.value: row.name for row in rows if row.name in self.sizes}
+        self.values = graph.initializers
         self.layers: dict[tuple[str, str], list[ir.Node]] = {}  # recurrent nodes of a module
         for node in all_nodes(graph):
             if _is_recurrent(node):
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 
-    def read(self, row: Judged) -> str:
+    def read(self, row: Tensor) -> str:
         """Return the alias of a constant, which need not be unique yet; "" if there is none."""
-        use = None if row.value is None else _first_use(row.value)
+        uses = readers([self.values[row.name]], _ONLY_MOVES)
+        use = next(((n, i) for n, i in uses if n.op_type not in _ONLY_MOVES), None)
         if use is None:
             return ""
         node, index = use
@@ -123,7 +133,8 @@ class _Reader:
             return ""
         other = "bias" if role == "weight" else "weight"
         for neighbour, value in _beside(node, role):
-            module, last = self.own.get(value, "").rpartition(".")[::2]
+            own = str(value.name) if value.name in self.sizes else ""
+            module, last = own.rpartition(".")[::2]
             if not module or other not in last:
                 continue
             modules = {self.modules.module(node), self.modules.module(neighbour)} - {""}
@@ -138,17 +149,6 @@ def fits(parameter: str, role: str) -> bool:
     return role == _OTHER or is_bias == (role == "bias")
 
 
-def _first_use(value: ir.Value) -> tuple[ir.Node, int] | None:
-    """Return the first node that computes with `value`, through nodes that only move it."""
-    waiting = [value]
-    for v in waiting:  # the loop appends to it
-        for node, index in v.uses():
-            if node.op_type not in MOVES or letter(node, index) == "t":
-                return node, index
-            waiting += [y for y in node.outputs if y not in waiting]
-    return None
-
-
 def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     """Yield the bias beside the weight of a layer, or the weight beside its bias.
 
@@ -156,40 +156,19 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     """
     neighbours, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
-        neighbours += [n for x in node.inputs if (n := _source(x)) is not None]
+        neighbours += [n for x in node.inputs if x is not None and (n := maker_of(x)) is not None]
     elif "f" in _letters(node):
-        users = [user for y in node.outputs for user in _users(y)]
+        users = (n for y in node.outputs for n, _ in readers([y]) if n.op_type not in MOVES)
         neighbours += [n for n in users if "f" not in _letters(n)]
     for neighbour in neighbours:
         adds = role == "weight" and neighbour.op_type == "Add" and domain(neighbour) == ""
         for i, x in enumerate(neighbour.inputs):
-            while x is not None and (n := x.producer()) is not None and n.op_type in MOVES:
-                x = n.inputs[0]
-            if x is not None and x.producer() is None and (adds or letter(neighbour, i) in letters):
-                yield neighbour, x
+            if x is not None and maker_of(x) is None and (adds or letter(neighbour, i) in letters):
+                yield neighbour, source_of(x)
 
 
 def _letters(node: ir.Node) -> set[str]:
     return {letter(node, i) for i in range(len(node.inputs))}
-
-
-def _users(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield the nodes that compute with `value`, through nodes that only move it."""
-    waiting = [value]
-    for v in waiting:  # the loop appends to it
-        for node, _ in v.uses():
-            if node.op_type in MOVES:
-                waiting += [y for y in node.outputs if y not in waiting]
-            else:
-                yield node
-
-
-def _source(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes `value`, ignoring nodes that only move it."""
-    node = None if value is None else value.producer()
-    while node is not None and node.op_type in MOVES and node.inputs and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node
 
 
 def _is_recurrent(node: ir.Node) -> bool:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
+import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import argument
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
 from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
-from onnxgrad.training.parameters.integers import require_floats
 from onnxgrad.training.parameters.patterns import Patterns, as_list, choose, matching
 
 
-def choose_weights(
-    proto: ModelProto,
-    train: str | Iterable[str] | None,
-    freeze: str | Iterable[str] = (),
-    needed: bool = True,
-) -> list[str]:
+def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns = ()) -> list[str]:
     """Return the names of the weights to train, in the order of the graph.
 
     Args:
@@ -27,7 +22,6 @@ def choose_weights(
         train: names and patterns of `fnmatch`, see `trainable`; None: the weights that train by
             default.
         freeze: names and patterns of those that do not train.
-        needed: whether it is an error if nothing is left to train.
 
     Raises:
         ValueError: a pattern that matches no float constant, or nothing is left to train.
@@ -39,11 +33,11 @@ def choose_weights(
     else:
         rows = default_rows(proto)
         if train is None and not rows.trained:
-            return trained_names(proto, rows, needed=needed)  # or an error
+            return trained_names(proto, rows)  # or an error
         rows = choose(rows, train, freeze)
         announce_choice(rows)
         names = [t.name for t in rows if t.trains]
-    if needed and not names:
+    if not names:
         chosen = f"{argument('train', train)}, {argument('freeze', freeze)}"
         raise ValueError(f"nothing is left to train: {chosen}")
     return names
@@ -61,7 +55,7 @@ def separated_choice(
         ValueError: as `choose_weights`, or `train` names a constant that holds no floats.
     """
     separated = separate_merged(proto)
-    require_floats(separated, () if train is None else train)
+    _require_floats(separated, as_list(() if train is None else train))
     names = choose_weights(separated, train, freeze)
     return (separated if trains_merged(proto, separated, names) or statistics else proto), names
 
@@ -71,7 +65,7 @@ def float_constants(proto: ModelProto) -> list[str]:
     return [ref.name for ref in constant_refs(proto) if ref.read().data_type in FLOATS]
 
 
-def matching_weights(proto: ModelProto, patterns: str | Iterable[str], kind: str) -> list[str]:
+def matching_weights(proto: ModelProto, patterns: Patterns, kind: str) -> list[str]:
     """Return the float constants that one of the patterns names, in the order of the graph.
 
     Patterns match names and aliases, see `trainable`.
@@ -85,7 +79,7 @@ def matching_weights(proto: ModelProto, patterns: str | Iterable[str], kind: str
 
 
 def expand(
-    proto: ModelProto, patterns: str | Iterable[str], kind: str, weights_first: bool = True
+    proto: ModelProto, patterns: Patterns, kind: str, weights_first: bool = True
 ) -> list[str]:
     """Return the constants that the patterns name, in the order of the patterns, each once.
 
@@ -107,3 +101,14 @@ def expand(
         else:
             names |= dict.fromkeys(t.name for t in matching(rows, pattern, kind, weights_first))
     return list(names)
+
+
+def _require_floats(proto: ModelProto, names: Collection[str]) -> None:
+    """Raise `ValueError` if one of `names` is that of a constant which holds no floats."""
+    for ref in constant_refs(proto):
+        if ref.name in names and (code := ref.read().data_type) not in FLOATS:
+            dtype = ir.DataType(code).name.lower()
+            raise ValueError(
+                f"{ref.name!r} holds {dtype}: only floats train. A quantized weight stays as it "
+                "is: train adapters beside it (add_lora), a new head (replace_head) or biases"
+            )

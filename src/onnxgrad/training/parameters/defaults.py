@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 
 from onnx import ModelProto
 
 from onnxgrad.errors import named, printable
 from onnxgrad.model.notes import HEAD, fine_tuned, read_note
 from onnxgrad.model.read import ModelLike
+from onnxgrad.model.traversal import nodes_of
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.aliases import read_aliases
 from onnxgrad.training.parameters.equal_constants import separate_merged, warn_of_merged
 from onnxgrad.training.parameters.patterns import choose, matching
 from onnxgrad.training.parameters.roles import QUANTIZED
-from onnxgrad.training.parameters.table import LISTED, Tensor, Tensors, listed, more, shown
+from onnxgrad.training.parameters.table import (
+    LISTED,
+    Tensor,
+    Tensors,
+    more,
+    names_and_reasons,
+    quoted_name,
+)
 from onnxgrad.training.parameters.ties import copies
-from onnxgrad.training.parameters.untrainable import without_gradient
 from onnxgrad.training.parameters.verdicts import judge
 
-__all__ = ["Tensor", "Tensors", "default_weights", "listed", "trainable"]
+# why a model has nothing to train: operators that learn without gradients
+_WITHOUT_GRADIENT = {
+    (
+        "is an operator that onnxruntime does not have, so that the model does not run: select "
+        "outputs in front of it, or use another classifier than the GaussianProcessClassifier of "
+        "scikit-learn"
+    ): ("Solve",),
+    (
+        "decides by thresholds, which have no gradient: trees of scikit-learn, LightGBM, XGBoost "
+        "and CatBoost are trained by these libraries. As a part of a larger model, trees stay as "
+        "they are, and the layers behind them train"
+    ): ("TreeEnsemble", "TreeEnsembleRegressor", "TreeEnsembleClassifier"),
+    (
+        "selects the nearest of stored rows: such a model is its data, and is fitted by storing "
+        "others"
+    ): ("TopK",),
+}
+
+__all__ = ["Tensor", "Tensors", "default_weights", "names_and_reasons", "trainable"]
 
 
 def trainable(
@@ -81,27 +107,29 @@ def trainable(
 def default_rows(proto: ModelProto) -> Tensors:
     """Return the float constants, and which of them train by default."""
     graph, judged = judge(proto)
-    names, tied = read_aliases(graph, judged), copies(proto, judged)
+    names, tied = read_aliases(graph, judged), copies(proto, graph, judged)
     adapted = fine_tuned(proto)
     head = read_note(proto, HEAD)
     rows = Tensors()
     for row in judged:
-        trains, why, doubtful = row.verdict.trains, row.verdict.why, row.verdict.doubtful
+        trains, why, doubtful = row.trains, row.why, row.doubtful
         if row.name in tied:
             why = f"{why}; a copy of {tied[row.name]!r}"
-        is_weight = trains
         if adapted:
             trains, doubtful = row.name in adapted, False
-            is_weight = is_weight or trains
             of_adapters = "the new head beside adapters" if row.name in head else "an adapter"
             why = of_adapters if trains else f"frozen: the model has adapters ({why})"
-        alias = names.get(row.name, "")
         rows.append(
-            Tensor(
-                row.name, row.shape, row.dtype, row.size,
-                trains, printable(why), doubtful, alias, is_weight, tied.get(row.name, ""),
+            replace(
+                row,
+                trains=trains,
+                why=printable(why),
+                doubtful=doubtful,
+                alias=names.get(row.name, ""),
+                is_weight=row.trains or trains,
+                copy_of=tied.get(row.name, ""),
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -128,11 +156,11 @@ def trained_names(
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
         return [t.name for t in rows]  # the sweep raises an error that explains why
     if not names and needed:
-        why = without_gradient(proto)
+        why = _untrainable(proto)
         if not rows:
             raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
         raise ValueError(
-            f"none of the float constants is a weight by its role: {listed(rows)}. "
+            f"none of the float constants is a weight by its role: {names_and_reasons(rows)}. "
             f"{why}{why and '. '}Name those to train"
         )
     if announce:
@@ -144,11 +172,11 @@ def announce_choice(rows: Tensors) -> None:
     """Log what does not train, and warn about uncertain decisions and about copies of a weight."""
     untrained = rows.frozen
     if untrained:
-        logger.info("not trained: %s", listed(untrained, len(untrained)))
+        logger.info("not trained: %s", names_and_reasons(untrained, len(untrained)))
     doubtful = [t for t in rows if t.doubtful]
     if doubtful:
         decisions = "; ".join(
-            f"{shown(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
+            f"{quoted_name(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
             for t in doubtful[:LISTED]
         )
         message = f"{decisions}{more(doubtful)}. {named('List the weights')} to choose otherwise"
@@ -156,6 +184,16 @@ def announce_choice(rows: Tensors) -> None:
     trained = {t.name for t in rows.trained}
     copied = [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]
     if copied:
-        pairs = "; ".join(f"{shown(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
+        pairs = "; ".join(f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
         message = f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these "
         warnings.warn(f"{message}copies part in training", stacklevel=frames_inside() + 1)
+
+
+def _untrainable(proto: ModelProto) -> str:
+    """Return the first node that learns without gradients and the reason, or an empty text."""
+    for reason, op_types in _WITHOUT_GRADIENT.items():
+        for node in nodes_of(proto):
+            if node.op_type in op_types:
+                name = f" {printable(node.name)!r}" if node.name else ""
+                return f"{node.op_type}{name} {reason}"
+    return ""

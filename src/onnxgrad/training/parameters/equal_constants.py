@@ -5,20 +5,26 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto
 
 from onnxgrad.errors import printable
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
-from onnxgrad.model.traversal import all_nodes, names, nodes_of
+from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
 from onnxgrad.reporting import frames_inside
-from onnxgrad.training.modes.equal_statistics import initializer_aliases, separate_statistics
+from onnxgrad.training.modes.equal_statistics import (
+    Readers,
+    add_copy,
+    initializer_aliases,
+    readers_of,
+    separate_statistics,
+)
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.aliases import RECURRENT, fits, readable
 from onnxgrad.training.parameters.module_names import ModuleNames, module_of
@@ -67,9 +73,9 @@ def separate_merged(model: ModelLike) -> ModelProto:
     groups = {name: parts for name in merged.uses if len(parts := merged.groups(name)) > 1}
     if not groups:
         return separated
-    trains = {row.name for row in judge(separated)[1] if row.verdict.trains}
+    trains = {row.name for row in judge(separated)[1].trained}
     groups = {name: parts for name, parts in groups.items() if name in trains}
-    return _Separation(separated, merged).apply(groups) if groups else separated
+    return _separate(separated, merged, groups) if groups else separated
 
 
 def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
@@ -130,13 +136,13 @@ class _Merged:
         self.stored = file.graph.initializer
         self.from_torch = proto.producer_name == "pytorch"
         aliases = self.aliases = initializer_aliases(proto)
-        self.aliased = self.from_torch and any(not evidence.counted(name) for name in aliases)
+        self.aliased = self.from_torch and any(not evidence.is_generated(name) for name in aliases)
         self.functions = {
-            (f.domain, f.name, f.overload): (f.input, _readers(all_nodes(f.node)))
+            (f.domain, f.name, f.overload): (f.input, readers_of(all_nodes(f.node)))
             for f in proto.functions
         }
         self.nodes = list(all_nodes(proto.graph.node))
-        self.readers = _readers(self.nodes)
+        self.readers = readers_of(self.nodes)
         self.makers = {y: n for n in self.nodes for y in n.output}
         self.uses: dict[str, list[_Use]] = defaultdict(list)
         for name in (*self.tensors, *aliases):
@@ -152,7 +158,7 @@ class _Merged:
         self.modules = ModuleNames(map(_metadata, nodes), known)
         self.owners = {path for name in known for path in _paths(name)}
         self.paths = {p for n in nodes for p in _paths(module_of(n.name, _metadata(n)))}
-        self.calls = Counter(map(self._called, self.paths))
+        self.calls = Counter(map(self._module_of_path, self.paths))
 
     def groups(self, name: str) -> list[list[_Use]]:
         """Return the uses of a tensor, those of each parameter together, first what keeps it."""
@@ -172,7 +178,7 @@ class _Merged:
             groups.setdefault(use.key, []).append(use)
         return list(groups.values())
 
-    def _role(self, node: NodeProto, index: int, readers: _Readers) -> str:
+    def _role(self, node: NodeProto, index: int, readers: Readers) -> str:
         """Return the letter of an operand, behind moves and inside of functions; "a": arithmetic"""
         function = self.functions.get((node.domain, node.op_type, node.overload))
         if function is not None and index < len(function[0]):
@@ -198,13 +204,13 @@ class _Merged:
         else:
             several = not self.from_torch or use.node.op_type in RECURRENT  # of one module
             module = "" if several else module_of(use.node.name, metadata)
-            base = self._called(module)
+            base = self._module_of_path(module)
             clear = bool(module) and self.calls[base] == 1
             layer = "" if clear else self._layer(use, tensor)
             use.key, use.certain = f"{base}:{use.role}:{layer}", self.aliased and clear
             use.name = f"{module or use.node.name or use.node.output[0]}.{word}"
 
-    def _called(self, path: str) -> str:
+    def _module_of_path(self, path: str) -> str:
         """Return the module of a path in which "norm_1" may be the second call of "norm"."""
         parts: list[str] = []
         for part in path.split("."):
@@ -260,59 +266,35 @@ class _Merged:
         return found
 
 
-class _Separation:
-    """Writes a copy of a model in which each parameter has a tensor of its own."""
-
-    def __init__(self, proto: ModelProto, merged: _Merged) -> None:
-        self.proto, self.merged = proto, merged
-        self.taken = set(names(proto.graph))
-        self.kept: set[str] = set()  # aliases that become tensors
-
-    def apply(self, groups: dict[str, list[list[_Use]]]) -> ModelProto:
-        """Return the copy."""
-        model = ModelProto()
-        model.CopyFrom(self.proto)
-        copied = all_nodes(model.graph.node)
-        ours = {id(a): b for a, b in zip(self.merged.nodes, copied, strict=True)}
-        tensors = {t.name: t for t in model.graph.initializer}
-        stated = {v.name: v for v in model.graph.value_info}
-        for original, parts in groups.items():
-            for part in parts[1:]:
-                name = self._name(original, part)
-                for use in part:
-                    ours[id(use.node)].input[use.index] = name
-                _copy(model.graph, tensors[original], name)
-                if original in stated and part[0].key != _FIXED:
-                    entry = model.graph.value_info.add()
-                    entry.CopyFrom(stated[original])
-                    entry.name = name
-        for i in reversed(range(len(model.graph.node))):
-            if not self.kept.isdisjoint(model.graph.node[i].output):
-                del model.graph.node[i]
-        return model
-
-    def _name(self, original: str, part: list[_Use]) -> str:
-        via = part[0].via
-        others = self.merged.readers[via]
-        if via and all(any(node is use.node for use in part) for node, _ in others):
-            self.kept.add(via)
-            return via
-        new = part[0].name or f"{original}.{_FIXED}"
-        if new in self.taken:
-            return unused(new, self.taken)
-        self.taken.add(new)
-        return new
-
-
-_Readers = dict[str, list[tuple[NodeProto, int]]]
-
-
-def _readers(nodes: Iterable[NodeProto]) -> _Readers:
-    readers: _Readers = defaultdict(list)
-    for node in nodes:
-        for index, name in enumerate(node.input):
-            readers[name].append((node, index))
-    return readers
+def _separate(
+    proto: ModelProto, merged: _Merged, groups: dict[str, list[list[_Use]]]
+) -> ModelProto:
+    """Return a copy of a model in which each parameter has a tensor of its own."""
+    model = ModelProto()
+    model.CopyFrom(proto)
+    copied = all_nodes(model.graph.node)
+    ours = {id(a): b for a, b in zip(merged.nodes, copied, strict=True)}
+    tensors = {t.name: t for t in model.graph.initializer}
+    stated = {v.name: v for v in model.graph.value_info}
+    taken = set(names(model.graph))
+    replaced: set[str] = set()  # aliases that become tensors
+    for original, part in ((name, part) for name, parts in groups.items() for part in parts[1:]):
+        name = part[0].via
+        if name and all(any(node is use.node for use in part) for node, _ in merged.readers[name]):
+            replaced.add(name)
+        else:
+            name = part[0].name or f"{original}.{_FIXED}"
+            name = unused(name, taken) if name in taken else name
+            taken.add(name)
+        for use in part:
+            ours[id(use.node)].input[use.index] = name
+        add_copy(model.graph, tensors[original], name)
+        if original in stated and part[0].key != _FIXED:
+            entry = model.graph.value_info.add()
+            entry.CopyFrom(stated[original])
+            entry.name = name
+    keep_only(model.graph.node, lambda node: replaced.isdisjoint(node.output))
+    return model
 
 
 def _paths(name: str) -> list[str]:
@@ -329,9 +311,3 @@ def _word(use: _Use) -> str:
     if use.role == "a":
         return _ARITHMETIC.get(use.node.op_type, "bias")
     return _WORDS.get(use.role, "")
-
-
-def _copy(graph: GraphProto, tensor: TensorProto, name: str) -> None:
-    copy = graph.initializer.add()
-    copy.CopyFrom(tensor)
-    copy.name = name

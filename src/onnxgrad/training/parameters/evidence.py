@@ -47,7 +47,7 @@ _NAIVE_BAYES = re.compile(
 )
 
 
-def counted(name: str) -> bool:
+def is_generated(name: str) -> bool:
     """Return whether `name` is generated and numbered, so that it has no meaning."""
     return _COUNTED.fullmatch(name) is not None
 
@@ -61,7 +61,7 @@ def sounds_learned(name: str) -> bool:
     """Return whether the name of a scalar is that of a parameter, or of a function of one."""
     if _FOLDED.fullmatch(name):
         return True
-    return not counted(name) and _LEARNED.fullmatch(name) is not None
+    return not is_generated(name) and _LEARNED.fullmatch(name) is not None
 
 
 def sounds_affine(name: str) -> bool:
@@ -149,7 +149,7 @@ def is_wave(array: np.ndarray) -> bool:
     if table.ndim < 2 or not np.isfinite(array).all() or is_all(array):
         return False
     axes = [_rows(np.moveaxis(table, i, -1)) for i in range(table.ndim)]
-    return any((t.shape[1] >= 6 and _recurs(t[:, :64])) or _paired(t) for t in axes)
+    return any((t.shape[1] >= 6 and _recurs(t[:, :64])) or _has_pairs(t) for t in axes)
 
 
 def _rows(table: np.ndarray) -> np.ndarray:
@@ -178,7 +178,7 @@ def _recurs(table: np.ndarray) -> bool:
     return bool(fits and (varies & turns).mean() >= 0.05 and (np.abs(factor) <= 2.01).all())
 
 
-def _paired(table: np.ndarray) -> bool:
+def _has_pairs(table: np.ndarray) -> bool:
     rows, width = table.astype(np.float64), table.shape[1]
     rows = rows[np.abs(rows).max(-1) > 0]  # without zero rows of class tokens or padding
     if len(rows) < 2 or width < 4 or width % 2 or is_all(rows[1:] - rows[:1]):

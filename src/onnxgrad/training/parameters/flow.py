@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import OF_SHAPES, RANDOM
+from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.training.parameters.operands import domain, leading_operands, letter, value_operands
+from onnxgrad.training.parameters.operands import (
+    domain,
+    leading_operands,
+    letter,
+    reachable,
+    value_operands,
+)
+
+_Bindings = dict[ir.Value, list[ir.Value]]
 
 
 class Flow:
@@ -28,15 +37,16 @@ class Flow:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.nodes = all_nodes(graph)
-        self.bindings: dict[ir.Value, list[ir.Value]] = {}
-        for node in self.nodes:
-            for source, target in _bindings(node):
-                self.bindings.setdefault(source, []).append(target)
-        self.data: set[ir.Value] = set(graph.inputs) - set(graph.initializers.values())
-        self._grow(self.data, lambda node: node.op_type in RANDOM - {"Dropout"})
-        self.positions: set[ir.Value] = set()
-        self._grow(self.positions, lambda node: node.op_type in ("Shape", "Size", "Range"))
-        self.positions -= self.data
+        self.bindings: _Bindings = defaultdict(list)
+        self._bound_to: _Bindings = defaultdict(list)
+        for source, target in (pair for node in self.nodes for pair in _bindings(node)):
+            self.bindings[source].append(target)
+            self._bound_to[target].append(source)
+        inputs = set(graph.inputs) - set(graph.initializers.values())
+        self.data = self._computed(lambda node: node.op_type in RANDOM - {"Dropout"}, inputs)
+        self.positions = (
+            self._computed(lambda node: node.op_type in ("Shape", "Size", "Range")) - self.data
+        )
         self.fixed: set[ir.Value] = set()
         self.fix(())
 
@@ -46,33 +56,39 @@ class Flow:
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
                 self.fixed.update(node.outputs)
-        self.weighted: set[ir.Value] = set()
-        self._grow(self.weighted, self._weighs)
-        self.hidden = self._backward()
+        self.weighted = self._computed(self._weighs)
+        products = filter(self.product, self.nodes)
+        operands = (x for node in products for x in leading_operands(node))
+        self.hidden = set(reachable(operands, self._before))
 
-    def _grow(self, reached: set[ir.Value], starts) -> None:
-        """Add all values computed from `reached`, or from nodes for which `starts` is true."""
-        size = -1
-        while size != len(reached):
-            size = len(reached)
-            for node in self.nodes:
-                if starts(node) or not reached.isdisjoint(value_operands(node)):
-                    if any(subgraphs(node)):
-                        continue  # see `bindings`
-                    if node.op_type not in OF_SHAPES or starts(node):
-                        reached.update(node.outputs)
-            for source, targets in self.bindings.items():
-                if source in reached:
-                    reached.update(targets)
+    def _computed(
+        self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()
+    ) -> set[ir.Value]:
+        """Return `values`, and all computed from them or by nodes for which `starts` is true."""
+        nodes = (node for node in self.nodes if starts(node) and not any(subgraphs(node)))
+        return set(reachable([*values, *(y for node in nodes for y in node.outputs)], self.onward))
+
+    def onward(self, value: ir.Value) -> Iterator[ir.Value]:
+        """Yield what is computed from the elements of `value`, by one node."""
+        yield from self.bindings.get(value, ())
+        for node, _ in value.uses():
+            if value in value_operands(node) and not any(subgraphs(node)):  # see `bindings`
+                yield from node.outputs
+
+    def _before(self, value: ir.Value) -> Iterator[ir.Value]:
+        """Yield what a smooth function of `value` would be a function of, by one node."""
+        yield from self._bound_to.get(value, ())
+        node = value.producer()
+        yield from () if node is None else leading_operands(node)
 
     def _weighs(self, node: ir.Node) -> bool:
         """Return whether `node` applies a weight to data."""
         if domain(node) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
+        looks_up = any(x in self.data for x in node.inputs[1:])  # by these indices
         return self.product(node) or any(
-            letter(node, i) == "t" and self.looks_up(node)
+            looks_up and letter(node, i) == "t" and x is not None and x not in self.data
             for i, x in enumerate(node.inputs)
-            if x is not None and x not in self.data
         )
 
     def product(self, node: ir.Node) -> bool:
@@ -84,27 +100,6 @@ class Flow:
         ]
         return any(factors) and any(x in self.data for x in node.inputs)
 
-    def looks_up(self, node: ir.Node) -> bool:
-        """Return whether `node` gathers by indices that are data."""
-        return any(x in self.data for x in node.inputs[1:])
-
-    def _backward(self) -> set[ir.Value]:
-        back: dict[ir.Value, list[ir.Value]] = {}
-        for source, targets in self.bindings.items():
-            for target in targets:
-                back.setdefault(target, []).append(source)
-        hidden: set[ir.Value] = set()
-        size = -1
-        while size != len(hidden):
-            size = len(hidden)
-            for node in reversed(self.nodes):
-                if self.product(node) or not hidden.isdisjoint(node.outputs):
-                    hidden.update(leading_operands(node))
-            for target, sources in back.items():
-                if target in hidden:
-                    hidden.update(sources)
-        return hidden
-
 
 def _bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Yield operands of `node` with inputs of its subgraphs, and their outputs with its results."""
@@ -112,18 +107,19 @@ def _bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     if not graphs or domain(node):
         return
     pairs: list[tuple[ir.Value | None, ir.Value]] = []
+    body, inputs = graphs[0], node.inputs
     if node.op_type == "If":
         for branch in graphs:
             pairs += zip(branch.outputs, node.outputs, strict=False)
     elif node.op_type == "Loop":
-        states = len(node.inputs) - 2
-        pairs += zip(node.inputs[2:], graphs[0].inputs[2:], strict=False)
-        pairs += zip(graphs[0].outputs[1 : 1 + states], graphs[0].inputs[2:], strict=False)
-        pairs += zip(graphs[0].outputs[1:], node.outputs, strict=False)
+        states = body.inputs[2:]
+        pairs += zip(inputs[2:], states, strict=False)
+        pairs += zip(body.outputs[1 : len(inputs) - 1], states, strict=False)
+        pairs += zip(body.outputs[1:], node.outputs, strict=False)
     else:  # Scan, SequenceMap
-        pairs += zip(node.inputs, graphs[0].inputs, strict=False)
+        pairs += zip(inputs, body.inputs, strict=False)
         if node.op_type == "Scan":
-            states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
-            pairs += zip(graphs[0].outputs[:states], graphs[0].inputs[:states], strict=False)
-        pairs += zip(graphs[0].outputs, node.outputs, strict=False)
+            count = len(inputs) - node.attributes["num_scan_inputs"].as_int()
+            pairs += zip(body.outputs[:count], body.inputs[:count], strict=False)
+        pairs += zip(body.outputs, node.outputs, strict=False)
     yield from ((a, b) for a, b in pairs if a is not None)

@@ -71,7 +71,7 @@ def module_of(name: str, metadata: Mapping[str, str]) -> str:
     """Return the path of the module of a node, by its name and metadata; "" if unknown."""
     if scopes := _scopes(metadata):
         return scopes[-2] if len(scopes) > 1 else ""
-    return _joined(_parts(name)[:-1]) if "/" in name else ""
+    return _dotted_path(_parts(name)[:-1]) if "/" in name else ""
 
 
 def label(node: ir.Node) -> str:
@@ -85,7 +85,7 @@ def owner(name: str) -> str:
     match = _OWNED.fullmatch(name.partition(";")[0])
     if match is None:
         return ""
-    return match["paddle"] or _joined(_parts(match["tf"]))
+    return match["paddle"] or _dotted_path(_parts(match["tf"]))
 
 
 def _scopes(metadata: Mapping[str, str]) -> list[str]:
@@ -110,7 +110,7 @@ def _parts(name: str) -> list[str]:
     return parts
 
 
-def _joined(parts: list[str]) -> str:
+def _dotted_path(parts: list[str]) -> str:
     """Return parts as a path with dots, without operators at its end."""
     while parts and _OPERATOR.fullmatch(parts[-1]):
         parts = parts[:-1]

@@ -1,154 +1,98 @@
-"""The roles of operands: factors, biases, scales, tables, settings."""
+"""The roles of operands, as factors and biases, and the ways of values through a graph."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
 from onnxgrad.graph.operators import OF_SHAPES, PACKS, REORDERS, SELECTS
 
-# letters for the roles of operands; the last letter of an operator applies to all that follow
-LETTERS = {
-    "x": "data",
-    "a": "added to the data",
-    "f": "factor",
-    "b": "bias",
-    "s": "scale of a normalization",
-    "o": "bias of a normalization",
-    "r": "running statistic",
-    "t": "table whose rows are looked up",
-    "p": "slope",
-    "h": "initial state",
-    "m": "added to the scores of attention",
-    "w": "chosen by a condition",
-    "c": "setting: a bound, an exponent, a size",
-    "k": "rotary table",
-    "q": "scale of quantization",
-}
-
+# The role of each operand is a letter; the last one of an operator applies to all that follow.
+#
+# x  data                         t  table whose rows are looked up
+# a  added to the data            p  slope
+# f  factor                       h  initial state
+# b  bias                         m  added to the scores of attention
+# s  scale of a normalization     w  chosen by a condition
+# o  bias of a normalization      c  setting: a bound, an exponent, a size
+# r  running statistic            k  rotary table
+# q  scale of quantization
 _STANDARD = {
-    "MatMul": "ff",
-    "Gemm": "ffb",
-    "Einsum": "f",
-    "Conv": "xfb",
-    "ConvTranspose": "xfb",
-    "DeformConv": "xfxbx",
-    "RNN": "xffbch",
-    "GRU": "xffbch",
-    "LSTM": "xffbchhf",
-    "BatchNormalization": "xsorr",
-    "InstanceNormalization": "xso",
-    "GroupNormalization": "xso",
-    "LayerNormalization": "xso",
-    "RMSNormalization": "xs",
-    "SimplifiedLayerNormalization": "xs",
-    "PRelu": "xp",
-    "Gather": "tc",
-    "GatherElements": "tc",
-    "GatherND": "tc",
-    "Attention": "fffmhhc",
-    "RotaryEmbedding": "xkkc",
-    "Where": "cww",
-    "Clip": "xcc",
-    "Min": "c",
-    "Max": "c",
-    "Pow": "cc",
-    "Mod": "cc",
-    "Range": "c",
-    "Resize": "xccc",
-    "Upsample": "xc",
-    "Pad": "xc",
-    "OneHot": "c",
-    "Dropout": "xcc",
-    "Equal": "c",
-    "Greater": "c",
-    "GreaterOrEqual": "c",
-    "Less": "c",
-    "LessOrEqual": "c",
-    "RoiAlign": "xc",
-    "GridSample": "xc",
-    "AffineGrid": "c",
-    "NonMaxSuppression": "c",
-    "STFT": "xc",
-    "DFT": "xc",
-    "MelWeightMatrix": "c",
-    "QuantizeLinear": "xqq",
-    "DequantizeLinear": "xqq",
-    "DynamicQuantizeLinear": "x",
-    "QLinearConv": "q",
-    "QLinearMatMul": "q",
-    "ConvInteger": "q",
-    "MatMulInteger": "q",
+    "f": "MatMul Einsum",
+    "ffb": "Gemm",
+    "xfb": "Conv ConvTranspose",
+    "xfxbx": "DeformConv",
+    "xffbch": "RNN GRU",
+    "xffbchhf": "LSTM",
+    "xsor": "BatchNormalization",
+    "xso": "InstanceNormalization GroupNormalization LayerNormalization",
+    "xs": "RMSNormalization SimplifiedLayerNormalization",
+    "xp": "PRelu",
+    "tc": "Gather GatherElements GatherND",
+    "fffmhhc": "Attention",
+    "xkkc": "RotaryEmbedding",
+    "cw": "Where",
+    "xc": "Clip Dropout Resize Upsample Pad RoiAlign GridSample STFT DFT",
+    "c": (
+        "Min Max Pow Mod Range OneHot Equal Greater GreaterOrEqual Less LessOrEqual AffineGrid "
+        "NonMaxSuppression MelWeightMatrix"
+    ),
+    "xq": "QuantizeLinear DequantizeLinear",
+    "x": "DynamicQuantizeLinear",
+    "q": "QLinearConv QLinearMatMul ConvInteger MatMulInteger",
 }
 
 # what onnxruntime's optimizer writes, and its contributed operators
 _MICROSOFT = {
-    "FusedMatMul": "ff",
-    "TransposeMatMul": "ff",
-    "FusedMatMulActivation": "ff",
-    "FusedGemm": "ffb",
-    "GemmFastGelu": "ffb",
-    "GemmFloat8": "ffb",
-    "FusedConv": "xfba",
-    "NhwcFusedConv": "xfba",
-    "NhwcConv": "xfb",
-    "ConvTransposeWithDynamicPads": "xfcb",
-    "GridSample": "xc",
-    "BiasGelu": "xb",
-    "FastGelu": "xb",
-    "BiasAdd": "xba",
-    "BiasSplitGelu": "xb",
-    "BiasSoftmax": "xm",
-    "BiasDropout": "xbacc",
-    "SkipLayerNormalization": "aasob",
-    "SkipSimplifiedLayerNormalization": "aasb",
-    "LayerNormalization": "xso",
-    "SimplifiedLayerNormalization": "xs",
-    "EmbedLayerNormalization": "xxtttsocx",
-    "GroupNorm": "xso",
-    "SkipGroupNorm": "xsoab",
-    "Attention": "xfbchmc",
-    "PackedAttention": "xfbccm",
-    "PackedMultiHeadAttention": "xxxbccm",
-    "QAttention": "q",
-    "LongformerAttention": "xfbxfbc",
-    "MultiHeadAttention": "xxxbmmhhc",
-    "DecoderMaskedSelfAttention": "xfbchm",
-    "DecoderMaskedMultiHeadAttention": "xxxcmhhcccbc",
-    "DecoderAttention": "xxffbccccc",
-    "GroupQueryAttention": "xxxhhcckkcmf",
-    "PagedAttention": "xxxhhccckk",
-    "SparseAttention": "xxxhhccccckk",
-    "RotaryEmbedding": "xckk",
-    "GemmaRotaryEmbedding": "xxxxx",
-    "RelativePositionBias": "tcc",
-    "GatedRelativePositionBias": "xbmfbf",
-    "MoE": "xxfbfbfb",
-    "Gelu": "x",
-    "QuickGelu": "x",
-    "DequantizeLinear": "xqq",
-    "QuantizeLinear": "xqq",
-    "MatMulNBits": "xqqqqb",
-    "MatMulBnb4": "q",
-    "QMoE": "q",
-    "QOrderedMatMul": "q",
-    "DynamicQuantizeMatMul": "xqqqb",
-    "DynamicQuantizeLSTM": "q",
-    "MatMulIntegerToFloat": "xqqqqqb",
-    "QGemm": "q",
-    "QLinearAdd": "q",
-    "QLinearMul": "q",
-    "QLinearConv": "q",
-    "QLinearSigmoid": "q",
-    "QLinearLeakyRelu": "q",
-    "QLinearAveragePool": "q",
-    "QLinearGlobalAveragePool": "q",
-    "QLinearConcat": "q",
-    "QLinearSoftmax": "q",
-    "QEmbedLayerNormalization": "q",
+    "f": "FusedMatMul TransposeMatMul FusedMatMulActivation",
+    "ffb": "FusedGemm GemmFastGelu GemmFloat8",
+    "xfb": "NhwcConv",
+    "xfba": "FusedConv NhwcFusedConv",
+    "xfcb": "ConvTransposeWithDynamicPads",
+    "xc": "GridSample",
+    "xb": "BiasGelu FastGelu BiasSplitGelu",
+    "xba": "BiasAdd",
+    "xm": "BiasSoftmax",
+    "xbac": "BiasDropout",
+    "aasob": "SkipLayerNormalization",
+    "aasb": "SkipSimplifiedLayerNormalization",
+    "xso": "LayerNormalization GroupNorm",
+    "xs": "SimplifiedLayerNormalization",
+    "xsoab": "SkipGroupNorm",
+    "xxtttsocx": "EmbedLayerNormalization",
+    "xfbchmc": "Attention",
+    "xfbccm": "PackedAttention",
+    "xxxbccm": "PackedMultiHeadAttention",
+    "xfbxfbc": "LongformerAttention",
+    "xxxbmmhhc": "MultiHeadAttention",
+    "xfbchm": "DecoderMaskedSelfAttention",
+    "xxxcmhhcccbc": "DecoderMaskedMultiHeadAttention",
+    "xxffbc": "DecoderAttention",
+    "xxxhhcckkcmf": "GroupQueryAttention",
+    "xxxhhccck": "PagedAttention",
+    "xxxhhccccck": "SparseAttention",
+    "xck": "RotaryEmbedding",
+    "tc": "RelativePositionBias",
+    "xbmfbf": "GatedRelativePositionBias",
+    "xxfbfbfb": "MoE",
+    "x": "Gelu QuickGelu GemmaRotaryEmbedding",
+    "xq": "DequantizeLinear QuantizeLinear",
+    "xqqqqb": "MatMulNBits",
+    "xqqqb": "DynamicQuantizeMatMul",
+    "xqqqqqb": "MatMulIntegerToFloat",
+    "q": (
+        "QAttention MatMulBnb4 QMoE QOrderedMatMul DynamicQuantizeLSTM QGemm QLinearAdd QLinearMul "
+        "QLinearConv QLinearSigmoid QLinearLeakyRelu QLinearAveragePool QLinearGlobalAveragePool "
+        "QLinearConcat QLinearSoftmax QEmbedLayerNormalization"
+    ),
 }
 
-OPERANDS = {("", op): letters for op, letters in _STANDARD.items()} | {
-    ("com.microsoft", op): letters for op, letters in _MICROSOFT.items()
+_LETTERS = {
+    (domain, op_type): letters
+    for domain, table in (("", _STANDARD), ("com.microsoft", _MICROSOFT))
+    for letters, op_types in table.items()
+    for op_type in op_types.split()
 }
 
 # these take one value and hand it on, in another order or shape or dtype
@@ -156,19 +100,16 @@ MOVES = (REORDERS | SELECTS | PACKS | {"CastLike", "Dropout"}) - {
     "Concat", "GatherElements", "GatherND"
 }  # fmt: skip
 
-# operands from which the elements of the result come, 0 for all; the others only say how
-_MOVED = dict.fromkeys(MOVES | {"Pad", "Resize", "TopK", "Trilu"}, 1) | {
-    "Concat": 0,
-    "SequenceConstruct": 0,
-}
+# the elements of the result are those of the first operand, and the others only say how
+_OF_FIRST = MOVES - {"Gather", "SequenceConstruct"} | {"Pad", "Resize", "TopK", "Trilu"}
 
 # of these, the first operands lead on to what is computed; the others choose or locate
 _LEADS = {"RoiAlign": 1, "Gather": 1, "GatherElements": 1, "GatherND": 1, "NonMaxSuppression": 0}
 
 
 def letter(node: ir.Node, index: int) -> str:
-    """Return the role of operand `index` of `node`, a key of `LETTERS`, or "" if unknown."""
-    letters = OPERANDS.get((domain(node), node.op_type), "")
+    """Return the role of operand `index` of `node`, a letter as above, or "" if unknown."""
+    letters = _LETTERS.get((domain(node), node.op_type), "")
     return letters[min(index, len(letters) - 1)] if letters else ""
 
 
@@ -179,16 +120,56 @@ def domain(node: ir.Node) -> str:
 
 def value_operands(node: ir.Node) -> list[ir.Value]:
     """Return the operands whose elements the results are computed from."""
-    if domain(node) == "" and node.op_type in OF_SHAPES:
+    standard = domain(node) == ""
+    if standard and node.op_type in OF_SHAPES:
         return []
-    count = _MOVED.get(node.op_type, 0) if domain(node) == "" else 0
-    inputs = node.inputs[:count] if count else node.inputs
-    if node.op_type == "Gather" and domain(node) == "":
-        inputs = node.inputs
-    return [x for x in inputs if x is not None]
+    first = standard and node.op_type in _OF_FIRST
+    return [x for x in (node.inputs[:1] if first else node.inputs) if x is not None]
 
 
 def leading_operands(node: ir.Node) -> list[ir.Value]:
     """Return the operands through which a smooth function of them would pass."""
     count = _LEADS.get(node.op_type, len(node.inputs)) if domain(node) == "" else len(node.inputs)
     return [x for x in value_operands(node) if x in node.inputs[:count]]
+
+
+def reachable(
+    starts: Iterable[ir.Value], onward: Callable[[ir.Value], Iterable[ir.Value | None]]
+) -> Iterator[ir.Value]:
+    """Yield `starts`, and all values to which `onward` leads from them, each once."""
+    seen = dict.fromkeys(starts)
+    waiting = list(seen)
+    for value in waiting:  # the loop appends to it
+        yield value
+        new = {x: None for x in onward(value) if x is not None and x not in seen}
+        seen |= new
+        waiting += new
+
+
+def readers(
+    starts: Iterable[ir.Value], through: Collection[str] = MOVES
+) -> Iterator[tuple[ir.Node, int]]:
+    """Yield what reads `starts`, or results that nodes of the types `through` make of them.
+
+    Each is a node and the index of the operand; those in between are yielded, too.
+    """
+
+    def results(value: ir.Value) -> Iterator[ir.Value]:
+        return (y for node, _ in value.uses() if node.op_type in through for y in node.outputs)
+
+    for value in reachable(starts, results):
+        yield from value.uses()
+
+
+def source_of(value: ir.Value) -> ir.Value:
+    """Return the value of which `value` is a moved copy, or `value` itself."""
+    node = value.producer()
+    while node is not None and node.op_type in MOVES and node.inputs and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
+
+
+def maker_of(value: ir.Value) -> ir.Node | None:
+    """Return the node that computes `value`, ignoring nodes that only move its elements."""
+    return source_of(value).producer()

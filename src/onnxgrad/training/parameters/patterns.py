@@ -37,7 +37,7 @@ def matching(
             return exact
     matched = [t for t in rows if any(fnmatchcase(name, pattern) for name in t.names)]
     if not matched:
-        raise _unmatched(rows, pattern, kind)
+        raise _no_match_error(rows, pattern, kind)
     weights = [t for t in matched if t.is_weight] if weights_first else []
     return weights or matched
 
@@ -49,16 +49,8 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
         ValueError: a pattern that matches no tensor.
     """
     patterns = [] if train is None else as_list(train)
-    named = {
-        t.name: pattern
-        for pattern in reversed(patterns)
-        for t in matching(rows, pattern, f"weight ({argument('train')})")
-    }
-    frozen = {
-        t.name: pattern
-        for pattern in reversed(as_list(freeze))
-        for t in matching(rows, pattern, f"weight ({argument('freeze')})", weights_first=False)
-    }
+    named = _patterns_by_name(rows, patterns, "train")
+    frozen = _patterns_by_name(rows, as_list(freeze), "freeze", weights_first=False)
     chosen = Tensors()
     for t in rows:
         if t.name in frozen:
@@ -75,7 +67,19 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
     return chosen
 
 
-def _unmatched(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
+def _patterns_by_name(
+    rows: Tensors, patterns: Sequence[str], option: str, weights_first: bool = True
+) -> dict[str, str]:
+    """Return the first pattern that names a tensor, by the name of the tensor."""
+    kind = f"weight ({argument(option)})"
+    return {
+        t.name: pattern
+        for pattern in reversed(patterns)
+        for t in matching(rows, pattern, kind, weights_first)
+    }
+
+
+def _no_match_error(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
     """Return an error that lists names and aliases, those of weights first."""
     ordered = sorted(rows, key=lambda t: not t.is_weight)
     names = [name for t in ordered for name in reversed(t.names)]

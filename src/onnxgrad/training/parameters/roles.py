@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.model.constants import ML_COEFFICIENTS
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.operands import MOVES, domain, letter
+from onnxgrad.training.parameters.operands import MOVES, domain, letter, source_of
 from onnxgrad.training.parameters.surroundings import (
     ARITHMETIC,
     FACTORS,
@@ -18,9 +18,17 @@ from onnxgrad.training.parameters.surroundings import (
     Surroundings,
     Use,
     has_one_feature,
+    origin,
 )
 
 QUANTIZED = "scale or zero point of the quantized"
+# of operands whose letter says all
+_REASONS = {
+    "r": "running statistic of",
+    "p": "slope of",
+    "k": "rotary table of",
+    "q": QUANTIZED,
+}
 _LARGE = 1000  # elements: most tensors of that size are weights
 
 
@@ -55,8 +63,8 @@ class Roles:
                 continue
             for i, x in enumerate(node.inputs):
                 if x is not None and x not in around.data and letter(node, i) == "f":
-                    array = _constant(x)
-                    if array is not None and evidence.is_transform(array):
+                    tensor = source_of(x).const_value
+                    if tensor is not None and evidence.is_transform(tensor.numpy()):
                         yield x
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
@@ -67,318 +75,301 @@ class Roles:
             array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
         if self.from_torch and evidence.written_as_constant(name) and evidence.is_all(array):
             return Verdict(False, "one number, which the exporter wrote as a Constant")
-        uses = list(self.around.uses(constant))
-        verdicts = [self._of_pipeline(name, use, self._judge(name, use, array)) for use in uses]
+        uses = [_UseAs(self, name, array, use) for use in self.around.uses(constant)]
+        verdicts = [use.verdict() for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
         if learned is None:
             unused = Verdict(False, "no node combines it with data")
             return next((v for v in verdicts if v.doubtful), [*verdicts, unused][0])
         if not np.isfinite(array).all():
             return Verdict(False, f"it holds infinite or undefined numbers ({learned.why})")
-        statistic = [use.node for use in uses if letter(use.node, use.index) == "r"]
+        statistic = [use.where for use in uses if use.kind == "r"]
         if statistic and evidence.sounds_statistic(name):
-            return Verdict(False, f"running statistic of {_named(statistic[0])}")
+            return Verdict(False, f"running statistic of {statistic[0]}")
         if statistic:
             why = f"{learned.why}, stored once with a running statistic, which moves with it"
             return Verdict(True, why, True)
         return learned
 
-    def _of_pipeline(self, name: str, use: Use, verdict: Verdict) -> Verdict:
+
+class _UseAs:
+    """A use of a constant, and as what the node uses it."""
+
+    def __init__(self, roles: Roles, name: str, array: np.ndarray, use: Use) -> None:
+        self.roles, self.around, self.use, self.node = roles, roles.around, use, use.node
+        self.name, self.array, self.counted = name, array, evidence.is_generated(name)
+        self.kind = letter(use.node, use.index)
+        self.where = f"{use.node.op_type} {use.node.name!r}" if use.node.name else use.node.op_type
+        self.adds = use.node.op_type not in FACTORS
+        weighted = roles.around.weighted
+        self.early = not any(x in weighted for x in use.node.inputs)  # before any weight
+        self.moved = use.via <= MOVES  # the operand has the elements of the constant
+        self.leads_to_weights = use.node.outputs[0] in roles.around.hidden
+
+    def verdict(self) -> Verdict:
         """Return the verdict, but that of a transformer of scikit-learn in front of a model.
 
         The layers of its models have a bias, or are operators of `ai.onnx.ml`; projections (PCA),
         stored rows of kernels, tables of quantiles and imputed values are parts of transformers.
         """
-        node, around = use.node, self.around
-        if self.from_sklearn and evidence.of_naive_bayes(name):
-            return Verdict(True, f"parameter of a naive Bayes classifier ({_named(node)})")
-        if not (verdict.trains and self.from_sklearn) or _is_model(node):
+        verdict, node, around = self._by_role(), self.node, self.around
+        if self.roles.from_sklearn and evidence.of_naive_bayes(self.name):
+            return Verdict(True, f"parameter of a naive Bayes classifier ({self.where})")
+        of_model = domain(node) == "ai.onnx.ml" and node.op_type in ML_COEFFICIENTS
+        if not (verdict.trains and self.roles.from_sklearn) or of_model:
             return verdict
-        other = node.inputs[1 - use.index] if node.op_type == "Add" else None
-        added_to = None if other is None else around.unbiased(other)
-        layer = node if letter(node, use.index) == "f" else added_to
+        other = node.inputs[1 - self.use.index] if node.op_type == "Add" else None
+        added_to = None if other is None else around.product_without_bias(other)
+        layer = node if self.kind == "f" else added_to
         if (layer is not None and around.has_bias(layer)) or not around.leads_to_model(node):
             return verdict
         return Verdict(False, f"of a transformer in front of a model ({verdict.why})")
 
-    def _judge(self, name: str, use: Use, array: np.ndarray) -> Verdict:
-        node, kind, where = use.node, letter(use.node, use.index), _named(use.node)
-        if use.integers >= max(array.size, 1):
-            return Verdict(False, f"scale or zero point of stored integers ({where})", certain=True)
-        if self._is_ramp(use, array):
+    def _yes(self, why: str, doubtful: bool = False) -> Verdict:
+        return Verdict(True, f"{why} ({self.where})", doubtful)
+
+    def _no(self, why: str, doubtful: bool = False, certain: bool = False) -> Verdict:
+        return Verdict(False, f"{why} ({self.where})", doubtful, certain)
+
+    def _by_role(self) -> Verdict:
+        use, node, kind, where = self.use, self.node, self.kind, self.where
+        if use.integers >= max(self.array.size, 1):
+            return self._no("scale or zero point of stored integers", certain=True)
+        if self._is_ramp():
             why = f"numbers of classes, of which {where} computes the expected one"
             return Verdict(False, why, certain=True)
-        if node.op_type == "ArrayFeatureExtractor" and use.index == 0 and not self.from_sklearn:
-            return self._table(use, array, where)
+        selects = node.op_type == "ArrayFeatureExtractor" and use.index == 0
+        if selects and not self.roles.from_sklearn:
+            return self._table()
         if domain(node) == "ai.onnx.ml":
-            return _of_ml(node, use.index, where)
+            return self._of_ml()
         if node.op_type == "CDist" or (kind == "f" and _of_distances(node)):
             return Verdict(False, f"stored rows, of which {where} computes distances")
         if kind == "a" or (domain(node) == "" and node.op_type in ARITHMETIC):
-            return self._arithmetic(name, use, array, where)
+            return self._arithmetic()
         if domain(node) == "" and node.op_type == "Concat":
-            return self._joined(name, use, array, where)
-        match kind:
-            case "f":
-                return self._factor(name, use, array, where)
-            case "b" if array.size == 1 and "Expand" in use.via:
-                return Verdict(False, f"one number for all features of {where}")
-            case "b" if any(x in self.around.fixed for x in node.inputs):
-                return Verdict(False, f"bias of a fixed transform: {where}")
-            case "b":
-                return Verdict(True, f"bias of {where}")
-            case "s" | "o":
-                return self._normalization(name, use, array, where, kind)
-            case "r":
-                return Verdict(False, f"running statistic of {where}")
-            case "t":
-                return self._table(use, array, where)
-            case "p":
-                return Verdict(True, f"slope of {where}")
-            case "h":
-                return _state(name, array, where)
-            case "m":
-                return _added_to_scores(array, where)
-            case "w":
-                return _chosen(name, use, array, where)
-            case "k":
-                return Verdict(False, f"rotary table of {where}")
-            case "q":
-                return Verdict(False, f"{QUANTIZED} {where}")
-            case "c":
-                return self._setting(name, use, array, where)
+            return self._of_concat()
+        by_kind = {
+            "f": self._factor,
+            "b": self._bias,
+            "s": self._normalization,
+            "o": self._normalization,
+            "t": self._table,
+            "h": self._state,
+            "m": self._added_to_scores,
+            "w": self._of_where,
+            "c": self._setting,
+        }
+        if kind in by_kind:
+            return by_kind[kind]()
+        if kind in _REASONS:
+            return Verdict(kind == "p", f"{_REASONS[kind]} {where}")
         if any(target in self.around.data for target in self.around.bindings.get(use.value, ())):
-            return _state(name, array, where)
+            return self._state()
         operand = f"operand {use.index} of {where}"
-        if domain(node) not in ("", "com.microsoft") and array.size > 1:
+        if domain(node) not in ("", "com.microsoft") and self.array.size > 1:
             return Verdict(True, f"{operand}, an operator of another domain")
-        return Verdict(False, f"{operand}, which takes no weights", array.size > _LARGE)
+        return Verdict(False, f"{operand}, which takes no weights", self.array.size > _LARGE)
 
-    def _is_ramp(self, use: Use, array: np.ndarray) -> bool:
+    def _of_ml(self) -> Verdict:
+        names = list(ML_COEFFICIENTS.get(self.node.op_type, {}).items())
+        if 1 <= self.use.index <= len(names):
+            name, trains = names[self.use.index - 1]
+            return Verdict(trains, f"{name} of {self.where}")
+        if self.node.op_type == "ArrayFeatureExtractor" and self.use.index == 0:
+            return Verdict(False, f"stored data, from which {self.where} selects")
+        return Verdict(False, f"operand {self.use.index} of {self.where}")
+
+    def _is_ramp(self) -> bool:
         """Return whether probabilities are multiplied by 0, 1, 2, ... or other equal steps."""
-        others = [x for i, x in enumerate(use.node.inputs) if i != use.index and x is not None]
+        others = [x for i, x in enumerate(self.node.inputs) if i != self.use.index]
         return (
-            (letter(use.node, use.index) == "f" or use.node.op_type == "Mul")
-            and any(self.around.origin(x, MOVES) == "Softmax" for x in others)
-            and evidence.is_ramp(array)
+            (self.kind == "f" or self.node.op_type == "Mul")
+            and any(x is not None and origin(x) == "Softmax" for x in others)
+            and evidence.is_ramp(self.array)
         )
 
-    def _factor(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        data = [x for x in use.node.inputs if x in self.around.data]
-        early = not any(x in self.around.weighted for x in data)
+    def _factor(self) -> Verdict:
+        array, use, where = self.array, self.use, self.where
         if evidence.is_binary(array) and "Mul" in use.via:
             return Verdict(False, f"mask of a factor of {where}")
         if evidence.is_same_filter(array):
             return Verdict(False, f"the same filter for all channels of {where}")
         if use.via & WAVES:
-            return Verdict(False, f"a table of sines and cosines is computed from it ({where})")
-        if self.around.makes_waves(use.node):
-            doubtful = not (evidence.counted(name) or evidence.sounds_fixed(name))
+            return self._no("a table of sines and cosines is computed from it")
+        if self.around.makes_waves(self.node):
+            doubtful = not (self.counted or evidence.sounds_fixed(self.name))
             why = f"frequencies: sines and cosines of the result of {where}"
             return Verdict(False, why, doubtful)
-        if early and evidence.is_transform(array):
+        if self.early and evidence.is_transform(array):
             return Verdict(False, f"a fixed transform of an input: {where}")
-        if use.at_positions and not use.via <= MOVES and array.size == 1:
-            return Verdict(False, f"it only combines with computed positions before {where}")
+        if use.at_positions and not self.moved and array.size == 1:
+            return self._at_positions()
         if array.size == 1 and use.via & ARITHMETIC:
             return Verdict(False, f"a single number in the formula of a factor of {where}")
         return Verdict(True, f"factor of {where}")
 
-    def _normalization(
-        self, name: str, use: Use, array: np.ndarray, where: str, kind: str
-    ) -> Verdict:
-        unit = evidence.is_all(array, 1.0 if kind == "s" else 0.0)
-        follows = use.node.op_type == "InstanceNormalization" and self.around.scaled_again(use.node)
-        if unit and (follows or (evidence.counted(name) and not evidence.noted_kind(use.node))):
-            return Verdict(False, f"the {array.ravel()[0]:g} of {where} without weights")
-        return Verdict(True, f"{'scale' if kind == 's' else 'bias'} of {where}")
+    def _bias(self) -> Verdict:
+        if self.array.size == 1 and "Expand" in self.use.via:
+            return Verdict(False, f"one number for all features of {self.where}")
+        if any(x in self.around.fixed for x in self.node.inputs):
+            return Verdict(False, f"bias of a fixed transform: {self.where}")
+        return Verdict(True, f"bias of {self.where}")
 
-    def _table(self, use: Use, array: np.ndarray, where: str) -> Verdict:
+    def _at_positions(self) -> Verdict:
+        return Verdict(False, f"it only combines with computed positions before {self.where}")
+
+    def _normalization(self) -> Verdict:
+        node, array, scales = self.node, self.array, self.kind == "s"
+        unit = evidence.is_all(array, float(scales))
+        follows = node.op_type == "InstanceNormalization" and self.around.scaled_again(node)
+        if unit and (follows or (self.counted and not evidence.noted_kind(node))):
+            return Verdict(False, f"the {array.ravel()[0]:g} of {self.where} without weights")
+        return Verdict(True, f"{'scale' if scales else 'bias'} of {self.where}")
+
+    def _table(self) -> Verdict:
+        node, array, around = self.node, self.array, self.around
         if evidence.is_wave(array):
-            return Verdict(False, f"table of sines and cosines at positions ({where})")
-        indices, around = use.node.inputs[1], self.around
-        if around.stored.scaled_by(use.node.outputs[0]) >= max(array.size, 1):
-            return Verdict(False, f"scales of stored integers ({where})", certain=True)
-        nearest = indices is not None and around.origin(indices, MOVES) == "TopK"
+            return self._no("table of sines and cosines at positions")
+        indices = node.inputs[1]
+        if around.stored.scaled_by(node.outputs[0]) >= max(array.size, 1):
+            return self._no("scales of stored integers", certain=True)
+        nearest = indices is not None and origin(indices) == "TopK"
         if nearest and indices not in around.weighted:
-            return Verdict(False, f"stored data of which {where} gathers the nearest")
-        if around.reaches_softmax(use.node.outputs[0]) and evidence.is_mask(array):
-            return Verdict(False, f"mask of which {where} gathers rows")
-        return Verdict(True, f"table of {where}")
+            return Verdict(False, f"stored data of which {self.where} gathers the nearest")
+        if around.reaches_softmax(node.outputs[0]) and evidence.is_mask(array):
+            return Verdict(False, f"mask of which {self.where} gathers rows")
+        return Verdict(True, f"table of {self.where}")
 
-    def _joined(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        if array.size == 1 or (evidence.is_all(array) and evidence.counted(name)):
-            return Verdict(False, f"a fixed value concatenated with data ({where})")
+    def _of_concat(self) -> Verdict:
+        array, use = self.array, self.use
+        if array.size == 1 or (evidence.is_all(array) and self.counted):
+            return self._no("a fixed value concatenated with data")
         if evidence.is_wave(array) or evidence.is_mask(array):
-            return Verdict(False, f"a fixed table concatenated with data ({where})")
+            return self._no("a fixed table concatenated with data")
         if use.at_positions and not use.via <= MOVES | {"Concat", "Add"}:
-            return Verdict(False, f"it only combines with computed positions before {where}")
-        if use.node.outputs[0] not in self.around.hidden:
-            return Verdict(False, f"concatenated with results of the last weights ({where})")
-        return Verdict(
-            True, f"learned rows (a class token, queries) concatenated with data ({where})"
-        )
+            return self._at_positions()
+        if not self.leads_to_weights:
+            return self._no("concatenated with results of the last weights")
+        return self._yes("learned rows (a class token, queries) concatenated with data")
 
-    def _setting(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        if use.node.op_type != "Pow" or use.index != 1:
-            return Verdict(False, f"bound, size or other setting of {where}")
-        doubtful = array.size == 1 and self.from_torch and not evidence.counted(name)
-        return Verdict(False, f"exponent of {where}", doubtful)
+    def _setting(self) -> Verdict:
+        if self.node.op_type != "Pow" or self.use.index != 1:
+            return Verdict(False, f"bound, size or other setting of {self.where}")
+        doubtful = self.array.size == 1 and self.roles.from_torch and not self.counted
+        return Verdict(False, f"exponent of {self.where}", doubtful)
+
+    def _state(self) -> Verdict:
+        same = evidence.is_all(self.array, None if self.counted else 0.0)
+        if self.array.size == 1 or same:
+            return Verdict(False, f"fixed initial state of {self.where}")
+        return Verdict(True, f"learned initial state of {self.where}")
+
+    def _added_to_scores(self) -> Verdict:
+        if evidence.is_mask(self.array):
+            return self._no("mask: added before a Softmax")
+        if evidence.is_all(self.array):
+            return self._no("one number added before a Softmax")
+        if evidence.is_linear(self.array):
+            return self._no("distances: added before a Softmax")
+        return self._yes("bias of the scores of attention")
+
+    def _of_where(self) -> Verdict:
+        array, fixed = self.array, evidence.is_all(self.array) and self.counted
+        if array.size == 1 or fixed or evidence.is_mask(array) or self.use.at_positions:
+            return Verdict(False, f"a fixed value or mask of {self.where}")
+        return Verdict(True, f"learned values that {self.where} chooses (a mask token)")
 
     # -- sums and products, element by element ------------------------------------------------
 
-    def _arithmetic(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        node, adds = use.node, use.node.op_type not in FACTORS
-        other = next(
-            x for i, x in enumerate(node.inputs) if i != use.index and x in self.around.data
-        )
-        product = self.around.unbiased(other) if adds and use.via <= MOVES else None
-        if product is not None and self._is_bias(name, array, product):
-            return Verdict(True, f"bias behind {product.op_type} ({where})")
-        if self.around.is_quantized(node):
-            return Verdict(False, f"{QUANTIZED} {where}")
-        if not adds and self.around.is_rounded(node):
-            return Verdict(False, f"scale of numbers that are rounded ({where})")
-        if self.around.is_normalized(other, adds):
+    def _arithmetic(self) -> Verdict:
+        node, use, array, adds, around = self.node, self.use, self.array, self.adds, self.around
+        other = next(x for i, x in enumerate(node.inputs) if i != use.index and x in around.data)
+        product = around.product_without_bias(other) if adds and self.moved else None
+        if product is not None and self._is_bias(product):
+            return self._yes(f"bias behind {product.op_type}")
+        if around.is_quantized(node):
+            return Verdict(False, f"{QUANTIZED} {self.where}")
+        if not adds and around.is_rounded(node):
+            return self._no("scale of numbers that are rounded")
+        if around.is_normalized(other, adds):
             unit = evidence.is_all(array, 0.0 if adds else 1.0)
-            if unit and evidence.counted(name) and not evidence.noted_kind(node):
-                return Verdict(False, f"a fixed number of a normalization ({where})")
-            if array.size > 1 or evidence.sounds_affine(name):
-                return Verdict(True, f"{'bias' if adds else 'scale'} of a normalization ({where})")
+            if unit and self.counted and not evidence.noted_kind(node):
+                return self._no("a fixed number of a normalization")
+            if array.size > 1 or evidence.sounds_affine(self.name):
+                return self._yes(f"{'bias' if adds else 'scale'} of a normalization")
         if array.size == 1:
-            return self._single(name, use, array, where)
-        if use.via & WAVES or (self.around.makes_waves(node) and not adds):
-            return Verdict(False, f"frequencies of sines and cosines ({where})")
+            return self._single()
+        if use.via & WAVES or (around.makes_waves(node) and not adds):
+            return self._no("frequencies of sines and cosines")
         if evidence.is_binary(array):
-            return Verdict(False, f"mask of zeros and ones ({where})")
-        if adds and (evidence.is_mask(array) or self.around.reaches_softmax(node.outputs[0])):
-            return self._scores(use, array, where)
+            return self._no("mask of zeros and ones")
+        if adds and (evidence.is_mask(array) or around.reaches_softmax(node.outputs[0])):
+            computed = use.at_positions and use.via & ARITHMETIC
+            return self._at_positions() if computed else self._added_to_scores()
         if use.at_positions and not use.via <= MOVES | {"Concat"} and "MatMul" not in use.via:
-            return Verdict(False, f"it only combines with computed positions before {where}")
+            return self._at_positions()
         if evidence.is_wave(array) or (not adds and evidence.is_cosine(array)):
-            return Verdict(False, f"table of sines and cosines ({where})")
+            return self._no("table of sines and cosines")
         if not adds and use.at_positions:
-            return Verdict(False, f"table at computed positions that multiplies ({where})")
-        return self._by_neighbours(name, use, array, where)
+            return self._no("table at computed positions that multiplies")
+        return self._by_neighbours()
 
-    @staticmethod
-    def _is_bias(name: str, array: np.ndarray, product: ir.Node) -> bool:
+    def _is_bias(self, product: ir.Node) -> bool:
         """Return whether what is added to a product has one number for each of its features."""
-        if not array.ndim or sum(n > 1 for n in array.shape) > 1:
+        shape = self.array.shape
+        if not shape or sum(n > 1 for n in shape) > 1:
             return False
-        return array.size > 1 or has_one_feature(product) or evidence.sounds_affine(name)
+        several = self.array.size > 1
+        return several or has_one_feature(product) or evidence.sounds_affine(self.name)
 
-    def _by_neighbours(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+    def _by_neighbours(self) -> Verdict:
         """Return the verdict that follows from weights before and after the node."""
-        node, around, said = use.node, self.around, evidence.noted_kind(use.node)
-        wide = sum(n > 1 for n in array.shape)
-        adds = node.op_type not in FACTORS
-        verb = "added to" if adds else "a factor of"
-        early = not any(x in around.weighted for x in node.inputs if x is not None)
-        if node.outputs[0] in around.hidden:
+        node, early, said = self.node, self.early, evidence.noted_kind(self.node)
+        wide = sum(n > 1 for n in self.array.shape) > 1
+        verb = "added to" if self.adds else "a factor of"
+        if self.leads_to_weights:
             if not early:
-                return Verdict(True, f"{verb} a result of weights ({where})")
-            if node.op_type == "Add" and wide > 1:
-                return Verdict(True, f"table of positions, added to an input ({where})")
-        elif not early and (said or (said is None and evidence.sounds_affine(name))):
-            return Verdict(True, f"{verb} a result of the last weights ({where})")
-        if early and node.op_type == "Sub" and wide > 1:
-            return Verdict(False, f"stored rows that an input is compared with ({where})")
-        if early and (node.outputs[0] in around.hidden or evidence.counted(name)):
-            return Verdict(False, f"{verb} an input before any weight ({where})")
+                return self._yes(f"{verb} a result of weights")
+            if node.op_type == "Add" and wide:
+                return self._yes("table of positions, added to an input")
+        elif not early and (said or (said is None and evidence.sounds_affine(self.name))):
+            return self._yes(f"{verb} a result of the last weights")
+        if early and node.op_type == "Sub" and wide:
+            return self._no("stored rows that an input is compared with")
+        if early and (self.leads_to_weights or self.counted):
+            return self._no(f"{verb} an input before any weight")
         if early:
-            return Verdict(True, f"{verb} an input that no other weight is applied to ({where})")
-        why = f"{verb} a result of the last weights: anchors, units ({where})"
-        told = said is not None or evidence.counted(name) or evidence.sounds_fixed(name)
-        return Verdict(False, why, array.size > _LARGE or not told)
+            return self._yes(f"{verb} an input that no other weight is applied to")
+        told = said is not None or self.counted or evidence.sounds_fixed(self.name)
+        doubtful = self.array.size > _LARGE or not told
+        return self._no(f"{verb} a result of the last weights: anchors, units", doubtful)
 
-    def _scores(self, use: Use, array: np.ndarray, where: str) -> Verdict:
-        if use.at_positions and use.via & ARITHMETIC:
-            return Verdict(False, f"it only combines with computed positions before {where}")
-        return _added_to_scores(array, where)
-
-    def _single(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+    def _single(self) -> Verdict:
         """Return the verdict for a scalar, which may be learned, such as a temperature."""
-        node = use.node
-        sounds = evidence.sounds_learned(name)
-        if evidence.counted(name) and not sounds:
-            return Verdict(False, f"a single number in a formula ({where})")
-        if self.from_sklearn and node.op_type in FACTORS:  # as the weight of a vote
-            return Verdict(False, f"a single factor, which no scikit-learn model learns ({where})")
-        if not any(x in self.around.weighted for x in node.inputs if x is not None):
-            alone = node.outputs[0] not in self.around.hidden and (array.ndim or sounds)
-            why = (
-                "that is applied to an input, without other weights"
-                if alone
-                else "before any weight"
+        node, array, sounds = self.node, self.array, evidence.sounds_learned(self.name)
+        if self.counted and not sounds:
+            return self._no("a single number in a formula")
+        if self.roles.from_sklearn and not self.adds:  # as the weight of a vote
+            return self._no("a single factor, which no scikit-learn model learns")
+        if self.early and not self.leads_to_weights and (array.ndim or sounds):
+            return self._yes(
+                "a single number that is applied to an input, without other weights", True
             )
-            return Verdict(bool(alone), f"a single number {why} ({where})", bool(alone))
+        if self.early:
+            return self._no("a single number before any weight")
         said = evidence.noted_kind(node)
         if said is None:
             root = float(np.abs(array.astype(np.float64)).max()) ** -2 if array.all() else 0.0
             fixed = any(abs(n - round(n)) < 1e-4 * n and n > 1.5 for n in (root, root and 1 / root))
-            if fixed and node.op_type in FACTORS and self.around.reaches_softmax(node.outputs[0]):
-                return Verdict(False, f"scale of attention before a Softmax ({where})")
+            if fixed and not self.adds and self.around.reaches_softmax(node.outputs[0]):
+                return self._no("scale of attention before a Softmax")
         if said is False or (said is None and not sounds):
-            doubtful = said is None and self.from_torch and not evidence.sounds_fixed(name)
-            return Verdict(False, f"a single number in a formula ({where})", doubtful)
-        return Verdict(True, f"a learned scalar: a single number between weights ({where})", True)
-
-
-def _named(node: ir.Node) -> str:
-    return f"{node.op_type} {node.name!r}" if node.name else node.op_type
-
-
-def _constant(x: ir.Value) -> np.ndarray | None:
-    """Return the constant of which `x` is a moved copy, or None."""
-    while (node := x.producer()) is not None and node.op_type in MOVES and node.inputs[0]:
-        x = node.inputs[0]
-    return None if x.const_value is None else x.const_value.numpy()
-
-
-def _is_model(node: ir.Node) -> bool:
-    return domain(node) == "ai.onnx.ml" and node.op_type in ML_COEFFICIENTS
+            told = said is not None or evidence.sounds_fixed(self.name)
+            return self._no("a single number in a formula", self.roles.from_torch and not told)
+        return self._yes("a learned scalar: a single number between weights", True)
 
 
 def _of_distances(node: ir.Node) -> bool:
     """Return whether the product is a part of |x - s|^2 = |x|^2 - 2 x sT + |s|^2."""
     return node.op_type == "Gemm" and node.attributes.get_float("alpha", 1.0) == -2.0
-
-
-def _of_ml(node: ir.Node, index: int, where: str) -> Verdict:
-    names = list(ML_COEFFICIENTS.get(node.op_type, {}).items())
-    if not 1 <= index <= len(names):
-        stored = node.op_type == "ArrayFeatureExtractor" and index == 0
-        return Verdict(
-            False,
-            f"stored data, from which {where} selects" if stored else f"operand {index} of {where}",
-        )
-    name, trains = names[index - 1]
-    return Verdict(trains, f"{name} of {where}")
-
-
-def _state(name: str, array: np.ndarray, where: str) -> Verdict:
-    if (
-        array.size == 1
-        or evidence.is_all(array, 0.0)
-        or (evidence.is_all(array) and evidence.counted(name))
-    ):
-        return Verdict(False, f"fixed initial state of {where}")
-    return Verdict(True, f"learned initial state of {where}")
-
-
-def _added_to_scores(array: np.ndarray, where: str) -> Verdict:
-    if evidence.is_mask(array):
-        return Verdict(False, f"mask: added before a Softmax ({where})")
-    if evidence.is_all(array):
-        return Verdict(False, f"one number added before a Softmax ({where})")
-    if evidence.is_linear(array):
-        return Verdict(False, f"distances: added before a Softmax ({where})")
-    return Verdict(True, f"bias of the scores of attention ({where})")
-
-
-def _chosen(name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-    fixed = evidence.is_all(array) and evidence.counted(name)
-    if array.size == 1 or fixed or evidence.is_mask(array) or use.at_positions:
-        return Verdict(False, f"a fixed value or mask of {where}")
-    return Verdict(True, f"learned values that {where} chooses (a mask token)")

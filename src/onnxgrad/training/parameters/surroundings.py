@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.traversal import made_by, subgraphs
 from onnxgrad.training.parameters.flow import Flow
 from onnxgrad.training.parameters.integer_weights import StoredIntegers
-from onnxgrad.training.parameters.operands import MOVES, domain, letter, value_operands
+from onnxgrad.training.parameters.operands import (
+    MOVES,
+    domain,
+    letter,
+    maker_of,
+    reachable,
+    readers,
+    value_operands,
+)
 
 FACTORS = frozenset("Mul Div".split())
 ARITHMETIC = FACTORS | frozenset("Add Sub Sum Mean".split())
 WAVES = frozenset("Sin Cos".split())
 
+_OF_TWO_FACTORS = frozenset("MatMul Gemm Einsum FusedMatMul TransposeMatMul".split())
 _TO_SCORES = MOVES | ARITHMETIC | frozenset("Where Clip Max Min Trilu Tanh Concat".split())
 _OF_MEANS = frozenset(
     "Sqrt Reciprocal Pow Add Max Clip Expand Identity Cast Div Mul Abs Sub Unsqueeze".split()
@@ -58,11 +67,10 @@ class Surroundings(Flow):
         for value, via, moved, scaled in waiting:  # the loop appends to it
             onward: list[tuple[ir.Value, frozenset[str], bool, int]] = []
             for target in self.bindings.get(value, ()):
-                if target in self.data:
-                    for node, index in _reading(value, target):
-                        yield Use(node, index, value, via, moved, scaled)
-                else:
+                if target not in self.data:
                     onward.append((target, via, moved, scaled))
+                elif (reader := _passing(value, target)) is not None:
+                    yield Use(*reader, value, via, moved, scaled)
             for node, index in value.uses():
                 integers = max(scaled, self.stored.beside(node, index))
                 if self._meets(node, index):
@@ -83,99 +91,71 @@ class Surroundings(Flow):
         if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
             return False  # see `bindings`; others read only the shape
         kind = letter(node, index)
-        if kind == "f":
-            own = node.op_type in ("MatMul", "Gemm", "Einsum", "FusedMatMul", "TransposeMatMul")
-            return not own or self._with_data(node, index)
-        if kind == "t":
-            return self._with_data(node, index)
-        if kind in ("x", "a", ""):
-            return self._with_data(node, index)
-        return True
+        own = kind == "f" and node.op_type not in _OF_TWO_FACTORS
+        return own or kind not in ("f", "t", "x", "a", "") or self._with_data(node, index)
 
     def _with_data(self, node: ir.Node, index: int) -> bool:
-        operands = value_operands(node)
         others = [x for i, x in enumerate(node.inputs) if i != index]
-        return any(x in self.data and x in operands for x in others)
+        return any(x in self.data and x in others for x in value_operands(node))
 
-    def unbiased(self, value: ir.Value) -> ir.Node | None:
+    def product_without_bias(self, value: ir.Value) -> ir.Node | None:
         """Return the product without bias that `value` is a moved copy of, or a sum with data."""
-        waiting, seen = [value], {value}
-        for v in waiting:  # the loop appends to it
-            node = v.producer()
-            if node is None:
-                continue
-            if self.product(node):
-                biased = any(letter(node, i) == "b" and x for i, x in enumerate(node.inputs))
-                if not biased:
-                    return node
-                continue
-            if node.op_type in MOVES:
-                sources = [x for x in node.inputs[:1] if x is not None]
-            elif node.op_type in ("Add", "Sum") and all(x in self.data for x in node.inputs):
-                sources = [x for x in node.inputs if x is not None]
-            elif node.op_type in FACTORS and (
-                self.is_quantized(node) or not self.stored.results.isdisjoint(node.inputs)
-            ):
-                sources = [x for x in node.inputs[:1] if x is not None]
-            else:
-                sources = []
-            waiting += [x for x in sources if x not in seen]
-            seen.update(sources)
-        return None
+        made = (v.producer() for v in reachable([value], self._terms))
+        products = (node for node in made if node is not None and self.product(node))
+        return next((node for node in products if not _has_own_bias(node)), None)
+
+    def _terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
+        """Return the operands of a sum of data, or the one that a node moves or scales."""
+        node = value.producer()
+        if node is None or self.product(node):
+            return ()
+        if node.op_type in ("Add", "Sum") and all(x in self.data for x in node.inputs):
+            return node.inputs
+        scaled = node.op_type in FACTORS and (
+            self.is_quantized(node) or not self.stored.results.isdisjoint(node.inputs)
+        )
+        return node.inputs[:1] if scaled or node.op_type in MOVES else ()
 
     def has_bias(self, product: ir.Node) -> bool:
         """Return whether numbers for each feature are added to `product`, by itself or behind it"""
-        if any(letter(product, i) == "b" and x for i, x in enumerate(product.inputs)):
+        if _has_own_bias(product):
             return True
-        waiting = list(product.outputs)
-        for value in waiting:  # the loop appends to it
-            for user, index in value.uses():
-                if user.op_type in MOVES:
-                    waiting += user.outputs
-                elif user.op_type == "Add" and (other := user.inputs[1 - index]) not in self.data:
-                    sizes = (None if other is None or other.shape is None else other.shape) or ()
-                    if has_one_feature(product) or any(n != 1 for n in sizes):
-                        return True
+        for user, index in readers(product.outputs):
+            if user.op_type == "Add" and (other := user.inputs[1 - index]) not in self.data:
+                sizes = (None if other is None or other.shape is None else other.shape) or ()
+                if has_one_feature(product) or any(n != 1 for n in sizes):
+                    return True
         return False
 
     def leads_to_model(self, node: ir.Node) -> bool:
         """Return whether a product with a weight, a model of `ai.onnx.ml`, a search for the nearest
         rows, or the logarithm of a sum of likelihoods is computed from the results of `node`.
         """
-        waiting, seen = list(node.outputs), set(node.outputs)
-        for value in waiting:  # the loop appends to it
-            onward = list(self.bindings.get(value, ()))
-            for user, _ in value.uses():
-                if self.product(user) or user.op_type in _MODELS:
-                    return True
-                if value in value_operands(user) and not any(subgraphs(user)):
-                    onward += user.outputs
-            waiting += [y for y in onward if y not in seen]
-            seen.update(onward)
-        return False
+        users = (user for v in reachable(node.outputs, self.onward) for user, _ in v.uses())
+        return any(self.product(user) or user.op_type in _MODELS for user in users)
 
     def is_quantized(self, node: ir.Node) -> bool:
         """Return whether `node` scales a product of integers, or computes the factor for that."""
-        origins = [self.origin(x, MOVES) for x in node.inputs if x is not None]
         return any(
-            op in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear") for op in origins
+            origin(x) in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear")
+            for x in node.inputs
+            if x is not None
         )
 
     def is_rounded(self, node: ir.Node) -> bool:
         """Return whether `node` scales data in front of a Round, or behind one."""
-        before, after = [x for x in node.inputs if x is not None], list(node.outputs)
-        for value in before:  # the loop appends to it
+
+        def before(value: ir.Value) -> Sequence[ir.Value | None]:
             producer = value.producer()
-            if producer is not None and producer.op_type == "Round":
-                return True
-            if producer is not None and self._near_round(producer):
-                before += [x for x in producer.inputs[:1] if x is not None]
-        for value in after:
-            for user, _ in value.uses():
-                if user.op_type == "Round":
-                    return True
-                after += [y for y in user.outputs if self._near_round(user) and y not in after]
-        return False
+            return producer.inputs[:1] if producer and self._near_round(producer) else ()
+
+        def after(value: ir.Value) -> Iterator[ir.Value]:
+            return (y for user, _ in value.uses() if self._near_round(user) for y in user.outputs)
+
+        operands = reachable([x for x in node.inputs if x is not None], before)
+        return any(made_by(x, "Round") for x in operands) or any(
+            user.op_type == "Round" for y in reachable(node.outputs, after) for user, _ in y.uses()
+        )
 
     def _near_round(self, node: ir.Node) -> bool:
         """Return whether `node` may add a zero point to rounded numbers, or bound them."""
@@ -184,7 +164,7 @@ class Surroundings(Flow):
 
     def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
         """Return whether `value` is data divided by a deviation, if `scaled` times a constant."""
-        node = _producer(value)
+        node = maker_of(value)
         if node is None:
             return False
         if node.op_type in _NORMALIZES:
@@ -207,48 +187,33 @@ class Surroundings(Flow):
 
     def makes_waves(self, node: ir.Node) -> bool:
         """Return whether a Sin and a Cos read the results."""
-        waiting, seen, met = list(node.outputs), set(node.outputs), set[str]()
-        for v in waiting:  # the loop appends to it
-            for user, _ in v.uses():
-                if user.op_type in WAVES:
-                    met.add(user.op_type)
-                elif user.op_type in MOVES | {"Concat", "Mul"}:
-                    waiting += [y for y in user.outputs if y not in seen]
-                    seen.update(user.outputs)
-        return met == WAVES
+        users = readers(node.outputs, MOVES | {"Concat", "Mul"})
+        return WAVES.issubset(user.op_type for user, _ in users)
 
     def reaches_softmax(self, value: ir.Value) -> bool:
         """Return whether `value` is a score of attention: a Softmax and a product of data follow"""
-        waiting, seen = [value], {value}
-        for v in waiting:  # the loop appends to it
-            for user, index in v.uses():
-                if user.op_type == "Softmax" and self._weighs_data(user.outputs[0]):
-                    return True
-                if letter(user, index) == "m":
-                    return True
-                if user.op_type in _TO_SCORES:
-                    waiting += [y for y in user.outputs if y not in seen]
-                    seen.update(user.outputs)
-        return False
+        return any(
+            letter(user, index) == "m"
+            or (user.op_type == "Softmax" and self._weighs_data(user.outputs[0]))
+            for user, index in readers([value], _TO_SCORES)
+        )
 
     def _weighs_data(self, weights: ir.Value) -> bool:
         """Return whether a product with other data reads the result of a Softmax."""
-        waiting, seen = [weights], {weights}
-        for v in waiting:  # the loop appends to it
-            for user, index in v.uses():
-                if letter(user, index) == "f" and self._with_data(user, index):
-                    return True
-                if user.op_type in MOVES | {"Where", "Dropout", "Mul"}:
-                    waiting += [y for y in user.outputs if y not in seen]
-                    seen.update(user.outputs)
-        return False
+        return any(
+            letter(user, index) == "f" and self._with_data(user, index)
+            for user, index in readers([weights], MOVES | {"Where", "Dropout", "Mul"})
+        )
 
-    def origin(self, value: ir.Value, through: frozenset[str]) -> str:
-        """Return the operator that computes `value`, ignoring nodes of the types `through`."""
-        node = value.producer()
-        while node is not None and node.op_type in through and node.inputs[0] is not None:
-            node = node.inputs[0].producer()
-        return "" if node is None else node.op_type
+
+def origin(value: ir.Value) -> str:
+    """Return the operator that computes `value`, ignoring nodes that only move its elements."""
+    node = maker_of(value)
+    return "" if node is None else node.op_type
+
+
+def _has_own_bias(product: ir.Node) -> bool:
+    return any(letter(product, i) == "b" and x for i, x in enumerate(product.inputs))
 
 
 def has_one_feature(product: ir.Node) -> bool:
@@ -257,26 +222,11 @@ def has_one_feature(product: ir.Node) -> bool:
     return any(1 in shape or len(shape) == 1 for shape in sizes)
 
 
-def _reading(value: ir.Value, target: ir.Value) -> Iterator[tuple[ir.Node, int]]:
-    """Yield the node that passes `value` into a subgraph as `target`, or out of one."""
-    for node, index in value.uses():
-        if index < len(node.inputs) and any(
-            attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-            for attribute in node.attributes.values()
-        ):
-            yield node, index
-            return
+def _passing(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
+    """Return the node that passes `value` into a subgraph as `target`, or out of one."""
+    into = ((node, index) for node, index in value.uses() if any(subgraphs(node)))
     producer = target.producer()
-    if producer is not None:
-        yield producer, 0
-
-
-def _producer(value: ir.Value) -> ir.Node | None:
-    """Return the node that computes `value`, ignoring nodes that only move its elements."""
-    node = value.producer()
-    while node is not None and node.op_type in MOVES and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node
+    return next(into, None if producer is None else (producer, 0))
 
 
 def _of_means(value: ir.Value) -> bool:

@@ -72,22 +72,18 @@ class Tensors(list[Tensor]):
         return Tensors(part) if isinstance(part, list) else part
 
     def _cells(self) -> list[list[str]]:
-        head = ["name", "alias", "shape", "dtype", "trains", "why"]
-        rows = [
-            [
-                _shortened(t.name, "name"),
-                _shortened(t.alias, "alias"),
-                str(list(t.shape)),
-                t.dtype,
-                "yes" if t.trains else "no",
-                _shortened(t.why, "why"),
-            ]
-            for t in self
-        ]
-        lines = [head, *rows]
-        if not any(t.alias for t in self):
-            lines = [[cell for i, cell in enumerate(line) if i != 1] for line in lines]
-        return lines
+        """Return the head and the rows; there are aliases only if a tensor has one."""
+        columns = {
+            "name": [_shorten(t.name, "name") for t in self],
+            "alias": [_shorten(t.alias, "alias") for t in self],
+            "shape": [str(list(t.shape)) for t in self],
+            "dtype": [t.dtype for t in self],
+            "trains": ["yes" if t.trains else "no" for t in self],
+            "why": [_shorten(t.why, "why") for t in self],
+        }
+        if not any(columns["alias"]):
+            del columns["alias"]
+        return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
     def _total(self) -> str:
         trained = self.trained
@@ -110,14 +106,14 @@ class Tensors(list[Tensor]):
     __repr__ = __str__
 
 
-def listed(rows: Iterable[Tensor], most: int = LISTED) -> str:
+def names_and_reasons(rows: Iterable[Tensor], most: int = LISTED) -> str:
     """Return names and reasons as one line of text."""
     rows = list(rows)
-    text = "; ".join(f"{shown(t)} ({t.why})" for t in rows[:most])
+    text = "; ".join(f"{quoted_name(t)} ({t.why})" for t in rows[:most])
     return text + more(rows, most)
 
 
-def shown(tensor: Tensor) -> str:
+def quoted_name(tensor: Tensor) -> str:
     """Return the name of a tensor for a message, with its alias."""
     alias = f" ({printable(tensor.alias)})" if tensor.alias else ""
     return f"{printable(tensor.name)!r}{alias}"
@@ -128,7 +124,7 @@ def more(rows: Sequence[object], most: int = LISTED) -> str:
     return f"; and {len(rows) - most} more" if len(rows) > most else ""
 
 
-def _shortened(text: str, column: str) -> str:
+def _shorten(text: str, column: str) -> str:
     """Return the text of a cell; of a long one the beginning and the end, which say most."""
     text, half = printable(text), (_WIDEST[column] - 3) // 2
     return text if len(text) <= _WIDEST[column] else f"{text[:half]}...{text[-half:]}"

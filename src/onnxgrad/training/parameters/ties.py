@@ -10,24 +10,25 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.training.parameters.operands import MOVES, letter
-from onnxgrad.training.parameters.verdicts import Judged
+from onnxgrad.training.parameters.operands import MOVES, letter, readers
+from onnxgrad.training.parameters.table import Tensor
 
 
-def copies(proto: ModelProto, rows: Sequence[Judged]) -> dict[str, str]:
+def copies(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
     """Return which weights are copies of the table of an embedding, `{name: name of the table}`.
 
     They are tables and factors with the same numbers, maybe transposed, as the last layer of a
     language model has those of its first one. Two layers may be equal for other reasons, such as
     how they began, but not an embedding and a layer.
     """
-    groups: dict[tuple, list[Judged]] = {}
+    groups: dict[tuple, list[Tensor]] = {}
     for row in rows:
-        if row.verdict.trains and len(row.shape) == 2 and min(row.shape) > 1:
+        if row.trains and len(row.shape) == 2 and min(row.shape) > 1:
             groups.setdefault((row.dtype, *sorted(row.shape)), []).append(row)
     originals: dict[str, str] = {}
     for group in groups.values():
-        roles = {row.name: _letters(row.value) for row in group} if len(group) > 1 else {}
+        values = {row.name: graph.initializers[row.name] for row in group}
+        roles = {name: _letters(value) for name, value in values.items() if len(group) > 1}
         tables = [name for name, letters in roles.items() if "t" in letters]
         others = [name for name, letters in roles.items() if letters & {"t", "f"}]
         if not tables or len(others) < 2:
@@ -50,14 +51,7 @@ def _equal(table: np.ndarray, other: np.ndarray) -> bool:
     )
 
 
-def _letters(value: ir.Value | None) -> set[str]:
+def _letters(value: ir.Value) -> set[str]:
     """Return the roles of the operands that `value` is, through nodes that only move it."""
-    waiting = [] if value is None else [value]
-    letters = set()
-    for v in waiting:  # the loop appends to it
-        for node, index in v.uses():
-            role = letter(node, index)
-            letters.add(role)
-            if node.op_type in MOVES and role != "t":
-                waiting += [y for y in node.outputs if y not in waiting]
-    return letters
+    uses = readers([value], MOVES - {"Gather"})  # which looks up rows of a table
+    return {letter(node, index) for node, index in uses}

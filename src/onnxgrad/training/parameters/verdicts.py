@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
@@ -14,21 +12,10 @@ from onnxgrad.model import external, weights as constants
 from onnxgrad.model.convert import to_ir
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.roles import Roles, Verdict
+from onnxgrad.training.parameters.table import Tensor, Tensors
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A float constant, and the verdict on its role."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    size: int
-    verdict: Verdict
-    value: ir.Value | None  # in the graph; None if no node reads it
-
-
-def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
+def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
     """Return the graph of `proto`, functions inlined, and its float constants in their order."""
     inner = to_ir(inlined(external.without_data(proto), lifted=True))
     external.with_data(inner, proto)
@@ -38,7 +25,7 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
     roles = Roles(inner.graph, proto.producer_name, buffers)
     noted = constants.noted(proto)
-    rows = []
+    rows = Tensors()
     for ref in constants.constant_refs(proto):
         if ref.read().data_type in constants.FLOATS:
             array, value = ref.array(), values.get(ref.name)
@@ -48,12 +35,13 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
                 verdict = Verdict(False, "no node reads it")
             else:
                 by_role = roles.judge(ref.name, value, array)
-                verdict = _stated(by_role, array, stated.get(ref.name))
-            rows.append(Judged(ref.name, array.shape, str(array.dtype), array.size, verdict, value))
+                verdict = _verdict_of_exporter(by_role, array, stated.get(ref.name))
+            of_role = verdict.trains, verdict.why, verdict.doubtful
+            rows.append(Tensor(ref.name, array.shape, str(array.dtype), array.size, *of_role))
     return inner.graph, rows
 
 
-def _stated(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
+def _verdict_of_exporter(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
     """Return the verdict of the role, or of the exporter if it states what the tensor is."""
     if parameter is False and verdict.trains:
         return Verdict(False, f"a buffer, as its exporter states ({verdict.why})")

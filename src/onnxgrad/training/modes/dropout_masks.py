@@ -39,8 +39,8 @@ class Masks:
         streams = _mix(np.uint64(start) + steps)
         with op.at(head):
             number = op.Cast(op.Reshape(draw, [1]), to=ir.DataType.INT64)
-            counters = number * _signed(_GAMMA) + streams.view(np.int64)
-            self._keys = op.Cast(_mixed(op, counters), to=ir.DataType.INT64)
+            counters = number * _as_int64(_GAMMA) + streams.view(np.int64)
+            self._keys = op.Cast(_write_mix(op, counters), to=ir.DataType.INT64)
 
     def keep(self, op: Emit, index: int, x: ir.Value, ratio: float) -> tuple[ir.Value, float]:
         """Return the mask of the dropout `index`, bool of the shape of `x`, and the scale.
@@ -52,8 +52,8 @@ class Masks:
         size = _size(op, x)
         count: ir.Value | np.int64
         count = np.int64(-(-size // 4)) if isinstance(size, int) else (size + 3) / 4
-        counters = op.Range(np.int64(0), count, np.int64(1)) * _signed(_GAMMA)
-        words = _mixed(op, counters + op.Gather(self._keys, [index]))
+        counters = op.Range(np.int64(0), count, np.int64(1)) * _as_int64(_GAMMA)
+        words = _write_mix(op, counters + op.Gather(self._keys, [index]))
         shifted = [_shift(op, words, by, direction) for by, direction in _OFFSETS]
         parts = [op.Cast(word, to=ir.DataType.INT32) for word in shifted]
         threshold = np.int32((dropped << 16) - (1 << 31))  # the upper half of a word decides
@@ -72,7 +72,7 @@ def _size(op: Emit, x: ir.Value) -> int | ir.Value:
     return op.Size(x) if lengths is None else prod(lengths)
 
 
-def _signed(number: int) -> np.int64:
+def _as_int64(number: int) -> np.int64:
     """Return the int64 with the bits of a 64-bit number; sums and products are taken mod 2**64."""
     return np.uint64(number).astype(np.int64)
 
@@ -81,18 +81,18 @@ def _shift(op: Emit, words: ir.Value, by: int, direction: str) -> ir.Value:
     return op.BitShift(words, np.uint64(by), direction=direction) if by else words
 
 
-def _mixed(op: Emit, z: ir.Value) -> ir.Value:
+def _write_mix(op: Emit, z: ir.Value) -> ir.Value:
     """Return SplitMix64's output, uint64, for counters in int64.
 
     onnxruntime shifts unsigned integers only, and its versions from 1.16 to 1.21, for which there
     are artifacts, multiply signed ones only.
     """
     for shift, factor in _ROUNDS:
-        z = op.Cast(_folded(op, z, shift), to=ir.DataType.INT64) * _signed(factor)
-    return _folded(op, z, _LAST_SHIFT)
+        z = op.Cast(_write_fold(op, z, shift), to=ir.DataType.INT64) * _as_int64(factor)
+    return _write_fold(op, z, _LAST_SHIFT)
 
 
-def _folded(op: Emit, z: ir.Value, shift: int) -> ir.Value:
+def _write_fold(op: Emit, z: ir.Value, shift: int) -> ir.Value:
     bits = op.Cast(z, to=ir.DataType.UINT64)
     return op.BitwiseXor(bits, _shift(op, bits, shift, "RIGHT"))
 

@@ -18,7 +18,7 @@ from onnxgrad.parallel.engines import (
     Wait,
     world,
 )
-from onnxgrad.runtime.session import launched
+from onnxgrad.runtime.session import process_count
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
 
@@ -151,7 +151,7 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
                 "starts; or start it by mpirun, with mpi4py installed"
             )
         return group if group.size > 1 else Alone()
-    if group is None and (size := launched("WORLD_SIZE", *_MPI_SIZES)) > 1:
+    if group is None and (size := process_count("WORLD_SIZE", *_MPI_SIZES)) > 1:
         warnings.warn(
             f"the launcher has started {size} processes, and each trains a model of its own: call "
             "torch.distributed.init_process_group() or import mpi4py.MPI before fit, so that they "
@@ -165,7 +165,7 @@ def _in_mpi(parallel: DataParallel | bool | None) -> bool:
     """Return whether MPI has started several processes, which know it or are told to."""
     if "mpi4py.MPI" in sys.modules:
         return world() is not None
-    return isinstance(parallel, DataParallel) and launched(*_MPI_SIZES) > 1
+    return isinstance(parallel, DataParallel) and process_count(*_MPI_SIZES) > 1
 
 
 def join() -> bool:
@@ -173,9 +173,9 @@ def join() -> bool:
 
     Return whether this process is the first one, or the only one.
     """
-    if launched(*_MPI_SIZES) > 1:
+    if process_count(*_MPI_SIZES) > 1:
         import mpi4py.MPI  # noqa: F401  # which enters it
-    elif launched("WORLD_SIZE") > 1 and "MASTER_ADDR" in os.environ:
+    elif process_count("WORLD_SIZE") > 1 and "MASTER_ADDR" in os.environ:
         import torch.distributed as distributed
 
         if not distributed.is_initialized():

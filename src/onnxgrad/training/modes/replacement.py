@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import detach
+from onnxgrad.graph.tidy import remove_node, replace_value
 from onnxgrad.graph.traversal import subgraphs
 
 
@@ -22,7 +22,7 @@ def walk(graph: ir.Graph, around: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir
             yield from walk(subgraph, (*around, node))
 
 
-def described(node: ir.Node) -> str:
+def describe(node: ir.Node) -> str:
     """Return the operator, name and first output of `node`, for messages."""
     return f"{node.op_type} {node.name!r} (output {node.outputs[0].name!r})"
 
@@ -36,13 +36,5 @@ def emitter(op: Emit, graph: ir.Graph | ir.Function | None) -> Emit:
 def replace(op: Emit, node: ir.Node, results: Sequence[ir.Value]) -> None:
     """Replace `node` by nodes that compute `results`, which take over the names of its outputs."""
     for old, new in zip(node.outputs, results, strict=False):
-        if new in node.inputs:
-            if not old.is_graph_output():
-                ir.convenience.replace_all_uses_with(old, new)
-                continue
-            new = op.copy_of(new)
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        new.name, old.name = old.name, None
-        new.shape, new.type = old.shape or new.shape, old.type or new.type
-    detach(node)
-    op.graph.remove(node, safe=True)
+        replace_value(op, old, new, keep=() if new in node.inputs else (old.name,))
+    remove_node(node)
