@@ -484,6 +484,56 @@ class iter_of:  # noqa: N801 - a reusable iterable without a length
         return iter(self.batches)
 
 
+HOT = np.eye(CLASSES, dtype=np.float32)[Y]
+
+
+def two_outputs():
+    return parse(
+        """g (float[N,6] x) => (float[N,4] y, float[N,2] z) {
+            h = MatMul(x, w0)  r = Tanh(h)  y = MatMul(r, w1)  z = MatMul(r, w2) }""",
+        w0=drawn(6, 5),
+        w1=drawn(5, CLASSES, seed=1),
+        w2=drawn(5, 2, seed=2),
+    )
+
+
+LOSSES = {
+    "balanced": (mlp, Y, {"class_weight": "balanced"}),
+    "options": (mlp, Y, {"loss_options": {"label_smoothing": 0.1, "ignore_index": 2}}),
+    "function": (mlp, HOT, {"loss": lambda op, p, label: op.Abs(p - label)}),
+    "object of the seeds": (mlp, HOT, {"loss": og.SquareLearningLoss()}),
+    "teacher": (mlp, Y, {"loss": og.distillation(mlp(), "cross_entropy")}),
+    "two outputs": (
+        two_outputs,
+        {"y": Y, "z": X[:, :2]},
+        {"loss": {"y": "cross_entropy", "z": "mse"}, "loss_weights": {"y": 1.0, "z": 0.3}},
+    ),
+    "rates by epoch": (
+        mlp,
+        Y,
+        {
+            "optimizer": "sgd",
+            "learning_rate": [og.LearningRateSGD(0.05), og.LearningRateSGD(0.01), 0.02],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_kind_of_loss_and_rate(loss):
+    build, labels, options = LOSSES[loss]
+    stack, trainers = pair(build(), **options)
+    for trainer in (stack, *trainers):
+        trainer.fit(X, labels, **FITTED)
+    for k, trainer in enumerate(trainers):
+        for name, w in trainer.state.weights.items():
+            ours = stack.state.weights[name][k]
+            np.testing.assert_allclose(ours, w, rtol=0, atol=1e-6, err_msg=name)
+        for ours, entry in zip(stack.history, trainer.history, strict=True):
+            np.testing.assert_allclose(ours["loss"][k], entry["loss"], rtol=1e-5)
+            np.testing.assert_allclose(ours["learning_rate"][k], entry["learning_rate"])
+
+
 NETWORKS = [
     *("cnn", "vit", "gpt", "gru, learned state", "t5", "detr"),
     *map(in_sweep, ("preactivation", "depthwise", "unet", "mae", "rotary decoder", "encoder")),
