@@ -28,6 +28,8 @@ class State:
     further: bool = False
     callbacks: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
+    members: int | None = None
+    frozen: dict = field(default_factory=dict)
 
     def through_a_file(self) -> State:
         """Return the state as a checkpoint restores it."""

@@ -107,7 +107,7 @@ def by_member(record: dict[str, Any], state: Any) -> dict[str, Any]:
     """Return a record, in which the arrays (members, ...) of a stack are numbers, as "loss/0"."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        if isinstance(value, np.ndarray) and getattr(state, "members", None) is not None:
+        if isinstance(value, np.ndarray) and state.members is not None:
             flat |= {f"{name}/{k}": own for k, own in enumerate(value.tolist())}
         else:
             flat[name] = value

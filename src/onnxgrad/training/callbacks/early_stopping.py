@@ -124,7 +124,7 @@ class EarlyStopping(Callback):
             if state.stop_reason != "not finite":
                 warnings.warn(f"EarlyStopping never counted: {self._unknown(state)}", stacklevel=2)
             return
-        frozen = _frozen(state)
+        frozen = state.frozen
         late = [  # members whose best weights are not those of their last step
             k
             for k, own in enumerate(self._entries(state))
@@ -143,7 +143,7 @@ class EarlyStopping(Callback):
 
     def _restore(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
         """Restore the best weights and buffers, of a stack those of the members `late`."""
-        members, entries = _members(state), self._entries(state)
+        members, entries = state.members, self._entries(state)
         slots = _starting(_SLOT, kept)
         current = {_WEIGHT: state.weights, _BUFFER: state.buffers}
         current |= {_SLOT: flat(state.slots)} if slots else {}
@@ -160,7 +160,7 @@ class EarlyStopping(Callback):
         if slots:  # from which averages are computed, by the number of steps
             state.slots = nested(_starting(_SLOT, kept))
             steps = {k: entries[k]["step"] for k in late}
-            changes = {"steps": steps[0]} if members is None else {"frozen": _frozen(state) | steps}
+            changes = {"steps": steps[0]} if members is None else {"frozen": state.frozen | steps}
             state.values = replace(state.values, **changes)
         for k in late:
             entries[k]["restored"] = step = entries[k]["step"]
@@ -182,14 +182,14 @@ class EarlyStopping(Callback):
 
     def _entries(self, state: Any) -> list[dict[str, Any]]:
         """Return the entry, or of a stack those of its members."""
-        entry, members = self.entry(state), _members(state)
+        entry, members = self.entry(state), state.members
         if members is None:
             return [entry]
         return entry.setdefault("members", [{} for _ in range(members)])
 
     def _stop(self, state: Any, control: Control, k: int) -> None:
         """End training, or that of the member `k`."""
-        if _members(state) is None:
+        if state.members is None:
             control.stop = True
         else:
             control.freeze.add(k)
@@ -198,7 +198,7 @@ class EarlyStopping(Callback):
         record = state.history[-1]
         if self.monitor not in record:
             raise self._unknown(state)
-        values, frozen = np.ravel(record[self.monitor]), _frozen(state)
+        values, frozen = np.ravel(record[self.monitor]), state.frozen
         better = []
         for k, own in enumerate(self._entries(state)):
             if k in frozen:
@@ -215,7 +215,7 @@ class EarlyStopping(Callback):
                 logger.info(
                     "EarlyStopping: %s%s has not improved in %d evaluations since step %s",
                     self.monitor,
-                    "" if _members(state) is None else f" of member {k}",
+                    "" if state.members is None else f" of member {k}",
                     own["waiting"],
                     own["step"],
                 )
@@ -235,20 +235,10 @@ class EarlyStopping(Callback):
             parts[_SLOT] = flat(state.slots)
         new = {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
         old = state.kept.get(self.key)
-        if old and _members(state) is not None:
+        if old and state.members is not None:
             state.kept[self.key] = {n: _with_rows(old[n], a, better) for n, a in new.items()}
         else:
             state.kept[self.key] = {name: np.array(array) for name, array in new.items()}
-
-
-def _members(state: Any) -> int | None:
-    """Return the number of members of a stack; None for one model."""
-    return getattr(state, "members", None)
-
-
-def _frozen(state: Any) -> dict[int, int]:
-    """Return the members of a stack that do not train any more, and their steps."""
-    return {} if _members(state) is None else state.frozen
 
 
 def _with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:

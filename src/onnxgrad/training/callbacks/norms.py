@@ -69,7 +69,7 @@ class Norms(Callback):
         records = self.entry(state).setdefault("records", [])
         if records and records[-1]["step"] == state.step:
             return records[-1]
-        axes = int(getattr(state, "members", None) is not None)
+        axes = int(state.members is not None)
         weights = {name: _norm(array, axes) for name, array in state.weights.items()}
         gradients = {name: np.asarray(n) for name, n in (trainer.gradient_norms or {}).items()}
         record: dict[str, Any] = {"step": state.step}
