@@ -232,7 +232,8 @@ def test_frozen_members_stay_so_until_fit():
     stack, _ = pair(mlp(), callbacks=lambda: [Freeze()])
     stack.fit(X, Y, epochs=1, batch_size=30)
     before = stack.state.weights["w0"]
-    stack.partial_fit(X, Y, batch_size=30)
+    with pytest.warns(UserWarning, match=r"the members \[0, 1\] are frozen and do not train"):
+        stack.partial_fit(X, Y, batch_size=30)
     after = stack.state.weights["w0"]
     assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False]
     assert stack.state.frozen == {0: 2, 1: 2, 2: 4}

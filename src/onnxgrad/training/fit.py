@@ -94,8 +94,12 @@ class Fit:
             values = self.buffers | trainer.evaluated()
             self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
         state = trainer.state if self.further else self._state(source, shuffle, resume)
-        if self.further and trainer.members and len(state.frozen) == trainer.members:
-            raise ValueError("all members are frozen: call fit to begin another training")
+        if self.further and state.frozen:
+            remedy = "call fit to begin another training"
+            if len(state.frozen) == trainer.members:
+                raise ValueError(f"all members are frozen: {remedy}")
+            text = f"the members {sorted(state.frozen)} are frozen and do not train: {remedy}"
+            warnings.warn(text, stacklevel=3)
         first = state.epoch if self.further else 0
         callbacks = trainer.callbacks
         if shared is not None:

@@ -43,7 +43,7 @@ class TrainerStack(TrainerBase):
     A member whose loss or weights become NaN or infinite is frozen where it was before that step,
     and does not disturb the others: `state.frozen` names it, and `fit` warns. A callback freezes a
     member by `control.freeze`, as `EarlyStopping` does, which watches each of them. Frozen members
-    stay so until `fit` is called again.
+    stay so until `fit` is called again; `partial_fit` warns of them.
 
     What callbacks see is that of all members: weights (members, ...), and losses, learning rates
     and metrics (members,) in the history.
