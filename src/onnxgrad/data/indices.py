@@ -255,5 +255,5 @@ def _extract(
     for v in (*part.inputs, *part.outputs):
         v.shape = None
         if v.name in (x.name, index.name):
-            v.dtype = ir.DataType.INT64
+            v.type = ir.TensorType(ir.DataType.INT64)  # `dtype` would set that of the original
     return ir.to_proto(ir.Model(part, ir_version=8))
