@@ -251,6 +251,20 @@ def test_a_member_with_nan_keeps_its_last_finite_state():
         )
 
 
+def test_a_training_does_not_warn_of_the_one_before():
+    X, y = data()
+    labels = np.eye(CLASSES, dtype=np.float32)[y]
+    stack = og.TrainerStack(mlp(), "squared_error", optimizer="sgd", learning_rate=[0.01, 1e30])
+    begun = stack.state.weights
+    with pytest.warns(og.ConvergenceWarning, match="member 1"):
+        stack.fit(X, labels)
+    stack.state.weights, stack.learning_rates[1] = begun, og.constant(0.02)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stack.fit(X, labels)
+    assert not stack.state.frozen
+
+
 def test_members_that_are_all_nan_end_the_training():
     X, y = data()
     labels = np.eye(CLASSES, dtype=np.float32)[y]

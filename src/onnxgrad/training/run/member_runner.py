@@ -56,6 +56,7 @@ class MemberRunner(Runner):
             states.append(None if own is None else own[self.ids])
         loaded = [None if state is None else self.device.ortvalue(state) for state in states]
         self.now = Now(loaded, values.steps, frozen=dict(values.frozen))
+        self.not_finite = {k: n for k, n in self.not_finite.items() if k in values.frozen}
 
     def _initial(self, group: Group, i: int, values: Values) -> list[np.ndarray]:
         """Return the arrays of a group of the member `i`."""
