@@ -29,11 +29,7 @@ _RATES = {
 
 
 def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
-    """Return the arguments that need neither the model nor the data.
-
-    Raises:
-        ValueError: an unknown name, or text that is not NAME=VALUE.
-    """
+    """Return the arguments that need neither the model nor the data."""
     balanced = "balanced" in options.class_weight
     stated = [text for text in options.class_weight if text != "balanced"]
     weights = dict(read_number("class-weight", text) for text in stated)
@@ -58,11 +54,7 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
 
 
 def _parallel(options: RunOptions) -> DataParallel | None:
-    """Return how several processes train together; None: by default, if there are several.
-
-    Raises:
-        ValueError: options for several processes, and there is one.
-    """
+    """Return how several processes train together; None: by default, if there are several."""
     names = ("sync_batch_norm", "shard_optimizer", "local_steps")
     chosen = {name: getattr(options, name) for name in names}
     if chosen == {name: getattr(DataParallel(), name) for name in names}:
@@ -77,11 +69,7 @@ def _parallel(options: RunOptions) -> DataParallel | None:
 
 
 def loss_arguments(options: LossOptions) -> dict[str, Any]:
-    """Return the loss, its options and weights, and the metrics.
-
-    Raises:
-        ValueError: losses that are not of one output each, or text that is not NAME=VALUE.
-    """
+    """Return the loss, its options and weights, and the metrics."""
     by_output = dict(map(_by_output, options.loss))
     metrics: dict[Any, list[str]] = {}
     for text in (part for each in options.metrics for part in each.split(",") if part):

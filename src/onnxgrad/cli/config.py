@@ -21,10 +21,6 @@ def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
     """Return the options of a TOML file by the name of their field.
 
     A key stands at the top or in the section of its panel. Dashes and underscores are the same.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no TOML, or a key or a value is not one of an option; with the line.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -66,11 +62,7 @@ def _option(
 
 
 def _check_value(what: str, field: Described, value: Any) -> Any:
-    """Return a value in the type of its option.
-
-    Raises:
-        ValueError: it has another type, or is out of its bounds.
-    """
+    """Return a value in the type of its option, if it is one and within its bounds."""
     kind = field.kind
     if kind is list:
         return _check_texts(what, value)

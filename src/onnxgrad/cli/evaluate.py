@@ -14,11 +14,7 @@ from onnxgrad.training.judges import select_metrics
 
 
 def evaluate(options: EvalOptions) -> None:
-    """Print the loss and the metrics.
-
-    Raises:
-        ValueError: data that the model or the loss does not take.
-    """
+    """Print the loss and the metrics."""
     proto = read_model(options.model, options.data)
     arguments = loss_arguments(options)
     classes = known_classes(options, proto)

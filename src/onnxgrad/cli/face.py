@@ -42,11 +42,7 @@ NAMES = {  # what is no argument
 
 
 class Shell(Face):
-    """Names arguments as the options of a command, and as Python where it has none.
-
-    Args:
-        options: the fields of the options of the command.
-    """
+    """Names arguments as the `options` of the command, and as Python where it has none."""
 
     first = 1
 

@@ -40,11 +40,7 @@ def trainable(options: TrainableOptions) -> None:
 
 
 def check(options: CheckOptions) -> None:
-    """Compare the gradient with central differences.
-
-    Raises:
-        typer.Exit: it differs.
-    """
+    """Compare the gradient with central differences; exit with `FAILED` if it differs."""
     from onnxgrad import check_gradient
 
     report = check_gradient(

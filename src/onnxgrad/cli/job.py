@@ -147,11 +147,7 @@ def known_classes(options: LabelOptions, proto: ModelProto) -> Labels | None:
 
 
 def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
-    """Return the trainer and its data.
-
-    Raises:
-        ValueError: options, a model or data that do not fit each other.
-    """
+    """Return the trainer and its data."""
     arguments = trainer_arguments(options)
     proto = fine_tune(proto, options)
     separated = separate_merged(proto)
@@ -201,11 +197,7 @@ def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> 
 def map_data(
     options: Any, path: str, scored: ModelWithLoss, classes: Labels | None
 ) -> tuple[Task, Objective]:
-    """Return the data at `path` for a model and its loss, and what describes both.
-
-    Raises:
-        ValueError: data that do not fit; the message begins with the path.
-    """
+    """Return the data at `path` for a model and its loss, and what describes both."""
     source, labels = open_data(path, options), None
     if isinstance(source, FileTable):
         several = scored.loss if isinstance(scored.loss, dict) and len(scored.loss) > 1 else ()

@@ -25,11 +25,7 @@ def standard_input(what: str) -> BinaryIO:
 
 
 def read_model(path: str, data: str | None = None) -> ModelProto:
-    """Return the model at `path`; `data` is the path of the data, which cannot be "-" as well.
-
-    Raises:
-        ValueError: it is no model, or standard input is to be two things.
-    """
+    """Return the model at `path`; not both it and `data` can be "-", standard input."""
     if path != STDIN:
         return read(path)
     if data == STDIN:
@@ -68,12 +64,7 @@ def check_not_data(output: str, model: str) -> None:
 
 
 def write_model(proto: ModelProto, output: str) -> None:
-    """Write a model to a file, or to standard output.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: a model with external data for standard output.
-    """
+    """Write a model to a file, or to standard output, which takes no external data."""
     if output != STDOUT:
         save(proto, output)
         return

@@ -23,13 +23,7 @@ from onnxgrad.training.settings import Settings
 
 
 class ModelWithLoss(Settings):
-    """A model, its loss and metrics; no weight is an input.
-
-    Args:
-        proto: the model.
-        loss: as that of a `Trainer`; so are `loss_options`, `loss_weights` and `metrics`.
-        device: where to run.
-    """
+    """A model, its loss and metrics, stated as for a `Trainer`; no weight is an input."""
 
     def __init__(
         self,
@@ -70,13 +64,7 @@ class ModelWithLoss(Settings):
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
     """Return the model that is trained: without further outputs that might be the loss.
 
-    Args:
-        proto: the model.
-        loss: as that of a `Trainer`; None: the model computes it.
-        output: the name of its loss then.
-
-    Raises:
-        ValueError: there is no such output, or several outputs and no word which one a loss is of.
+    `output` names the loss that the model computes where `loss`, as that of a `Trainer`, is None.
     """
     names = [o.name for o in proto.graph.output]
     if isinstance(loss, str) and not loss.endswith(".onnx"):

@@ -32,12 +32,7 @@ _ROWS = 256
 
 
 def predict(options: PredictOptions) -> None:
-    """Write the outputs.
-
-    Raises:
-        ValueError: data that the model does not take, or outputs without rows.
-        OSError: the output cannot be written.
-    """
+    """Write the outputs."""
     check_ending(options.output)
     inputs = inputs_of(options.model, options.data)
     check_output(options.output, options.overwrite, inputs, options.json, binary=False)
@@ -105,11 +100,7 @@ class Predictor:
         return np.concatenate([array, last])
 
     def _by_row(self, results: Mapping[str, Any], count: int) -> Arrays:
-        """Return the columns of outputs: arrays with a row each, or lists of maps.
-
-        Raises:
-            DataError: an output that is asked for has no rows.
-        """
+        """Return the columns of outputs: arrays with a row each, or lists of maps."""
         size = self.fixed or count
         columns: Arrays = {}
         for name, value in results.items():

@@ -36,13 +36,8 @@ def epochs(trainer: Trainer) -> list[dict[str, Any]]:
 class Report:
     """The results of a training.
 
-    Args:
-        job: what was trained.
-        options: of the command.
-        seconds: how long it took.
-        rows: rows that it went through, counted once an epoch.
-        files: files that were written.
-        stopped: whether a signal ended it, so that nothing more is computed.
+    `seconds` is how long it took, and `rows` how many it went through, counted once an epoch.
+    `stopped` says that a signal ended it, so that nothing more is computed.
     """
 
     job: Job

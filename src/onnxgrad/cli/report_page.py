@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 def report(options: ReportOptions) -> None:
-    """Write the page.
-
-    Raises:
-        ValueError: RUN is damaged, or no run.
-        OSError: there is none, or the page cannot be written.
-    """
+    """Write the page."""
     from onnxgrad.report.page import write_report
 
     page = write_report(options.run, options.output, overwrite=options.overwrite)
@@ -59,12 +54,7 @@ def describe(job: Job) -> None:
 
 
 def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:
-    """Raise if `--record` cannot be written, or would replace another training.
-
-    Raises:
-        ValueError: it is a file.
-        OSError: it has a training already, and there is no --overwrite.
-    """
+    """Raise if `--record` cannot be written, or would replace another training."""
     if options.record is None or not os.path.lexists(options.record):
         return
     if not os.path.isdir(options.record):

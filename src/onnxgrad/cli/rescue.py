@@ -21,16 +21,10 @@ from onnxgrad.model.write import save
 
 @dataclass
 class Keeper:
-    """Writes a trained model to its path, or else to a folder that can be written.
-
-    Args:
-        model: the trained model.
-        stop: the signals that may interrupt the prompt for another path.
-        complain: prints an error.
-    """
+    """Writes a trained model to its path, or else to a folder that can be written."""
 
     model: ModelProto
-    stop: StopRequests
+    stop: StopRequests  # signals, which may interrupt the prompt for another path
     complain: Callable[[str], None]
 
     def write(self, output: Path, overwrite: bool) -> Path | None:

@@ -85,11 +85,7 @@ Source = FileTable | ArrowSource | ImageSource
 
 
 def open_data(path: str, options: InputOptions) -> Source:
-    """Return the data at `path`; `--ignore` and `--drop-missing` are applied to tables.
-
-    Raises:
-        DataError: it cannot be read, or holds no such column.
-    """
+    """Return the data at `path`; `--ignore` and `--drop-missing` are applied to tables."""
     suffix = Path(path).suffix.lower()
     if path != STDIN and os.path.isdir(path):
         if _holds_images(Path(path)):

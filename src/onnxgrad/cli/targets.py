@@ -30,14 +30,7 @@ class Targets:
     ) -> Targets:
         """Return the columns of `--target`, or else those of an earlier training.
 
-        Args:
-            options: of the command.
-            names: of all columns.
-            trained: the names of an earlier training.
-            outputs: those that have losses, if they are several.
-
-        Raises:
-            ValueError: an unknown column, one that is named twice, or one without its output.
+        `names` are all columns, and `outputs` those that have losses, if they are several.
         """
         columns: dict[str | None, list[str]] = {}
         for text in options.target:
@@ -62,11 +55,7 @@ class Targets:
         return [name for each in self.columns.values() for name in each]
 
     def by_label(self, objective: Objective) -> Columns:
-        """Return the columns of each label input.
-
-        Raises:
-            ValueError: a label without a column, or columns without a label.
-        """
+        """Return the columns of each label input."""
         inputs = [str(x.name) for x in objective.data]
         infos = {name: info for name, info in objective.labels.items() if name in inputs}
         names = list(infos)

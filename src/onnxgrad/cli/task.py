@@ -74,14 +74,7 @@ class Task:
 def map_table(table: FileTable, objective: Objective, targets: Targets, weight: str | None) -> Task:
     """Return the arrays of a table for the inputs and the labels of an objective.
 
-    Args:
-        table: with class numbers for labels of classes.
-        objective: describes the inputs.
-        targets: the columns of the labels.
-        weight: the column of sample weights.
-
-    Raises:
-        ValueError: columns that the model does not take; messages name rows.
+    Its labels of classes are their numbers; `weight` is the column of sample weights.
     """
     labels = targets.by_label(objective)
     inputs = [str(x.name) for x in objective.data if x.name not in labels]
@@ -118,11 +111,7 @@ def _stored_names(columns: Columns, lists: Collection[str], targets: Targets) ->
 
 
 def map_images(source: ImageSource, objective: Objective, classes: Labels | None) -> Task:
-    """Return what reads images while training.
-
-    Raises:
-        ValueError: a model with several labels, or other classes than the folders.
-    """
+    """Return what reads images while training, for a model with one label."""
     reader = source.reader(dims(_features(source.name, objective)[0]))
     names, own = first_names(reader.classes), reader.classes
     if classes is not None:
@@ -138,11 +127,7 @@ def map_images(source: ImageSource, objective: Objective, classes: Labels | None
 
 
 def map_arrow(source: ArrowSource, objective: Objective, options: LabelOptions) -> Task:
-    """Return what reads columns while training.
-
-    Raises:
-        ValueError: columns that the model does not take, or more than one label.
-    """
+    """Return what reads columns while training, for a model with one label."""
     inputs = [str(x.name) for x in _features(source.name, objective)]
     weight, names = options.sample_weight, objective.names
     targets = Targets.of(options, source.types, names)

@@ -50,13 +50,7 @@ class Outcome:
 
 
 def run(options: TrainOptions, stop: StopRequests) -> None:
-    """Train a model on data, write the result, and report.
-
-    Raises:
-        typer.Exit: training ended early, or not all files could be written.
-        ValueError: options, a model or data that do not fit each other.
-        OSError: a file cannot be read, or the output cannot be written.
-    """
+    """Train a model on data, write the result, and report."""
     if options.dry_run:
         from onnxgrad.cli.dry_run import dry_run
 

@@ -20,11 +20,7 @@ class DataError(PrintableError, ValueError):
 
 
 def to_numbers(name: str, values: Any) -> np.ndarray:
-    """Return `values` as an array of numbers; Python objects that are numbers are converted.
-
-    Raises:
-        ValueError: they are sparse, partly masked, not all real numbers, or rows of other shapes.
-    """
+    """Return `values` as an array of numbers; Python objects that are numbers are converted."""
     if hasattr(values, "toarray"):
         raise ValueError(f"{name!r} is sparse, which is not supported: pass its .toarray()")
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
@@ -75,11 +71,7 @@ def is_arrow(values: Any) -> bool:
 
 
 def column_array(name: str, column: Any) -> np.ndarray:
-    """Return a column of pyarrow as an array; lists become axes, missing numbers NaN.
-
-    Raises:
-        DataError: lists that differ in length, or are missing.
-    """
+    """Return a column of pyarrow as an array; lists become axes, missing numbers NaN."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -131,13 +123,8 @@ def ragged_message(name: str) -> str:
 def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:
     """Return how a shape differs from the declared one, "" if it does not.
 
-    Args:
-        shape: the length of every axis.
-        declared: for every axis a length, or a symbolic dimension or None, which fit any length;
-            None in place of the whole allows any rank.
-
-    Returns:
-        The end of a message, such as "must have shape (N, 3), not (7, 2): axis 1 differs".
+    A symbolic or unknown dimension fits any length; None in place of `declared` allows any rank.
+    The result is the end of a message: "must have shape (N, 3), not (7, 2): axis 1 differs".
     """
     if declared is None:
         return ""

@@ -52,11 +52,7 @@ class Block:
         self._tables: dict[str, ColumnArrays] = {}
 
     def append(self, part: Mapping[str, np.ndarray]) -> None:
-        """Append rows.
-
-        Raises:
-            DataError: lists of a column differ in length.
-        """
+        """Append rows; the lists of a column must have one length."""
         count = len(next(iter(part.values())))
         where = slice(self.rows, self.rows + count)
         for key, names in self.groups.items():

@@ -26,13 +26,8 @@ class Piece:
 def pieces(dataset: Any, selected: bool) -> Generator[Piece, None, None]:
     """Yield the pieces of a dataset that have rows.
 
-    Args:
-        dataset: a dataset of pyarrow.
-        selected: whether row groups may have been selected. The fragments then keep the footers of
-            their files in memory, which are large where columns are many.
-
-    Raises:
-        ValueError: the dataset was filtered or joined, or a file cannot be read.
+    Where row groups may have been `selected`, the fragments keep the footers of their files in
+    memory, which are large where columns are many.
     """
     import pyarrow as pa
 
@@ -67,9 +62,6 @@ def read(
     """Yield the columns of a piece, up to `size` rows at a time.
 
     Columns that a file lacks are null; partitions are columns.
-
-    Raises:
-        DataError: a file cannot be read, or a column in it has a type that does not fit.
     """
     import pyarrow as pa
 

@@ -94,11 +94,7 @@ class MelSpectrogram(Waveforms):
     frames_first: bool
 
     def check(self) -> None:
-        """Raise if options are unknown or do not fit; warn of bands without any frequency.
-
-        Raises:
-            ValueError: the message names the option.
-        """
+        """Raise if options are unknown or do not fit; warn of bands without any frequency."""
         for kind, choices in _CHOICES.items():
             if (value := getattr(self, kind)) not in choices:
                 raise unknown(kind, value, [str(choice) for choice in choices])

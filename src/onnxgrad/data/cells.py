@@ -57,11 +57,7 @@ class Cells(ColumnArrays):
     def side_by_side(self, nan: bool = False) -> np.ndarray:
         """Return columns of numbers side by side; a single one as it is.
 
-        Args:
-            nan: whether NaN is a value, such as a label that does not count.
-
-        Raises:
-            DataError: columns that differ in length, or cells that are missing or no numbers.
+        With `nan`, NaN is a value, such as a label that does not count.
         """
         counts = {name: len(array) for name, array in self.values.items()}
         if len(set(counts.values())) > 1:

@@ -66,9 +66,6 @@ def stack_columns(name: str, table: Any) -> np.ndarray:
     """Return the columns of `table` as one array, (rows, values).
 
     A column of lists gives as many values a row as the lists have elements.
-
-    Raises:
-        ValueError: columns have the same name, or do not hold numbers.
     """
     labels = _labels(table) or []
     if column_names(table):
@@ -105,14 +102,7 @@ def check_names(names: Sequence[str]) -> None:
 def same_columns(
     names: Sequence[str], fitted: Sequence[str], what: str, by_name: bool = False
 ) -> None:
-    """Raise if the columns of a table are not those of training.
-
-    Args:
-        names: the columns of the data.
-        fitted: the columns in training.
-        what: the subject of the message, such as the quoted name of the input.
-        by_name: whether they may be in another order.
-    """
+    """Raise if the columns of a table are not those of training; `by_name` allows any order."""
     fit = named("fit")
     missing = [n for n in fitted if n not in names]
     extra = [n for n in names if n not in fitted]
@@ -165,19 +155,11 @@ class Names:
     def by_input(
         self, names: Iterable[str], inputs: Sequence[str], arrays: Collection[str] = ()
     ) -> dict[str, list[str]]:
-        """Return the columns of a table that each input takes.
+        """Return the columns of a table that each input takes; `names` are those of no label.
 
         Each of several inputs takes the columns that it was trained on, or else the column of its
         name. A single input takes all columns, by name if it was trained on some; or the column of
-        its name, if that holds an array for each row.
-
-        Args:
-            names: the columns, without those of labels.
-            inputs: the names of the inputs.
-            arrays: the columns that hold arrays.
-
-        Raises:
-            ValueError: an input without a column, or columns that it was not trained on.
+        its name, if that is among `arrays`, which hold an array for each row.
         """
         rest, first = list(names), inputs[0]
         if not rest:
@@ -212,11 +194,7 @@ class Names:
 
 
 def read_names(proto: ModelProto) -> Names:
-    """Return the names of the columns that `proto` was trained on.
-
-    Raises:
-        ValueError: its metadata cannot be read.
-    """
+    """Return the names of the columns that `proto` was trained on."""
     entries = {e.key: e.value for e in proto.metadata_props}
     try:
         columns = json.loads(entries.get(COLUMNS, "{}"))

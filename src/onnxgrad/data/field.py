@@ -104,11 +104,7 @@ class Field:
         return values
 
     def of_cells(self, cells: Cells) -> np.ndarray:
-        """Return columns of a file as the array for the input; texts are left as they are.
-
-        Raises:
-            DataError: as `check`; the message names columns and rows of the file.
-        """
+        """Return columns of a file as the array for the input; texts are left as they are."""
         if self.dtype == object:
             return fit_shape(cells.texts(), self.shape, cells.title, reshape=True)
         array = cells.side_by_side(nan=bool(self.ignores_nan))
@@ -147,11 +143,7 @@ class Field:
         return table.cells(data.columns, title)
 
     def _exact(self, array: np.ndarray, axis: int | None) -> np.ndarray:
-        """Return `array` in the declared shape, up to the length of `axis` and a last axis of one.
-
-        Raises:
-            DataError: the shapes do not fit.
-        """
+        """Return `array` in the declared shape, up to the length of `axis` and a last one of 1."""
         if self.shape is None:
             return array
         shape = [None if isinstance(d, int) and d <= 0 else d for d in self.shape]
@@ -172,10 +164,7 @@ class Field:
     ) -> None:
         """Raise if the array of this input holds indices outside of a table.
 
-        Args:
-            arrays: of all inputs, by name.
-            axis: of the rows.
-            cells: the columns of a file that the array was made of, if any.
+        `arrays` are those of all inputs, `cells` the columns of a file that its array was made of.
         """
         for table in self.tables:
             array = arrays[self.name]

@@ -113,11 +113,7 @@ class ImageFolder(IndexedReader):
         self.rows: int = len(self.files)
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ImageFolder:
-        """Return the reader with the layout and channels of the only feature.
-
-        Raises:
-            ValueError: the model has several features, or its shape does not say the layout.
-        """
+        """Return the reader with the layout and channels of the only feature."""
         if len(shapes) != 1:
             raise ValueError(f"image_folder feeds one input, and the model has {list(shapes)}")
         ((name, shape),) = shapes.items()
@@ -179,11 +175,7 @@ def layout_of(
     channels: int | None,
     caller: str = "image_folder",
 ) -> tuple[str, int]:
-    """Return layout and channels by the declared shape of an input.
-
-    Raises:
-        ValueError: the shape does not say the layout; the message names the argument of `caller`.
-    """
+    """Return layout and channels by the declared shape of an input; errors name `caller`."""
     axes = {"NCHW": 1, "NHWC": 3}
     if shape is not None and len(shape) == 4:
         counts = [channels] if channels else [*_MODES]
@@ -209,11 +201,7 @@ def _pillow() -> Any:
 
 
 def _eight_bits(image: Any) -> Any:
-    """Return an image of 16 bits a value in 8 bits: Pillow would cut values above 255.
-
-    Raises:
-        ValueError: the values are of 32 bits, for which there is no largest one.
-    """
+    """Return an image of 16 bits a value in 8 bits: Pillow would cut values above 255."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         exif = image.getexif()
         image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -164,12 +164,7 @@ class _Padded:
 
 
 def _column(name: str, values: Any, axis: int | None, value: float | None) -> _Padded | np.ndarray:
-    """Return a list of arrays as rows to be padded, and anything else as an array.
-
-    Raises:
-        ValueError: arrays that differ in rank, or along another axis than the one that is padded;
-            labels that are floats, and no value for them.
-    """
+    """Return a list of arrays as rows to be padded, and anything else as an array."""
     if isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values)):
         return np.asarray(values)
     rows = list(values)

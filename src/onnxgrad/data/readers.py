@@ -75,13 +75,7 @@ class IndexedReader(Reader):
 
 
 class DiskArrays(IndexedReader):
-    """Arrays of which some are on disk (`numpy.memmap`): rows are read and checked by batch.
-
-    Args:
-        X: an array, or a dict of arrays by input.
-        y: labels, None if the dict has them.
-        sample_weight: sample weights or None.
-    """
+    """Arrays of which some are on disk (`numpy.memmap`): rows are read and checked by batch."""
 
     def __init__(self, X: Any, y: Any = None, sample_weight: Any = None) -> None:
         parts = [X] if y is None and sample_weight is None else [X, y, sample_weight]
@@ -124,9 +118,7 @@ def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
 class Batches(Reader):
     """An iterable of batches such as a torch DataLoader, or a function that returns one.
 
-    Args:
-        source: the iterable, iterated once per pass, or a function without arguments, called once
-            per pass.
+    The iterable is iterated, or the function called, once per pass.
     """
 
     shuffles = False

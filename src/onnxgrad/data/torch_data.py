@@ -61,11 +61,7 @@ def _copy(sample: Any) -> Any:
 
 
 def collate(samples: list[Any]) -> Any:
-    """Return samples, each (x, y), (x, y, weight) or a dict, as a batch of the same form.
-
-    Raises:
-        ValueError: the samples differ in form or shape.
-    """
+    """Return samples, each (x, y), (x, y, weight) or a dict, as a batch of the same form."""
     first = samples[0]
     if isinstance(first, Mapping):
         return {name: _stack(name, [sample[name] for sample in samples]) for name in first}

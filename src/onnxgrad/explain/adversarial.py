@@ -132,11 +132,7 @@ def _require_positive(**numbers: float) -> None:
 
 
 def masks_of(point: Point, mask: Any) -> Arrays:
-    """Return the mask of each value, of its shape.
-
-    Raises:
-        ValueError: it does not broadcast, or names other values.
-    """
+    """Return the mask of each value, of its shape."""
     if not isinstance(mask, Mapping):
         mask = dict.fromkeys(point.values, 1.0 if mask is None else mask)
     for name in mask:

@@ -234,11 +234,7 @@ def between(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
 
 
 def quadrature(method: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights and the points of a quadrature on [0, 1].
-
-    Raises:
-        ValueError: an unknown `method`, or too few steps.
-    """
+    """Return the weights and the points of a quadrature on [0, 1]."""
     methods = ("gausslegendre", *_SHIFTS)
     if method not in methods:
         raise unknown("method", method, methods)

@@ -149,11 +149,7 @@ class _LossesOfRows:
         self._dtype = graph.outputs[0].dtype or ir.DataType.FLOAT
 
     def state(self, checkpoint: Checkpoint) -> Arrays:
-        """Return the weights of a checkpoint.
-
-        Raises:
-            ValueError: it lacks one, or has one of another shape.
-        """
+        """Return the weights of a checkpoint."""
         if isinstance(checkpoint, Mapping):
             weights = {name: np.asarray(w) for name, w in checkpoint.items()}
         else:

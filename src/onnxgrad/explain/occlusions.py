@@ -88,13 +88,7 @@ def _mean_falls(
 
 
 def _windows_of(name: str, shape: Sequence[int], window: Any, strides: Any) -> list[_Window]:
-    """Return where each window of one value is: all rows, then a slice an axis.
-
-    The last ones may be shorter.
-
-    Raises:
-        ValueError: windows or strides that do not fit.
-    """
+    """Return where each window of one value is: all rows, then a slice an axis."""
     lengths = _lengths("window", window, name, shape)
     steps = _lengths("strides", 1 if strides is None else strides, name, shape)
     slices = []

@@ -25,11 +25,7 @@ def smooth_values(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
 
 
 def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value) -> None:
-    """Raise unless `y` depends differentiably on every value of `wrt`.
-
-    Raises:
-        ValueError: it does not; the message names the nodes that end the paths, and why.
-    """
+    """Raise unless `y` depends differentiably on every value of `wrt`, and say what ends paths."""
     for x in wrt:
         values = smooth_values(graph, [x])
         if y in values:

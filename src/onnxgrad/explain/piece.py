@@ -32,17 +32,8 @@ _Backward = tuple[ort.InferenceSession, dict[str, str], str]
 class Piece:
     """The model that computes `outputs` from `cut` and from the inputs that it needs besides.
 
-    Args:
-        proto: the whole model.
-        outputs: names of values.
-        cut: names of values that become inputs; what computes them is not run.
-        device: where its sessions run.
-        batch_size: how many rows run at once.
-        stated: whether the user has said where the rows are.
-
-    Attributes:
-        outputs: as the argument.
-        inputs: names of the inputs that it reads.
+    What computes the values of `cut` is not run. `batch_size` rows run at once; `stated` says that
+    the user has said where the rows are. `inputs` are the names of the inputs that it reads.
     """
 
     def __init__(
@@ -80,13 +71,8 @@ class Piece:
     def run(self, feed: Mapping[str, np.ndarray], rowed: Collection[str]) -> list[np.ndarray]:
         """Return the outputs of all rows.
 
-        Args:
-            feed: the inputs; more are ignored.
-            rowed: names of the inputs whose first axis is the rows; the others are the same for
-                each row.
-
-        Raises:
-            ValueError: an output does not have the rows of the inputs, or see `at_once`.
+        `rowed` are the names of the inputs of `feed` whose first axis is the rows; the others are
+        the same for each row.
         """
         parts = []
         for rows, part in self._chunks(feed, rowed):
@@ -228,11 +214,7 @@ def run_needed(
 
 
 def checked_device(proto: ModelProto, device: Any, batch_size: int, what: str) -> Device:
-    """Return the device called `device`, on which rows of `proto` can be explained one by one.
-
-    Raises:
-        ValueError: nodes in training mode, by which `what` depends on other rows; no rows.
-    """
+    """Return the device called `device`, on which rows of `proto` can be explained one by one."""
     if training := has_training_nodes(proto):
         raise ValueError(
             f"nodes in training mode: {', '.join(map(printable, training[:3]))}; {what} would "

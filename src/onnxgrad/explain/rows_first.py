@@ -14,11 +14,7 @@ from onnxgrad.model.convert import to_ir, to_proto
 
 
 def move_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:
-    """Return a model whose inputs and outputs in `axes` have the axis of the rows first.
-
-    Raises:
-        ValueError: an unknown name, a value of unknown rank, or an axis that it does not have.
-    """
+    """Return a model whose inputs and outputs in `axes` have the axis of the rows first."""
     moved = {name: axis for name, axis in axes.items() if axis != 0}
     if not moved:
         return proto

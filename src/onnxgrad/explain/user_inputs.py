@@ -23,17 +23,9 @@ def checked_feed(
     needed: Iterable[str],
     unused: Collection[str] = (),
 ) -> Arrays:
-    """Return the inputs as arrays of the dtypes of the model.
+    """Return the `needed` inputs as arrays of the dtypes of the model, whose inputs are `graph`.
 
-    Args:
-        inputs: the array of the only input, or `{name: array}`.
-        graph: the inputs of the model.
-        needed: names of those that are used.
-        unused: names of more inputs of the whole model, which may be there.
-
-    Raises:
-        ValueError: an unknown or missing input.
-        TypeError: a dtype that the input cannot hold.
+    `unused` are names of more inputs of the whole model, which may be there.
     """
     known, values = {str(x.name): x for x in graph}, inputs
     if not isinstance(inputs, Mapping):
@@ -55,10 +47,6 @@ def rows_of(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
     """Return the number of rows, and the names of the inputs whose first axis is the rows.
 
     It is that of the first input whose first axis is symbolic, or else of the first one.
-
-    Raises:
-        ValueError: no input has an axis, or no rows, or inputs whose first axes have the same
-            symbol differ in length.
     """
     shapes = {str(x.name): dims(x) for x in graph}
     firsts = {n: (shapes[n] or (None,))[0] for n, x in feed.items() if x.ndim}

@@ -20,13 +20,9 @@ class _UnknownShape(Exception):
 
 @dataclass
 class Work:
-    """Counts multiply-adds, and collects what could not be counted.
+    """Counts multiply-adds, and collects what could not be counted."""
 
-    Args:
-        parameters: the values that are weights; one that is added counts as a bias.
-    """
-
-    parameters: Collection[ir.Value]
+    parameters: Collection[ir.Value]  # weights; one that is added counts as a bias
     uncounted: dict[str, None] = field(default_factory=dict)  # sentences, in order
 
     def of(self, node: ir.Node) -> int:

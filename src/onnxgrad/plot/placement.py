@@ -25,12 +25,7 @@ class Box:
 
 
 class Placed:
-    """The boxes of items, groups and bends.
-
-    Args:
-        layered: the graph in rows.
-        folded: ids of groups that are drawn as one box.
-    """
+    """The boxes of items, groups and bends; `folded` groups are drawn as one box."""
 
     def __init__(self, layered: Layered, folded: Collection[int]) -> None:
         self.layered, self.folded = layered, folded

@@ -84,11 +84,7 @@ class Arrow:
 
 
 class Scene:
-    """The items, groups and arrows of a model.
-
-    Args:
-        model: a model; or a `Partition`, of which the joint graph is shown.
-    """
+    """The items, groups and arrows of a model; of a `Partition`, those of its joint graph."""
 
     def __init__(self, model: ModelLike | Partition) -> None:
         self.items: list[Item] = []

@@ -49,11 +49,7 @@ def histograms(weights: Arrays) -> dict[str, dict[str, Any]]:
 
 
 def thin(records: list[Any], stride: int) -> int:
-    """Remove every second record if there are too many, the last one excepted.
-
-    Returns:
-        The stride from now on: that of before, or twice as many.
-    """
+    """Remove every second record, except the last, if they are too many; return the new stride."""
     if len(records) <= MOST:
         return stride
     del records[-2::-2]

@@ -92,26 +92,15 @@ class _Numbers:
 
 @dataclass
 class Examination:
-    """The predictions of a trained model for validation data, or for those that it trained on.
-
-    Args:
-        trainer: the trainer, whose `fit` has ended or is about to.
-        seconds: how long to compute losses of single rows.
-        numbers: of the rows, where they are not their positions.
-        first: the number of the first row.
-    """
+    """The predictions of a trained model for validation data, or for those that it trained on."""
 
     trainer: Any
-    seconds: float
-    numbers: np.ndarray | None = None
-    first: int = 0
+    seconds: float  # for losses of single rows
+    numbers: np.ndarray | None = None  # of the rows, where they are not their positions
+    first: int = 0  # the number of the first row
 
     def run(self) -> dict[str, Any]:
-        """Return what is found, as values for JSON.
-
-        Raises:
-            ValueError: there are no data to examine, or they do not fit.
-        """
+        """Return what is found, as values for JSON."""
         call = self.trainer.setup
         if call.sharing is not None:
             raise ValueError("several processes trained the model, and each has some of the rows")

@@ -128,10 +128,7 @@ class _Passes:
 class Graph:
     """A function of tensors that PyTorch can differentiate, any number of times.
 
-    Args:
-        proto: model in the working dialect, all its weights among the inputs.
-        device: the device that it runs on.
-        recompute: as for `partition`.
+    `proto` is in the working dialect, with all its weights among the inputs.
     """
 
     def __init__(self, proto: ModelProto, device: torch.device, recompute: str) -> None:
@@ -146,12 +143,7 @@ class Graph:
         self._gradients: dict[tuple[str, ...], Graph] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Return the outputs, which are differentiable if gradients are enabled.
-
-        Raises:
-            NoGradientRule: an input requires a gradient, and an operator has no rule.
-            RuntimeError: onnxruntime has no kernel for an operator in this dtype.
-        """
+        """Return the outputs, which are differentiable if gradients are enabled."""
         threads = self._threads(tensors)
         if torch.is_grad_enabled():
             return _Function.apply(self, threads, *tensors)
@@ -173,11 +165,7 @@ class Graph:
         return _once(self._passes, (needed, threads), lambda: self._build(needed, threads))
 
     def gradient(self, names: list[str]) -> Graph:
-        """Return the graph of the gradient; its inputs are those of the graph, then cotangents.
-
-        Raises:
-            RuntimeError: the graph contains random nodes, and would draw different numbers.
-        """
+        """Return the graph of the gradient; its inputs are those of the graph, then cotangents."""
 
         def build() -> Graph:
             if (node := _random(self.proto)) is not None:
