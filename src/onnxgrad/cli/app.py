@@ -1,4 +1,4 @@
-"""The command line: each command imports what is slow to import when it runs."""
+"""The command line: the options and the help of each command, and the function that it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from onnxgrad import __version__
-from onnxgrad.cli.command import EXIT_CODES, register, stop
+from onnxgrad.cli.command import EXIT_CODES, register
 from onnxgrad.cli.command_options import (
     CheckOptions,
     EvalOptions,
@@ -45,6 +45,7 @@ def _main(
 
 @register(
     app,
+    "onnxgrad.cli.train:train",
     "onnxgrad train model.onnx houses.csv --target price --loss squared_error",
     "onnxgrad train vision.onnx photos/ --head cat,dog,bird --loss cross_entropy --lr 3e-4 "
     "--schedule cosine --warmup 0.1 --early-stopping 3",
@@ -62,13 +63,11 @@ def train(options: TrainOptions) -> None:
     columns: data for it are then taken by name. Ctrl-C, SIGTERM and SIGHUP stop early and write
     what was trained so far.
     """
-    from onnxgrad.cli.train import run
-
-    run(options, stop)
 
 
 @register(
     app,
+    "onnxgrad.cli.evaluate:evaluate",
     "onnxgrad eval trained.onnx test.csv --target price --loss squared_error --metrics mae,r2",
     "onnxgrad eval trained.onnx - --loss cross_entropy --json < test.csv",
 )
@@ -77,13 +76,11 @@ def eval_(options: EvalOptions) -> None:
 
     Columns are inputs and labels as in `onnxgrad train`.
     """
-    from onnxgrad.cli.evaluate import evaluate
-
-    evaluate(options)
 
 
 @register(
     app,
+    "onnxgrad.cli.predict:predict",
     "onnxgrad predict trained.onnx new.csv -o predictions.csv",
     "cat new.csv | onnxgrad predict trained.onnx - --outputs label > labels.csv",
 )
@@ -93,41 +90,35 @@ def predict(options: PredictOptions) -> None:
     An output of several numbers a row gives as many columns, and maps from labels to probabilities
     one for each label. An .npz file has one array for each output.
     """
-    from onnxgrad.cli.predict import predict as run
-
-    run(options)
-
-
-@register(app, "onnxgrad trainable model.onnx --train 'layer4.*' --freeze '*bias'")
-def trainable(options: TrainableOptions) -> None:
-    """List the float constants of MODEL, which of them train, and why."""
-    from onnxgrad.cli.inspect import trainable as run
-
-    run(options)
 
 
 @register(
     app,
+    "onnxgrad.cli.inspect:trainable",
+    "onnxgrad trainable model.onnx --train 'layer4.*' --freeze '*bias'",
+)
+def trainable(options: TrainableOptions) -> None:
+    """List the float constants of MODEL, which of them train, and why."""
+
+
+@register(
+    app,
+    "onnxgrad.cli.transform:grad",
     "onnxgrad grad model.onnx -o gradient.onnx --inputs x",
     "onnxgrad grad model.onnx --family f.onnx --dtype float64",
 )
 def grad(options: GradOptions) -> None:
     """Write the model that computes the gradient of MODEL, or a family of derivatives."""
-    from onnxgrad.cli.transform import grad as run
-
-    run(options)
 
 
-@register(app, "onnxgrad check model.onnx --order 2")
+@register(app, "onnxgrad.cli.inspect:check", "onnxgrad check model.onnx --order 2")
 def check(options: CheckOptions) -> None:
     """Compare the gradient of MODEL with central differences; exit with 1 if it differs."""
-    from onnxgrad.cli.inspect import check as run
-
-    run(options)
 
 
 @register(
     app,
+    "onnxgrad.cli.transform:merge",
     "onnxgrad merge adapted.onnx -o plain.onnx",
     "onnxgrad merge artifacts/ --checkpoint from_device.safetensors -o trained.onnx",
 )
@@ -137,13 +128,11 @@ def merge(options: MergeOptions) -> None:
     Of a file, these are its LoRA adapters. Of a folder that generate_artifacts wrote, they are the
     weights and running statistics of a checkpoint, which a device may have written.
     """
-    from onnxgrad.cli.transform import merge as run
-
-    run(options)
 
 
 @register(
     app,
+    "onnxgrad.cli.report_page:report",
     "onnxgrad train model.onnx rows.csv --target y --loss l2 --record runs/a",
     "onnxgrad report runs/a",
 )
@@ -153,14 +142,8 @@ def report(options: ReportOptions) -> None:
     It shows curves, norms of gradients and updates, histograms of the weights, wrong predictions,
     the time of each operator, the model and the machine; and says what was not recorded.
     """
-    from onnxgrad.cli.report_page import report as run
-
-    run(options)
 
 
-@register(app, "onnxgrad show model.onnx --grad")
+@register(app, "onnxgrad.cli.inspect:show", "onnxgrad show model.onnx --grad")
 def show(options: ShowOptions) -> None:
     """Print MODEL as text, nodes indented by their depth."""
-    from onnxgrad.cli.inspect import show as run
-
-    run(options)

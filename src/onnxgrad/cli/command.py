@@ -42,15 +42,15 @@ class Common:
     debug: bool = option("Show the traceback of an error.", False)
 
 
-def register(app: typer.Typer, *examples: str) -> Callable[[Callable[[Any], None]], Any]:
-    """Register a function of a dataclass of options as a command of its name.
+def register(app: typer.Typer, runs: str, *examples: str) -> Callable[[Callable[[Any], None]], Any]:
+    """Register a command with the name, the type of options and the help of a function.
 
-    `examples` are lines at the end of its help.
+    It calls `runs`, "module:function", which is imported then; `examples` end its help.
     """
     epilog = "\n\n".join([*(["Examples:"] if examples else []), *examples, EXIT_CODES])
 
     def add(function: Callable[[Any], None]) -> Any:
-        command = takes_options(function)
+        command = takes_options(function, runs)
         guarded = _guard(command, function.__name__)
         # typer keeps the line breaks of a docstring, whatever the width of the terminal
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")

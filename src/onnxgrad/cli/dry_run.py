@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +14,12 @@ from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare
 from onnxgrad.cli.targets import first_names
 from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, Control
 
 _STEPS = 4  # the first one is not timed: the runtime allocates memory in it
+_MEASURED = "the measured peak of this process, with its libraries and data"
+_ESTIMATE = "an estimate: weights, slots and data, without activations"  # on Windows
 
 
 class Probe(Callback):
@@ -83,7 +85,7 @@ def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, An
     evaluation = probe.evaluations[-1] if probe.evaluations else 0.0
     seconds = None if batches is None else options.epochs * (batches * step + evaluation)
     weights = state.weights
-    memory, how = _peak()
+    memory = peak_memory()
     parts = {"weights": _nbytes(weights), "slots": probe.slots, "data": _nbytes(data_of(job))}
     return {
         "trained": {name: list(array.shape) for name, array in weights.items()},
@@ -97,7 +99,7 @@ def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, An
         "seconds_per_evaluation": evaluation,
         "seconds": seconds,
         "memory_bytes": memory or sum(parts.values()),
-        "memory_is": how,
+        "memory_is": _MEASURED if memory else _ESTIMATE,
         **{f"{name}_bytes": size for name, size in parts.items()},
         "remarks": [*job.task.notes, *job.task.remarks],
     }
@@ -107,17 +109,6 @@ def data_of(job: Job) -> list[Any]:
     """Return the arrays of the data, as far as they are in memory."""
     parts = [part.data for part in (job.training, job.validation) if part is not None]
     return [x for part in parts for x in (part.X, part.y, part.sample_weight)]
-
-
-def _peak() -> tuple[int, str]:
-    """Return the peak memory of this process in bytes and what it is; 0 where it is unknown."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0, "an estimate: weights, slots and data, without activations"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    scale = 1 if sys.platform == "darwin" else 1024
-    return peak * scale, "the measured peak of this process, with its libraries and data"
 
 
 def _show(measured: dict[str, Any], console: Console) -> None:

@@ -1,13 +1,14 @@
 """Options of a command: a dataclass gives its signature, its help, and the keys of a TOML file.
 
-A command is a function of one argument, an instance of the dataclass. Each field has its help, its
-panel and its bounds in the metadata, once for the command line and for TOML.
+A command calls a function of one argument, an instance of the dataclass. Each field has its help,
+its panel and its bounds in the metadata, once for the command line and for TOML.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -16,8 +17,8 @@ from onnxgrad.cli import config
 from onnxgrad.cli.options import Described
 
 
-def takes_options(function: Callable[[Any], None]) -> Callable[..., None]:
-    """Return a function with the signature that `typer` reads, which calls `function(options)`."""
+def takes_options(function: Callable[[Any], None], runs: str) -> Callable[..., None]:
+    """Return a function with the signature that `typer` reads, which calls `runs` with options."""
     hints = get_type_hints(function)
     hints.pop("return", None)
     (kind,) = hints.values()
@@ -33,7 +34,7 @@ def takes_options(function: Callable[[Any], None]) -> Callable[..., None]:
             if not getattr(options, name):
                 more = f", or as {name} = ... in the file of --config" if "config" in values else ""
                 raise ValueError(f"{name.upper()} is missing: pass it as an argument{more}")
-        function(options)
+        resolve_name(runs)(options)
 
     parameters = [inspect.Parameter("context", _BY_NAME, annotation=typer.Context)]
     parameters += [_parameter(each) for each in described.values()]

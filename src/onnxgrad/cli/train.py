@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from onnx import ModelProto
 
-from onnxgrad.cli.command import FAILED
+from onnxgrad.cli.command import FAILED, stop
 from onnxgrad.cli.console import complain, note, print_json, results
 from onnxgrad.cli.job import Job, prepare
 from onnxgrad.cli.model_files import (
@@ -24,7 +24,7 @@ from onnxgrad.cli.model_files import (
 from onnxgrad.cli.report import Report, epochs
 from onnxgrad.cli.report_page import check_record, describe, recorder
 from onnxgrad.cli.rescue import Keeper
-from onnxgrad.cli.signals import Stopped, StopRequests
+from onnxgrad.cli.signals import Stopped
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
 from onnxgrad.errors import ConvergenceError
@@ -43,13 +43,12 @@ from onnxgrad.training.trainer import Trainer
 class Outcome:
     """How training ended."""
 
-    seconds: float
     reason: str = ""  # why it ended early
     kept: str = ""  # which weights are kept then
     code: int = 0  # the exit code
 
 
-def run(options: TrainOptions, stop: StopRequests) -> None:
+def train(options: TrainOptions) -> None:
     """Train a model on data, write the result, and report."""
     if options.dry_run:
         from onnxgrad.cli.dry_run import dry_run
@@ -68,7 +67,9 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
     describe(job)
     for text in job.task.notes if first else ():
         note(text)
-    outcome = _fit(job, options, watch, stop)
+    began = time.perf_counter()
+    outcome = _fit(job, options, watch)
+    seconds = time.perf_counter() - began
     if not first:
         if outcome.reason:
             complain(outcome.reason)
@@ -76,15 +77,14 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
             raise typer.Exit(outcome.code)
         return
     trained = job.trained_model()
-    files = _write(job.trainer, trained, options, stop)
-    stopped = stop.request is not None
-    report = Report(job, options, outcome.seconds, watch.rows, files, stopped)
+    files = _write(job.trainer, trained, options)
+    report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
     if options.json:
         print_json(report.as_json(outcome.reason))
     else:
         report.show(results(output=options.output))
     expected = _files(options) if report.losses else _files(options)[:1]
-    _exit(outcome, options, stop, files, expected)
+    _exit(outcome, files, expected)
 
 
 # -- before training --------------------------------------------------------------------------
@@ -149,36 +149,29 @@ def _callbacks(options: TrainOptions) -> list[Callback]:
 # -- training ---------------------------------------------------------------------------------
 
 
-def _fit(job: Job, options: TrainOptions, watch: Watch, stop: StopRequests) -> Outcome:
+def _fit(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
     """Train; an error or a signal after the first steps does not lose them."""
-    began = time.perf_counter()
-
-    def outcome(reason: object = "", kept: str = "", code: int = 0) -> Outcome:
-        return Outcome(time.perf_counter() - began, str(reason), kept, code)
-
     try:
         job.fit(options, options.epochs, options.checkpoint if options.resume else None)
     except Stopped as e:
         if not watch.rows:
             raise
-        return outcome(e, "what was trained so far", e.code)
+        return Outcome(str(e), "what was trained so far", e.code)
     except ConvergenceError as e:
-        return outcome(e, "the state before that", FAILED)
+        return Outcome(str(e), "the state before that", FAILED)
     except Exception as e:
         if not watch.rows:
             raise
-        return outcome(e, "what was trained so far", FAILED)
+        return Outcome(str(e), "what was trained so far", FAILED)
     finally:
         stop.hold()
-    return outcome()
+    return Outcome()
 
 
 # -- after training ---------------------------------------------------------------------------
 
 
-def _write(
-    trainer: Trainer, trained: ModelProto, options: TrainOptions, stop: StopRequests
-) -> list[Path]:
+def _write(trainer: Trainer, trained: ModelProto, options: TrainOptions) -> list[Path]:
     """Write the trained model and the curves of its losses; return the files written."""
     if options.output == STDOUT:
         write_model(trained, options.output)
@@ -204,13 +197,7 @@ def _write(
     return [model_path, curves]
 
 
-def _exit(
-    outcome: Outcome,
-    options: TrainOptions,
-    stop: StopRequests,
-    files: list[Path],
-    expected: list[Path],
-) -> None:
+def _exit(outcome: Outcome, files: list[Path], expected: list[Path]) -> None:
     """Say why training ended early; exit with a code if it did, or if a file is missing."""
     reason, kept, code = outcome.reason, outcome.kept, outcome.code
     if not reason and stop.request:  # the signal came after the last slice of batches

@@ -145,14 +145,11 @@ class ArrowReader(Reader):
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
             raise ValueError("the dataset has no rows")
-        self._row_bytes = max(1, self._sampled_bytes() // min(self.rows, _SAMPLED))
+        with closing(self._decode(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
+            sampled = sum(array.nbytes for array in next(parts).values())
+        self._row_bytes = max(1, sampled // min(self.rows, _SAMPLED))
         default = min(_BUFFER_ROWS, _BUFFER_BYTES // self._row_bytes)
         self._shuffle_rows = shuffle_rows or max(1, default)
-
-    def _sampled_bytes(self) -> int:
-        """Return the bytes of the first rows."""
-        with closing(self._decode(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
-            return sum(array.nbytes for array in next(parts).values())
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of one pass; blocks of rows that are left out are not decoded.

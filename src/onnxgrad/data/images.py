@@ -269,22 +269,16 @@ class CenterCrop:
 
 
 @dataclass(frozen=True)
-class RandomCrop:
-    """See `random_crop`."""
-
-    size: tuple[int, int]
+class RandomCrop(CenterCrop):
+    """See `random_crop`; models get the part in the middle, as evaluations do."""
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
         """Return a part that `rng` draws, without it the one in the middle."""
         if rng is None:
-            return CenterCrop(self.size)(image, None)
+            return super().__call__(image, None)
         image, rows, columns = _room(image, self.size)
         top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
         return _crop(image, self.size, top, left)
-
-    def write(self, op: Any, x: Any) -> Any:
-        """Write the part in the middle, as in evaluations."""
-        return CenterCrop(self.size).write(op, x)
 
 
 @dataclass(frozen=True)

@@ -125,18 +125,17 @@ class Streamed(Reader):
         return {"kind": full_name(self.dataset)}
 
 
-class _Columns:
+class _HuggingFace(Reader):
     """The columns of a dataset of Hugging Face as X, y and weights."""
 
-    def __init__(
-        self, names: list[str] | None, targets: list[str] | None, weights: list[str] | None
-    ) -> None:
-        self.targets, self.weights = targets, weights
+    def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
+        self.dataset, self.targets, self.weights = dataset, targets, weights
+        names = dataset.column_names
         for name in (*(targets or ()), *(weights or ())):
             if names is not None and name not in names:
                 raise unknown("column", name, names)
 
-    def parts(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _parts(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the tables of a batch."""
         arrays = {name: _column(name, values) for name, values in batch.items()}
         targets, weights = self.targets, self.weights
@@ -156,16 +155,16 @@ def _column(name: str, values: Any) -> np.ndarray:
     return array
 
 
-class HuggingFaceRows(IndexedReader):
+class HuggingFaceRows(_HuggingFace, IndexedReader):
     """A `datasets.Dataset`: rows in Arrow files, by number."""
 
     def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
-        self.dataset, self.rows = dataset.with_format("numpy"), len(dataset)
-        self._columns = _Columns(dataset.column_names, targets, weights)
+        super().__init__(dataset.with_format("numpy"), targets, weights)
+        self.rows = len(dataset)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, ...]:
         """Return the columns of the rows."""
-        return self._columns.parts(self.dataset[indices.tolist()])
+        return self._parts(self.dataset[indices.tolist()])
 
     def describe(self) -> dict[str, Any]:
         """Return the columns, and the fingerprint that `datasets` computes."""
@@ -174,12 +173,8 @@ class HuggingFaceRows(IndexedReader):
         return {"kind": "datasets", "rows": self.rows, "columns": columns, "digest": fingerprint}
 
 
-class HuggingFaceStream(Reader):
+class HuggingFaceStream(_HuggingFace):
     """A `datasets.IterableDataset`, shuffled by its files and a buffer of 1000 rows."""
-
-    def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
-        self.dataset = dataset
-        self._columns = _Columns(dataset.column_names, targets, weights)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of one pass; those that are left out are read and discarded."""
@@ -187,7 +182,7 @@ class HuggingFaceStream(Reader):
         if seed is not None:
             dataset = dataset.shuffle(seed=seed % (1 << 32), buffer_size=_BUFFER_ROWS)
         for batch in islice(dataset.with_format("numpy").iter(size), skip, None):
-            yield self._columns.parts(batch)
+            yield self._parts(batch)
 
     def describe(self) -> dict[str, Any]:
         """Return the columns."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
@@ -35,7 +35,14 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
                 f"{y.name!r} does not depend on {x.name!r}: its attributions would all be zero; "
                 "leave it out of `wrt`"
             )
-        ends = [node_with_reason(node) for node in graph if _ends(node, values, nodes_behind([y]))]
+        behind = nodes_behind([y])
+        ends = [
+            node_with_reason(node)
+            for node in graph
+            if node in behind
+            and not values.isdisjoint(reads(node))
+            and values.isdisjoint(node.outputs)
+        ]
         raise ValueError(
             f"no differentiable path from {x.name!r} to {y.name!r}: every attribution would be "
             f"zero. What ends the paths: {'; '.join(ends[:_SHOWN])}. Name as `output` a value in "
@@ -48,9 +55,3 @@ def node_with_reason(node: ir.Node) -> str:
     """Return a node for messages, with the reason if it has no gradient."""
     reason = operator_of(node).no_gradient
     return node_text(node) + (f", {reason}" if reason else "")
-
-
-def _ends(node: ir.Node, values: Collection[ir.Value], behind: Collection[ir.Node]) -> bool:
-    """Return whether a path to the score ends in `node`."""
-    enters = any(x in values for x in reads(node))
-    return node in behind and enters and not any(y in values for y in node.outputs)

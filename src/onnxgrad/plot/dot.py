@@ -10,7 +10,6 @@ from itertools import count
 from math import prod
 
 from onnx import (
-    FunctionProto,
     GraphProto,
     NodeProto,
     TensorProto,
@@ -113,7 +112,11 @@ class Drawing:
         self._counts: Counter[str] = Counter()
         self.frame, _ = self._graph("", proto.graph, ChainMap())
         for function in proto.functions:
-            self.frame.inner.append(self._function(function))
+            frame = Frame(f"{function.domain}.{function.name}")
+            inputs = {name: [name] for name in function.input}
+            outputs = [(name, [name]) for name in function.output]
+            self._body(frame, inputs, {}, function.node, outputs, ChainMap())
+            self.frame.inner.append(frame)
 
     def _graph(
         self, title: str, graph: GraphProto, scope: ChainMap[str, str]
@@ -127,12 +130,6 @@ class Drawing:
             inputs[name] = constants.pop(name)
         outputs = [(y.name, [y.name, *_type(y)]) for y in graph.output]
         return self._body(Frame(title), inputs, constants, graph.node, outputs, scope)
-
-    def _function(self, function: FunctionProto) -> Frame:
-        frame = Frame(f"{function.domain}.{function.name}")
-        inputs = {name: [name] for name in function.input}
-        outputs = [(name, [name]) for name in function.output]
-        return self._body(frame, inputs, {}, function.node, outputs, ChainMap())[0]
 
     def _body(
         self,

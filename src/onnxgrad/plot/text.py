@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import prod
 
@@ -13,6 +13,7 @@ from onnx import (
     ModelProto,
     NodeProto,
     TensorProto,
+    ValueInfoProto,
     numpy_helper,
 )
 
@@ -98,7 +99,8 @@ def onnx_text_plot_io(model: ModelLike) -> str:
     """
     proto = read(model)
     constants = [_tensor(t) for t in proto.graph.initializer]
-    lines = [*_opsets(proto), *_inputs(proto.graph), *constants, *_outputs(proto.graph)]
+    inputs, outputs = _values("input", proto.graph.input), _values("output", proto.graph.output)
+    lines = [*_opsets(proto), *inputs, *constants, *outputs]
     return "\n".join(map(printable, lines))
 
 
@@ -106,27 +108,17 @@ def _opsets(proto: ModelProto) -> list[str]:
     return [f"opset: domain={o.domain!r} version={o.version}" for o in proto.opset_import]
 
 
-def _inputs(graph: GraphProto) -> list[str]:
-    return [f"input: {_value(v)}" for v in graph.input]
-
-
-def _outputs(graph: GraphProto) -> list[str]:
-    return [f"output: {_value(v)}" for v in graph.output]
-
-
 def _graph(
     graph: GraphProto, indent: bool, margin: str = "", depth: int | None = None
 ) -> Iterator[str]:
-    for line in _inputs(graph):
-        yield margin + line
+    yield from _values(f"{margin}input", graph.input)
     for tensor in graph.initializer:
         line = margin + _tensor(tensor)
         if prod(tensor.dims) <= parts.MOST_ELEMENTS:
             line += " -- " + " ".join(repr(numpy_helper.to_array(tensor).ravel()).split())
         yield line
     yield from _nodes(graph.node, indent, margin) if depth is None else _modules(graph, depth)
-    for line in _outputs(graph):
-        yield margin + line
+    yield from _values(f"{margin}output", graph.output)
 
 
 def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
@@ -184,9 +176,10 @@ def _tensor(tensor: TensorProto) -> str:
     return f"init: name={tensor.name!r} {parts.tensor_text(tensor.data_type, tensor.dims)}"
 
 
-def _value(value) -> str:
-    kind = value.type.WhichOneof("value")
-    if kind not in (None, "tensor_type"):
-        return f"name={value.name!r} type={kind.removesuffix('_type')}"
-    tensor = value.type.tensor_type
-    return f"name={value.name!r} {parts.tensor_text(tensor.elem_type, parts.stated_shape(tensor))}"
+def _values(what: str, values: Iterable[ValueInfoProto]) -> Iterator[str]:
+    for value in values:
+        kind, tensor = value.type.WhichOneof("value"), value.type.tensor_type
+        text = parts.tensor_text(tensor.elem_type, parts.stated_shape(tensor))
+        if kind not in (None, "tensor_type"):
+            text = f"type={kind.removesuffix('_type')}"
+        yield f"{what}: name={value.name!r} {text}"

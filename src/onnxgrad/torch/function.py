@@ -33,23 +33,9 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, work
 
 V = TypeVar("V")
-DTYPES = {
-    ir.DataType[name]: dtype
-    for name, dtype in {
-        "FLOAT": torch.float32,
-        "DOUBLE": torch.float64,
-        "FLOAT16": torch.float16,
-        "BFLOAT16": torch.bfloat16,
-        "INT8": torch.int8,
-        "INT16": torch.int16,
-        "INT32": torch.int32,
-        "INT64": torch.int64,
-        "UINT8": torch.uint8,
-        "UINT16": torch.uint16,
-        "UINT32": torch.uint32,
-        "UINT64": torch.uint64,
-        "BOOL": torch.bool,
-    }.items()
+_KINDS = "FLOAT DOUBLE FLOAT16 BFLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL"
+DTYPES: dict[ir.DataType, torch.dtype] = {  # PyTorch's names are those of numpy
+    kind: getattr(torch, kind.numpy().name) for kind in (ir.DataType[n] for n in _KINDS.split())
 }
 # multiply-adds of a forward pass per thread; fewer threads pay than in a training loop that
 # onnxruntime runs, as its threads sleep while PyTorch computes
