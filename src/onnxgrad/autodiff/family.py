@@ -80,7 +80,11 @@ def derivative_family(
     """
     files = family_paths("f.onnx" if path is None else path)
     with garbage_kept():
-        origin = _in_dtype(read(model), dtype)
+        origin = read(model)
+        if dtype is not None:
+            if dtype not in _DTYPES:
+                raise unknown("dtype", dtype, _DTYPES)
+            origin = in_precision(origin, _DTYPES[dtype])
         first = Sheet(origin, weights, inputs, outputs)
         _check(first)
         family = dict(zip(files, _models(first, origin, outputs), strict=True))
@@ -117,14 +121,6 @@ def family_paths(path: str | os.PathLike) -> dict[str, Path]:
         raise ValueError(f"{str(path)!r} does not end in .onnx, as files of a family do")
     names = [prefix + first.stem for prefix in ("", "fwd_", "adj_", "fwd_adj_")]
     return {name: first.with_name(f"{name}.onnx") for name in names}
-
-
-def _in_dtype(proto: ModelProto, dtype: str | None) -> ModelProto:
-    if dtype is None:
-        return proto
-    if dtype not in _DTYPES:
-        raise unknown("dtype", dtype, _DTYPES)
-    return in_precision(proto, _DTYPES[dtype])
 
 
 def _check(sheet: Sheet) -> None:

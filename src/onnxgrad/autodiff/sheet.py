@@ -226,7 +226,11 @@ class Sheet:
         index = ir.Value(name=op.name("index"), type=kind, shape=ir.Shape([]))
         with op:
             written = write(index)
-            results = {x: _flat(op, v) if rank(x) is None else v for x, v in written.items()}
+            results = dict(written)
+            for x in results:
+                if rank(x) is None:  # a Scan stacks only values of known rank
+                    results[x] = op.Reshape(written[x], [-1])
+                    results[x].shape = ir.Shape([None])
             nodes = nodes_after(self.graph, [index])
             self.graph.remove(nodes)
             body = ir.Graph([index], [], nodes=nodes, name=op.name("body"))
@@ -268,13 +272,6 @@ class Sheet:
         return numbers
 
 
-def _flat(op: Emit, v: ir.Value) -> ir.Value:
-    """Return `v` flattened to one axis: a Scan stacks only values of known rank."""
-    flat = op.Reshape(v, [-1])
-    flat.shape = ir.Shape([None])
-    return flat
-
-
 def _first_axis_to(op: Emit, v: ir.Value, axis: int) -> ir.Value:
     """Return `v` with its first axis moved to `axis`.
 
@@ -291,9 +288,6 @@ def _consumers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
     """Return the nodes that read only the shape of `value` or of a value computed from it.
 
     The second result says whether subgraphs read one of these values.
-
-    Raises:
-        NoGradientRule: an output of `graph` depends on the elements of `value`.
     """
     seen, queue, in_subgraph = {value}, [value], False
     shape_nodes: list[ir.Node] = []

@@ -47,8 +47,9 @@ class Device:
         kind, index = parts.groups() if parts else ("", None)
         kind, number = kind.lower().replace("gpu", "cuda"), int(index or 0)
         if not kind or (kind == "cpu" and number):
+            quoted = repr(str(device)) if _is_name(device) else repr(device)
             raise ProviderError(
-                f"device {_quoted(device)}: the installed onnxruntime offers "
+                f"device {quoted}: the installed onnxruntime offers "
                 f"{ort.get_available_providers()}; {VALID}"
             )
         return Device(kind, number, str(device))
@@ -153,7 +154,12 @@ def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[
     if isinstance(providers, Device) or _is_name(providers):
         if options is not None:
             raise ValueError("provider_options go with a list of providers, not with a device")
-        chosen = _device_of(providers).providers
+        try:
+            device = Device.of(providers)
+        except ProviderError:
+            message = f"providers is a list of names, not {providers!r}; or {VALID}"
+            raise ProviderError(message) from None
+        chosen = device.providers
         numbered = isinstance(providers, Device) or ":" in str(providers)
         return chosen if numbered else [(name, {}) for name, _ in chosen]
     names = list(providers or [_CPU])
@@ -164,13 +170,6 @@ def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[
             raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
         names = list(zip(names, options, strict=True))
     return [_with_options(name) for name in names]
-
-
-def _device_of(device: Any) -> Device:
-    try:
-        return Device.of(device)
-    except ProviderError:
-        raise ProviderError(f"providers is a list of names, not {device!r}; or {VALID}") from None
 
 
 def _with_options(provider: Any) -> Provider:
@@ -190,7 +189,3 @@ def _with_options(provider: Any) -> Provider:
 def _is_name(device: Any) -> bool:
     """Return whether `device` is a string or a `torch.device`; torch is not imported."""
     return isinstance(device, str) or type(device).__module__ == "torch"
-
-
-def _quoted(device: Any) -> str:
-    return repr(str(device)) if _is_name(device) else repr(device)

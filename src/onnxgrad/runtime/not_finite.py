@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -128,7 +128,6 @@ class _Search:
         return session(model, CPU, _THREADED).run_with_ort_values(outputs, feed)
 
     def _piece(self, piece: range, outputs: Sequence[str]) -> ModelProto:
-        """Return a model of some nodes."""
         model = ModelProto(ir_version=self.model.ir_version)
         model.opset_import.extend(self.model.opset_import)
         model.functions.extend(self.model.functions)
@@ -172,7 +171,6 @@ class _Search:
     # -- the way back ---------------------------------------------------------------------------
 
     def result(self) -> str | None:
-        """Return what `first_not_finite` returns."""
         outputs = [y.name for y in self.model.graph.output]
         bad = [y for y in outputs if self._state(y) in (INFINITE, NAN)]
         bad = [y for y in bad if self._state(y) == NAN] or bad
@@ -286,7 +284,6 @@ class _Search:
         return ""
 
     def _branch(self, node: ir.Node) -> ir.Graph:
-        """Return the branch that an If takes."""
         name = str(node.inputs[0].name) if node.inputs[0] else ""
         taken = self.values[name].numpy() if name in self.values else array(self.initializers[name])
         return node.attributes["then_branch" if taken.item() else "else_branch"].as_graph()
@@ -308,13 +305,9 @@ def _declare(model: ModelProto, name: str, value: ort.OrtValue) -> None:
 
 
 def _float_values(graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of a subgraph that are tensors of floats."""
-    values: Iterator[ir.Value] = (y for node in graph for y in node.outputs)
-    return [
-        v
-        for v in (*graph.inputs, *values)
-        if v.name and isinstance(v.type, ir.TensorType) and v.type.dtype.is_floating_point()
-    ]
+    values = [*graph.inputs, *(y for node in graph for y in node.outputs)]
+    tensors = [v for v in values if v.name and isinstance(v.type, ir.TensorType)]
+    return [v for v in tensors if v.dtype is not None and v.dtype.is_floating_point()]
 
 
 def _add_flags(
