@@ -251,10 +251,7 @@ def _no_gradient(proto: ModelProto, outputs: list[ir.Value], wrt: list[ir.Value]
 def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -> list[ir.Value]:
     """Turn the named constants of the prepared `graph` into inputs, and return them in order.
 
-    `names=None`: all constants that are trained by default.
-
-    Raises:
-        ValueError: an unknown name, one named twice, or a constant that is no float.
+    `names=None`: all constants that are trained by default. Those that are no floats are an error.
     """
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if names is None:
@@ -306,9 +303,6 @@ def choose_inputs(
     """Return the inputs to differentiate with respect to, in the order of `names`.
 
     `names=None`: all floats except labels and settings, such as the scales of a Resize.
-
-    Raises:
-        ValueError: an unknown name, one named twice, or an input that is no float.
     """
     floats = [x for x in graph.inputs if varies(x)]
     for name in labels:

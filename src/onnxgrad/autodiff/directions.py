@@ -47,9 +47,6 @@ def packed_dims(like: ir.Value, prefix: str) -> tuple[Dim, Dim]:
 
     ONNX has no products of symbols: the number of columns is K where c is 1, else a symbol of its
     own, which CasADi sets to the width of the seeds that it passes.
-
-    Raises:
-        ValueError: the rank of `like` is unknown.
     """
     shape, count, name = dims(like), _COUNTS[prefix], f"{prefix}_{like.name}"
     if shape is None:

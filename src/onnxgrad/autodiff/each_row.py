@@ -27,13 +27,7 @@ def jacobians_of_rows(
 ) -> ModelProto:
     """Return the model of the Jacobians of each row with respect to weights and inputs.
 
-    Args:
-        sheet: of the model.
-        proof: whether to raise unless the rows are proven not to mix.
-        of_one: returns the model of the Jacobians of a model of one row.
-
-    Raises:
-        ValueError: an output or an input without rows, or rows that mix or may do so.
+    `of_one` returns that of a model of one row. With `proof`, raise unless rows do not mix.
     """
     length = _length(sheet)
     data = [x for x in sheet.graph.inputs if x not in sheet.wrt or x in sheet.inputs]

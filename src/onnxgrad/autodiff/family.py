@@ -80,11 +80,7 @@ def derivative_family(
     """
     files = family_paths("f.onnx" if path is None else path)
     with garbage_kept():
-        origin = read(model)
-        if dtype is not None:
-            if dtype not in _DTYPES:
-                raise unknown("dtype", dtype, _DTYPES)
-            origin = in_precision(origin, _DTYPES[dtype])
+        origin = _in_dtype(read(model), dtype)
         first = Sheet(origin, weights, inputs, outputs)
         _check(first)
         family = dict(zip(files, _models(first, origin, outputs), strict=True))
@@ -111,16 +107,18 @@ def _models(
 
 
 def family_paths(path: str | os.PathLike) -> dict[str, Path]:
-    """Return the files of the family whose first is `path`, by the names of its models.
-
-    Raises:
-        ValueError: `path` does not end in .onnx.
-    """
+    """Return the files of the family whose first is `path`, by the names of its models."""
     first = Path(path)
     if first.suffix != ".onnx":
         raise ValueError(f"{str(path)!r} does not end in .onnx, as files of a family do")
     names = [prefix + first.stem for prefix in ("", "fwd_", "adj_", "fwd_adj_")]
     return {name: first.with_name(f"{name}.onnx") for name in names}
+
+
+def _in_dtype(proto: ModelProto, dtype: str | None) -> ModelProto:
+    if dtype is not None and dtype not in _DTYPES:
+        raise unknown("dtype", dtype, _DTYPES)
+    return proto if dtype is None else in_precision(proto, _DTYPES[dtype])
 
 
 def _check(sheet: Sheet) -> None:

@@ -46,12 +46,12 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
     `onnxgrad.rule` is that of users.
     """
-    return _register(op_types, domain, "rule")
+    return registering(add, op_types, domain, "rule")
 
 
 def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of an operator with subgraphs."""
-    return _register([op_type], "", "subgraph_rule")
+    return registering(add, [op_type], "", "subgraph_rule")
 
 
 def lowering(
@@ -61,17 +61,17 @@ def lowering(
 
     `onnxgrad.lowering` is that of users.
     """
-    return _register(op_types, domain, "lowering", on_demand=on_demand)
+    return registering(add, op_types, domain, "lowering", on_demand=on_demand)
 
 
-def _register(
-    op_types: Iterable[str], domain: str, field: str, **others: Any
+def registering(
+    record: Callable[..., None], op_types: Iterable[str], domain: str, field: str, **others: Any
 ) -> Callable[[Rule], Rule]:
-    """Return the decorator that sets `field` of these operators to its function, and others."""
+    """Return the decorator that records its function as a field of these operators."""
 
     def register(function: Rule) -> Rule:
         for name in op_types:
-            add(domain, name, **{field: function}, **others)
+            record(domain, name, **{field: function}, **others)
         return function
 
     return register

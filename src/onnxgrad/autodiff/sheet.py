@@ -45,10 +45,6 @@ class Sheet:
         inputs: the chosen inputs.
         kept: the outputs of the model, which precede the derivatives.
         differentiated: those of `kept` that are differentiated.
-
-    Raises:
-        ValueError: an unknown name, one named twice, or one of a value that is no float.
-        ModelError: `model` cannot be read.
     """
 
     def __init__(
@@ -123,11 +119,7 @@ class Sheet:
         return self.op.set_type_like(v, x)
 
     def drop_unreached(self, reached: Iterable[ir.Value]) -> None:
-        """Remove from `wrt` the values chosen by default that are not in `reached`.
-
-        Raises:
-            ValueError: `reached` is empty: no output depends on any value of `wrt`.
-        """
+        """Remove from `wrt` the values chosen by default that are not in `reached`, if any is."""
         reached = set(reached)
         if not reached:
             raise ValueError(

@@ -59,11 +59,7 @@ class Device:
 
     @property
     def providers(self) -> list[Provider]:
-        """The execution providers of a session on this device, with their options.
-
-        Raises:
-            ProviderError: the installed onnxruntime has none for it.
-        """
+        """The execution providers of a session on this device, with options; it must have any."""
         available = ort.get_available_providers()
         name = {"cpu": _CPU, "cuda": _CUDA}[self.kind]
         if name not in available:

@@ -50,16 +50,7 @@ def first_not_finite(
         The end of a sentence, None if all outputs are finite. It names an input or a constant
         instead of a node if that is not finite already.
 
-    Raises:
-        ValueError: `feed` lacks an input.
-
     Examples:
-        >>> import numpy as np, onnx
-        >>> from onnxgrad.runtime.not_finite import first_not_finite
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N] x) => (float[N] y) { [grow] h = Exp(x)  y = Sub(h, h) }''')
-        >>> print(first_not_finite(model, {"x": np.float32([1, 100])}))
         Exp (node 'grow', output 'h') gives infinity; its input 'x' is between 1 and 100
     """
     search = _Search(dense_inside(read(model)), feed, rows, of)
