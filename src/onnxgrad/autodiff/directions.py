@@ -22,8 +22,7 @@ _COUNTS = {"adj": "nadj", "fwd": "nfwd", "fwd_adj": "nfwd_x_nadj"}  # prefix -> 
 class Seeds:
     """New inputs `<prefix>_<x>` of packed seeds, one for each of `values`.
 
-    Attributes:
-        counts: of each, the number of directions, an int64 of shape [1].
+    `counts` has the number of directions of each, an int64 of shape [1].
     """
 
     def __init__(self, sheet: Sheet, values: Sequence[ir.Value], prefix: str) -> None:

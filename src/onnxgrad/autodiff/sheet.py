@@ -190,17 +190,12 @@ class Sheet:
     # -- loops over unit vectors --------------------------------------------------------------
 
     def loop(
-        self,
-        like: ir.Value,
-        write: Callable[[ir.Value], Derivatives],
-        batched: bool,
-        axis: int,
+        self, like: ir.Value, write: Callable[[ir.Value], Derivatives], batched: bool, axis: int
     ) -> dict[ir.Value, ir.Value]:
         """Return the results of `write` for all unit vectors, stacked along a new `axis`.
 
         The unit vectors have the shape of `like`; with `batched`, each has a one at the same index
-        of every row. `write` is called once. The nodes that depend on the vector become the body
-        of a `Scan`; all others stay outside, and are computed once.
+        of every row. The loop is that of `each`.
         """
         count = self.op.numel(like, int(batched))  # elements, or those of a row
         return self.each(count, lambda i: write(self._unit(like, count, i, batched)), axis)

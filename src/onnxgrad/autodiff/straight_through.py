@@ -44,9 +44,6 @@ class StraightThrough:
         origins: `straight_through` of a sweep: a result, and its formula.
         stopped: `stop_gradient` of a sweep: scales that are computed from data.
         rounding: the nodes that round, through which a gradient goes.
-
-    Raises:
-        NoGradientRule: an operator computes with integers in a way that has no formula.
     """
 
     def __init__(

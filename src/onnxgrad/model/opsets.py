@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import (
-    AttributeProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    defs,
-    numpy_helper,
-    version_converter,
-)
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, numpy_helper
 
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model.constants import opset_versions
@@ -103,7 +95,7 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
     read = {name for node in all_nodes(bare.graph.node) for name in node.input}
     read.update(names_in(bare.graph.output))
     try:
-        converted = version_converter.convert_version(bare, target)
+        converted = onnx.version_converter.convert_version(bare, target)
     except Exception as e:  # the converter raises several undeclared types
         version = opset_versions(proto.opset_import).get("")
         raise ModelError(

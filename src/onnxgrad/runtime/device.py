@@ -150,12 +150,7 @@ def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[
     if isinstance(providers, Device) or _is_name(providers):
         if options is not None:
             raise ValueError("provider_options go with a list of providers, not with a device")
-        try:
-            device = Device.of(providers)
-        except ProviderError:
-            message = f"providers is a list of names, not {providers!r}; or {VALID}"
-            raise ProviderError(message) from None
-        chosen = device.providers
+        chosen = _device_of(providers).providers
         numbered = isinstance(providers, Device) or ":" in str(providers)
         return chosen if numbered else [(name, {}) for name, _ in chosen]
     names = list(providers or [_CPU])
@@ -166,6 +161,13 @@ def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[
             raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
         names = list(zip(names, options, strict=True))
     return [_with_options(name) for name in names]
+
+
+def _device_of(device: Any) -> Device:
+    try:
+        return Device.of(device)
+    except ProviderError:
+        raise ProviderError(f"providers is a list of names, not {device!r}; or {VALID}") from None
 
 
 def _with_options(provider: Any) -> Provider:

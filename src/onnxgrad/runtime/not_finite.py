@@ -47,11 +47,9 @@ def first_not_finite(
         of: what has rows of these numbers, such as " of batch 3".
 
     Returns:
-        The end of a sentence, None if all outputs are finite. It names an input or a constant
+        The end of a sentence, None if all outputs are finite, such as "Exp (node 'grow', output
+        'h') gives infinity; its input 'x' is between 1 and 100". It names an input or a constant
         instead of a node if that is not finite already.
-
-    Examples:
-        Exp (node 'grow', output 'h') gives infinity; its input 'x' is between 1 and 100
     """
     search = _Search(dense_inside(read(model)), feed, rows, of)
     search.run()
@@ -101,8 +99,10 @@ class _Search:
     def _run_piece(self, piece: range) -> int:
         """Run some nodes, and return the bytes of their outputs."""
         outputs = [y for i in piece for y in self.nodes[i].output if y]
-        size = 0
-        for name, value in zip(outputs, self._results(piece, outputs), strict=True):
+        model, size = self._piece(piece, outputs), 0
+        feed = {x.name: self.values[x.name] for x in model.graph.input}
+        results = session(model, CPU, _THREADED).run_with_ort_values(outputs, feed)
+        for name, value in zip(outputs, results, strict=True):
             self.values[name] = value
             if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # numpy lacks it
                 tensor = value.numpy()
@@ -112,11 +112,6 @@ class _Search:
             if self._any_bad(self.nodes[i].output) and not self._any_bad(self.reads[i]):
                 self.inside[i] = self._inside(i)
         return size
-
-    def _results(self, piece: range, outputs: Sequence[str]) -> list[ort.OrtValue]:
-        model = self._piece(piece, outputs)
-        feed = {x.name: self.values[x.name] for x in model.graph.input}
-        return session(model, CPU, _THREADED).run_with_ort_values(outputs, feed)
 
     def _piece(self, piece: range, outputs: Sequence[str]) -> ModelProto:
         model = ModelProto(ir_version=self.model.ir_version)

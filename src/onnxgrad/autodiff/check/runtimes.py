@@ -26,7 +26,7 @@ _ROUNDED = {"CausalConvWithState", "GridSample", "LinearAttention"}  # in float3
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The relative accuracy of a runtime's kernels in float32, and of their differences."""
+    """The relative accuracy of outputs in float32, and of their central differences."""
 
     outputs: float = 1e-3
     differences: float = 5e-2
