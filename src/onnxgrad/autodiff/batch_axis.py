@@ -24,9 +24,6 @@ def require_rows(
     """Raise unless row i of every output is proven to depend on row i of the inputs only.
 
     Without `proof`, check only that they all have the same number of rows.
-
-    Raises:
-        ValueError: the model mixes rows, is not proven not to, or a value has no rows.
     """
     for v in (*inputs, *outputs):
         if not rank(v):

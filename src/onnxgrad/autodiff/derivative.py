@@ -189,16 +189,11 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
         require_equal_lengths(graph, data, dict(zip(reached, map(current, results), strict=True)))
     constants.note_constants(model, proto)
     if request.note_primal:
-        _note_primal(graph)
+        for node in graph:
+            if (primal := node.meta.get(PRIMAL)) is not None:
+                node.metadata_props[PRIMAL] = str(primal.outputs[0].name)
     logger.info("gradient: %d nodes", graph.num_nodes())
     return to_proto(model), names
-
-
-def _note_primal(graph: ir.Graph) -> None:
-    """Write into the metadata of the nodes of the sweep which node each of them serves."""
-    for node in graph:
-        if (primal := node.meta.get(PRIMAL)) is not None:
-            node.metadata_props[PRIMAL] = str(primal.outputs[0].name)
 
 
 def _kept_outputs(
@@ -215,7 +210,6 @@ def _kept_outputs(
 
 
 def _results(graph: ir.Graph, kind: str, names: Sequence[str]) -> list[ir.Value]:
-    """Return the node outputs of these names."""
     results = {y.name: y for node in graph for y in node.outputs if y.name}
     for name in once(kind, names):
         if name not in results:
@@ -257,10 +251,7 @@ def _no_gradient(proto: ModelProto, outputs: list[ir.Value], wrt: list[ir.Value]
 def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -> list[ir.Value]:
     """Turn the named constants of the prepared `graph` into inputs, and return them in order.
 
-    `names=None`: all constants that are trained by default.
-
-    Raises:
-        ValueError: an unknown name, one named twice, or a constant that is no float.
+    `names=None`: all constants that are trained by default. Those that are no floats are an error.
     """
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if names is None:
@@ -312,9 +303,6 @@ def choose_inputs(
     """Return the inputs to differentiate with respect to, in the order of `names`.
 
     `names=None`: all floats except labels and settings, such as the scales of a Resize.
-
-    Raises:
-        ValueError: an unknown name, one named twice, or an input that is no float.
     """
     floats = [x for x in graph.inputs if varies(x)]
     for name in labels:

@@ -22,8 +22,7 @@ _COUNTS = {"adj": "nadj", "fwd": "nfwd", "fwd_adj": "nfwd_x_nadj"}  # prefix -> 
 class Seeds:
     """New inputs `<prefix>_<x>` of packed seeds, one for each of `values`.
 
-    Attributes:
-        counts: of each, the number of directions, an int64 of shape [1].
+    `counts` has the number of directions of each, an int64 of shape [1].
     """
 
     def __init__(self, sheet: Sheet, values: Sequence[ir.Value], prefix: str) -> None:
@@ -47,9 +46,6 @@ def packed_dims(like: ir.Value, prefix: str) -> tuple[Dim, Dim]:
 
     ONNX has no products of symbols: the number of columns is K where c is 1, else a symbol of its
     own, which CasADi sets to the width of the seeds that it passes.
-
-    Raises:
-        ValueError: the rank of `like` is unknown.
     """
     shape, count, name = dims(like), _COUNTS[prefix], f"{prefix}_{like.name}"
     if shape is None:

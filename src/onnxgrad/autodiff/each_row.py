@@ -27,13 +27,7 @@ def jacobians_of_rows(
 ) -> ModelProto:
     """Return the model of the Jacobians of each row with respect to weights and inputs.
 
-    Args:
-        sheet: of the model.
-        proof: whether to raise unless the rows are proven not to mix.
-        of_one: returns the model of the Jacobians of a model of one row.
-
-    Raises:
-        ValueError: an output or an input without rows, or rows that mix or may do so.
+    `of_one` returns that of a model of one row. With `proof`, raise unless rows do not mix.
     """
     length = _length(sheet)
     data = [x for x in sheet.graph.inputs if x not in sheet.wrt or x in sheet.inputs]
@@ -77,11 +71,7 @@ def jacobians_of_rows(
 
 
 def _length(sheet: Sheet) -> Dim:
-    """Return the number of rows of the outputs.
-
-    Raises:
-        ValueError: an output has none, or another number.
-    """
+    """Return the number of rows of the outputs; raise if one has none, or another number."""
     lengths = {str(y.name): (dims(y) or (None,))[0] for y in sheet.kept}
     first = str(sheet.differentiated[0].name)
     length = lengths[first]
@@ -142,11 +132,9 @@ def _of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
 def _inputs_outside(
     op: Emit, body: ir.Graph, rowed: dict[str, ir.Value]
 ) -> tuple[list[ir.Value], ir.Value]:
-    """Give the graph of `op` the inputs of the body.
+    """Give the graph of `op` the inputs of the body; return their rows, and how many, [1].
 
-    Returns:
-        What a `Scan` takes the rows from, at least one, as onnxruntime has none of no iterations;
-        and how many there are, [1].
+    The rows, for a `Scan`, are at least one: onnxruntime has no Scan of no iterations.
     """
     rows = []
     for x in list(body.inputs):

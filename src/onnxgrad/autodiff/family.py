@@ -107,11 +107,7 @@ def _models(
 
 
 def family_paths(path: str | os.PathLike) -> dict[str, Path]:
-    """Return the files of the family whose first is `path`, by the names of its models.
-
-    Raises:
-        ValueError: `path` does not end in .onnx.
-    """
+    """Return the files of the family whose first is `path`, by the names of its models."""
     first = Path(path)
     if first.suffix != ".onnx":
         raise ValueError(f"{str(path)!r} does not end in .onnx, as files of a family do")
@@ -120,11 +116,9 @@ def family_paths(path: str | os.PathLike) -> dict[str, Path]:
 
 
 def _in_dtype(proto: ModelProto, dtype: str | None) -> ModelProto:
-    if dtype is None:
-        return proto
-    if dtype not in _DTYPES:
+    if dtype is not None and dtype not in _DTYPES:
         raise unknown("dtype", dtype, _DTYPES)
-    return in_precision(proto, _DTYPES[dtype])
+    return proto if dtype is None else in_precision(proto, _DTYPES[dtype])
 
 
 def _check(sheet: Sheet) -> None:

@@ -239,7 +239,7 @@ def jacobian(
         if per_row and len(sheet.wrt) > len(sheet.inputs):
             of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
             return jacobians_of_rows(sheet, batched != "unchecked", of_one)
-        _require_inputs_with_rows(sheet, batched)
+        _require_rows(sheet, batched)
         return jacobians(sheet, per_row, mode)
 
 
@@ -291,7 +291,13 @@ def hessian(
     with garbage_kept():
         chosen = None if output is None else [output]
         sheet, per_row = _open(model, weights, inputs, chosen, batched), bool(batched)
-        _require_inputs_with_rows(sheet, batched)
+        if per_row and len(sheet.wrt) > len(sheet.inputs):
+            names = [w.name for w in sheet.wrt[len(sheet.inputs) :]]
+            raise ValueError(
+                f"batched Hessians are with respect to inputs, not to the weights {names}, which "
+                "have no rows: use batched=False"
+            )
+        _require_rows(sheet, batched)
         _keep_single_output(sheet, per_row)
         sheet, gradients = with_gradients(sheet, sheet.cotangents(ones=True))
         blocks = {x: row_blocks(sheet, g, per_row) for x, g in gradients.items()}
@@ -299,35 +305,19 @@ def hessian(
 
 
 def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
-    """Return the sheet of a Jacobian or Hessian."""
     if batched not in _BATCHED:
         raise unknown("value of `batched`", batched, map(str, _BATCHED))
     return Sheet(model, weights, inputs, outputs, rows=bool(batched))
 
 
-def _require_inputs_with_rows(sheet: Sheet, batched: bool | str) -> None:
-    """If `batched`, raise unless all are with respect to inputs, whose rows the model does not mix.
-
-    Raises:
-        ValueError: some are with respect to weights; rows mix, or are not proven not to.
-    """
-    if not batched:
-        return
-    if len(sheet.wrt) > len(sheet.inputs):
-        names = [w.name for w in sheet.wrt[len(sheet.inputs) :]]
-        raise ValueError(
-            f"batched Hessians are with respect to inputs, not to the weights {names}, which have "
-            "no rows: use batched=False"
-        )
-    require_rows(sheet.graph, sheet.wrt, sheet.differentiated, proof=batched != "unchecked")
+def _require_rows(sheet: Sheet, batched: bool | str) -> None:
+    """If `batched`, raise unless the model is proven not to mix the rows of the inputs."""
+    if batched:
+        require_rows(sheet.graph, sheet.wrt, sheet.differentiated, proof=batched != "unchecked")
 
 
 def _keep_single_output(sheet: Sheet, per_row: bool) -> None:
-    """Keep only the differentiated output of `sheet`, which must have one element (in each row).
-
-    Raises:
-        ValueError: it has several float outputs, or one of other shape.
-    """
+    """Keep only the differentiated output of `sheet`, which must have one element (in each row)."""
     if len(sheet.differentiated) != 1:
         names = [y.name for y in sheet.differentiated]
         raise ValueError(f"the model has the float outputs {names}: name one as `output`")

@@ -20,8 +20,7 @@ _MODES = ("auto", "forward", "reverse")
 class Forward:
     """The forward mode of a sheet: its gradients, differentiated with respect to the cotangents.
 
-    Attributes:
-        sheet: a sheet of the given one and its gradients, with the same outputs.
+    `sheet` is one of the given one and its gradients, with the same outputs.
     """
 
     def __init__(self, first: Sheet) -> None:

@@ -28,9 +28,6 @@ def refuse_quantized(
     Quantized arithmetic is refused on every path from `wrt` to `outputs`. QuantizeLinear is refused
     for those of `wrt` of which all paths to `outputs` lead through it. `stop_gradient` and
     `straight_through` are those of `sweep`.
-
-    Raises:
-        NoGradientRule: the message names the operator and the remedies.
     """
     if not any(is_quantized(node) for node in nodes):
         return

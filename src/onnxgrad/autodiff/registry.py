@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -46,23 +46,12 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
     `onnxgrad.rule` is that of users.
     """
-
-    def register(function: Rule) -> Rule:
-        for name in op_types:
-            add(domain, name, rule=function)
-        return function
-
-    return register
+    return registering(add, op_types, domain, "rule")
 
 
 def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of an operator with subgraphs."""
-
-    def register(function: Rule) -> Rule:
-        add("", op_type, subgraph_rule=function)
-        return function
-
-    return register
+    return registering(add, [op_type], "", "subgraph_rule")
 
 
 def lowering(
@@ -72,10 +61,17 @@ def lowering(
 
     `onnxgrad.lowering` is that of users.
     """
+    return registering(add, op_types, domain, "lowering", on_demand=on_demand)
 
-    def register(function: Lowering) -> Lowering:
+
+def registering(
+    record: Callable[..., None], op_types: Iterable[str], domain: str, field: str, **others: Any
+) -> Callable[[Rule], Rule]:
+    """Return the decorator that records its function as a field of these operators."""
+
+    def register(function: Rule) -> Rule:
         for name in op_types:
-            add(domain, name, lowering=function, on_demand=on_demand)
+            record(domain, name, **{field: function}, **others)
         return function
 
     return register

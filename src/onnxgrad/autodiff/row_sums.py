@@ -36,18 +36,11 @@ def require_sums(
     lengths: Mapping[str, Dims],
     outputs: Sequence[ir.Value],
 ) -> None:
-    """Raise unless `outputs` are sums over the rows of terms that depend on this row only.
+    """Raise `NotASum` unless `outputs` are sums over rows of terms that depend on this row only.
 
-    The proof holds for any number of rows.
-
-    Args:
-        model: its shapes, and what follows from them, are replaced.
-        axes: the axis of the rows of each input of data, None for one that has no rows.
-        lengths: the shape of each input of data.
-        outputs: values of its graph.
-
-    Raises:
-        NotASum: it is not proven; the message says which node may mix rows.
+    The proof holds for any number of rows. The shapes of `model`, and what follows from them, are
+    replaced. `axes` has the axis of the rows of each input of data, None for one without rows, and
+    `lengths` the shape of each.
     """
     replace_calls(Emit(model.graph), model)
     rows = _Rows(_with_lengths(model, axes, lengths))
@@ -64,12 +57,9 @@ def require_sums(
 def require_apart(
     model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, Dims]
 ) -> None:
-    """Raise unless row i of each output depends on row i of the data only.
+    """Raise `NotASum` unless row i of each output depends on row i of the data only.
 
     The arguments are those of `require_sums`; `model` gets nodes.
-
-    Raises:
-        NotASum: it is not proven; the message says which node may mix rows.
     """
     op, sums = Emit(model.graph), []
     for y in model.graph.outputs:

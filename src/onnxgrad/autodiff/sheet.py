@@ -45,10 +45,6 @@ class Sheet:
         inputs: the chosen inputs.
         kept: the outputs of the model, which precede the derivatives.
         differentiated: those of `kept` that are differentiated.
-
-    Raises:
-        ValueError: an unknown name, one named twice, or one of a value that is no float.
-        ModelError: `model` cannot be read.
     """
 
     def __init__(
@@ -123,11 +119,7 @@ class Sheet:
         return self.op.set_type_like(v, x)
 
     def drop_unreached(self, reached: Iterable[ir.Value]) -> None:
-        """Remove from `wrt` the values chosen by default that are not in `reached`.
-
-        Raises:
-            ValueError: `reached` is empty: no output depends on any value of `wrt`.
-        """
+        """Remove from `wrt` the values chosen by default that are not in `reached`, if any is."""
         reached = set(reached)
         if not reached:
             raise ValueError(
@@ -198,17 +190,12 @@ class Sheet:
     # -- loops over unit vectors --------------------------------------------------------------
 
     def loop(
-        self,
-        like: ir.Value,
-        write: Callable[[ir.Value], Derivatives],
-        batched: bool,
-        axis: int,
+        self, like: ir.Value, write: Callable[[ir.Value], Derivatives], batched: bool, axis: int
     ) -> dict[ir.Value, ir.Value]:
         """Return the results of `write` for all unit vectors, stacked along a new `axis`.
 
         The unit vectors have the shape of `like`; with `batched`, each has a one at the same index
-        of every row. `write` is called once. The nodes that depend on the vector become the body
-        of a `Scan`; all others stay outside, and are computed once.
+        of every row. The loop is that of `each`.
         """
         count = self.op.numel(like, int(batched))  # elements, or those of a row
         return self.each(count, lambda i: write(self._unit(like, count, i, batched)), axis)
@@ -226,7 +213,11 @@ class Sheet:
         index = ir.Value(name=op.name("index"), type=kind, shape=ir.Shape([]))
         with op:
             written = write(index)
-            results = {x: _flat(op, v) if rank(x) is None else v for x, v in written.items()}
+            results = dict(written)
+            for x in results:
+                if rank(x) is None:  # a Scan stacks only values of known rank
+                    results[x] = op.Reshape(written[x], [-1])
+                    results[x].shape = ir.Shape([None])
             nodes = nodes_after(self.graph, [index])
             self.graph.remove(nodes)
             body = ir.Graph([index], [], nodes=nodes, name=op.name("body"))
@@ -268,13 +259,6 @@ class Sheet:
         return numbers
 
 
-def _flat(op: Emit, v: ir.Value) -> ir.Value:
-    """Return `v` flattened to one axis: a Scan stacks only values of known rank."""
-    flat = op.Reshape(v, [-1])
-    flat.shape = ir.Shape([None])
-    return flat
-
-
 def _first_axis_to(op: Emit, v: ir.Value, axis: int) -> ir.Value:
     """Return `v` with its first axis moved to `axis`.
 
@@ -291,9 +275,6 @@ def _consumers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
     """Return the nodes that read only the shape of `value` or of a value computed from it.
 
     The second result says whether subgraphs read one of these values.
-
-    Raises:
-        NoGradientRule: an output of `graph` depends on the elements of `value`.
     """
     seen, queue, in_subgraph = {value}, [value], False
     shape_nodes: list[ir.Node] = []

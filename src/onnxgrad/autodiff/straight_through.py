@@ -44,9 +44,6 @@ class StraightThrough:
         origins: `straight_through` of a sweep: a result, and its formula.
         stopped: `stop_gradient` of a sweep: scales that are computed from data.
         rounding: the nodes that round, through which a gradient goes.
-
-    Raises:
-        NoGradientRule: an operator computes with integers in a way that has no formula.
     """
 
     def __init__(
@@ -91,11 +88,7 @@ class StraightThrough:
             self.rounding.append(node)
 
     def _formula(self, node: ir.Node) -> _Formula | None:
-        """Return what writes the formula of `node`; None if its rule gives the gradient, or none.
-
-        Raises:
-            NoGradientRule: it computes with integers that stand for floats, and has no formula.
-        """
+        """Return what writes the formula of `node`; None if it needs none: its rule may do."""
         on_floats = self._steps.keys().isdisjoint(reads(node))
         if on_floats and node.op_type == "DequantizeLinear":
             return None  # of weights: its rule gives the gradient of the scale

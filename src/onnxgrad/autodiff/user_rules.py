@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onnxgrad.autodiff.registry import Lowering, Rule
+from onnxgrad.autodiff.registry import Lowering, Rule, registering
 from onnxgrad.graph.operators import OPERATORS, Operator
 
 
@@ -49,13 +49,7 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
         >>> [node.op_type for node in gradient.graph.node]
         ['Mul', 'Mul']
     """
-
-    def register(function: Rule) -> Rule:
-        for name in op_types:
-            _register(domain, name, rule=function)
-        return function
-
-    return register
+    return registering(_register, op_types, domain, "rule")
 
 
 def lowering(
@@ -93,12 +87,7 @@ def lowering(
         >>> [node.op_type for node in gradient.graph.node]
         ['Exp', 'Mul', 'Identity']
     """
-
-    def register(function: Lowering) -> Lowering:
-        _register(domain, op_type, lowering=function, on_demand=on_demand)
-        return function
-
-    return register
+    return registering(_register, [op_type], domain, "lowering", on_demand=on_demand)
 
 
 def _register(domain: str, name: str, **fields: Any) -> None:

@@ -131,10 +131,6 @@ def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
 
     It is if two of these have the same number of elements: the axes in front, the axis, those
     behind. For all three together have.
-
-    Examples:
-        >>> keeps_axis(("N", 5, 4, 2), 1, ("N", 5, 8), 1), keeps_axis(("N", 6), 1, ("N", 2, 3), 1)
-        (True, False)
     """
     pairs = (
         (before[:axis], after[:other]),

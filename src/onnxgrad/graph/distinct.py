@@ -79,7 +79,6 @@ def _axis_of(v: ir.Value) -> int | None:
 
 
 def _axis_of_array(array: np.ndarray) -> int | None:
-    """Return the axis of `_axis_of` for a constant."""
     if array.dtype.kind == "f":
         return None  # a Cast makes one index of several
     for axis in range(-array.ndim, 0):

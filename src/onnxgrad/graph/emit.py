@@ -1,8 +1,4 @@
-"""Emit: the only class that creates ONNX nodes.
-
-`op.MatMul(a, b)` appends a node and returns its output; inside `with op:`, so does `a * b`.
-A node is written once: the same call again returns the output of the first.
-"""
+"""Emit: the only class that creates ONNX nodes; the same call again returns the same node."""
 
 from __future__ import annotations
 

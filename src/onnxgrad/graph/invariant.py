@@ -17,15 +17,11 @@ _SMALL = 1 << 16  # elements
 
 def is_small(node: ir.Node) -> bool:
     """Return whether the results of `node` are few numbers, such as those of a shape."""
-    return all(_few(y) for y in node.outputs)
-
-
-def _few(value: ir.Value) -> bool:
-    shape = dims(value)
-    if shape is None:
-        return False
-    lengths = static(shape)
-    return len(shape) < 2 if lengths is None else prod(lengths) <= _SMALL
+    shapes = [(dims(y), static(dims(y))) for y in node.outputs]
+    return all(
+        prod(lengths) <= _SMALL if lengths is not None else shape is not None and len(shape) < 2
+        for shape, lengths in shapes
+    )
 
 
 def move_out(
@@ -37,12 +33,8 @@ def move_out(
     """Move the nodes that compute the same in every iteration from a body to the graph of `op`.
 
     Constants that they read move with them. The outputs of the body must be set again, by `give`.
-
-    Args:
-        body: the body of a Scan.
-        op: emitter of the graph around it.
-        worth: which of these nodes to move.
-        varying: values that differ between iterations beside the inputs of the body.
+    `worth` tells which of these nodes to move, and `varying` are values that differ between
+    iterations beside the inputs of the body.
     """
     inside = {*body.inputs, *varying}
     for node in list(body):
@@ -61,11 +53,8 @@ def move_out(
 def shapes_from_outside(body: ir.Graph, op: Emit, outer: Mapping[ir.Value, ir.Value]) -> None:
     """Let Shape and Size of inputs of a Scan's body read what the Scan reads.
 
-    Args:
-        body: the body.
-        op: emitter of the graph around it.
-        outer: the operand of the Scan for each input that has the same shape in all iterations; of
-            a scanned one, it has one axis more in front.
+    `op` writes the graph around the body. `outer` has the operand of the Scan for each input that
+    has the same shape in all iterations; of a scanned one, it has one axis more in front.
     """
     for x, whole in outer.items():
         shape, lead = dims(x), len(dims(whole) or ()) - len(dims(x) or ())

@@ -141,7 +141,6 @@ for _names, _traits in _TRAITS.items():
 
 
 def _having(trait: str) -> frozenset[str]:
-    """Return the operators that have a trait."""
     return frozenset(name for (_, name), operator in OPERATORS.items() if trait in operator.traits)
 
 

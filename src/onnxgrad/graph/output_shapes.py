@@ -59,10 +59,7 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     """Return the shape of the first output of a node, or of its elements if it is a sequence.
 
     Covers operators that gradients consist of, and those for which onnx infers no symbols. None is
-    an unknown rank, and as a dimension an unknown length.
-
-    Raises:
-        ModelError: an axis that the operands do not have, or operands of incompatible shapes.
+    an unknown rank, and as a dimension an unknown length. Operands that do not fit are an error.
     """
     try:
         if op_type in sequences.OPERATORS:

@@ -74,9 +74,6 @@ def rewrite(
         table: the rewrites of each operator, tried in their order, those of all operators first.
         target: what the result will run on, for rewrites that ask: `op.target`.
         keep: names of results that keep their names, as those of graph outputs do.
-
-    Raises:
-        RuntimeError: the rewrites undo each other.
     """
     op = Emit(graph)
     op.target = target

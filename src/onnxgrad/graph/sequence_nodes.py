@@ -48,12 +48,9 @@ def _loop(
 ) -> ir.Value:
     """Return the output of a Loop over the elements of the sequences `xs`, all of one length.
 
-    Args:
-        op: writes the Loop.
-        function: called once with the emitter of the body and one element of each of `xs`; returns
-            the second output of the body.
-        states: the initial value of the state in the body, at most one; without it, the Loop stacks
-            the results.
+    `function` is called once with the emitter of the body and one element of each of `xs`, and
+    returns the second output of the body. `states` has the initial value of the state in the body,
+    at most one; without it, the Loop stacks the results.
     """
     i, condition = counters(op)
     graph = ir.Graph([i, condition, *states], [], nodes=[], name=op.name("of_elements"))
@@ -125,7 +122,6 @@ def scatter_element(op: Any, g: ir.Value, position: ir.Value, x: ir.Value) -> ir
 
 
 def _replace(op: Any, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
-    """Return `sequence` with the element at `position` replaced by `x`."""
     rest = op.SequenceErase(sequence, position)
     return insert(op, rest, x, erased_position(op, position, rest))
 

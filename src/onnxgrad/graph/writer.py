@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
@@ -163,15 +163,18 @@ class Writer:
             if same is not None:
                 return [same]
         attrs = ir.convenience.convert_attributes(attributes)
-        if fresh or op_type in RANDOM:
-            return self._append(domain, op_type, values, attributes, attrs, outputs)
-        key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
-        shared = self._shared.get(key)
-        node = None if shared is None else shared[0].producer()
-        if shared is None or node is None or not self.precedes(node):
-            shared = self._append(domain, op_type, values, attributes, attrs, outputs)
-            self._shared[key] = shared
-        return shared
+        key = None
+        if not fresh and op_type not in RANDOM:
+            key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
+            shared = self._shared.get(key)
+            node = None if shared is None else shared[0].producer()
+            if shared is not None and node is not None and self.precedes(node):
+                return shared
+        new = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
+        self._append(new, attributes)
+        if key is not None:
+            self._shared[key] = list(new.outputs)
+        return list(new.outputs)
 
     def precedes(self, node: ir.Node) -> bool:
         """Return whether `node` is in the graph, and stands before the place of writing."""
@@ -199,21 +202,12 @@ class Writer:
             return values[0] if static(dims(values[0])) == tuple(target) else None
         return None
 
-    def _append(
-        self,
-        domain: str,
-        op_type: str,
-        values: Sequence[ir.Value],
-        attributes: dict[str, Any],
-        attrs: Sequence[ir.Attr],
-        outputs: int,
-    ) -> list[ir.Value]:
+    def _append(self, node: ir.Node, attributes: dict[str, Any]) -> None:
         """Write a node; set the names and types of its outputs, and the shape of the first."""
-        node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
-        types = output_types(op_type, values, attributes, outputs)
+        types = output_types(node.op_type, node.inputs, attributes, len(node.outputs))
         for value, value_type in zip(node.outputs, types, strict=True):
-            value.name, value.type = self.name(op_type.lower()), value_type
-        shape = output_shape(op_type, values, attributes)
+            value.name, value.type = self.name(node.op_type.lower()), value_type
+        shape = output_shape(node.op_type, node.inputs, attributes)
         node.outputs[0].shape = None if shape is None else ir.Shape(shape)
         number = len(self.written)  # grows with every node
         if self.place is None:
@@ -227,7 +221,6 @@ class Writer:
         node.meta[_OWN] = self._token
         if self.primal is not None:
             node.meta[PRIMAL] = self.primal
-        return list(node.outputs)
 
     def copy_of(self, x: ir.Value) -> ir.Value:
         """Return the output of a new Identity of `x`, which may be renamed."""

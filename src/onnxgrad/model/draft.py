@@ -59,11 +59,7 @@ class Draft:
         return value
 
     def add(self, value: ir.Value) -> None:
-        """Append an input.
-
-        Raises:
-            ValueError: another input has the same name.
-        """
+        """Append an input; raise if another one has the same name."""
         if value.name in [x.name for x in self.graph.inputs]:
             raise ValueError(f"the name {value.name!r} is taken by another input: give a new one")
         self.op.name(str(value.name))

@@ -59,10 +59,7 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
     """Load the external data of `model`, the file at `path`, or make their locations absolute.
 
     Without a path, locations are checked, and `model` is not changed. `where` names the model in
-    messages.
-
-    Raises:
-        ModelError: the data are missing, too short, or outside of the folder of the model.
+    messages. Data that are missing, too short or outside of the folder of the model are an error.
     """
     places = [(t, *_place(t, name, path, where)) for name, t in external_tensors(model)]
     if path is None:

@@ -76,7 +76,11 @@ def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterat
     with _named(path), ExitStack() as stack:
         # private until it gets the mode of the old file; a new file has the mode of the umask
         mode = 0o666 if old is None else 0o600
-        temporary = _create_locked(target, mode, stack if locks is None else locks)
+        while True:
+            temporary = _beside(target)
+            temporary.touch(mode, exist_ok=False)
+            if locked(temporary, stack if locks is None else locks) is not False:
+                break  # else it was taken for a leftover before
         try:
             yield temporary
             _finish(temporary, old)
@@ -126,15 +130,6 @@ def _beside(file: Path) -> Path:
 
 def _short(file: Path) -> str:
     return file.name[:100]  # so that no name of a file gets too long
-
-
-def _create_locked(target: Path, mode: int, stack: ExitStack) -> Path:
-    """Create and lock a file beside `target`."""
-    while True:
-        temporary = _beside(target)
-        temporary.touch(mode, exist_ok=False)
-        if locked(temporary, stack) is not False:  # else it was taken for a leftover before
-            return temporary
 
 
 @contextmanager

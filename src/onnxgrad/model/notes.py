@@ -25,11 +25,7 @@ _WORDS = ("kind", "form", "module")  # entries of an adapter that are no names o
 
 
 def read_note(proto: ModelProto, key: str) -> list[Any]:
-    """Return the note of `key`; empty if there is none.
-
-    Raises:
-        ModelError: the note is not a list in JSON.
-    """
+    """Return the note of `key`, empty if there is none; raise if it is no list in JSON."""
     text = next((entry.value for entry in proto.metadata_props if entry.key == key), "[]")
     try:
         note = json.loads(text)
@@ -48,11 +44,7 @@ def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:
 
 
 def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
-    """Return the adapters of `proto`; empty if it has none.
-
-    Raises:
-        ModelError: the note is broken, or names a tensor that the model does not have.
-    """
+    """Return the adapters of `proto`, if any; raise if one names a tensor that is not there."""
     adapters = read_note(proto, ADAPTERS)
     present = {tensor.name for tensor in proto.graph.initializer}
     for adapter in adapters:

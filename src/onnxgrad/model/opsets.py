@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import (
-    AttributeProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    defs,
-    numpy_helper,
-    version_converter,
-)
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, numpy_helper
 
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model.constants import opset_versions
@@ -58,11 +50,7 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
 
 
 def convert(model: ModelProto, version: int, target: int) -> ModelProto:
-    """Return `model` at a newer opset; it must have no functions, and is modified.
-
-    Raises:
-        ModelError: the model cannot be converted.
-    """
+    """Return `model` at a newer opset, or raise; it must have no functions, and is modified."""
     model.ir_version = max(model.ir_version, 8)
     if version < 7:
         try:
@@ -84,11 +72,7 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
 
 
 def lowered(model: ModelProto, target: int) -> ModelProto:
-    """Return a copy of `model` at an older opset; it must have no functions.
-
-    Raises:
-        ModelError: an operator, or what it does, is newer.
-    """
+    """Return a copy of `model` at an older opset, or raise; it must have no functions."""
     try:
         return _converted(model, target)
     except ModelError as e:
@@ -111,7 +95,7 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
     read = {name for node in all_nodes(bare.graph.node) for name in node.input}
     read.update(names_in(bare.graph.output))
     try:
-        converted = version_converter.convert_version(bare, target)
+        converted = onnx.version_converter.convert_version(bare, target)
     except Exception as e:  # the converter raises several undeclared types
         version = opset_versions(proto.opset_import).get("")
         raise ModelError(
@@ -151,9 +135,7 @@ def _trains(node: NodeProto) -> bool:
 def _state_training(node: NodeProto, read: set[str]) -> None:
     """Rewrite a BatchNormalization in training mode as one of opset 14.
 
-    Raises:
-        ModelError: statistics of the batch are read, which opset 14 does not return, or are not
-            per channel (`spatial=0`, until opset 8).
+    That does not return the statistics of the batch, nor has any but those per channel.
     """
     where = f"BatchNormalization {node.name!r} (output {node.output[0]!r}) before opset 14"
     if used := [y for y in node.output[3:] if y in read]:

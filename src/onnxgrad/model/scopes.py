@@ -29,10 +29,8 @@ Choose = Callable[[GraphLike, str, str], str]
 def rename(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[str, str]:
     """Rename the values and nodes of `graph` and its subgraphs, in place, except those `kept`.
 
-    The inputs and outputs of a function have to be among these.
-
-    Returns:
-        New names by old ones; that of the outermost value, if several have the same old name.
+    The inputs and outputs of a function have to be among these. Returns new names by old ones: that
+    of the outermost value, if several have the same old name.
     """
     new_names = {name: name for name in kept}
     _rename(graph, ChainMap(dict(new_names)), choose, new_names)
@@ -80,10 +78,8 @@ def _rename(
 def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> dict[str, str]:
     """Give values of `graph` and its subgraphs new names, in place: {(id of graph, name): new}.
 
-    The outputs of `graph` keep their names: an Identity copies those that are renamed.
-
-    Returns:
-        As `rename`.
+    The outputs of `graph` keep their names: an Identity copies those that are renamed. Returns what
+    `rename` does.
     """
     if not chosen:
         return {}

@@ -131,7 +131,6 @@ def drop_unused_inputs(proto: ModelProto) -> None:
 
 
 def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
-    """Raise if one of the outputs is no tensor."""
     for y in proto.graph.output:
         if non_tensor(y) and (outputs is None or y.name in outputs):
             source = tensor_behind(proto, y.name)
@@ -140,7 +139,6 @@ def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
 
 
 def _report(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
-    """Log for each of `nodes` whether it is still in `graph`."""
     with reporting(level_of(verbose)):
         for node in nodes:
             outputs = ", ".join(str(y.name) for y in node.outputs)
@@ -263,5 +261,4 @@ def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
 
 
 def _array(value: Any) -> np.ndarray:
-    """Return an array or an `OrtValue` as an array."""
     return value.numpy() if hasattr(value, "ortvalue_from_numpy") else np.asarray(value)

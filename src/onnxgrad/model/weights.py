@@ -19,20 +19,11 @@ from onnx import GraphProto, ModelProto, NodeProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
-from onnxgrad.model.constants import FLOATS, ConstantRef, scan, standard
+from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan, standard
 from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
 from onnxgrad.model.rewrites import own_results
 from onnxgrad.model.scopes import rename_values, unused
 from onnxgrad.model.traversal import GraphLike, all_graphs, names_in, own_names, subgraphs, walk
-
-__all__ = [
-    "FLOATS",
-    "ConstantRef",
-    "constant_refs",
-    "lift",
-    "note_constants",
-    "replace",
-]
 
 # operands that tell how to compute, or decide sizes: neither weights nor inputs by default
 _SETTINGS = {

@@ -72,10 +72,6 @@ class Layout:
     """Writes operators on blocks of channels, and reorders each value at most once.
 
     A value in the plain layout has the same numbers in blocks in its `meta`, once they are there.
-
-    Args:
-        op: the emitter of the graph.
-        block: channels of a block; those of this processor by default.
     """
 
     def __init__(self, op: Emit, block: int | None = None) -> None:
@@ -84,7 +80,7 @@ class Layout:
 
     @property
     def block(self) -> int:
-        """The channels of a block, or 0 if there are no blocks."""
+        """The channels of a block, by default on this processor, or 0 if there are no blocks."""
         return block_size() if self._block is None else self._block
 
     # -- values ------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ Pools of one axis keep their indices: without them, a training step of 1-D convo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,12 +23,11 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import made_by
-from onnxgrad.native.blocked_layout import DOMAIN, Layout, sizes
+from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.phases import BLOCKS, PLAIN
 
 _FLOAT = ir.DataType.FLOAT
 _LEAST = 1 << 9  # elements of a row of the batch, from which the nodes cost less than the indices
-Pixels = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class _Pool:
 
     @property
     def x(self) -> Any:
-        """The input."""
         return self.node.inputs[0]
 
     @property
@@ -170,9 +167,7 @@ def _gradient(
 ) -> ir.Value:
     """Return the gradient of x (-1, elements of a row of windows).
 
-    Args:
-        x, y, g: the input with its padding, the result and its cotangent, all in blocks of channels
-            if `block` is more than 1.
+    x is the input with its padding, y the result, g its cotangent; in blocks if `block` is above 1.
     """
     channels, codes = sizes(pool.x)[1], _codes(pool, block)
     whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]

@@ -85,12 +85,7 @@ def without_unread_inputs(op, node):
 
 
 class _Scan:
-    """A Scan, with `stacks`: the values of all iterations, [T, ...], of each scanned input.
-
-    Args:
-        op: writes in front of it.
-        node: the Scan.
-    """
+    """A Scan, with `stacks`: the values of all iterations, [T, ...], of each scanned input."""
 
     def __init__(self, op: Emit, node: ir.Node) -> None:
         self.op, self.node = op, node

@@ -47,8 +47,9 @@ class Device:
         kind, index = parts.groups() if parts else ("", None)
         kind, number = kind.lower().replace("gpu", "cuda"), int(index or 0)
         if not kind or (kind == "cpu" and number):
+            quoted = repr(str(device)) if _is_name(device) else repr(device)
             raise ProviderError(
-                f"device {_quoted(device)}: the installed onnxruntime offers "
+                f"device {quoted}: the installed onnxruntime offers "
                 f"{ort.get_available_providers()}; {VALID}"
             )
         return Device(kind, number, str(device))
@@ -58,11 +59,7 @@ class Device:
 
     @property
     def providers(self) -> list[Provider]:
-        """The execution providers of a session on this device, with their options.
-
-        Raises:
-            ProviderError: the installed onnxruntime has none for it.
-        """
+        """The execution providers of a session on this device, with options; it must have any."""
         available = ort.get_available_providers()
         name = {"cpu": _CPU, "cuda": _CUDA}[self.kind]
         if name not in available:
@@ -190,7 +187,3 @@ def _with_options(provider: Any) -> Provider:
 def _is_name(device: Any) -> bool:
     """Return whether `device` is a string or a `torch.device`; torch is not imported."""
     return isinstance(device, str) or type(device).__module__ == "torch"
-
-
-def _quoted(device: Any) -> str:
-    return repr(str(device)) if _is_name(device) else repr(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -47,20 +47,9 @@ def first_not_finite(
         of: what has rows of these numbers, such as " of batch 3".
 
     Returns:
-        The end of a sentence, None if all outputs are finite. It names an input or a constant
+        The end of a sentence, None if all outputs are finite, such as "Exp (node 'grow', output
+        'h') gives infinity; its input 'x' is between 1 and 100". It names an input or a constant
         instead of a node if that is not finite already.
-
-    Raises:
-        ValueError: `feed` lacks an input.
-
-    Examples:
-        >>> import numpy as np, onnx
-        >>> from onnxgrad.runtime.not_finite import first_not_finite
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N] x) => (float[N] y) { [grow] h = Exp(x)  y = Sub(h, h) }''')
-        >>> print(first_not_finite(model, {"x": np.float32([1, 100])}))
-        Exp (node 'grow', output 'h') gives infinity; its input 'x' is between 1 and 100
     """
     search = _Search(dense_inside(read(model)), feed, rows, of)
     search.run()
@@ -110,8 +99,10 @@ class _Search:
     def _run_piece(self, piece: range) -> int:
         """Run some nodes, and return the bytes of their outputs."""
         outputs = [y for i in piece for y in self.nodes[i].output if y]
-        size = 0
-        for name, value in zip(outputs, self._results(piece, outputs), strict=True):
+        model, size = self._piece(piece, outputs), 0
+        feed = {x.name: self.values[x.name] for x in model.graph.input}
+        results = session(model, CPU, _THREADED).run_with_ort_values(outputs, feed)
+        for name, value in zip(outputs, results, strict=True):
             self.values[name] = value
             if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # numpy lacks it
                 tensor = value.numpy()
@@ -122,13 +113,7 @@ class _Search:
                 self.inside[i] = self._inside(i)
         return size
 
-    def _results(self, piece: range, outputs: Sequence[str]) -> list[ort.OrtValue]:
-        model = self._piece(piece, outputs)
-        feed = {x.name: self.values[x.name] for x in model.graph.input}
-        return session(model, CPU, _THREADED).run_with_ort_values(outputs, feed)
-
     def _piece(self, piece: range, outputs: Sequence[str]) -> ModelProto:
-        """Return a model of some nodes."""
         model = ModelProto(ir_version=self.model.ir_version)
         model.opset_import.extend(self.model.opset_import)
         model.functions.extend(self.model.functions)
@@ -172,7 +157,6 @@ class _Search:
     # -- the way back ---------------------------------------------------------------------------
 
     def result(self) -> str | None:
-        """Return what `first_not_finite` returns."""
         outputs = [y.name for y in self.model.graph.output]
         bad = [y for y in outputs if self._state(y) in (INFINITE, NAN)]
         bad = [y for y in bad if self._state(y) == NAN] or bad
@@ -286,7 +270,6 @@ class _Search:
         return ""
 
     def _branch(self, node: ir.Node) -> ir.Graph:
-        """Return the branch that an If takes."""
         name = str(node.inputs[0].name) if node.inputs[0] else ""
         taken = self.values[name].numpy() if name in self.values else array(self.initializers[name])
         return node.attributes["then_branch" if taken.item() else "else_branch"].as_graph()
@@ -308,13 +291,9 @@ def _declare(model: ModelProto, name: str, value: ort.OrtValue) -> None:
 
 
 def _float_values(graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of a subgraph that are tensors of floats."""
-    values: Iterator[ir.Value] = (y for node in graph for y in node.outputs)
-    return [
-        v
-        for v in (*graph.inputs, *values)
-        if v.name and isinstance(v.type, ir.TensorType) and v.type.dtype.is_floating_point()
-    ]
+    values = [*graph.inputs, *(y for node in graph for y in node.outputs)]
+    tensors = [v for v in values if v.name and isinstance(v.type, ir.TensorType)]
+    return [v for v in tensors if v.dtype is not None and v.dtype.is_floating_point()]
 
 
 def _add_flags(

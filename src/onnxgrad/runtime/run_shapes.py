@@ -62,18 +62,14 @@ def _run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ..
     if key not in _runs:
         if len(_runs) == _KEPT:
             del _runs[next(iter(_runs))]
-        _runs[key] = _shapes(proto, *lengths)
+        shapes: dict[str, tuple[int, ...]] = {}
+        names = [y.name for y in proto.graph.output if y.type.HasField("tensor_type")]
+        try:
+            running = session(proto, CPU, work=0.0)
+            feed = random_feed(running.get_inputs(), *lengths, random_state=0)
+            arrays = feed | dict(zip(names, running.run(names, feed), strict=True))
+            shapes = {name: array.shape for name, array in arrays.items()}
+        except Exception as e:  # of several types
+            logger.debug("shapes of outputs are taken as stated: %s", e)
+        _runs[key] = shapes
     return _runs[key]
-
-
-def _shapes(proto: ModelProto, rows: int, others: int) -> dict[str, tuple[int, ...]]:
-    names = [y.name for y in proto.graph.output if y.type.HasField("tensor_type")]
-    try:
-        running = session(proto, CPU, work=0.0)
-        feed = random_feed(running.get_inputs(), rows, others, random_state=0)
-        results = running.run(names, feed)
-    except Exception as e:  # of several types
-        logger.debug("shapes of outputs are taken as stated: %s", e)
-        return {}
-    arrays = [*feed.items(), *zip(names, results, strict=True)]
-    return {name: a.shape for name, a in arrays}

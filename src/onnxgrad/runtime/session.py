@@ -53,17 +53,15 @@ def session(
     work: float,
     in_order: bool = False,
     lengths: Mapping[str, int] | None = None,
-    single: bool = False,
     profile: str | None = None,
 ) -> ort.InferenceSession:
     """Return a session for `model`, with threads for `work` multiply-adds per step.
 
     With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
-    `lengths` are those of symbolic dimensions of inputs, if they are always the same. With
-    `single`, a run uses the thread that calls it only. `profile` is the prefix of a file into which
-    the session writes its profile.
+    `lengths` are those of symbolic dimensions of inputs, if they are always the same. `profile` is
+    the prefix of a file into which the session writes its profile.
     """
-    options, more = _options(work, in_order, single, lengths)
+    options, more = _options(work, in_order, lengths)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile
     return loaded(model, options, providers=device.providers, **more)
@@ -75,21 +73,20 @@ def ordered_session(
     work: float,
     lengths: Mapping[str, int],
     order: Callable[[ir.Graph], None],
-    single: bool = False,
 ) -> ort.InferenceSession:
     """Return a session as `session`, whose nodes run in the order of `order`.
 
     It orders the graph that onnxruntime has optimized for these lengths, in which it knows what
     every node reads and how large its results are; onnxruntime would put fused nodes last.
     """
-    options, _ = _options(work, single=True, lengths=lengths)
+    options, _ = _options(0.0, lengths=lengths)  # it only optimizes, on one thread
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         loaded(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
     _state_shapes(optimized.graph, model, lengths)
     order(optimized.graph)
-    options, more = _options(work, single=single)
+    options, more = _options(work)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return loaded(ir.to_proto(optimized), options, providers=device.providers, **more)
@@ -118,15 +115,12 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
 
 
 def _options(
-    work: float,
-    in_order: bool = False,
-    single: bool = False,
-    lengths: Mapping[str, int] | None = None,
+    work: float, in_order: bool = False, lengths: Mapping[str, int] | None = None
 ) -> tuple[ort.SessionOptions, dict[str, Any]]:
     """Return the options of a session, and further arguments of it."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1 if single else threads(work)
+    options.intra_op_num_threads = threads(work)
     options.inter_op_num_threads = 1
     # threads that wait for the next node must not take the cores of another session
     options.add_session_config_entry(_SPINNING, "1")
@@ -223,5 +217,4 @@ def _node_work(node: ir.Node) -> int:
 
 
 def _static_size(shape: shapes.Dims) -> int:
-    """Return the product of the static dimensions."""
     return prod(d for d in shape if isinstance(d, int))

@@ -77,12 +77,7 @@ class Problem:
 
 
 def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
-    """Return the report of one comparison.
-
-    Args:
-        method: how to compute.
-        problem: what to check.
-        original: take differences of the user's model, rather than of the primal.
+    """Return the report of one comparison: of the user's model if `original`, else of the primal.
 
     Raises:
         NoKernelError: the runtime cannot run the model in this precision, or not precisely.
@@ -172,7 +167,6 @@ class _WeightedSum:
     gradients: Mapping[str, np.ndarray]
 
     def __call__(self, name: str, x: np.ndarray) -> float:
-        """Return sum(u y) at another value of one variable."""
         outputs = self.function({**self.point, name: x})
         return sum(_dot(u, y) for u, y in zip(self.factors, outputs, strict=True))
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.check.comparison import COARSE, METHODS, Method, Problem, compare
 from onnxgrad.autodiff.check.report import GradientReport
-from onnxgrad.autodiff.check.runtimes import Feed, NoKernelError, accuracy, on_either
+from onnxgrad.autodiff.check.runtimes import NoKernelError, accuracy, on_either
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import unknown
@@ -88,7 +87,11 @@ def _problem(
         weights = [name for name, ref in refs.items() if ref.default]
     prepared = prepare(proto, on_demand=True)  # the fused kernels compute in float32 only
     graph = prepared.graph
-    point = _point(graph.inputs, feed, inputs or (), seed)
+    point = random_feed(graph.inputs, batch=3, empty_dimension=2, random_state=seed)
+    for name in (*feed, *(inputs or ())):
+        if name not in point:
+            raise unknown("input", name, point)
+    point |= {name: np.asarray(array, point[name].dtype) for name, array in feed.items()}
     if inputs is None:
         floats = (x for x in graph.inputs if is_real(x) and not constants.is_setting(x))
         inputs = [str(x.name) for x in floats]
@@ -103,17 +106,6 @@ def _problem(
     point |= {name: refs[name].array() for name in weights}
     primal, allowed = to_proto(prepared), accuracy(proto)
     return Problem(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
-
-
-def _point(
-    inputs: Iterable[ir.Value], feed: Mapping[str, Any], names: Iterable[str], seed: int
-) -> Feed:
-    """Return arrays for all inputs, those of `feed` or random ones; `names` must be inputs too."""
-    point = random_feed(inputs, batch=3, empty_dimension=2, random_state=seed)
-    for name in (*feed, *names):
-        if name not in point:
-            raise unknown("input", name, point)
-    return point | {n: np.asarray(array, point[n].dtype) for n, array in feed.items()}
 
 
 def _judge(problem: Problem) -> GradientReport:

@@ -16,15 +16,8 @@ class OriginalModel:
     """The float outputs of a model as a function of its inputs and weights.
 
     No node is rewritten. Initializers become inputs. Other weights, such as attributes, are written
-    into the model, which takes a new session for every value.
-
-    Args:
-        proto: the model, never modified.
-        load: returns the function that runs a model.
-        weights: names of its weights, as `constant_refs` returns them.
-
-    Raises:
-        NoKernelError: the runtime cannot run the model.
+    into the model, which takes a new session for every value. `load` returns the function that runs
+    a model.
     """
 
     def __init__(

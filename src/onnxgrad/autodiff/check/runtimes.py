@@ -26,12 +26,7 @@ _ROUNDED = {"CausalConvWithState", "GridSample", "LinearAttention"}  # in float3
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The relative accuracy of a runtime's kernels in float32.
-
-    Attributes:
-        outputs: of the outputs.
-        differences: of central differences of the outputs.
-    """
+    """The relative accuracy of outputs in float32, and of their central differences."""
 
     outputs: float = 1e-3
     differences: float = 5e-2
@@ -162,8 +157,7 @@ def on_reference(proto: ModelProto) -> Function:
 def on_either(proto: ModelProto, *first: Callable[[ModelProto], Function]) -> Function:
     """Return the function that runs `proto` on the `first` runtime, or else on another one.
 
-    Raises:
-        NoKernelError: when it is called, if none runs `proto`: that of the first runtime.
+    Called where none runs `proto`, it raises the error of the first.
     """
     runtimes = dict.fromkeys((*first, on_onnxruntime, on_reference))
     chosen: list[Function] = []

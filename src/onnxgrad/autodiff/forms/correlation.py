@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_result_of
+from onnxgrad.autodiff.forms.group import GRADIENT
 from onnxgrad.autodiff.rules.windows import Windows, is_large, lengths, padded, reach, with_padding
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.graph.traversal import made_by
 
 _MOST_COLUMNS = 64  # elements of a window, up to which each gets a node
 _LAST = 2**63 - 1  # end of a Slice up to the last element
@@ -56,16 +57,16 @@ def _exchanged_convolution(node):
     Batch and channels are exchanged, and so are strides and dilations. There may be more windows
     than elements of the kernel, of which a Slice leaves the first ones.
     """
-    part, shape = _permuted(node.outputs[0], 1, 0), dims(node.outputs[0]) or ()
-    if not is_result_of(part, "Slice") or len(part.producer().inputs) != 4:
+    part, shape = made_by(_permuted(node.outputs[0], 1, 0), "Slice"), dims(node.outputs[0]) or ()
+    if part is None or len(part.inputs) != 4:
         return None
-    y, starts, _, axes = part.producer().inputs
-    starts, axes, n = constant(starts), constant(axes), len(shape) - 2
-    first = starts is not None and not starts.any()
-    spatial = axes is not None and axes.tolist() == [*range(2, n + 2)]
-    if not first or not spatial or not is_result_of(y, "Conv"):
+    conv, starts, _, axes = made_by(part.inputs[0], "Conv"), *part.inputs[1:]
+    begins, along, n = constant(starts), constant(axes), len(shape) - 2
+    first = begins is not None and not begins.any()
+    spatial = along is not None and along.tolist() == [*range(2, n + 2)]
+    if not first or not spatial or conv is None:
         return None
-    (x, g, *bias), attributes = y.producer().inputs, y.producer().attributes
+    (x, g, *bias), attributes = conv.inputs, conv.attributes
     group, get, ones = attributes.get_int("group", 1), attributes.get_ints, (1,) * n
     x, g = _grouped(x, group) if group > 1 else _permuted(x, 1, 0), _permuted(g, 1, 0)
     if x is None or g is None or any(bias) or "auto_pad" in attributes:
@@ -77,9 +78,10 @@ def _exchanged_convolution(node):
 
 def _permuted(v: Any, *first: int) -> Any:
     """Return x if `v` is x with its first axes in this order, and the others in theirs."""
-    perm = v.producer().attributes.get_ints("perm", ()) if is_result_of(v, "Transpose") else ()
+    node = made_by(v, "Transpose")
+    perm = node.attributes.get_ints("perm", ()) if node else ()
     same = perm and [*perm] == [*first, *range(len(first), len(perm))]
-    return v.producer().inputs[0] if same else None
+    return node.inputs[0] if node and same else None
 
 
 def _grouped(v: Any, group: int) -> Any:
@@ -87,22 +89,23 @@ def _grouped(v: Any, group: int) -> Any:
     permuted, space = _reshaped(v, [0, -1])
     split = None if permuted is None else _permuted(permuted, 2, 1, 0)
     x, same = _reshaped(split, [0, group, -1])
-    if space is None or space is not same or not is_result_of(space, "Shape"):
+    shape = made_by(space, "Shape")
+    if shape is None or space is not same or shape.inputs[0] is not x:
         return None
-    lengths_of, get = space.producer().inputs[0], space.producer().attributes.get_int
-    return x if lengths_of is x and get("start", 0) == 2 and get("end", None) is None else None
+    get = shape.attributes.get_int
+    return x if get("start", 0) == 2 and get("end", None) is None else None
 
 
 def _reshaped(v: Any, lead: list[int]) -> tuple[Any, Any]:
     """Return x and space if `v` is x with the shape (*lead, *space), else two None."""
-    if v is None or not is_result_of(v, "Reshape"):
+    node = made_by(v, "Reshape")
+    concat = made_by(node.inputs[1], "Concat") if node else None
+    if node is None or concat is None or len(concat.inputs) != 2:
         return None, None
-    x, shape = v.producer().inputs
-    parts: Any = shape.producer().inputs if is_result_of(shape, "Concat") else ()
-    first = constant(parts[0]) if len(parts) == 2 else None
-    if first is None or first.tolist() != lead or v.producer().attributes.get_int("allowzero", 0):
+    first = constant(concat.inputs[0])
+    if first is None or first.tolist() != lead or node.attributes.get_int("allowzero", 0):
         return None, None
-    return x, parts[1]
+    return node.inputs[0], concat.inputs[1]
 
 
 def _products(op, x, g, windows: Windows, shape: Shape, group: int):

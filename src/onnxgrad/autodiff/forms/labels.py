@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_result_of, is_zero
+from onnxgrad.autodiff.forms.group import GRADIENT, is_zero
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, equal, rank
+from onnxgrad.graph.traversal import made_by
 
 
 @rewrites("Sub", group=GRADIENT)
@@ -13,11 +14,11 @@ def scatter_into_softmax(op, node):
 
     This is the gradient of a LogSoftmax, i the index of the label of each row.
     """
-    g, product = node.inputs
-    label = _label(op, g) if is_result_of(product, "Mul") else None
-    if label is None:
+    g, product = node.inputs[0], made_by(node.inputs[1], "Mul")
+    label = _label(op, g) if product else None
+    if product is None or label is None:
         return None
-    (i, u, axis), factors = label, product.producer().inputs
+    (i, u, axis), factors = label, product.inputs
     for shares, total in (factors, factors[::-1]):
         # not broadcast: rules write operands of one shape, and a stack adds an axis to some
         one_shape = equal(dims(shares), dims(g)) or (op.is_own(node) and rank(shares) == rank(g))
@@ -29,8 +30,8 @@ def scatter_into_softmax(op, node):
 
 def _label(op, g):
     """Return i, u and an axis if `g` is zeros with u added at the indices i along that axis."""
-    node, n = g.producer(), rank(g)
-    if not is_result_of(g, "ScatterElements") or n is None:
+    node, n = made_by(g, "ScatterElements"), rank(g)
+    if node is None or n is None:
         return None
     (zeros, i, u), axis = node.inputs, node.attributes.get_int("axis", 0) % n
     if not is_zero(op, zeros):
@@ -43,8 +44,8 @@ def _label(op, g):
 
 def _is_sum(op, total, g, axis):
     """Return whether `total` is the sum of `g` along an axis, which is kept."""
-    node = total.producer()
-    if not is_result_of(total, "ReduceSum") or node.inputs[0] is not g:
+    node = made_by(total, "ReduceSum")
+    if node is None or node.inputs[0] is not g:
         return False
     axes = op.known_value(node.inputs[1]) if len(node.inputs) > 1 else None
     kept = bool(node.attributes.get_int("keepdims", 1))

@@ -7,11 +7,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_result_of, is_zero
+from onnxgrad.autodiff.forms.group import GRADIENT, is_zero
 from onnxgrad.autodiff.rules.windows import lengths, tile, windows_of
 from onnxgrad.graph.operators import POOL_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, equal, rank, static
+from onnxgrad.graph.traversal import made_by
 
 
 @rewrites("Reshape", group=GRADIENT)
@@ -20,17 +21,18 @@ def unpool(op, node):
 
     Zeros for other windows have the rows of g, so that no runtime stores them, or asks for a size.
     """
-    scatter, dx = node.inputs[0].producer(), node.outputs[0]
-    if not is_result_of(node.inputs[0], "ScatterElements"):
+    scatter, dx = made_by(node.inputs[0], "ScatterElements"), node.outputs[0]
+    if scatter is None:
         return None
     zeros, *flat = scatter.inputs
     adds = is_zero(op, zeros) and scatter.attributes.get_string("reduction", "none") == "add"
-    if not adds or not all(is_result_of(v, "Reshape") and rank(v) == 1 for v in flat):
+    reshapes = [r for v in flat if (r := made_by(v, "Reshape")) is not None and rank(v) == 1]
+    if not adds or len(reshapes) < len(flat):
         return None
-    i, g = (v.producer().inputs[0] for v in flat)
-    maxima = i.producer().inputs[1] if is_result_of(i, "Where") else i
-    pool = maxima.producer()
-    if not is_result_of(maxima, "MaxPool") or pool.attributes.get_int("storage_order", 0):
+    i, g = (reshape.inputs[0] for reshape in reshapes)
+    maxima = where.inputs[1] if (where := made_by(i, "Where")) else i
+    pool = made_by(maxima, "MaxPool")
+    if pool is None or pool.attributes.get_int("storage_order", 0) != 0:
         return None
     x = pool.inputs[0]
     rows = [(dims(v) or ())[1:] for v in (dx, x, g, i)]  # those of g and i are as many

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_result_of, read_once
+from onnxgrad.autodiff.forms.group import GRADIENT, is_own, read_once
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import Dims, dims, equal, is_real
+from onnxgrad.graph.traversal import made_by
 
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
@@ -62,6 +63,6 @@ def _is_column(shape: Dims) -> bool:
 def multiply_without_expand(op, node):
     """expand(x) y = x y, where y has the shape of expand(x)."""
     for expanded, y in (node.inputs, node.inputs[::-1]):
-        if is_result_of(expanded, "Expand") and equal(dims(expanded), dims(y)):
-            return [op.Mul(expanded.producer().inputs[0], y)]
+        if (expand := made_by(expanded, "Expand")) and equal(dims(expanded), dims(y)):
+            return [op.Mul(expand.inputs[0], y)]
     return None

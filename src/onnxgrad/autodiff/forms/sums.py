@@ -9,10 +9,11 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_result_of, read_once
+from onnxgrad.autodiff.forms.group import GRADIENT, is_own, read_once
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, is_real, rank, static
+from onnxgrad.graph.traversal import made_by
 
 _SMALL = 65_536  # elements; for more, onnxruntime adds faster by two nodes on two threads
 
@@ -33,12 +34,12 @@ def add_at_once(op, node):
 @rewrites("ReduceSum", group=GRADIENT)
 def sum_squares(op, node):
     """ReduceSum(x x) = ReduceSumSquare(x)."""
-    product, keepdims = node.inputs[0], node.attributes.get_int("keepdims", 1)
+    product, keepdims = made_by(node.inputs[0], "Mul"), node.attributes.get_int("keepdims", 1)
     # without axes, and with noop_with_empty_axes, ReduceSumSquare does not square
-    if not is_result_of(product, "Mul") or "noop_with_empty_axes" in node.attributes:
+    if product is None or "noop_with_empty_axes" in node.attributes:
         return None
-    x, other = product.producer().inputs
-    if x is not other or not is_real(x):  # onnxruntime has it for few integers
+    x, other = product.inputs
+    if x is None or x is not other or not is_real(x):  # onnxruntime has it for few integers
         return None
     return [op.ReduceSumSquare(x, *node.inputs[1:], keepdims=keepdims)]
 
@@ -46,8 +47,8 @@ def sum_squares(op, node):
 @rewrites("Reshape", group=GRADIENT)
 def sum_without_kept_axes(op, node):
     """A Reshape that removes the axes of length 1 which a ReduceSum keeps."""
-    total, target = node.inputs[0].producer(), constant(node.inputs[1])
-    if not is_result_of(node.inputs[0], "ReduceSum") or target is None or len(total.inputs) < 2:
+    total, target = made_by(node.inputs[0], "ReduceSum"), constant(node.inputs[1])
+    if total is None or target is None or len(total.inputs) < 2:
         return None
     shape = output_shape("ReduceSum", total.inputs, {"keepdims": 0})
     if shape is None or static(shape) != tuple(target) or 0 in target:  # 0 copies a length
@@ -68,7 +69,6 @@ class _Part:
     after: int
 
     def adjoins(self, other: _Part) -> bool:
-        """Return whether `other` begins where this part ends."""
         return self.axis == other.axis and self.before + self.length == other.before
 
 
@@ -98,8 +98,8 @@ def join_parts(op, node):
 
 def _part(x):
     """Return the part of `x` outside of which a Pad wrote zeros, along one axis; else None."""
-    node = x.producer()
-    if not is_result_of(x, "Pad") or len(node.inputs) != 2:
+    node = made_by(x, "Pad")
+    if node is None or len(node.inputs) != 2:
         return None
     value, pads = node.inputs[0], constant(node.inputs[1])
     shape, mode = dims(value), node.attributes.get_string("mode", "constant")

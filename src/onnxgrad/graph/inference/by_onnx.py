@@ -32,13 +32,8 @@ def infer_node(
     """Set the unknown types and dimensions of the outputs of `node`; nothing where onnx fails.
 
     Without them, rules compute shapes at run time. onnx infers a model of one node, which it does
-    for types, too, that the schema of the operator does not allow.
-
-    Args:
-        node: a node without subgraphs.
-        opsets: the version of each domain.
-        elements: of short vectors that are no constants.
-        functions: those of the model.
+    for types, too, that the schema of the operator does not allow. The node has no subgraphs;
+    `elements` are those of short vectors that are no constants, `functions` those of the model.
     """
     called = functions if functions and node.op_identifier() in functions else {}
     if not called and not defs.has(node.op_type, opsets.get(node.domain, 0), node.domain):

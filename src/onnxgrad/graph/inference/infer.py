@@ -150,13 +150,7 @@ def _name_axes(graph: ir.Graph) -> None:
 
 
 def _check_constants(nodes: Iterable[ir.Node]) -> None:
-    """Raise an error if nodes compute a large result from smaller constants alone.
-
-    onnxruntime would compute it when it loads the model.
-
-    Raises:
-        ModelError: it names the node.
-    """
+    """Raise if nodes compute a large result from smaller constants, as onnxruntime would too."""
     sizes: dict[ir.Value, int] = {}  # element counts of constants, also of computed ones
     for node in nodes:
         inputs = [x for x in node.inputs if x is not None]

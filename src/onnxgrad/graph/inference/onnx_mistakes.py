@@ -87,11 +87,7 @@ def correct(node: ir.Node, known: Dims | None) -> None:
 
     Of an index of an Einsum with several lengths, onnx uses the first, even if it is 1 or a symbol;
     the width of packed heads of an Attention is 0 if it is a symbol, and a DFT whose length is no
-    constant keeps a symbolic length of its input.
-
-    Args:
-        node: a node that onnx has seen.
-        known: the shape of the output before.
+    constant keeps a symbolic length of its input. `known` is the shape of the output before.
     """
     y, shape = node.outputs[0], dims(node.outputs[0])
     if node.op_type == "Einsum":

@@ -72,10 +72,7 @@ def title(node: NodeProto) -> str:
 
 
 def check_node(
-    node: NodeProto,
-    opset: int,
-    function: FunctionProto | None,
-    needed: set[str] | None,
+    node: NodeProto, opset: int, function: FunctionProto | None, needed: set[str] | None
 ) -> None:
     """Raise unless `node` has the operands and attributes that its operator requires.
 
@@ -85,9 +82,6 @@ def check_node(
         function: the local function that the node calls, if it does.
         needed: the attributes that the node requires of the local function that it is in are added
             to it; None: it is in none, to whose attributes it could refer.
-
-    Raises:
-        ModelError: with the node as its subject.
     """
     _check_header(node)
     if function is not None:

@@ -64,8 +64,7 @@ class Order:
 def sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
     """Return the indices of `nodes`, each after those of the nodes whose outputs it reads.
 
-    Raises:
-        ModelError: there is a cycle; the message names its values.
+    A cycle is an error that names its values.
     """
     producers = {y: i for i, node in enumerate(nodes) for y in node.output if y}
     waits = {i: {producers[x] for x in reads(n) if x in producers} for i, n in enumerate(nodes)}

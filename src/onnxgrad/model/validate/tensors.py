@@ -33,10 +33,7 @@ def _shape(dims: Sequence[int]) -> str:
 def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
     """Raise if the data type, the shape and the number of elements of `tensor` do not agree.
 
-    Data in external files are not read.
-
-    Raises:
-        ModelError: the message starts with `subject()`, such as "initializer 'w'".
+    The message starts with `subject()`, "initializer 'w'". Data in external files are not read.
     """
     kind, dims = tensor.data_type, tensor.dims
     if kind not in _DTYPES:
@@ -69,8 +66,7 @@ _INDEX_TYPES = (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorPr
 def check_sparse(sparse: SparseTensorProto, what: str) -> None:
     """Raise if the values, the indices and the shape of a sparse tensor do not agree.
 
-    Raises:
-        ModelError: with `what` as its subject; also if it is too large for a dense tensor.
+    Also if it is too large for a dense tensor. The message starts with `what`.
     """
     values, indices, dims = sparse.values, sparse.indices, list(sparse.dims)
     for part, tensor in (("values", values), ("indices", indices)):
@@ -94,11 +90,7 @@ def check_sparse(sparse: SparseTensorProto, what: str) -> None:
 
 
 def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
-    """Raise for a declared type that ONNX does not have; return whether a length is negative.
-
-    Raises:
-        ModelError: with `kind`, such as "input", and the name as its subject.
-    """
+    """Raise for a declared type that ONNX does not have; return whether a length is negative."""
     negative = False
     for value in values:
         if not value.HasField("type"):
