@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from onnxgrad.schedules.base import Schedule, constant, select
+from onnxgrad.schedules.base import Schedule, constant, select, steps_in
 from onnxgrad.schedules.compose import Join, join, warmup
 from onnxgrad.schedules.curves import (
     cosine,
@@ -272,6 +272,7 @@ def test_repr_is_code():
         warmup(cosine(0.1), 5),
         warmup(0.1, 0.1),
         join([0.1, linear(0.2)], [0.5]),
+        join([0.1, 0.2], [0.5]),
         cosine(0.1, period=0.5),
         inverse_sqrt(0.1, 0.1),
     ],
@@ -399,7 +400,7 @@ class Own(Schedule):
     steps: int | None = None
 
     def __call__(self, step):
-        return 1.0 - step / (2 * self._needed_steps())
+        return 1.0 - step / (2 * steps_in(self, "steps"))
 
 
 def test_own_schedule():

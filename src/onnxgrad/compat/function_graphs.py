@@ -10,11 +10,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.compat.learning_losses import (
     AbsoluteLearningLoss,
-    BaseLearningLoss,
     ElasticLearningLoss,
     FunctionLearningLoss,
     NegLogLearningLoss,
@@ -22,22 +20,22 @@ from onnxgrad.compat.learning_losses import (
 from onnxgrad.compat.learning_penalties import weight_names
 from onnxgrad.compat.learning_rates import axpy, axpyw, axpyw2
 from onnxgrad.compat.loss_models import GRADIENT, LOSS, loss_outputs
+from onnxgrad.compat.small_models import build_model
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.losses.penalties import weight_penalty
 from onnxgrad.model.draft import Draft, Shape
 
 Values = dict[str, ir.Value]
-_functions: dict[str, Callable[..., Values]] = {}
+_SQUARE = FunctionLearningLoss("squared_error")
+_SUM, _GRADIENT = {LOSS: "sum"}, {GRADIENT: "gradient"}
+_BOTH = _SUM | _GRADIENT
+_functions: dict[str, Callable[..., Values]] = {f.__name__: f for f in (axpy, axpyw, axpyw2)}
 
 
 def _by_name(write: Callable[..., Values]) -> Callable[..., Values]:
     """Let `function_onnx_graph` find what writes the outputs of a model into a draft."""
     _functions[write.__name__] = write
     return write
-
-
-for _update in (axpy, axpyw, axpyw2):
-    _by_name(_update)
 
 
 def function_onnx_graph(
@@ -77,9 +75,7 @@ def function_onnx_graph(
         raise unknown("function", name, supported)
     options = dict(kwargs) if weight_name is None else {"weight_name": weight_name, **kwargs}
     check_options(f"option of function {name!r}", options, supported[name], skip=1)
-    draft = Draft(name, target_opset, dtype)
-    with draft.op:
-        return draft.model(supported[name](draft, **options), finish)
+    return build_model(supported[name], target_opset, dtype, **options)
 
 
 def get_supported_functions() -> dict[str, str]:
@@ -115,13 +111,13 @@ def linear_regression(draft: Draft) -> Values:
 @_by_name
 def square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y = sum of w (X1 - X2)^2 multiply / 2, a scalar."""
-    return loss_outputs(draft, _SQUARE, {LOSS: "sum"}, weight_name, scale=multiply / 2)
+    return loss_outputs(draft, _SQUARE, _SUM, weight_name, scale=multiply / 2)
 
 
 @_by_name
 def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y_grad = multiply w (X2 - X1), the gradient of `square_error` with respect to X2."""
-    return loss_outputs(draft, _SQUARE, {GRADIENT: "gradient"}, weight_name, scale=multiply / 2)
+    return loss_outputs(draft, _SQUARE, _GRADIENT, weight_name, scale=multiply / 2)
 
 
 @_by_name
@@ -129,7 +125,7 @@ def grad_loss_square_error(
     draft: Draft, weight_name: str | None = None, multiply: float = 2
 ) -> Values:
     """Y = `square_error`, Y_grad = its gradient with respect to X2."""
-    return _with_gradient(draft, _SQUARE, weight_name, multiply / 2)
+    return loss_outputs(draft, _SQUARE, _BOTH, weight_name, scale=multiply / 2)
 
 
 @_by_name
@@ -141,13 +137,13 @@ def reduce_mean_square(draft: Draft, weight_name: str | None = None) -> Values:
 @_by_name
 def absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w |X1 - X2|, a scalar."""
-    return loss_outputs(draft, AbsoluteLearningLoss(), {LOSS: "sum"}, weight_name)
+    return loss_outputs(draft, AbsoluteLearningLoss(), _SUM, weight_name)
 
 
 @_by_name
 def grad_loss_absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient with respect to X2."""
-    return _with_gradient(draft, AbsoluteLearningLoss(), weight_name)
+    return loss_outputs(draft, AbsoluteLearningLoss(), _BOTH, weight_name)
 
 
 @_by_name
@@ -156,7 +152,7 @@ def elastic_error(
 ) -> Values:
     """Y = sum of w (l1_weight |X1 - X2| + l2_weight (X1 - X2)^2), a scalar."""
     loss = ElasticLearningLoss(l1_weight, l2_weight)
-    return loss_outputs(draft, loss, {LOSS: "sum"}, weight_name)
+    return loss_outputs(draft, loss, _SUM, weight_name)
 
 
 @_by_name
@@ -164,7 +160,7 @@ def grad_loss_elastic_error(
     draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
 ) -> Values:
     """Y = `elastic_error`, Y_grad = w (l1_weight sign(d) + 2 l2_weight d), d = X2 - X1."""
-    return _with_gradient(draft, ElasticLearningLoss(l1_weight, l2_weight), weight_name)
+    return loss_outputs(draft, ElasticLearningLoss(l1_weight, l2_weight), _BOTH, weight_name)
 
 
 @_by_name
@@ -174,7 +170,7 @@ def grad_sigmoid_neg_log_loss_error(
     """Y = sum of w times -log of the probability of the int64 label X1, 0 or 1, clipped to
     [eps, 1 - eps], where class 1 has the probability sigmoid(X2); Y_grad = w (sigmoid(X2) - X1).
     """
-    return _with_gradient(draft, NegLogLearningLoss(eps), weight_name)
+    return loss_outputs(draft, NegLogLearningLoss(eps), _BOTH, weight_name)
 
 
 @_by_name
@@ -185,18 +181,7 @@ def grad_softmax_neg_log_loss_error(
     [eps, 1 - eps], the classes of X2 (N, k) having the probabilities softmax(X2); Y_grad = its
     gradient with respect to X2.
     """
-    return _with_gradient(draft, NegLogLearningLoss(eps, "softmax"), weight_name)
-
-
-_SQUARE = FunctionLearningLoss("squared_error")
-
-
-def _with_gradient(
-    draft: Draft, loss: BaseLearningLoss, weight_name: str | None, scale: float = 1.0
-) -> Values:
-    """Write a loss and its gradient."""
-    both = {LOSS: "sum", GRADIENT: "gradient"}
-    return loss_outputs(draft, loss, both, weight_name, scale=scale)
+    return loss_outputs(draft, NegLogLearningLoss(eps, "softmax"), _BOTH, weight_name)
 
 
 @_by_name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import log, log1p
 from typing import Any
 
@@ -17,8 +18,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_onnx
-from onnxgrad.compat.small_models import SmallFunctions, instance_of
+from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_outputs
+from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
 from onnxgrad.errors import unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
@@ -31,6 +32,7 @@ from onnxgrad.losses.objectives import OutputTerms, formula_terms, wide, widen_l
 from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
 from onnxgrad.model.draft import Shape
 from onnxgrad.runtime.values import owned, shape_of, to_numpy
+from onnxgrad.training.arguments import check_choice
 
 
 class BaseLearningLoss(SmallFunctions):
@@ -140,11 +142,13 @@ class BaseLearningLoss(SmallFunctions):
             ValueError: an invalid dtype, opset or name, or a loss that needs another shape.
             ProviderError: the installed onnxruntime has none for `device`.
         """
-        args = {"opset": opset, "dtype": dtype, "weight_name": weight_name, "shape": shape}
+        build = partial(
+            build_model, loss_outputs, opset, dtype, loss=self, weight_name=weight_name, shape=shape
+        )
         self._keep(
             device,
-            loss_grad_onnx_=loss_onnx(self, {LOSS: "sum", GRADIENT: "gradient"}, **args),
-            loss_score_onnx_=loss_onnx(self, {LOSS: "rows"}, **args),
+            loss_grad_onnx_=build(quantities={LOSS: "sum", GRADIENT: "gradient"}),
+            loss_score_onnx_=build(quantities={LOSS: "rows"}),
         )
         return self
 
@@ -279,11 +283,7 @@ class NegLogLearningLoss(BaseLearningLoss):
     probability_function: str = "sigmoid"
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write -log p[y] of every element for a sigmoid, of every row for a softmax.
-
-        Raises:
-            ValueError: an unknown probability function, or an eps out of range.
-        """
+        """Write -log p[y] of every element for a sigmoid, of every row for a softmax."""
         if not 0 <= self.eps < 0.5:
             raise ValueError(f"eps must be at least 0 and below 0.5, not {self.eps!r}")
         if self._is_softmax():
@@ -318,10 +318,8 @@ class NegLogLearningLoss(BaseLearningLoss):
         return LabelKind(ir.DataType.INT64, classes=lambda prediction: 2)
 
     def _is_softmax(self) -> bool:
-        function, valid = self.probability_function, ("sigmoid", "softmax")
-        if function not in valid:
-            raise unknown("probability_function", function, valid)
-        return function == "softmax"
+        choices = ("sigmoid", "softmax")
+        return check_choice("probability_function", self.probability_function, choices) == "softmax"
 
 
 @dataclass(eq=False, repr=False)

@@ -127,16 +127,33 @@ class BaseLearningPenalty(SmallFunctions):
         """
         names = weight_names(n_tensors) if names is None else list(names)
         self.check(names)
-        for stale in ("penalty_onnx_", "penalty_grad_onnx_"):
-            self.__dict__.pop(stale, None)
-        models = {
-            attribute: model
-            for attribute, gradient in (("penalty_onnx_", False), ("penalty_grad_onnx_", True))
-            if (model := penalty_onnx(self, names, gradient, opset, dtype)) is not None
-        }
-        self._keep(device, **models)
+        self._keep(
+            device,
+            penalty_onnx_=self._model(names, False, opset, dtype),
+            penalty_grad_onnx_=self._model(names, True, opset, dtype),
+        )
         self._names, self._dtype = names, np.dtype(dtype)
         return self
+
+    def _model(
+        self, names: Sequence[str], gradient: bool, opset: int | None, dtype: Any
+    ) -> ModelProto | None:
+        """Return the model of the summed penalty, or of its gradients; None if there is none."""
+        draft, terms = Draft(type(self).__name__, opset, dtype), []
+        op, weights = draft.op, [draft.input(name) for name in names]
+        with op:
+            for w in weights:
+                term = self.penalty(op, str(w.name), w)
+                if term is not None and type(self) is ElasticLearningPenalty:
+                    # its coefficients are constants of the model, 0 too
+                    term = weight_penalty(op, w, self.l1, self.l2, zeros=True)
+                terms += [] if term is None else [term]
+            if not terms:
+                return None
+            if not gradient:
+                return draft.model({"Y": op.Reshape(op.total(terms), [])}, finish)
+            gradients = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
+        return draft.model({f"{w.name}_grad": g for w, g in gradients.items()}, finish)
 
     def penalty_loss(self, *weights: Any) -> Any:
         """Return the summed penalty of the weights, a scalar.
@@ -242,11 +259,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
     l2: float = 0.5
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write a |w| + b w^2, unless both are 0.
-
-        Raises:
-            ValueError: a coefficient is negative, infinite or NaN.
-        """
+        """Write a |w| + b w^2, unless both are 0."""
         self.check([name])
         return weight_penalty(op, w, self.l1, self.l2) if self.l1 or self.l2 else None
 
@@ -313,37 +326,7 @@ _CLASSES: dict[str | None, type[BaseLearningPenalty]] = {
 
 
 def weight_names(n_tensors: int) -> list[str]:
-    """Return the names W0, W1, ...
-
-    Raises:
-        ValueError: the number is below 1.
-    """
+    """Return the names W0, W1, ..., of at least one weight."""
     if operator.index(n_tensors) < 1:
         raise ValueError(f"n_tensors={n_tensors}: give the number of weights, at least 1")
     return [f"W{i}" for i in range(n_tensors)]
-
-
-def penalty_onnx(
-    learning_penalty: BaseLearningPenalty,
-    names: Sequence[str],
-    gradient: bool = False,
-    opset: int | None = None,
-    dtype: Any = np.float32,
-) -> ModelProto | None:
-    """Return the model of the summed penalty Y, or of its gradients; None if no weight has one."""
-    draft, terms = Draft(type(learning_penalty).__name__, opset, dtype), []
-    op, weights = draft.op, [draft.input(name) for name in names]
-    with op:
-        for w in weights:
-            term = learning_penalty.penalty(op, str(w.name), w)
-            if term is not None and type(learning_penalty) is ElasticLearningPenalty:
-                # its coefficients are constants of the model, 0 too
-                l1, l2 = learning_penalty.l1, learning_penalty.l2
-                term = weight_penalty(op, w, l1, l2, zeros=True)
-            terms += [] if term is None else [term]
-        if not terms:
-            return None
-        if not gradient:
-            return draft.model({"Y": op.Reshape(op.total(terms), [])}, finish)
-        gradients = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
-    return draft.model({f"{w.name}_grad": g for w, g in gradients.items()}, finish)

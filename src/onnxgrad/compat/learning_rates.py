@@ -14,12 +14,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.compat.small_models import SmallFunctions, instance_of
+from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
 from onnxgrad.errors import EvaluationError, unknown
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.runtime.values import FLOATS, shape_of, to_numpy
 from onnxgrad.schedules.base import LearningRate
+from onnxgrad.training.arguments import check_choice
 
 Update = Callable[..., dict[str, ir.Value]]  # writes the outputs into a draft
 
@@ -86,7 +87,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     @cached_property
     def axpy_onnx_(self) -> ModelProto:
         """The update without momentum; float32 unless `build_onnx_function` set another dtype."""
-        return _update_onnx(axpy)
+        return build_model(axpy)
 
     def build_onnx_function(
         self,
@@ -106,7 +107,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             ProviderError: the installed onnxruntime has none for `device`.
         """
         attribute, update = self._update
-        self._keep(device, **{attribute: _update_onnx(update, opset, dtype)})
+        self._keep(device, **{attribute: build_model(update, opset, dtype)})
         return self
 
     @property
@@ -140,15 +141,9 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         return self.value
 
     def _step(self, name: str, numbers: dict[str, float], **tensors: Any) -> list[Any]:
-        """Return the outputs of an update: arrays, or OrtValues if the weight `X2` is one.
+        """Return the outputs of the model `name`, OrtValues if the weight `X2` is one.
 
-        Args:
-            name: attribute of the model.
-            numbers: the inputs of shape (1,).
-            **tensors: the other inputs, all of the shape of the weight.
-
-        Raises:
-            ValueError: a tensor that differs from the weight in shape, or from the model in dtype.
+        The inputs `numbers` are of shape (1,), and all `tensors` must be like the weight.
         """
         weight = tensors["X2"]
         dtype = FLOATS[self._session(name).get_inputs()[0].type].numpy()
@@ -188,12 +183,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
 
 class ByEpoch:
-    """The rates of a training, one an epoch.
-
-    Args:
-        rate: a learning rate at its first epoch.
-        losses: those of the epochs that are finished.
-    """
+    """The rates of a training by a learning rate at its first epoch, after epochs of `losses`."""
 
     def __init__(self, rate: BaseLearningRate, losses: list[float]) -> None:
         self.rate, self.epochs = rate, 0
@@ -245,11 +235,7 @@ class LearningRateSGD(BaseLearningRate):
     learning_rate: str = "invscaling"
 
     def __post_init__(self) -> None:
-        self._check_rule()
-
-    def _check_rule(self) -> None:
-        if self.learning_rate not in _RULES:
-            raise unknown("learning_rate", self.learning_rate, _RULES)
+        check_choice("learning_rate", self.learning_rate, _RULES)
 
     def init_learning_rate(self) -> LearningRateSGD:
         """Set `value` to the rate of the first epoch; return `self`.
@@ -257,7 +243,7 @@ class LearningRateSGD(BaseLearningRate):
         Raises:
             ValueError: `eta0` is not positive, or an unknown value of `learning_rate`.
         """
-        self._check_rule()
+        check_choice("learning_rate", self.learning_rate, _RULES)  # set_params may have changed it
         if not (isfinite(self.eta0) and self.eta0 > 0):
             raise ValueError(f"eta0 must be a positive number, not {self.eta0!r}")
         if self.learning_rate == "optimal" and not self.alpha > 0:
@@ -314,7 +300,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
     @cached_property
     def axpyw_onnx_(self) -> ModelProto:
         """The update of one weight; float32 unless `build_onnx_function` set another dtype."""
-        return _update_onnx(self._update[1])
+        return build_model(self._update[1])
 
     @property
     def _update(self) -> tuple[str, Update]:
@@ -371,13 +357,6 @@ def _momentum(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Va
     z = op.set_type_like(decay * g + step, g)
     update = decay * z + step if ahead else z
     return {"Y": op.set_type_like(update + x2, x2), "Z": z}
-
-
-def _update_onnx(update: Any, opset: int | None = None, dtype: Any = np.float32) -> ModelProto:
-    """Return the model of an update, called by its name."""
-    draft = Draft(update.__name__, opset, dtype)
-    with draft.op:
-        return draft.model(update(draft))
 
 
 _RULES = ("constant", "invscaling", "optimal", "adaptive")

@@ -12,8 +12,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
-from onnxgrad.compat.attributes import Fitted
-from onnxgrad.compat.seed_trainer import SeedTrainer
+from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer
 from onnxgrad.model.read import read
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session

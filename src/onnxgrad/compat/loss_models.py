@@ -7,9 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx import ModelProto
 
-from onnxgrad.autodiff.forms import finish
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.data.field import Field
 from onnxgrad.graph.emit import Emit
@@ -19,15 +17,6 @@ from onnxgrad.runtime.values import FLOATS, fit, shape_of, to_numpy
 
 EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Y_grad"  # names of inputs and outputs
 Quantities = Mapping[str, str]
-
-
-def loss_onnx(
-    loss: Any, quantities: Quantities, opset: Any, dtype: Any, **options: Any
-) -> ModelProto:
-    """Return the model of a loss: see `loss_outputs`; an opset of None is 18."""
-    draft = Draft("", opset, dtype)
-    with draft.op:
-        return draft.model(loss_outputs(draft, loss, quantities, **options), finish)
 
 
 def loss_outputs(
@@ -41,13 +30,11 @@ def loss_outputs(
     """Write a loss, with inputs X1 (expected), X2 (predicted) and sample weights.
 
     Args:
-        draft: the model, which gets the name of the loss.
-        loss: a `BaseLearningLoss`.
+        draft: the model, which gets the name of the `BaseLearningLoss`.
         quantities: `{output: quantity}`, where the quantity is "sum", a scalar; "mean", the sum
             divided by the number of elements; "rows", (N, 1); or "gradient" of the sum with respect
             to X2.
         weight_name: name of an input of sample weights, ones by default; None for none.
-        shape: shape of the prediction.
         scale: factor of all outputs.
     """
     op, draft.graph.name = draft.op, type(loss).__name__

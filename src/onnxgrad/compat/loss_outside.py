@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,26 +11,29 @@ from typing import Any, Self
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.compat.attributes import Fitted, Selected
-from onnxgrad.compat.estimator_state import EstimatorState
+from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
+from onnxgrad.compat.function_graphs import function_onnx_graph
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, rows_of
-from onnxgrad.compat.seed_trainer import SeedTrainer, fitting_array
-from onnxgrad.compat.training_graphs import Graphs, training_graphs
+from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_array
 from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import dims
 from onnxgrad.model.feeds import names_without_default
+from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.model.read import read
 from onnxgrad.model.write import write_models
-from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
+from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluate import Evaluator
-from onnxgrad.training.objective import Plan
+from onnxgrad.training.objective import Plan, build_objective
+from onnxgrad.training.step.build import build_step
+from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.weight_groups import numpy_dtype
 
-State = Mapping[str, Any]
-_PIECES = ("learning_rate", "learning_loss", "learning_penalty")
+_KINDS = ("weight", "grad")
 
 
 @dataclass(eq=False, repr=False)
@@ -45,40 +49,18 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     Args:
         model_onnx: model, serialized model or path, with one float output, (rows,) or (rows, ...)
             (`select_model_inputs_outputs` keeps one of several).
-        weights_to_train: names of float constants of the model, or patterns as "layer4.*", see
-            `trainable`. None: those that train by default; a warning names uncertain ones.
         loss_output_name: name of the loss in the saved graphs.
-        max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
-        training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
-            optimizer of `onnxgrad` such as `adam(b1=0.8)`.
-        batch_size: rows of a batch; fewer rows of data are one batch.
-        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` has its own
-            momentum, and requires "SGDOptimizer".
-        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
-        warm_start: `fit` continues from the last `fit`, slots and step number included; the slots
-            start empty for another optimizer, and when weights are added.
-        verbose: 1 reports every epoch through `logging`, to stderr if it is not configured.
-        validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         learning_loss: name, function or `BaseLearningLoss` (see `BaseLearningLoss.select`).
         enable_logging: as `verbose`, and every call of onnxruntime at level DEBUG.
         weight_name: name of the sample weights in the saved graphs; None: these have none.
         learning_penalty: None, a name, number, `BaseLearningPenalty`, or `{weight: penalty}`.
         exc: whether NaN or infinity raises; otherwise a warning is issued and `fit` ends.
-        random_state: seed of the order of rows and of `weight_init`; None draws a new one.
-        weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
-            uniform) and "normal" (standard normal) initialize those of rank 2 or more.
+
+    The other arguments, and the other attributes below, are those of `OrtGradientOptimizer`.
 
     Attributes:
         train_losses_: mean loss of a row, per epoch, the penalty of each batch included.
-        validation_losses_: the same for the validation rows, per validation.
         trained_coef_: `{name: OrtValue}`, the trained weights.
-        n_iter_: number of finished epochs.
-        n_steps_: step number of the optimizer: the batches since its slots were empty.
-        learning_rate_: the rate of the last epoch.
-        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (the loss, a
-            weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
-            while it runs.
-        feature_names_in_: the names of the columns of X, if `fit` was called with a table.
         train_session_: the model as an `OrtGradientForwardBackward`.
         train_function_: its forward and backward pass, an instance of `cls_type_`.
         input_names_: the inputs of `train_function_.forward`: those of the model, then the trained
@@ -117,7 +99,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(lambda self: self._passes())
+    train_session_ = Fitted(
+        lambda self: self._passes(self._loss([], False).outputs(read(self.model_onnx)))
+    )
     train_function_ = Fitted(
         lambda self: self._from_cache("function", self.train_session_.new_instance)
     )
@@ -147,9 +131,6 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             self.loss_output_name,
             "weight" if self.weight_name is None and weighted else self.weight_name,
         )
-
-    def _output_names(self) -> list[str]:
-        return self._loss([], False).outputs(read(self.model_onnx))
 
     def _check_names(self, names: Sequence[str]) -> None:
         BaseLearningPenalty.select(self.learning_penalty).check(names)
@@ -215,7 +196,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
         values, device = self._fitted_state().values, Device.of(self.device).check()
-        if _check_kind(kind) == "weight":
+        if check_choice("kind of state", kind, _KINDS) == "weight":
             return {name: owned(array, device) for name, array in values.weights.items()}
         return {
             name: {slot: owned(a, device) for slot, a in values.slots.get(name, {}).items()}
@@ -253,17 +234,23 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
         fitted = self._state_to_set()
         for k, new in checked:
+            old = fitted.values
             if k == "weight":
-                fitted.values = replace(fitted.values, weights=fitted.values.weights | new)
-            else:
-                self._set_slots(fitted, new, zero)
+                fitted.values = replace(old, weights=old.weights | new)
+                continue
+            slots, steps, optimizer = old.slots, old.steps, self._rate_and_optimizer()[1]
+            if optimizer != fitted.optimizer or (zero and new.keys() >= slots.keys()):
+                slots, steps = {}, 0
+            unset: dict[str, Any] = {name: {} for name in self._names()}  # they start at zero
+            slots = unset | slots | {n: slots.get(n, {}) | arrays for n, arrays in new.items()}
+            fitted.values, fitted.optimizer = replace(old, slots=slots, steps=steps), optimizer
         return self
 
     def _check_state(
-        self, kind: str, state: State, zero: bool, check_trained: bool
+        self, kind: str, state: Mapping[str, Any], zero: bool, check_trained: bool
     ) -> dict[str, Any]:
         """Return the entries of `state` that are not None, as arrays."""
-        _check_kind(kind)
+        check_choice("kind of state", kind, _KINDS)
         if not isinstance(state, Mapping):
             raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
         entries = {name: value for name, value in state.items() if value is not None}
@@ -271,7 +258,8 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             arrays = {name: to_numpy(value) for name, value in entries.items()}
             new = self._check_weights(arrays, check_trained)
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
-        weights, optimizer = self._float_constants(entries, check_trained), self._optimizer()
+        weights = self._float_constants(entries, check_trained)
+        optimizer = self._rate_and_optimizer()[1]
         checked: dict[str, dict[str, np.ndarray]] = {}
         for name, slots in entries.items():
             w = weights[name]
@@ -287,20 +275,6 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
                     for slot, value in slots.items()
                 }
         return checked
-
-    def _set_slots(
-        self, state: EstimatorState, new: dict[str, dict[str, np.ndarray]], zero: bool
-    ) -> None:
-        optimizer, old = self._optimizer(), state.values
-        slots, steps = old.slots, old.steps
-        if optimizer != state.optimizer or (zero and new.keys() >= slots.keys()):
-            slots, steps = {}, 0
-        unset: dict[str, Any] = {name: {} for name in self._names()}  # they start at zero
-        slots = unset | slots | {name: slots.get(name, {}) | arrays for name, arrays in new.items()}
-        state.values, state.optimizer = replace(old, slots=slots, steps=steps), optimizer
-
-    def _optimizer(self) -> Optimizer:
-        return self._rate_and_optimizer()[1]
 
     # -- graphs -------------------------------------------------------------------------------
 
@@ -327,20 +301,42 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """
         return write_models(self._graphs(), folder, prefix, suffix)
 
-    def _graphs(self) -> Graphs:
+    def _graphs(self) -> dict[str, Any]:
+        """Return the graphs of `save_onnx_graph`, of the weights to train."""
         proto, names = self._model(vars(self).get("_state")), self._names()
         self._check_names(names)
-        return training_graphs(proto, names, self._loss(names, False), *self._rate_and_optimizer())
+        losses, (rate, optimizer) = self._loss(names, False), self._rate_and_optimizer()
+        objective = build_objective(proto, names, Plan(losses), False)
+        ((output, prediction),) = objective.predictions.items()
+        shape = dims(prediction)
+        shape = ("N", "k") if shape is None else ("N", *shape[1:])
+        dtype = numpy_dtype(prediction)
+        opset = max(WORKING_OPSET, min(objective.model.opset_imports[""], NEWEST_OPSET))
+        step = build_step(objective, optimizer)
+        passes = OrtGradientForwardBackward(proto, step.weights, output_names=[output])
+        loss, penalty = copy.deepcopy((losses.loss, losses.penalty))
+        loss.build_onnx_function(opset, weight_name=objective.row_weight, dtype=dtype, shape=shape)
+        return {
+            "model_onnx": proto,
+            "learning_rate": _models_of(rate.build_onnx_function(opset, dtype=dtype)),
+            "learning_loss": _models_of(loss),
+            "learning_penalty": _models_of(
+                penalty.build_onnx_function(opset, dtype=dtype, names=step.weights)
+            ),
+            "zero_onnx_": function_onnx_graph("zero", opset, dtype),
+            "train_function_": passes.graphs(),
+            "epoch_onnx_": build_epoch(step),
+        }
 
     def _graph(self, name: str) -> ModelProto:
         graphs = self._from_cache("graphs", self._graphs, self._state.values)
-        for group in (graphs, *(graphs[piece] for piece in _PIECES)):
-            if name in group:
-                return group[name]
-        raise AttributeError(f"{name}: there is no such graph for {self}")
+        graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
+        graphs |= graphs["learning_penalty"]
+        if name not in graphs:
+            raise AttributeError(f"{name}: there is no such graph for {self}")
+        return graphs[name]
 
 
-def _check_kind(kind: str) -> str:
-    if kind not in ("weight", "grad"):
-        raise unknown("kind of state", kind, ["weight", "grad"])
-    return kind
+def _models_of(piece: Any) -> dict[str, ModelProto]:
+    """Return the models among the attributes of `piece`."""
+    return {name: value for name, value in vars(piece).items() if isinstance(value, ModelProto)}

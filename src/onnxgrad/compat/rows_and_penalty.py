@@ -32,43 +32,24 @@ def rows_of(data: Dataset, fields: Fields) -> BatchSource:
 
 @dataclass
 class RowsAndPenalty:
-    """(sum over rows of w l + penalty) / rows, which sample weights w do not change.
+    """(sum over rows of w l + penalty) / rows, which sample weights w do not change."""
 
-    Args:
-        loss: writes the losses of the rows and their gradient.
-        penalty: of the weights.
-        weights: names of the weights to which the penalty applies.
-        name: that of the loss in the graph.
-        weight_name: name of the input of sample weights; None for none.
-
-    Attributes:
-        losses: the terms of the loss that belong to the rows, (rows,), once it is written.
-    """
-
-    loss: BaseLearningLoss
+    loss: BaseLearningLoss  # writes the losses of the rows and their gradient
     penalty: BaseLearningPenalty
-    weights: Sequence[str]
-    name: str
-    weight_name: str | None
-    losses: ir.Value | None = field(default=None, init=False)
+    weights: Sequence[str]  # names of those to which the penalty applies
+    name: str  # of the loss in the graph
+    weight_name: str | None  # of the input of sample weights; None for none
+    losses: ir.Value | None = field(default=None, init=False)  # (rows,), once it is written
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the name of the prediction.
-
-        Raises:
-            ValueError: the model has none, or several.
-        """
+        """Return the name of the prediction; raise `ValueError` if there are none or several."""
         remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
         return [choose_output(proto, None, remedy)]
 
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
     ) -> Written:
-        """Write the loss, whose gradient starts at the prediction and at the penalty.
-
-        Raises:
-            ValueError: a prediction that the loss does not take.
-        """
+        """Write the loss, whose gradient starts at the prediction and at the penalty."""
         ((name, prediction),) = predictions.items()
         prediction = wide(op, prediction)
         label, weight = self.loss.label(op, prediction, "label"), None

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -13,12 +14,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.compat.attributes import Fitted, Selected
-from onnxgrad.compat.estimator_fit import EstimatorFit
-from onnxgrad.compat.estimator_state import INITS, EstimatorState
+from onnxgrad.compat.estimator_fit import INITS, EstimatorFit, EstimatorState
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.learning_rates import BaseLearningRate, LearningRateSGDNesterov
-from onnxgrad.compat.progress_function import Called
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError
 from onnxgrad.graph.garbage import garbage_kept
@@ -26,18 +24,60 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.reporting import level_of, logger, reporting
-from onnxgrad.training.arguments import check_count
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head
-from onnxgrad.training.objective import Plan
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
 
 T = TypeVar("T")
+
+
+class Fitted:
+    """An attribute of a trainer that `read` computes from the state.
+
+    Before there is a state, it raises `NotFittedError`, which is an `AttributeError`.
+    """
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        trainer._fitted_state()
+        return self.read(trainer)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise AttributeError(f"{self.name!r} is computed from the state: call set_state or fit")
+
+
+class Selected:
+    """An argument of `__init__`, stored as the object that `select` returns for it.
+
+    `select` turns a name or a number into an object. A value that it rejects with TypeError or
+    ValueError is stored unchanged, and `fit` raises the error.
+    """
+
+    def __init__(self, select: Callable[[Any], Any], default: Any) -> None:
+        self.select, self.default = select, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self.default if instance is None else instance.__dict__[self.name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        with suppress(TypeError, ValueError):
+            value = self.select(value)
+        instance.__dict__[self.name] = value
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +90,7 @@ class Arguments(BaseEstimator):
     max_iter: int = 100
     training_optimizer_name: str | Optimizer = "SGDOptimizer"
     batch_size: int = 10
-    learning_rate: str | float | BaseLearningRate = Selected(BaseLearningRate.select, "SGD")  # type: ignore[assignment]  # noqa: RUF009
+    learning_rate: str | float | BaseLearningRate = Selected(BaseLearningRate.select, "SGD")  # type: ignore[assignment]
     device: str = "cpu"
     warm_start: bool = False
     verbose: int = 0
@@ -58,7 +98,7 @@ class Arguments(BaseEstimator):
 
 
 class SeedTrainer(Arguments):
-    """Trains weights of a model; subclasses define the loss and their own arguments."""
+    """Trains weights of a model; subclasses have `_plan`, what is minimized, and own arguments."""
 
     random_state: int | None
     weight_init: str
@@ -75,10 +115,6 @@ class SeedTrainer(Arguments):
     stop_reason_ = Fitted(lambda self: self._state.stop_reason)
     cls_type_ = Fitted(lambda self: type(self.train_function_))
     _state: EstimatorState
-
-    def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
-        """Return what is minimized; `weighted`: the data may contain sample weights."""
-        raise NotImplementedError
 
     # -- training -----------------------------------------------------------------------------
 
@@ -122,17 +158,14 @@ class SeedTrainer(Arguments):
         However training ends, the state after the last finished slice of batches is kept, or else
         that of an earlier `fit`. `stop_reason_` says why it ended.
         """
-        callbacks = [] if callback is None else [Called(callback)]
         if (before := vars(self).get("_state")) is not None and before.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if X_val is None and y_val is not None:
             raise ValueError("y_val is given without X_val")
         validation = None if X_val is None else as_dataset(X_val, y_val)
         with garbage_kept():
-            call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation)
-            loop = call.begin(Callbacks(callbacks))
-        for called in callbacks:
-            called.loop = loop
+            call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation, callback)
+            loop = call.begin()
         self._run(loop, before)
         return self
 
@@ -154,10 +187,6 @@ class SeedTrainer(Arguments):
             self._state.stop_reason = state.stop_reason
             state.end()
 
-    def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
-        """Return the model of the loss and of its gradient with respect to each weight."""
-        raise NotImplementedError
-
     def _model(self, state: EstimatorState | None) -> ModelProto:
         """Return the model with the weights of `state`, if there is one."""
         proto = read(self.model_onnx)
@@ -176,11 +205,7 @@ class SeedTrainer(Arguments):
         """Raise if an argument does not fit weights of these names."""
 
     def _rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
-        """Return a copy of the learning rate, at its first epoch, and the optimizer.
-
-        Raises:
-            ValueError: an argument that is wrong for any model.
-        """
+        """Return a copy of the learning rate, at its first epoch, and the optimizer."""
         for name in ("max_iter", "batch_size"):
             check_count(name, getattr(self, name))
         names, every = self.weights_to_train, self.validation_every
@@ -188,8 +213,7 @@ class SeedTrainer(Arguments):
             raise ValueError(f"weights_to_train is a list of names, not {names!r}")
         if not isinstance(every, (int, float, np.number)) or not every > 0:
             raise ValueError(f"validation_every must be above 0, not {every!r}")
-        if self.weight_init not in INITS:
-            raise unknown("weight_init", self.weight_init, INITS)
+        check_choice("weight_init", self.weight_init, list(INITS))
         rate = BaseLearningRate.select(self.learning_rate).at_start()
         optimizer = select(self.training_optimizer_name)
         if not isinstance(rate, LearningRateSGDNesterov):
@@ -241,10 +265,9 @@ class SeedTrainer(Arguments):
     def _float_constants(
         self, names: Iterable[str], check_trained: bool = False
     ) -> dict[str, np.ndarray]:
-        """Return the float constants of the model, or those that the last `fit` trained, by name.
+        """Return the float constants of the model, or those that the last `fit` trained.
 
-        Raises:
-            ValueError: one of `names` is not among them.
+        Raises `ValueError` if one of `names` is not among them.
         """
         refs = constants.constant_refs(read(self.model_onnx))
         known = {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
@@ -256,11 +279,7 @@ class SeedTrainer(Arguments):
         return known
 
     def _trained_names(self) -> list[str]:
-        """Return the names of the weights that the last `fit` trained.
-
-        Raises:
-            NotFittedError: there was no `fit`; `set_state` alone trains nothing.
-        """
+        """Return the names of the weights that the last `fit` trained; `set_state` trains none."""
         names = self._fitted_state().trained
         if not names:
             raise NotFittedError("the state was set, but nothing was trained yet: call fit first")
@@ -291,21 +310,17 @@ class SeedTrainer(Arguments):
 
     # -- sessions and graphs, built on demand -------------------------------------------------
 
-    def _passes(self) -> OrtGradientForwardBackward:
-        """Return the passes of the model for the trained weights."""
+    def _passes(self, output_names: list[str] | None = None) -> OrtGradientForwardBackward:
+        """Return the passes of the model, of all outputs or some, for the trained weights."""
         build = partial(
             OrtGradientForwardBackward,
             self.model_onnx,
             self._trained_names(),
-            output_names=self._output_names(),
+            output_names=output_names,
             providers=self.device,
             enable_logging=self.enable_logging,
         )
         return self._from_cache("passes", build)
-
-    def _output_names(self) -> list[str] | None:
-        """Return the names of the outputs of the passes; None for all of the model."""
-        return None
 
     def _from_cache(self, name: str, build: Callable[[], T], *depends: Any) -> T:
         """Return the cached result of `build`, built again if a parameter or `depends` changed."""

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.errors import EvaluationError, check_options, escaping
 from onnxgrad.estimator import BaseEstimator
+from onnxgrad.model.draft import Draft
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy, to_ortvalue
 
 T = TypeVar("T")
+
+
+def build_model(
+    write: Callable[..., Mapping[str, ir.Value]],
+    opset: int | None = None,
+    dtype: Any = np.float32,
+    **options: Any,
+) -> ModelProto:
+    """Return the model, called as the function, whose outputs `write(draft, **options)` writes."""
+    draft = Draft(write.__name__, opset, dtype)
+    with draft.op:
+        return draft.model(write(draft, **options), finish)
 
 
 class SmallFunctions(BaseEstimator):
@@ -27,12 +43,14 @@ class SmallFunctions(BaseEstimator):
 
     _device = CPU
 
-    def _keep(self, device: Any, **models: ModelProto) -> None:
-        """Set the attributes `models`, which run on `device`."""
+    def _keep(self, device: Any, **models: ModelProto | None) -> None:
+        """Set the attributes `models`, which run on `device`; those that are None are not set."""
         self._device = CPU if device is None else Device.of(device).check()
         self._sessions = dict[str, ort.InferenceSession]()
         for name, model in models.items():
-            setattr(self, name, model)
+            self.__dict__.pop(name, None)
+            if model is not None:
+                setattr(self, name, model)
 
     def _session(self, name: str) -> ort.InferenceSession:
         model = getattr(self, name, None)
@@ -77,8 +95,7 @@ def instance_of(
 ) -> T | None:
     """Return an instance of `base` for an instance, a class, or a name in `classes`; else None.
 
-    Raises:
-        ValueError: an option that the class does not have, or options beside an instance.
+    Raises `ValueError` for an option that the class lacks, or options beside an instance.
     """
     if isinstance(choice, base):
         if options:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from math import isfinite
 from operator import index
 from typing import TYPE_CHECKING, Any, Self
@@ -146,16 +147,6 @@ class Schedule(LearningRate):
         ax.set(xlabel="step", ylabel="learning rate", title=type(self).__name__ + before)
         return ax
 
-    def _needed_steps(self) -> int:
-        """Return the field `steps`; raise ValueError if it is None."""
-        steps = vars(self)["steps"]
-        if steps is None:
-            raise ValueError(
-                f"{self!r} ends with the run, whose number of steps is unknown: pass steps=..., or "
-                "call over(steps) first, as trainers do"
-            )
-        return steps
-
 
 def number(name: str, value: Any, low: float = 0.0, strict: bool = False) -> float:
     """Return a finite number as a float; raise ValueError below `low`, if `strict` also at it."""
@@ -171,9 +162,7 @@ def number(name: str, value: Any, low: float = 0.0, strict: bool = False) -> flo
     return converted
 
 
-def positive(name: str, value: Any) -> float:
-    """Return a finite number above 0 as a float."""
-    return number(name, value, strict=True)
+positive = partial(number, strict=True)
 
 
 def share(name: str, value: Any) -> float:
@@ -220,9 +209,14 @@ def resolve(value: int | float, steps: int) -> int:
 
 
 def steps_in(schedule: Schedule, name: str) -> int:
-    """Return the number of steps in a field; raise ValueError if it is still a share."""
+    """Return the number of steps in a field; raise ValueError if it depends on the run."""
     value = vars(schedule)[name]
-    if isinstance(value, float):
+    if value is None:
+        raise ValueError(
+            f"{schedule!r} ends with the run, whose number of steps is unknown: pass steps=..., or "
+            "call over(steps) first, as trainers do"
+        )
+    if isinstance(value, (float, tuple)):
         raise ValueError(
             f"{name} of {schedule!r} is a share of the run, whose number of steps is unknown: pass "
             "a number of steps, or call over(steps) first, as trainers do"
@@ -237,7 +231,7 @@ class Constant(Schedule):
     value: float = argument(number)
 
     def __call__(self, step: int) -> float:
-        """Return the rate."""
+        """Return the rate of a step."""
         return self.value
 
 

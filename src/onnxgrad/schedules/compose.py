@@ -20,15 +20,11 @@ from onnxgrad.schedules.base import (
 )
 
 
-def _schedule(name: str, value: Any) -> Schedule:
-    return select(value)
-
-
 @dataclass(frozen=True)
 class Warmup(Schedule):
     """A line from `start` to the first rate of `schedule`, then that schedule: see `warmup`."""
 
-    schedule: Schedule = argument(_schedule)  # noqa: RUF009 (a field)
+    schedule: Schedule = argument(lambda name, value: select(value))  # noqa: RUF009 (a field)
     warmup: int | float = argument(count_or_share)
     start: float = argument(number, 0.0)
 

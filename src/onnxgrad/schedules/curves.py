@@ -47,7 +47,7 @@ class Polynomial(Schedule):
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
-        steps = self._needed_steps()
+        steps = steps_in(self, "steps")
         return self.end + (self.start - self.end) * (1 - min(step, steps) / steps) ** self.power
 
 
@@ -61,7 +61,7 @@ class Cosine(Schedule):
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
-        steps = self._needed_steps()
+        steps = steps_in(self, "steps")
         return _cosine(self.peak, self.end, min(step, steps) / steps)
 
 
@@ -114,7 +114,7 @@ class OneCycle(Schedule):
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
-        steps = self._needed_steps()
+        steps = steps_in(self, "steps")
         first = self.peak / self.div_factor
         up, last = self.pct_start * steps - 1, steps - 1  # where phases end, not always integers
         phases = [(up, self.peak), (last, first / self.final_div_factor)]

@@ -42,7 +42,7 @@ class Plateau(Schedule):
             raise ValueError(f"monitor of Plateau must be a name, not {self.monitor!r}")
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step before anything was observed."""
+        """Return the rate of a step."""
         return self.initial
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
