@@ -1,4 +1,21 @@
-"""Metrics that compare the predicted class with the label's."""
+"""Metrics that compare the predicted class with the label's.
+
+Examples:
+    >>> import numpy as np
+    >>> from onnxgrad.metrics.base import PredictionInfo
+    >>> from onnxgrad.metrics.select import select
+    >>> for name in ("accuracy", "balanced_accuracy", "precision", "recall_macro", "f1", "iou"):
+    ...     metric = select(name)
+    ...     metric.begin(PredictionInfo(threshold=0.5))
+    ...     metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
+    ...     print(name, round(metric.compute(), 4))
+    accuracy 0.75
+    balanced_accuracy 0.75
+    precision 0.6667
+    recall_macro 0.75
+    f1 0.8
+    iou 0.5833
+"""
 
 from __future__ import annotations
 
@@ -19,16 +36,6 @@ class Accuracy(MeanMetric):
     """Share of the labels that the prediction hits.
 
     Each element of a score of one of two classes counts as a prediction of its own.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import Accuracy
-        >>> accuracy = Accuracy()
-        >>> accuracy.begin(PredictionInfo(threshold=0.0, from_logits=True))
-        >>> accuracy.update(np.array([-1.0, 2.0, 0.5, 3.0]), np.array([0, 1, 0, 1]))
-        >>> accuracy.compute()
-        0.75
     """
 
     name = "accuracy"
@@ -124,18 +131,7 @@ class CountMetric(ClassMetric):
 
 @dataclass
 class BalancedAccuracy(CountMetric):
-    """Mean recall of the classes that occur as labels.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import BalancedAccuracy
-        >>> metric = BalancedAccuracy()
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> metric.compute()
-        0.75
-    """
+    """Mean recall of the classes that occur as labels."""
 
     name = "balanced_accuracy"
 
@@ -162,16 +158,6 @@ class Precision(CountMetric):
 
     Raises:
         ValueError: an unknown average or, in `begin`, "binary" for more than two classes.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import Precision
-        >>> metric = Precision()
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> round(metric.compute(), 4)
-        0.6667
     """
 
     average: str = "binary"
@@ -219,16 +205,6 @@ class Recall(Precision):
     """Share of the labels of a class that are hit: hits / labels.
 
     As scikit-learn's `recall_score`; arguments and errors are those of `Precision`.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import Recall
-        >>> metric = Recall(average="macro")
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> metric.name, metric.compute()
-        ('recall_macro', 0.75)
     """
 
     name = "recall"
@@ -242,16 +218,6 @@ class F1(Precision):
     """Harmonic mean of precision and recall: 2 hits / (predictions + labels).
 
     As scikit-learn's `f1_score`; arguments and errors are those of `Precision`.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import F1
-        >>> metric = F1()
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> metric.compute()
-        0.8
     """
 
     name = "f1"
@@ -266,17 +232,6 @@ class IoU(Precision):
 
     As scikit-learn's `jaccard_score`, by default its mean over the classes that occur; the other
     arguments and the errors are those of `Precision`.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import IoU
-        >>> metric = IoU()
-        >>> metric.begin(PredictionInfo(classes=2, axis=1))
-        >>> pixels = np.array([[[[0.9, 0.2]], [[0.1, 0.8]]], [[[0.9, 0.7]], [[0.1, 0.3]]]])
-        >>> metric.update(pixels, np.array([[[0, 1]], [[0, 1]]]))
-        >>> round(metric.compute(), 4)
-        0.5833
     """
 
     average: str = "macro"
