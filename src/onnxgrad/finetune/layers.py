@@ -229,10 +229,6 @@ def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     Linear layers: uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and Bengio,
     2010. Convolutions: normal, of variance 2 / (features * size of the kernel), as equation 10 of
     He et al., 2015 requires.
-
-    Examples:
-        >>> fresh((2, 4), "linear", seed=0).round(3).tolist()
-        [[0.274, -0.46, -0.918, -0.967], [0.627, 0.826, 0.213, 0.459]]
     """
     rng = np.random.default_rng(seed)
     if kind == "convolution":

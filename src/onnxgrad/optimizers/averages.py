@@ -104,14 +104,7 @@ class Around(Optimizer):
 
 @dataclass(frozen=True)
 class Ema(Around):
-    """a <- d a + (1 - d) (w + u): an exponential moving average of the new weights.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import ema
-        >>> ema(og.adam(), 0.99).slots
-        ('m', 'v', 'average')
-    """
+    """a <- d a + (1 - d) (w + u): an exponential moving average of the new weights."""
 
     decay: float = 0.999
     debias: bool = False
@@ -142,12 +135,6 @@ class Ema(Around):
 class Swa(Around):
     """a <- a + (w + u - a) / n at the steps `start`, `start + every`, ..., the n-th of them.
     Izmailov et al. 2018, arXiv:1803.05407.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import swa
-        >>> swa(og.momentum(), start=100, every=10).slots
-        ('velocity', 'average')
     """
 
     start: int = 1
@@ -176,14 +163,7 @@ class Swa(Around):
 
 @dataclass(frozen=True)
 class Lookahead(Around):
-    """Every k steps, s <- s + alpha (w + u - s), and w <- s.  Zhang et al. 2019, arXiv:1907.08610.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import lookahead
-        >>> lookahead(og.adam()).slots
-        ('m', 'v', 'slow')
-    """
+    """Every k steps, s <- s + alpha (w + u - s), and w <- s.  Zhang et al. 2019, 1907.08610."""
 
     every: int = 5
     alpha: float = 0.5
@@ -212,11 +192,6 @@ class ScheduleFree(Around):
     in the sum of max(lr)^power.  Defazio et al. 2024, arXiv:2405.15682.
 
     x, the weights to evaluate, follows from w and z.
-
-    Examples:
-        >>> from onnxgrad.optimizers import schedule_free
-        >>> schedule_free().slots
-        ('v', 'z', 'weight_sum', 'largest_rate')
     """
 
     b1: float = 0.9

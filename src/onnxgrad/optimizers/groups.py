@@ -63,14 +63,7 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class WithRate(Around):
-    """An optimizer whose learning rate is multiplied by a factor.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import WithRate
-        >>> WithRate(og.sgd(), 0.1)
-        WithRate(optimizer=ScaleByLearningRate(), rate=0.1)
-    """
+    """An optimizer whose learning rate is multiplied by a factor."""
 
     rate: float = 1.0
 
@@ -116,14 +109,7 @@ class Choice(Optimizer):
 
 @dataclass(frozen=True)
 class ParamGroups(Choice):
-    """The optimizer of the first pattern that matches the name of the weight; else the default.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import param_groups
-        >>> param_groups({"*bias": og.sgd()}, og.adam()).for_weight("conv.bias", (8,))
-        ScaleByLearningRate()
-    """
+    """The optimizer of the first pattern that matches the name of the weight; else the default."""
 
     groups: tuple[tuple[str, Optimizer], ...]
     default: Optimizer | None = None
@@ -174,13 +160,7 @@ class ParamGroups(Choice):
 
 @dataclass(frozen=True)
 class ByRank(Excluding, Choice):
-    """One optimizer for matrices, another for all other weights and those with excluded names.
-
-    Examples:
-        >>> from onnxgrad.optimizers import muon
-        >>> muon().for_weight("conv.weight", (8, 3, 3, 3)) == muon().other
-        True
-    """
+    """One optimizer for matrices, another for all other weights and those with excluded names."""
 
     matrices: Optimizer
     other: Optimizer
