@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from onnxgrad.optimizers.adaptive import ScaleByAdam
 from onnxgrad.optimizers.base import (
     Arrays,
     Chain,
+    Composite,
     Inputs,
     Optimizer,
     Shape,
@@ -24,7 +24,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 
 
 @dataclass(frozen=True)
-class Around(Optimizer):
+class Around(Composite):
     """Base of transforms around a whole optimizer, learning rate included.
 
     A subclass names its own slots in `own`, and overrides `around`.
@@ -43,19 +43,9 @@ class Around(Optimizer):
             raise ValueError(f"{inner} has a slot {min(taken)!r}, as {name} has: rename it")
 
     @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer is elementwise."""
-        return self.optimizer.elementwise
-
-    @property
-    def joint(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer needs all gradients at once."""
-        return self.optimizer.joint
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer averages weights."""
-        return self.optimizer.averages
+    def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
+        """The optimizer."""
+        return (self.optimizer,)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -73,10 +63,6 @@ class Around(Optimizer):
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
         """Return the same around the optimizer of one weight."""
         return replace(self, optimizer=self.optimizer.for_weight(name, shape))
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Check the patterns of the optimizer."""
-        self.optimizer.check_names(names)
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
         """Write the nodes of the optimizer that need all gradients."""
