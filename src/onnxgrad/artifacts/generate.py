@@ -92,11 +92,13 @@ def generate_artifacts(
         >>> [slot["name"] for slot in manifest["slots"]]
         ['w.m', 'w.v']
     """
-    _check_prefix(prefix)
+    if not prefix.isprintable() or set(prefix) & set("/\\"):
+        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")
     if sample_weight not in (False, True, "element"):
         raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
-    proto, train, freeze = at_opset(read(model), opset), _names(requires_grad), frozen_params
-    trainer = _trainer(proto, train, _names(freeze) or [], loss, optimizer, options)
+    train, freeze = None if requires_grad is None else as_list(requires_grad), frozen_params or ()
+    proto = at_opset(read(model), opset)
+    trainer = _trainer(proto, train, as_list(freeze), loss, optimizer, options)
     files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
     models = files.models(trainer, as_list(additional_output_names))
     return files.write(artifact_directory, trainer, models)
@@ -122,18 +124,15 @@ def _trainer(
     if isinstance(options.get("class_weight"), str):
         raise ValueError("class_weight='balanced' needs labels: pass the weights of the classes")
     chosen, own = select_loss(loss, options.pop("loss_options", None))
-    rate = _rate(options.pop("learning_rate", 1e-3))
+    rate = options.pop("learning_rate", 1e-3)
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+        raise ValueError(
+            f"learning_rate must be a number above 0, not {rate!r}: a client passes the rate of "
+            "every step, and so computes schedules"
+        )
+    options |= {"loss_options": own, "learning_rate": float(rate)}
     updated = "sgd" if optimizer is None else select_optimizer(optimizer)
-    return Trainer(
-        proto,
-        chosen,
-        loss_options=own,
-        optimizer=updated,
-        learning_rate=rate,
-        train=train,
-        freeze=freeze,
-        **options,
-    )
+    return Trainer(proto, chosen, optimizer=updated, train=train, freeze=freeze, **options)
 
 
 @dataclass(frozen=True)
@@ -183,22 +182,3 @@ class _Files:
             text = json.dumps(manifest, indent=1)
             (new / f"{self.prefix}{MANIFEST}").write_text(text, encoding="utf-8")
         return manifest
-
-
-def _names(names: str | Iterable[str] | None) -> list[str] | None:
-    return None if names is None else as_list(names)
-
-
-def _rate(rate: Any) -> float:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
-        raise ValueError(
-            f"learning_rate must be a number above 0, not {rate!r}: a client passes the rate of "
-            "every step, and so computes schedules"
-        )
-    return float(rate)
-
-
-def _check_prefix(prefix: str) -> None:
-    """Raise `ValueError` for a prefix with which a name is no plain name of a file."""
-    if not prefix.isprintable() or set(prefix) & set("/\\"):
-        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")

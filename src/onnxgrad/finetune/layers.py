@@ -33,15 +33,13 @@ _OPERANDS: dict[tuple[str, str], tuple[int, int | None]] = {
 _OF_ML = frozenset("LinearClassifier LinearRegressor SVMClassifier SVMRegressor".split())
 _CONVOLUTIONS = frozenset("Conv FusedConv ConvTranspose".split())
 _PRODUCTS = frozenset("Gemm MatMul FusedMatMul FusedGemm".split())
+_OF_INTEGERS = (
+    "QLinearConv QLinearMatMul ConvInteger MatMulInteger MatMulIntegerToFloat "
+    "DynamicQuantizeMatMul QGemm"
+).split()
 _REFUSED = {
     "Einsum": "the weights of an Einsum have no fixed layout",
-    "QLinearConv": "it computes in integers",
-    "QLinearMatMul": "it computes in integers",
-    "ConvInteger": "it computes in integers",
-    "MatMulInteger": "it computes in integers",
-    "MatMulIntegerToFloat": "it computes in integers",
-    "DynamicQuantizeMatMul": "it computes in integers",
-    "QGemm": "it computes in integers",
+    **dict.fromkeys(_OF_INTEGERS, "it computes in integers"),
     "MatMulBnb4": "its weights are quantized",
     "GemmFastGelu": "its activation is a part of it",
 }

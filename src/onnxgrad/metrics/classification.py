@@ -93,40 +93,28 @@ class TopK(Accuracy):
         return ((rows.scores > score) | before).sum(axis=1) < self.k
 
 
-class Counts:
-    """How often each class is the label, is predicted, and both; weighted."""
-
-    def __init__(self, classes: int) -> None:
-        self.hit, self.predicted, self.true = np.zeros((3, classes))
-        self.present = np.zeros(classes, bool)  # predicted or a label, whatever its weight
-
-    def add(self, predicted: np.ndarray, true: np.ndarray, weight: np.ndarray | None) -> None:
-        """Add the class indices of a batch."""
-        n = len(self.hit)
-        hit = predicted == true
-        self.hit += np.bincount(true[hit], None if weight is None else weight[hit], n)
-        self.predicted += np.bincount(predicted, weight, n)
-        self.true += np.bincount(true, weight, n)
-        self.present[predicted] = self.present[true] = True
-
-
 class CountMetric(ClassMetric):
-    """Base of the metrics of `Counts`."""
+    """Base of metrics of how often each class is the label, is predicted, and both; weighted."""
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
-        self._counts = Counts(self.n_classes)
+        self._hit, self._predicted, self._true = np.zeros((3, self.n_classes))
+        self._present = np.zeros(self.n_classes, bool)  # predicted or a label, of any weight
 
     def add(self, rows: Rows) -> None:
         """Count the rows of a batch."""
-        self._counts.add(rows.predicted(self.info), rows.true, rows.weight)
+        predicted, true, weight = rows.predicted(self.info), rows.true, rows.weight
+        hit, n = predicted == true, self.n_classes
+        self._hit += np.bincount(true[hit], None if weight is None else weight[hit], n)
+        self._predicted += np.bincount(predicted, weight, n)
+        self._true += np.bincount(true, weight, n)
+        self._present[predicted] = self._present[true] = True
 
-    def _nonempty(self) -> Counts:
+    def _require_rows(self) -> None:
         self.check_begun()
-        if not self._counts.true.any():
+        if not self._true.any():
             raise nothing(self.name)
-        return self._counts
 
 
 @dataclass
@@ -137,9 +125,9 @@ class BalancedAccuracy(CountMetric):
 
     def compute(self) -> float:
         """Return the mean recall."""
-        counts = self._nonempty()
-        labels = counts.true > 0
-        return float((counts.hit[labels] / counts.true[labels]).mean())
+        self._require_rows()
+        labels = self._true > 0
+        return float((self._hit[labels] / self._true[labels]).mean())
 
 
 @dataclass
@@ -182,22 +170,22 @@ class Precision(CountMetric):
 
     def compute(self) -> float:
         """Return the average."""
-        counts = self._nonempty()
-        parts = np.stack(self._fraction(counts))
+        self._require_rows()
+        parts = np.stack(self._fraction())
         if self.average == "binary":
             return float(self._ratio(parts[:, 1:])[0])
         if self.average == "micro":
             return float(self._ratio(parts.sum(axis=1, keepdims=True))[0])
-        weights = counts.true if self.average == "weighted" else counts.present
+        weights = self._true if self.average == "weighted" else self._present
         return float(np.average(self._ratio(parts), weights=weights))
 
     def _ratio(self, parts: np.ndarray) -> np.ndarray:
         empty = np.full(parts.shape[1], float(self.zero_division))
         return np.divide(parts[0], parts[1], out=empty, where=parts[1] != 0)
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numerators and the denominators of the classes."""
-        return counts.hit, counts.predicted
+        return self._hit, self._predicted
 
 
 @dataclass
@@ -209,8 +197,8 @@ class Recall(Precision):
 
     name = "recall"
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        return counts.hit, counts.true
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._hit, self._true
 
 
 @dataclass
@@ -222,8 +210,8 @@ class F1(Precision):
 
     name = "f1"
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        return 2 * counts.hit, counts.predicted + counts.true
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+        return 2 * self._hit, self._predicted + self._true
 
 
 @dataclass
@@ -237,8 +225,8 @@ class IoU(Precision):
     average: str = "macro"
     name = "iou"
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        return counts.hit, counts.predicted + counts.true - counts.hit
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._hit, self._predicted + self._true - self._hit
 
 
 @dataclass

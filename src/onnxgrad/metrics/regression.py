@@ -44,7 +44,6 @@ class MAE(Metric):
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
         """Add a batch."""
-        self.check_begun()
         f, y, weight = Batch(self.name, self.info, prediction, label, weight).number_rows()
         if self._outputs not in (None, f.shape[1]):
             raise ValueError(
