@@ -112,11 +112,7 @@ def _trainer(
     optimizer: str | Optimizer | None,
     options: dict[str, Any],
 ) -> Trainer:
-    """Return the trainer whose step the files compute.
-
-    Raises:
-        ValueError: as `generate_artifacts`.
-    """
+    """Return the trainer whose step the files compute."""
     for name in options:
         check_choice("option of generate_artifacts", name, TRAINER)
     if both := sorted(set(train or ()) & set(freeze)):

@@ -39,7 +39,8 @@ def change_activation(tail: Tail, activation: str | None) -> None:
             _write_instead(tail, node, wanted, x)
     if activation == "same" or (activation is not None and present):
         return
-    for y in _outputs(tail):
+    floats = (y for y in tail.op.graph.outputs if y.dtype is None or y.dtype.is_floating_point())
+    for y in [y for y in floats if tail.axes.get(y, INDEX) != INDEX]:  # outputs may be replaced
         low, high = value_range(y)
         if low >= 0 and high <= 1:
             raise ValueError(
@@ -105,12 +106,6 @@ def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | No
         stated = axes.ravel().tolist()
     named = [a - len(shape) if shape is not None and a >= 0 else a for a in stated]
     return node.inputs[0] if named == [axis] else None
-
-
-def _outputs(tail: Tail) -> list[ir.Value]:
-    """Return the float outputs of the graph that have an axis of units."""
-    floats = (y for y in tail.op.graph.outputs if y.dtype is None or y.dtype.is_floating_point())
-    return [y for y in floats if tail.axes.get(y, INDEX) != INDEX]
 
 
 def _is_activation(tail: Tail, node: ir.Node) -> bool:

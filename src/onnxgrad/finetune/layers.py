@@ -260,8 +260,10 @@ def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) ->
         new.append(initializer(op, np.zeros(shape), layer.dtype, f"{name}.bias"))
         assert bias is not None
         node.replace_input_with(bias, new[1])
-    for value in old:
-        _forget(op.graph, value)
+    for value in old:  # before IR version 4, the names of initializers were inputs
+        if value.is_graph_input() and value.const_value is not None and not value.uses():
+            op.graph.inputs.remove(value)
+            op.graph.initializers.pop(str(value.name), None)
     return [str(v.name) for v in new]
 
 
@@ -272,13 +274,6 @@ def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> i
     value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
     op.graph.register_initializer(value)
     return value
-
-
-def _forget(graph: ir.Graph, value: ir.Value) -> None:
-    """Remove an input that is only the name of an initializer, as before IR version 4."""
-    if value.is_graph_input() and value.const_value is not None and not value.uses():
-        graph.inputs.remove(value)
-        graph.initializers.pop(str(value.name), None)
 
 
 def standardize(op: Emit, layer: Layer) -> None:
