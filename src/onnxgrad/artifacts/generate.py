@@ -92,13 +92,11 @@ def generate_artifacts(
         >>> [slot["name"] for slot in manifest["slots"]]
         ['w.m', 'w.v']
     """
-    if not prefix.isprintable() or set(prefix) & set("/\\"):
-        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")
+    _check_prefix(prefix)
     if sample_weight not in (False, True, "element"):
         raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
-    train, freeze = None if requires_grad is None else as_list(requires_grad), frozen_params or ()
     proto = at_opset(read(model), opset)
-    trainer = _trainer(proto, train, as_list(freeze), loss, optimizer, options)
+    trainer = _trainer(proto, requires_grad, frozen_params, loss, optimizer, options)
     files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
     models = files.models(trainer, as_list(additional_output_names))
     return files.write(artifact_directory, trainer, models)
@@ -106,13 +104,15 @@ def generate_artifacts(
 
 def _trainer(
     proto: ModelProto,
-    train: list[str] | None,
-    freeze: list[str],
+    requires_grad: Iterable[str] | None,
+    frozen_params: Iterable[str] | None,
     loss: Any,
     optimizer: str | Optimizer | None,
     options: dict[str, Any],
 ) -> Trainer:
     """Return the trainer whose step the files compute."""
+    train = None if requires_grad is None else as_list(requires_grad)
+    freeze = as_list(frozen_params or ())
     for name in options:
         check_choice("option of generate_artifacts", name, TRAINER)
     if both := sorted(set(train or ()) & set(freeze)):
@@ -178,3 +178,9 @@ class _Files:
             text = json.dumps(manifest, indent=1)
             (new / f"{self.prefix}{MANIFEST}").write_text(text, encoding="utf-8")
         return manifest
+
+
+def _check_prefix(prefix: str) -> None:
+    """Raise `ValueError` for a prefix with which a name is no plain name of a file."""
+    if not prefix.isprintable() or set(prefix) & set("/\\"):
+        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")
