@@ -36,7 +36,8 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
         new.mkdir()
         yield new
         for file in new.iterdir():
-            _sync(file)
+            with open(file, "rb+") as opened:
+                os.fsync(opened.fileno())  # in case of a power cut
         if not existed:
             new.rename(home)
         else:
@@ -69,9 +70,3 @@ def _move(new: Path, old: Path, home: Path, own: tuple[str, ...]) -> None:
         for file in old.iterdir():
             file.rename(home / file.name)
         raise
-
-
-def _sync(file: Path) -> None:
-    """Flush a file to the disk, in case of a power cut."""
-    with open(file, "rb+") as opened:
-        os.fsync(opened.fileno())

@@ -95,8 +95,8 @@ def generate_artifacts(
     _check_prefix(prefix)
     if sample_weight not in (False, True, "element"):
         raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
-    proto, train, freeze = at_opset(read(model), opset), _names(requires_grad), frozen_params
-    trainer = _trainer(proto, train, _names(freeze) or [], loss, optimizer, options)
+    proto = at_opset(read(model), opset)
+    trainer = _trainer(proto, requires_grad, frozen_params, loss, optimizer, options)
     files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
     models = files.models(trainer, as_list(additional_output_names))
     return files.write(artifact_directory, trainer, models)
@@ -104,17 +104,15 @@ def generate_artifacts(
 
 def _trainer(
     proto: ModelProto,
-    train: list[str] | None,
-    freeze: list[str],
+    requires_grad: Iterable[str] | None,
+    frozen_params: Iterable[str] | None,
     loss: Any,
     optimizer: str | Optimizer | None,
     options: dict[str, Any],
 ) -> Trainer:
-    """Return the trainer whose step the files compute.
-
-    Raises:
-        ValueError: as `generate_artifacts`.
-    """
+    """Return the trainer whose step the files compute."""
+    train = None if requires_grad is None else as_list(requires_grad)
+    freeze = as_list(frozen_params or ())
     for name in options:
         check_choice("option of generate_artifacts", name, TRAINER)
     if both := sorted(set(train or ()) & set(freeze)):
@@ -122,18 +120,15 @@ def _trainer(
     if isinstance(options.get("class_weight"), str):
         raise ValueError("class_weight='balanced' needs labels: pass the weights of the classes")
     chosen, own = select_loss(loss, options.pop("loss_options", None))
-    rate = _rate(options.pop("learning_rate", 1e-3))
+    rate = options.pop("learning_rate", 1e-3)
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+        raise ValueError(
+            f"learning_rate must be a number above 0, not {rate!r}: a client passes the rate of "
+            "every step, and so computes schedules"
+        )
+    options |= {"loss_options": own, "learning_rate": float(rate)}
     updated = "sgd" if optimizer is None else select_optimizer(optimizer)
-    return Trainer(
-        proto,
-        chosen,
-        loss_options=own,
-        optimizer=updated,
-        learning_rate=rate,
-        train=train,
-        freeze=freeze,
-        **options,
-    )
+    return Trainer(proto, chosen, optimizer=updated, train=train, freeze=freeze, **options)
 
 
 @dataclass(frozen=True)
@@ -183,19 +178,6 @@ class _Files:
             text = json.dumps(manifest, indent=1)
             (new / f"{self.prefix}{MANIFEST}").write_text(text, encoding="utf-8")
         return manifest
-
-
-def _names(names: str | Iterable[str] | None) -> list[str] | None:
-    return None if names is None else as_list(names)
-
-
-def _rate(rate: Any) -> float:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
-        raise ValueError(
-            f"learning_rate must be a number above 0, not {rate!r}: a client passes the rate of "
-            "every step, and so computes schedules"
-        )
-    return float(rate)
 
 
 def _check_prefix(prefix: str) -> None:

@@ -70,7 +70,12 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     except (ValueError, SafetensorError) as e:
         raise ValueError(f"{path} is no file of safetensors, or damaged: {e}") from None
     expected = [*manifest["weights"], *manifest["buffers"]]
-    _require_names(path, arrays, {entry["name"] for entry in (*expected, *manifest["slots"])})
+    known = {entry["name"] for entry in (*expected, *manifest["slots"])}
+    if others := sorted(arrays.keys() - known):
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        raise ValueError(
+            f"{path} is a checkpoint of another model: this one has no {others[:_LISTED]}{more}"
+        )
     for entry in expected:
         _require(path, entry, arrays)
     if metadata.get("model", manifest["digest"]) != manifest["digest"]:
@@ -80,14 +85,6 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
             "was generated with"
         )
     return {entry["name"]: arrays[entry["name"]] for entry in expected}
-
-
-def _require_names(path: Path, arrays: Mapping[str, np.ndarray], known: set[str]) -> None:
-    if others := sorted(arrays.keys() - known):
-        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
-        raise ValueError(
-            f"{path} is a checkpoint of another model: this one has no {others[:_LISTED]}{more}"
-        )
 
 
 def _require(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

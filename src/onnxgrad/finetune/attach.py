@@ -138,11 +138,7 @@ _Pairs = list[tuple[ir.Value, ir.Value]]
 
 
 def _pairs(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None) -> _Pairs:
-    """Return the pairs (value of `below`, input of `above`) to join.
-
-    Raises:
-        ValueError: as `attach`.
-    """
+    """Return the pairs (value of `below`, input of `above`) to join."""
     inputs = {str(x.name): x for x in above.inputs if x.const_value is None}
     outputs = {str(y.name): y for y in below.outputs}
     if mapping is None:

@@ -33,11 +33,14 @@ def change_activation(tail: Tail, activation: str | None) -> None:
         wanted = ACTIVATIONS.get(activation or "")
         if activation == "same":
             wanted = _activation_like(tail, node)
-        if wanted != node.op_type:
-            _replace(tail, node, wanted)
+        if wanted is None:
+            tail.bypass(node)
+        elif wanted != node.op_type and (x := node.inputs[0]) is not None:
+            _write_instead(tail, node, wanted, x)
     if activation == "same" or (activation is not None and present):
         return
-    for y in _outputs(tail):
+    floats = (y for y in tail.op.graph.outputs if y.dtype is None or y.dtype.is_floating_point())
+    for y in [y for y in floats if tail.axes.get(y, INDEX) != INDEX]:  # outputs may be replaced
         low, high = value_range(y)
         if low >= 0 and high <= 1:
             raise ValueError(
@@ -87,11 +90,7 @@ def _fold(tail: Tail, node: ir.Node) -> None:
         x = shift.inputs[0] if top is shift.inputs[0] else x
     if x is None or x not in tail.axes:
         return
-    with tail.op.at(node):
-        y = write_activation(tail.op, "Softmax", x, axis)
-    y = substitute(tail.op, node.outputs[0], y)
-    tail.axes[y] = axis
-    tail.changed.add(y)
+    _write_instead(tail, node, "Softmax", x)
 
 
 def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
@@ -107,12 +106,6 @@ def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | No
         stated = axes.ravel().tolist()
     named = [a - len(shape) if shape is not None and a >= 0 else a for a in stated]
     return node.inputs[0] if named == [axis] else None
-
-
-def _outputs(tail: Tail) -> list[ir.Value]:
-    """Return the float outputs of the graph that have an axis of units."""
-    floats = (y for y in tail.op.graph.outputs if y.dtype is None or y.dtype.is_floating_point())
-    return [y for y in floats if tail.axes.get(y, INDEX) != INDEX]
 
 
 def _is_activation(tail: Tail, node: ir.Node) -> bool:
@@ -145,16 +138,11 @@ def _activation_like(tail: Tail, node: ir.Node) -> str:
     return node.op_type
 
 
-def _replace(tail: Tail, node: ir.Node, op_type: str | None) -> None:
-    """Replace `node` by another activation, or remove it."""
-    if op_type is None:
-        tail.bypass(node)
-        return
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+def _write_instead(tail: Tail, node: ir.Node, op_type: str, x: ir.Value) -> None:
+    """Write the activation of `x` in place of `node`."""
     with tail.op.at(node):
         z = write_activation(tail.op, op_type, x, tail.axes[x])
-    z = substitute(tail.op, y, z)
+    z = substitute(tail.op, node.outputs[0], z)
     tail.axes[z] = tail.axes[x]
     tail.changed.add(z)
 

@@ -33,15 +33,13 @@ _OPERANDS: dict[tuple[str, str], tuple[int, int | None]] = {
 _OF_ML = frozenset("LinearClassifier LinearRegressor SVMClassifier SVMRegressor".split())
 _CONVOLUTIONS = frozenset("Conv FusedConv ConvTranspose".split())
 _PRODUCTS = frozenset("Gemm MatMul FusedMatMul FusedGemm".split())
+_OF_INTEGERS = (
+    "QLinearConv QLinearMatMul ConvInteger MatMulInteger MatMulIntegerToFloat "
+    "DynamicQuantizeMatMul QGemm"
+).split()
 _REFUSED = {
     "Einsum": "the weights of an Einsum have no fixed layout",
-    "QLinearConv": "it computes in integers",
-    "QLinearMatMul": "it computes in integers",
-    "ConvInteger": "it computes in integers",
-    "MatMulInteger": "it computes in integers",
-    "MatMulIntegerToFloat": "it computes in integers",
-    "DynamicQuantizeMatMul": "it computes in integers",
-    "QGemm": "it computes in integers",
+    **dict.fromkeys(_OF_INTEGERS, "it computes in integers"),
     "MatMulBnb4": "its weights are quantized",
     "GemmFastGelu": "its activation is a part of it",
 }
@@ -229,10 +227,6 @@ def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     Linear layers: uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and Bengio,
     2010. Convolutions: normal, of variance 2 / (features * size of the kernel), as equation 10 of
     He et al., 2015 requires.
-
-    Examples:
-        >>> fresh((2, 4), "linear", seed=0).round(3).tolist()
-        [[0.274, -0.46, -0.918, -0.967], [0.627, 0.826, 0.213, 0.459]]
     """
     rng = np.random.default_rng(seed)
     if kind == "convolution":
@@ -266,8 +260,10 @@ def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) ->
         new.append(initializer(op, np.zeros(shape), layer.dtype, f"{name}.bias"))
         assert bias is not None
         node.replace_input_with(bias, new[1])
-    for value in old:
-        _forget(op.graph, value)
+    for value in old:  # before IR version 4, the names of initializers were inputs
+        if value.is_graph_input() and value.const_value is not None and not value.uses():
+            op.graph.inputs.remove(value)
+            op.graph.initializers.pop(str(value.name), None)
     return [str(v.name) for v in new]
 
 
@@ -278,13 +274,6 @@ def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> i
     value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
     op.graph.register_initializer(value)
     return value
-
-
-def _forget(graph: ir.Graph, value: ir.Value) -> None:
-    """Remove an input that is only the name of an initializer, as before IR version 4."""
-    if value.is_graph_input() and value.const_value is not None and not value.uses():
-        graph.inputs.remove(value)
-        graph.initializers.pop(str(value.name), None)
 
 
 def standardize(op: Emit, layer: Layer) -> None:

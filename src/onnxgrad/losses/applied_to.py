@@ -52,15 +52,6 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
 
     Raises:
         ValueError: the graph does not decide an option, or contradicts it.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from onnxgrad import LOSSES, Emit
-        >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
-        >>> p = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20})).Softmax(x)
-        >>> loss = LOSSES["cross_entropy"].with_options({"from_logits": None})
-        >>> decide_options(loss, x).options["from_logits"], decide_options(loss, p).options
-        (True, {'from_logits': False, 'axis': 1})
     """
     options, name = spec.all_options, prediction.name
     filled: dict[str, Any] = {}

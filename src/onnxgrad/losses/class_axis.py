@@ -42,19 +42,6 @@ def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
 
     Raises:
         ValueError: the graph does not decide it.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from onnxgrad import Emit
-        >>> floats = ir.TensorType(ir.DataType.FLOAT)
-        >>> x = ir.Value(name="x", type=floats, shape=ir.Shape(["N", 8, "T"]))
-        >>> w = ir.Value(name="w", type=floats, shape=ir.Shape([5, 8, 1]), const_value=ir.tensor(
-        ...     [[[0.0]] * 8] * 5))
-        >>> op = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20}))
-        >>> y = op.Conv(x, w)
-        >>> y.shape = ir.Shape(["N", 5, "T"])
-        >>> class_axis(y), class_axis(op.Transpose(y, perm=[0, 2, 1]))
-        (1, 2)
     """
     n = rank(prediction)
     if n is None or n < 2:

@@ -25,18 +25,7 @@ _ONE = (1.0, 1.0)  # the range of the number 1
 
 
 def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.Value | None:
-    """Return z with softmax(z) = `x` along `axis`, or None if `x` is not proven to be a softmax.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> from onnxgrad import Emit
-        >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
-        >>> with Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20})) as op:
-        ...     e = op.Exp(x)
-        ...     y = op.Cast(e / op.ReduceSum(e, [1], keepdims=1), to=ir.DataType.DOUBLE)
-        >>> softmax_logits(op, y, 1).producer().op_type
-        'Cast'
-    """
+    """Return z with softmax(z) = `x` along `axis`, or None if `x` is not proven to be a softmax."""
     node, n = x.producer(), rank(x)
     if node is None or node.domain or depth == 0:
         return None
@@ -61,29 +50,26 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
     return None
 
 
-Found = Callable[[Any, ir.Value, int], ir.Value | None]  # by emitter, value and depth
+def _of_elements(find: Callable[[Any, ir.Value, int], ir.Value | None]) -> Callable[..., Any]:
+    """Let `find` look at the values, too, whose elements its argument moves and joins."""
+
+    def found(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
+        node = x.producer()
+        if node is None or node.domain or depth == 0:
+            return None
+        if (z := find(op, x, depth)) is not None or node.op_type not in _MOVES | {"Concat"}:
+            return z
+        sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+        parts = [found(op, v, depth - 1) for v in sources if v is not None]
+        values = [z for z in parts if z is not None]
+        return _again(op, node, *values) if len(values) == len(parts) else None
+
+    return found
 
 
-def _of_elements(op: Any, x: ir.Value, depth: int, find: Found) -> ir.Value | None:
-    """Return what `find` does for `x`, or for the values whose elements `x` moves and joins."""
-    node = x.producer()
-    if node is None or node.domain or depth == 0:
-        return None
-    if (z := find(op, x, depth)) is not None or node.op_type not in _MOVES | {"Concat"}:
-        return z
-    sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
-    parts = [_of_elements(op, v, depth - 1, find) for v in sources if v is not None]
-    values = [z for z in parts if z is not None]
-    return _again(op, node, *values) if len(values) == len(parts) else None
-
-
-def sigmoid_logits(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
+@_of_elements
+def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     """Return z with sigmoid(z) = `x`, or None if the elements of `x` are not proven to be that."""
-    return _of_elements(op, x, depth, _sigmoid_logits)
-
-
-def _sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
-    """Return z if the node that computes `x` is a sigmoid of z, or chooses between two forms."""
     if (score := written_sigmoid(x)) is not None:
         s, negated = score
         return _like(op, op.Neg(s) if negated else s, x)
@@ -96,13 +82,9 @@ def _sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     return None
 
 
-def logarithm(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
+@_of_elements
+def logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     """Return log(`x`), from the scores that `x` is computed from; None for other values."""
-    return _of_elements(op, x, depth, _logarithm)
-
-
-def _logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
-    """Return log(`x`) if `x` is computed by a sigmoid, an Exp or a Softmax."""
     if (z := sigmoid_logits(op, x, depth)) is not None:
         return op.Neg(op.Softplus(op.Neg(z)))
     if node := made_by(x, "Exp"):

@@ -261,12 +261,6 @@ def training_loss(
 
     Raises:
         ValueError: an unknown loss, option or output, or a factor that is not a finite number.
-
-    Examples:
-        >>> from onnxgrad.losses.objectives import training_loss
-        >>> loss = training_loss({"y": "mse", "z": "ce"}, loss_weights={"z": 0.1})
-        >>> list(loss.losses), loss.factors
-        (['y', 'z'], {'z': 0.1})
     """
     if isinstance(loss, Mapping):
         by_output = {"options": options, "loss_weights": loss_weights, "class_weight": class_weight}

@@ -119,13 +119,13 @@ class Metric:
         _ = self.info
 
 
+@dataclass
 class Mean:
     """A weighted mean of values that come in batches."""
 
-    def __init__(self) -> None:
-        self.total: float | np.ndarray = 0.0
-        self.weight: float | np.ndarray = 0.0  # (outputs,) if each value has its own
-        self.rows = 0
+    total: float | np.ndarray = 0.0
+    weight: float | np.ndarray = 0.0  # (outputs,) if each value has its own
+    rows: int = 0
 
     def add(self, values: np.ndarray, weight: np.ndarray | None) -> None:
         """Add values (rows,) or (rows, outputs), with weights (rows,) or one for each value."""

@@ -1,4 +1,21 @@
-"""Metrics that compare the predicted class with the label's."""
+"""Metrics that compare the predicted class with the label's.
+
+Examples:
+    >>> import numpy as np
+    >>> from onnxgrad.metrics.base import PredictionInfo
+    >>> from onnxgrad.metrics.select import select
+    >>> for name in ("accuracy", "balanced_accuracy", "precision", "recall_macro", "f1", "iou"):
+    ...     metric = select(name)
+    ...     metric.begin(PredictionInfo(threshold=0.5))
+    ...     metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
+    ...     print(name, round(metric.compute(), 4))
+    accuracy 0.75
+    balanced_accuracy 0.75
+    precision 0.6667
+    recall_macro 0.75
+    f1 0.8
+    iou 0.5833
+"""
 
 from __future__ import annotations
 
@@ -19,16 +36,6 @@ class Accuracy(MeanMetric):
     """Share of the labels that the prediction hits.
 
     Each element of a score of one of two classes counts as a prediction of its own.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import Accuracy
-        >>> accuracy = Accuracy()
-        >>> accuracy.begin(PredictionInfo(threshold=0.0, from_logits=True))
-        >>> accuracy.update(np.array([-1.0, 2.0, 0.5, 3.0]), np.array([0, 1, 0, 1]))
-        >>> accuracy.compute()
-        0.75
     """
 
     name = "accuracy"
@@ -86,64 +93,41 @@ class TopK(Accuracy):
         return ((rows.scores > score) | before).sum(axis=1) < self.k
 
 
-class Counts:
-    """How often each class is the label, is predicted, and both; weighted."""
-
-    def __init__(self, classes: int) -> None:
-        self.hit, self.predicted, self.true = np.zeros((3, classes))
-        self.present = np.zeros(classes, bool)  # predicted or a label, whatever its weight
-
-    def add(self, predicted: np.ndarray, true: np.ndarray, weight: np.ndarray | None) -> None:
-        """Add the class indices of a batch."""
-        n = len(self.hit)
-        hit = predicted == true
-        self.hit += np.bincount(true[hit], None if weight is None else weight[hit], n)
-        self.predicted += np.bincount(predicted, weight, n)
-        self.true += np.bincount(true, weight, n)
-        self.present[predicted] = self.present[true] = True
-
-
 class CountMetric(ClassMetric):
-    """Base of the metrics of `Counts`."""
+    """Base of metrics of how often each class is the label, is predicted, and both; weighted."""
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
-        self._counts = Counts(self.n_classes)
+        self._hit, self._predicted, self._true = np.zeros((3, self.n_classes))
+        self._present = np.zeros(self.n_classes, bool)  # predicted or a label, of any weight
 
     def add(self, rows: Rows) -> None:
         """Count the rows of a batch."""
-        self._counts.add(rows.predicted(self.info), rows.true, rows.weight)
+        predicted, true, weight = rows.predicted(self.info), rows.true, rows.weight
+        hit, n = predicted == true, self.n_classes
+        self._hit += np.bincount(true[hit], None if weight is None else weight[hit], n)
+        self._predicted += np.bincount(predicted, weight, n)
+        self._true += np.bincount(true, weight, n)
+        self._present[predicted] = self._present[true] = True
 
-    def _nonempty(self) -> Counts:
+    def _require_rows(self) -> None:
         self.check_begun()
-        if not self._counts.true.any():
+        if not self._true.any():
             raise nothing(self.name)
-        return self._counts
 
 
 @dataclass
 class BalancedAccuracy(CountMetric):
-    """Mean recall of the classes that occur as labels.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import BalancedAccuracy
-        >>> metric = BalancedAccuracy()
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> metric.compute()
-        0.75
-    """
+    """Mean recall of the classes that occur as labels."""
 
     name = "balanced_accuracy"
 
     def compute(self) -> float:
         """Return the mean recall."""
-        counts = self._nonempty()
-        labels = counts.true > 0
-        return float((counts.hit[labels] / counts.true[labels]).mean())
+        self._require_rows()
+        labels = self._true > 0
+        return float((self._hit[labels] / self._true[labels]).mean())
 
 
 @dataclass
@@ -162,16 +146,6 @@ class Precision(CountMetric):
 
     Raises:
         ValueError: an unknown average or, in `begin`, "binary" for more than two classes.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import Precision
-        >>> metric = Precision()
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> round(metric.compute(), 4)
-        0.6667
     """
 
     average: str = "binary"
@@ -196,22 +170,22 @@ class Precision(CountMetric):
 
     def compute(self) -> float:
         """Return the average."""
-        counts = self._nonempty()
-        parts = np.stack(self._fraction(counts))
+        self._require_rows()
+        parts = np.stack(self._fraction())
         if self.average == "binary":
             return float(self._ratio(parts[:, 1:])[0])
         if self.average == "micro":
             return float(self._ratio(parts.sum(axis=1, keepdims=True))[0])
-        weights = counts.true if self.average == "weighted" else counts.present
+        weights = self._true if self.average == "weighted" else self._present
         return float(np.average(self._ratio(parts), weights=weights))
 
     def _ratio(self, parts: np.ndarray) -> np.ndarray:
         empty = np.full(parts.shape[1], float(self.zero_division))
         return np.divide(parts[0], parts[1], out=empty, where=parts[1] != 0)
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numerators and the denominators of the classes."""
-        return counts.hit, counts.predicted
+        return self._hit, self._predicted
 
 
 @dataclass
@@ -219,22 +193,12 @@ class Recall(Precision):
     """Share of the labels of a class that are hit: hits / labels.
 
     As scikit-learn's `recall_score`; arguments and errors are those of `Precision`.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import Recall
-        >>> metric = Recall(average="macro")
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> metric.name, metric.compute()
-        ('recall_macro', 0.75)
     """
 
     name = "recall"
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        return counts.hit, counts.true
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._hit, self._true
 
 
 @dataclass
@@ -242,22 +206,12 @@ class F1(Precision):
     """Harmonic mean of precision and recall: 2 hits / (predictions + labels).
 
     As scikit-learn's `f1_score`; arguments and errors are those of `Precision`.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import F1
-        >>> metric = F1()
-        >>> metric.begin(PredictionInfo(threshold=0.5))
-        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
-        >>> metric.compute()
-        0.8
     """
 
     name = "f1"
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        return 2 * counts.hit, counts.predicted + counts.true
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+        return 2 * self._hit, self._predicted + self._true
 
 
 @dataclass
@@ -266,24 +220,13 @@ class IoU(Precision):
 
     As scikit-learn's `jaccard_score`, by default its mean over the classes that occur; the other
     arguments and the errors are those of `Precision`.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.metrics.base import PredictionInfo
-        >>> from onnxgrad.metrics.classification import IoU
-        >>> metric = IoU()
-        >>> metric.begin(PredictionInfo(classes=2, axis=1))
-        >>> pixels = np.array([[[[0.9, 0.2]], [[0.1, 0.8]]], [[[0.9, 0.7]], [[0.1, 0.3]]]])
-        >>> metric.update(pixels, np.array([[[0, 1]], [[0, 1]]]))
-        >>> round(metric.compute(), 4)
-        0.5833
     """
 
     average: str = "macro"
     name = "iou"
 
-    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        return counts.hit, counts.predicted + counts.true - counts.hit
+    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._hit, self._predicted + self._true - self._hit
 
 
 @dataclass

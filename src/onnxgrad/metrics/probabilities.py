@@ -102,7 +102,8 @@ class AUC(ClassMetric):
         """Keep the scores, classes and weights of a batch."""
         scores, weight = rows.scores, rows.weight
         if self.n_classes > 2:
-            scores = _probabilities(self.name, self.info, scores)
+            logits = self.info.from_logits
+            scores = np.exp(_log_softmax(scores)) if logits else _normal(self.name, scores)
         elif scores.ndim == 2:  # logits rank by their difference
             second = scores[:, 1]
             scores = second - scores[:, 0] if self.info.from_logits else second
@@ -154,10 +155,6 @@ def _losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
     if label.ndim == 1:
         return -np.take_along_axis(logs, label[:, None], axis=1)[:, 0]
     return -np.multiply(label, logs, out=np.zeros(logs.shape), where=label != 0).sum(axis=1)
-
-
-def _probabilities(name: str, info: PredictionInfo, scores: np.ndarray) -> np.ndarray:
-    return np.exp(_log_softmax(scores)) if info.from_logits else _normal(name, scores)
 
 
 def _log_softmax(scores: np.ndarray) -> np.ndarray:

@@ -85,11 +85,6 @@ class ScaleByAdamEpsHat(ScaleByAdam):
     u -> m' sqrt(1 - b2^t) / (sqrt(v) + eps).  Kingma & Ba 2015, arXiv:1412.6980, end of section 2.
 
     TensorFlow, the first AdamW of Hugging Face and onnxruntime-training compute this.
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByAdamEpsHat
-        >>> ScaleByAdamEpsHat(eps=1e-6).slots
-        ('m', 'v')
     """
 
     def _correction(self, root: Any) -> Any:
@@ -102,11 +97,6 @@ class ScaleByAdamax(_Moments):
     Kingma & Ba 2015, arXiv:1412.6980, algorithm 2.
 
     The slot m holds m / (1 - b1).
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByAdamax
-        >>> ScaleByAdamax().slots
-        ('m', 'norm')
     """
 
     slots = ("m", "norm")
@@ -126,11 +116,6 @@ class ScaleByNadam(_Moments):
     mu_t = b1 (1 - 0.96^(t d) / 2), p_t = mu_1 ... mu_t.  Dozat 2016.
 
     The slots hold m / (1 - b1), v / (1 - b2) and p_t.
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByNadam
-        >>> ScaleByNadam().slot_shape("mu_product", (3, 4))
-        ()
     """
 
     momentum_decay: float = 4e-3
@@ -168,11 +153,6 @@ class ScaleByRadam(_Moments):
     r^2 = (rho - 4) (rho - 2) n / ((n - 4) (n - 2) rho).  Liu et al. 2020, arXiv:1908.03265.
 
     The slots hold m / (1 - b1) and v / (1 - b2).
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByRadam
-        >>> ScaleByRadam().slots
-        ('m', 'v')
     """
 
     slots = ("m", "v")
@@ -199,11 +179,6 @@ class ScaleByRadam(_Moments):
 class ScaleByAdagrad(Optimizer):
     """s <- s + u^2;  u -> u / (1 + (t - 1) lr_decay) / (sqrt(s) + eps).
     Duchi, Hazan & Singer 2011.
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByAdagrad
-        >>> ScaleByAdagrad(initial_accumulator_value=0.1).slot_initial("sum", None)
-        0.1
     """
 
     lr_decay: float = 0.0
@@ -229,11 +204,6 @@ class ScaleByAdagrad(Optimizer):
 class ScaleByAdadelta(Optimizer):
     """v <- rho v + (1 - rho) u^2;  u -> d = sqrt(a + eps) / sqrt(v + eps) u;
     a <- rho a + (1 - rho) d^2.  Zeiler 2012, arXiv:1212.5701.
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByAdadelta
-        >>> ScaleByAdadelta().slots
-        ('v', 'steps')
     """
 
     rho: float = 0.9
@@ -252,11 +222,6 @@ class ScaleByAdadelta(Optimizer):
 class ScaleByRms(Optimizer):
     """v <- a v + (1 - a) u^2;  u -> u / (sqrt(v) + eps);  if centered,
     m <- a m + (1 - a) u, and v - m^2 under the root.  Tieleman & Hinton 2012; Graves 2013.
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByRms
-        >>> ScaleByRms(centered=True).slots
-        ('v', 'm')
     """
 
     alpha: float = 0.99
@@ -286,11 +251,6 @@ class Rprop(Optimizer):
 
     The step size s of an element starts at the learning rate of its first step. From then on, it
     has its own course, and a schedule of the learning rate has no effect, as in PyTorch.
-
-    Examples:
-        >>> from onnxgrad.optimizers import Rprop
-        >>> Rprop().slots
-        ('last', 'size')
     """
 
     etas: tuple[float, float] = (0.5, 1.2)
@@ -319,13 +279,7 @@ class Rprop(Optimizer):
 
 @dataclass(frozen=True)
 class ScaleByLion(Optimizer):
-    """u -> sign(b1 m + (1 - b1) u);  m <- b2 m + (1 - b2) u.  Chen et al. 2023, arXiv:2302.06675.
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByLion
-        >>> ScaleByLion().slots
-        ('m',)
-    """
+    """u -> sign(b1 m + (1 - b1) u);  m <- b2 m + (1 - b2) u.  Chen et al. 2023, 2302.06675."""
 
     b1: float = 0.9
     b2: float = 0.99

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from onnxgrad.optimizers.adaptive import ScaleByAdam
 from onnxgrad.optimizers.base import (
     Arrays,
     Chain,
+    Composite,
     Inputs,
     Optimizer,
     Shape,
@@ -24,7 +24,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 
 
 @dataclass(frozen=True)
-class Around(Optimizer):
+class Around(Composite):
     """Base of transforms around a whole optimizer, learning rate included.
 
     A subclass names its own slots in `own`, and overrides `around`.
@@ -43,19 +43,9 @@ class Around(Optimizer):
             raise ValueError(f"{inner} has a slot {min(taken)!r}, as {name} has: rename it")
 
     @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer is elementwise."""
-        return self.optimizer.elementwise
-
-    @property
-    def joint(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer needs all gradients at once."""
-        return self.optimizer.joint
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer averages weights."""
-        return self.optimizer.averages
+    def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
+        """The optimizer."""
+        return (self.optimizer,)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -73,10 +63,6 @@ class Around(Optimizer):
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
         """Return the same around the optimizer of one weight."""
         return replace(self, optimizer=self.optimizer.for_weight(name, shape))
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Check the patterns of the optimizer."""
-        self.optimizer.check_names(names)
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
         """Write the nodes of the optimizer that need all gradients."""
@@ -104,14 +90,7 @@ class Around(Optimizer):
 
 @dataclass(frozen=True)
 class Ema(Around):
-    """a <- d a + (1 - d) (w + u): an exponential moving average of the new weights.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import ema
-        >>> ema(og.adam(), 0.99).slots
-        ('m', 'v', 'average')
-    """
+    """a <- d a + (1 - d) (w + u): an exponential moving average of the new weights."""
 
     decay: float = 0.999
     debias: bool = False
@@ -142,12 +121,6 @@ class Ema(Around):
 class Swa(Around):
     """a <- a + (w + u - a) / n at the steps `start`, `start + every`, ..., the n-th of them.
     Izmailov et al. 2018, arXiv:1803.05407.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import swa
-        >>> swa(og.momentum(), start=100, every=10).slots
-        ('velocity', 'average')
     """
 
     start: int = 1
@@ -176,14 +149,7 @@ class Swa(Around):
 
 @dataclass(frozen=True)
 class Lookahead(Around):
-    """Every k steps, s <- s + alpha (w + u - s), and w <- s.  Zhang et al. 2019, arXiv:1907.08610.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import lookahead
-        >>> lookahead(og.adam()).slots
-        ('m', 'v', 'slow')
-    """
+    """Every k steps, s <- s + alpha (w + u - s), and w <- s.  Zhang et al. 2019, 1907.08610."""
 
     every: int = 5
     alpha: float = 0.5
@@ -212,11 +178,6 @@ class ScheduleFree(Around):
     in the sum of max(lr)^power.  Defazio et al. 2024, arXiv:2405.15682.
 
     x, the weights to evaluate, follows from w and z.
-
-    Examples:
-        >>> from onnxgrad.optimizers import schedule_free
-        >>> schedule_free().slots
-        ('v', 'z', 'weight_sum', 'largest_rate')
     """
 
     b1: float = 0.9

@@ -83,6 +83,8 @@ class Optimizer:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         own = vars(cls)
+        if isinstance(own.get("members"), property):
+            return  # see `Composite`
         for claim in ("elementwise", "rate_first"):  # those of a base class are about its `update`
             if "update" in own and claim not in own:
                 setattr(cls, claim, False)
@@ -135,8 +137,38 @@ class Optimizer:
         return weight
 
 
+class Composite(Optimizer):
+    """Base of optimizers that are made of others: what holds of `members` holds of them.
+
+    So it does not of a class that overrides `update` for the same members.
+    """
+
+    members: tuple[Optimizer, ...]
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Return whether all members are elementwise."""
+        return all(member.elementwise for member in self.members)
+
+    @property
+    def joint(self) -> bool:  # type: ignore[override]
+        """Return whether a member needs all gradients at once."""
+        return any(member.joint for member in self.members)
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        """Return whether a member averages weights."""
+        return any(member.averages for member in self.members)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check the patterns of all members."""
+        names = list(names)
+        for member in self.members:
+            member.check_names(names)
+
+
 @dataclass(frozen=True)
-class Chain(Optimizer):
+class Chain(Composite):
     """Transforms applied one after the other.
 
     Raises:
@@ -162,29 +194,19 @@ class Chain(Optimizer):
                 )
 
     @property
+    def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
+        """The parts."""
+        return self.parts
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """Names of the slots of all parts; a name of several parts gets the index of the part."""
         return tuple(name for names in self._names() for name in names.values())
 
     @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether all parts are elementwise."""
-        return all(part.elementwise for part in self.parts)
-
-    @property
     def rate_first(self) -> bool:  # type: ignore[override]
         """Return whether the first part, and no other, multiplies by the learning rate."""
         return [i for i, part in enumerate(self.parts) if part.rate_first] == [0]
-
-    @property
-    def joint(self) -> bool:  # type: ignore[override]
-        """Return whether a part needs all gradients at once."""
-        return any(part.joint for part in self.parts)
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        """Return whether the last part averages weights."""
-        return any(part.averages for part in self.parts)
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
         """Return the shape of a slot of one of the parts."""
@@ -200,12 +222,6 @@ class Chain(Optimizer):
         """Return the chain of the parts for one weight."""
         parts = tuple(part.for_weight(name, shape) for part in self.parts)
         return self if parts == self.parts else replace(self, parts=parts)
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Check the patterns of all parts."""
-        names = list(names)
-        for part in self.parts:
-            part.check_names(names)
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
         """Write the nodes of the leading parts that need all gradients."""
@@ -253,7 +269,9 @@ class Excluding(Optimizer):
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raise ValueError for a pattern in `exclude` that matches none of the names."""
+        names = list(names)
         check_patterns(self.exclude, names)
+        super().check_names(names)
 
     def excludes(self, name: str) -> bool:
         """Return whether one of the patterns matches the name."""

@@ -14,13 +14,7 @@ EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
 
 @dataclass(frozen=True)
 class Clip(Optimizer):
-    """u -> min(max(u, -value), value), as `torch.nn.utils.clip_grad_value_`.
-
-    Examples:
-        >>> from onnxgrad.optimizers import Chain, adam, clip
-        >>> Chain((clip(0.5), adam())).slots
-        ('m', 'v')
-    """
+    """u -> min(max(u, -value), value), as `torch.nn.utils.clip_grad_value_`."""
 
     value: float
     elementwise = True
@@ -35,13 +29,7 @@ class Clip(Optimizer):
 
 @dataclass(frozen=True)
 class ClipByNorm(Optimizer):
-    """u -> u min(1, norm / (|u| + 1e-6)), where |u| is the norm of the tensor of one weight.
-
-    Examples:
-        >>> from onnxgrad.optimizers import clip_by_norm
-        >>> clip_by_norm(1.0).elementwise
-        False
-    """
+    """u -> u min(1, norm / (|u| + 1e-6)), where |u| is the norm of the tensor of one weight."""
 
     norm: float
 
@@ -55,14 +43,7 @@ class ClipByNorm(Optimizer):
 
 @dataclass(frozen=True)
 class ClipByGlobalNorm(Optimizer):
-    """g -> g min(1, norm / (|g| + 1e-6)), where |g| is the norm of all gradients together.
-
-    Examples:
-        >>> from onnxgrad.optimizers import Chain, adam, clip_by_global_norm
-        >>> Chain((adam(), clip_by_global_norm(1.0)))
-        Traceback (most recent call last):
-        ValueError: ClipByGlobalNorm(norm=1.0) needs all gradients at once: let it begin the chain
-    """
+    """g -> g min(1, norm / (|g| + 1e-6)), where |g| is the norm of all gradients together."""
 
     norm: float
     elementwise = True

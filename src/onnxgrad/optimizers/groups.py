@@ -9,6 +9,7 @@ from typing import Any
 from onnxgrad.errors import printable
 from onnxgrad.optimizers.averages import Around
 from onnxgrad.optimizers.base import (
+    Composite,
     Excluding,
     Inputs,
     Optimizer,
@@ -63,14 +64,7 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class WithRate(Around):
-    """An optimizer whose learning rate is multiplied by a factor.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import WithRate
-        >>> WithRate(og.sgd(), 0.1)
-        WithRate(optimizer=ScaleByLearningRate(), rate=0.1)
-    """
+    """An optimizer whose learning rate is multiplied by a factor."""
 
     rate: float = 1.0
 
@@ -83,10 +77,8 @@ class WithRate(Around):
         return replace(inputs, minus_learning_rate=inputs.minus_learning_rate * self.rate)
 
 
-class Choice(Optimizer):
+class Choice(Composite):
     """Base of the choice of an optimizer for each weight, which `for_weight` returns."""
-
-    members: tuple[Optimizer, ...]
 
     def check_members(self) -> None:
         """Raise ValueError for a member that needs all gradients at once."""
@@ -103,27 +95,10 @@ class Choice(Optimizer):
         """Names of the slots that a weight may have; `for_weight` says which it has."""
         return tuple(dict.fromkeys(slot for member in self.members for slot in member.slots))
 
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether all members are elementwise."""
-        return all(member.elementwise for member in self.members)
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        """Return whether a member averages weights."""
-        return any(member.averages for member in self.members)
-
 
 @dataclass(frozen=True)
 class ParamGroups(Choice):
-    """The optimizer of the first pattern that matches the name of the weight; else the default.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import param_groups
-        >>> param_groups({"*bias": og.sgd()}, og.adam()).for_weight("conv.bias", (8,))
-        ScaleByLearningRate()
-    """
+    """The optimizer of the first pattern that matches the name of the weight; else the default."""
 
     groups: tuple[tuple[str, Optimizer], ...]
     default: Optimizer | None = None
@@ -157,8 +132,7 @@ class ParamGroups(Choice):
                 raise ValueError(
                     f"patterns before {pattern!r} match all of its weights: put it before them"
                 )
-        for member in self.members:
-            member.check_names(names)
+        super().check_names(names)
 
     def _group_of(self, name: str) -> tuple[str | None, Optimizer]:
         for pattern, optimizer in self.groups:
@@ -174,13 +148,7 @@ class ParamGroups(Choice):
 
 @dataclass(frozen=True)
 class ByRank(Excluding, Choice):
-    """One optimizer for matrices, another for all other weights and those with excluded names.
-
-    Examples:
-        >>> from onnxgrad.optimizers import muon
-        >>> muon().for_weight("conv.weight", (8, 3, 3, 3)) == muon().other
-        True
-    """
+    """One optimizer for matrices, another for all other weights and those with excluded names."""
 
     matrices: Optimizer
     other: Optimizer
@@ -199,13 +167,6 @@ class ByRank(Excluding, Choice):
         """Return the optimizer of one weight."""
         matrix = len(shape) == 2 and not self.excludes(name)
         return (self.matrices if matrix else self.other).for_weight(name, shape)
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise ValueError for a pattern that matches none of the names."""
-        names = list(names)
-        super().check_names(names)
-        for member in self.members:
-            member.check_names(names)
 
 
 def param_groups(

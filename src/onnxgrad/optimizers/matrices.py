@@ -26,13 +26,7 @@ from onnxgrad.optimizers.base import (
 
 @dataclass(frozen=True)
 class ScaleByTrustRatio(Optimizer):
-    """u -> |w| / |u| u;  u if a norm is zero.  You et al. 2020, arXiv:1904.00962.
-
-    Examples:
-        >>> from onnxgrad.optimizers import ScaleByTrustRatio
-        >>> ScaleByTrustRatio().elementwise
-        False
-    """
+    """u -> |w| / |u| u;  u if a norm is zero.  You et al. 2020, arXiv:1904.00962."""
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the two norms and the product."""
@@ -49,12 +43,6 @@ class Adafactor(Excluding):
 
     Shazeer & Stern 2018, arXiv:1804.04235, as `torch.optim.Adafactor`. Means are over the last two
     axes; a weight of fewer axes has V <- V + c (u^2 - V).
-
-    Examples:
-        >>> from onnxgrad.optimizers import adafactor
-        >>> optimizer = adafactor()
-        >>> optimizer.for_weight("w", (4, 3)).slots, optimizer.for_weight("b", (3,)).slots
-        (('row', 'column'), ('v',))
     """
 
     beta2_decay: float = -0.8
@@ -118,12 +106,6 @@ class Orthogonalize(Optimizer):
 
     r = sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)) for "match_rms_adamw".
     PyTorch computes NS in bfloat16; here it has the dtype of the weight.
-
-    Examples:
-        >>> from onnxgrad.optimizers import Orthogonalize
-        >>> Orthogonalize(adjust_lr_fn="rms")
-        Traceback (most recent call last):
-        ValueError: Unknown adjust_lr_fn 'rms'. Choose from 'match_rms_adamw', 'original'.
     """
 
     momentum: float = 0.95

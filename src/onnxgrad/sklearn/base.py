@@ -104,10 +104,10 @@ class OnnxEstimator(BaseEstimator):
         else:
             self._start(*data)
         split, stopping, patience = None, [], self.n_iter_no_change
+        name = f"validation_{self._metric_name}"
         if self.early_stopping:
             split = self._draw_split(data[1])
-            monitor = f"validation_{self._metric_name}"
-            stopping = [EarlyStopping(monitor, patience, min_delta=self.tol or 0.0)]
+            stopping = [EarlyStopping(name, patience, min_delta=self.tol or 0.0)]
         elif self.tol is not None and np.isfinite(patience):
             stopping = [EarlyStopping("loss", patience, restore=False, min_delta=self.tol)]
         more = [*stopping, *[Progress()] * bool(self.verbose)]
@@ -115,7 +115,6 @@ class OnnxEstimator(BaseEstimator):
         self._train(data, more, rows, validation=split, epochs=self.max_iter)
         history = self._network.trainer.history
         self._set_losses([entry["loss"] for entry in history if "loss" in entry])
-        name = f"validation_{self._metric_name}"
         scores = [entry[name] for entry in history if name in entry]
         self.validation_scores_ = scores if self.early_stopping else None
         self.best_validation_score_ = max(scores) if self.early_stopping else None
@@ -226,14 +225,14 @@ class OnnxEstimator(BaseEstimator):
 
     def _arguments(self, head: Head) -> dict[str, Any]:
         """Return the arguments of the trainer."""
-        loss, options = self._loss_of(head), self._options_of(head)
+        loss, options, metric = self._objective(head)
         whole = isinstance(loss, (Mapping, *_MODELS)) or hasattr(loss, "write")
         whole = whole or (isinstance(loss, str) and loss.endswith(".onnx"))
         return {
             "loss": loss if whole else {head.target: loss},
             "loss_options": options if whole or not options else {head.target: options},
             **{name: getattr(self, name) for name in _PASSED},
-            "metrics": [self._metric(head)] if self.early_stopping else [],
+            "metrics": [metric] if self.early_stopping else [],
             "seed": self._seed,
         }
 
@@ -325,17 +324,9 @@ class OnnxEstimator(BaseEstimator):
     def _agree(self, head: Head, y: np.ndarray) -> None:
         """Raise `ValueError` if the labels are not those of the model."""
 
-    def _loss_of(self, head: Head) -> Any:
-        """Return the loss, chosen by the head if `loss` is None."""
-        return "squared_error" if self.loss is None else self.loss
-
-    def _metric(self, head: Head) -> Any:
-        """Return the metric of validation data, whose name is `_metric_name`."""
-        return self._metric_name
-
-    def _options_of(self, head: Head) -> Mapping[str, Any] | None:
-        """Return the options of the loss."""
-        return self.loss_options
+    def _objective(self, head: Head) -> tuple[Any, Mapping[str, Any] | None, Any]:
+        """Return the loss, its options, and the metric of validation data, `_metric_name`."""
+        return "squared_error" if self.loss is None else self.loss, self.loss_options, "r2"
 
     def _encode_labels(self, y: np.ndarray) -> np.ndarray:
         """Return labels as the loss takes them."""

@@ -260,25 +260,22 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
 
     def _loss_of(self, head: Head) -> Any:
-        if self.loss is not None:
-            return self.loss
         binary = self._several or head.width == 1 or head.one_vs_rest
-        return "binary_cross_entropy" if binary else "cross_entropy"
+        default = "binary_cross_entropy" if binary else "cross_entropy"
+        return default if self.loss is None else self.loss
 
-    def _options_of(self, head: Head) -> Mapping[str, Any] | None:
-        spec, options = _spec(self._loss_of(head)), dict(self.loss_options or {})
-        if spec is None or "from_logits" not in spec.all_options or "from_logits" in options:
-            return self.loss_options
-        if head.shares and not head.decided:  # the graph may not prove that these are probabilities
-            options["from_logits"] = False
-        elif head.flipped and head.width == 2 and not head.decided:
-            options["from_logits"] = True  # the columns of a support vector machine, as labels are
-        return options
-
-    def _metric(self, head: Head) -> Any:
+    def _objective(self, head: Head) -> tuple[Any, Mapping[str, Any] | None, Any]:
+        loss, options, metric = self._loss_of(head), self.loss_options, "accuracy"
+        spec = _spec(loss)
+        left_open = spec and "from_logits" in {*spec.all_options} - {*(options or {})}
+        if left_open and not head.decided:
+            if head.shares:  # the graph may not prove that these are probabilities
+                options = {**(options or {}), "from_logits": False}
+            elif head.flipped and head.width == 2:  # columns of a support vector machine, as labels
+                options = {**(options or {}), "from_logits": True}
         if self._several or head.width == 1 or self._has_indices(head):
-            return "accuracy"
-        return FunctionMetric(_one_hot_accuracy, "accuracy", True)
+            return loss, options, metric
+        return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)
 
     def _has_indices(self, head: Head) -> bool:
         """Return whether the loss takes class indices, rather than a number for each column."""

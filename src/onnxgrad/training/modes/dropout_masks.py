@@ -49,7 +49,8 @@ class Masks:
         is the inverse of the exact probability of True.
         """
         dropped = min(max(round(ratio * _LEVELS), 1), _LEVELS - 1)
-        size = _size(op, x)
+        lengths = static(dims(x))
+        size = op.Size(x) if lengths is None else prod(lengths)
         count: ir.Value | np.int64
         count = np.int64(-(-size // 4)) if isinstance(size, int) else (size + 3) / 4
         counters = op.Range(np.int64(0), count, np.int64(1)) * _as_int64(_GAMMA)
@@ -65,11 +66,6 @@ class Masks:
         keep = op.Reshape(keep, op.shape_of(x), allowzero=1)
         keep.shape, keep.dtype = x.shape, ir.DataType.BOOL
         return keep, _LEVELS / (_LEVELS - dropped)
-
-
-def _size(op: Emit, x: ir.Value) -> int | ir.Value:
-    lengths = static(dims(x))
-    return op.Size(x) if lengths is None else prod(lengths)
 
 
 def _as_int64(number: int) -> np.int64:

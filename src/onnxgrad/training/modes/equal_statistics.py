@@ -24,15 +24,6 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     tensor, under the name that an Identity gives it in the file, or one like "bn.running_mean". A
     layer that the network applies twice becomes two if its statistics were merged with its weights:
     the file does not tell them apart. A model in which no statistics are merged is returned itself.
-
-    Examples:
-        >>> import onnx
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,2] y)
-        ...     <float[2] one = {1.0, 1.0}, float[2] zero = {0.0, 0.0}> {
-        ...     y = BatchNormalization(x, one, zero, zero, one) }''')
-        >>> list(separate_statistics(model).graph.node[0].input)
-        ['x', 'one', 'zero', 'y.running_mean', 'y.running_var']
     """
     merged = _merged_statistics(proto)
     if not merged:

@@ -32,15 +32,6 @@ def has_training_nodes(proto: ModelProto) -> list[str]:
 
     These are BatchNormalization nodes that normalize by the statistics of the batch, and Dropout
     nodes that drop elements, or whose mode is computed; in subgraphs and local functions too.
-
-    Examples:
-        >>> import onnx
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N] x) => (float[N] y) <float p = {0.5}, bool t = {1}> {
-        ...     y = Dropout(x, p, t) }''')
-        >>> has_training_nodes(model), has_training_nodes(inference_form(model))
-        (['y'], [])
     """
     return [name for name, _ in _names_and_types(proto)]
 
@@ -66,15 +57,6 @@ def inference_form(proto: ModelProto) -> ModelProto:
     Raises:
         ModelError: a BatchNormalization before opset 14 returns statistics of the batch, and they
             are used.
-
-    Examples:
-        >>> import onnx
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N] x) => (float[N] y) <float p = {0.5}, bool t = {1}> {
-        ...     y = Dropout(x, p, t) }''')
-        >>> [list(node.input) for node in inference_form(model).graph.node]
-        [['x']]
     """
     if not has_training_nodes(proto):
         return proto

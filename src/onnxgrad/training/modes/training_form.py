@@ -56,19 +56,6 @@ def training_form(
             settings are computed, dropout in the body of a Loop or Scan, or no `draw`. For "train":
             no BatchNormalization, one in a subgraph, or statistics that are computed, or merged
             with another tensor (see `separate_statistics`).
-
-    Examples:
-        >>> import onnx
-        >>> from onnxgrad import Emit
-        >>> from onnxgrad.autodiff.primal.prepare import prepare
-        >>> model = prepare(onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,2] y)
-        ...     <float[2] s = {1.0, 1.0}, float[2] b = {0.0, 0.0}, float[2] m = {0.0, 0.0},
-        ...     float[2] v = {1.0, 2.0}> { y = BatchNormalization(x, s, b, m, v) }'''))
-        >>> form = training_form(
-        ...     Emit(model.graph), batch_norm="train", dropout={}, draw=None, seed=0)
-        >>> [statistic.name for statistic in form], [x.name for x in model.graph.inputs]
-        (['m', 'v'], ['x', 'm', 'v'])
     """
     if batch_norm not in BATCH_NORM:
         raise unknown("batch_norm", batch_norm, BATCH_NORM)

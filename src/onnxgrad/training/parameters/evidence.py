@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -14,9 +15,17 @@ HUGE = 9e3  # larger than any learned bias; masks of float16 begin at -1e4
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _NOTE = "pkg.torch.onnx.fx_node"
 
-# numbered names that exporters and optimizers generate for constants
-_CONSTANT = re.compile(r"(.*/)?Constant(_\d+)?_output_0")
-_COUNTED = re.compile(
+
+def _test_of(pattern: str, flags: int = 0) -> Callable[[str], bool]:
+    """Return a function that says whether a name matches."""
+    compiled = re.compile(pattern, flags)
+    return lambda name: compiled.fullmatch(name) is not None
+
+
+# names that PyTorch's TorchScript exporter gives to Constant nodes
+written_as_constant = _test_of(r"(.*/)?Constant(_\d+)?_output_0")
+# numbered names that exporters and optimizers generate for constants, without a meaning
+is_generated = _test_of(
     r"""(.*/)?(Constant|ConstantOfShape|ConstantFolding|Const)(_\d+)*(_output_\d+)?(:\d+)?
     | (.*/)?(val|const|_?const_fold\w*|ortshared|scalar_tensor|_?tensor_constant|lifted_tensor
       |c_lifted_tensor|full|ones|zeros|ones_like|zeros_like|full_like|value|cst|shape_tensor)
@@ -27,61 +36,31 @@ _COUNTED = re.compile(
     re.VERBOSE,
 )
 # names of the results of constant folding
-_FOLDED = re.compile(r"(.*/)?(exp|softplus|sigmoid|tanh)(_\d+)?(_output_\d+)?", re.IGNORECASE)
-_LEARNED = re.compile(
+_is_folded = _test_of(r"(.*/)?(exp|softplus|sigmoid|tanh)(_\d+)?(_output_\d+)?", re.IGNORECASE)
+_is_learned = _test_of(
     r"""(.*[._/])?\w*(scale|temp|temperature|tau|alpha|beta|gamma|bias|weight|gain|lambda|slope|logit
     |kernel|coef|param\w*)s?[._\d]*""",
     re.VERBOSE | re.IGNORECASE,
 )
-_STATISTIC = re.compile(r".*(running|moving)_?(mean|var).*", re.IGNORECASE)
-_FIXED = re.compile(
+# a running mean or variance
+sounds_statistic = _test_of(r".*(running|moving)_?(mean|var).*", re.IGNORECASE)
+# anchors, a mask, the units of a target, or the like
+sounds_fixed = _test_of(
     r".*(anchor|grid|mean|std|var|point|prior|mask|stride|offset|unit|buffer|freq).*", re.IGNORECASE
 )
-_AFFINE = re.compile(
+sounds_affine = _test_of(  # a weight or bias of a layer
     r"(.*[._/])?(weight|bias|gamma|beta|kernel|lambda|layer_?scale)s?[._\d]*",
     re.IGNORECASE,
 )
 # names that skl2onnx gives to the parameters of naive Bayes classifiers
-_NAIVE_BAYES = re.compile(
+of_naive_bayes = _test_of(
     r"(theta|sigma|sigma_sum_log|jointi|class_log_prior|feature_log_proba?)\d*"
 )
 
 
-def is_generated(name: str) -> bool:
-    """Return whether `name` is generated and numbered, so that it has no meaning."""
-    return _COUNTED.fullmatch(name) is not None
-
-
-def written_as_constant(name: str) -> bool:
-    """Return whether PyTorch's TorchScript exporter gives `name` to a Constant node."""
-    return _CONSTANT.fullmatch(name) is not None
-
-
 def sounds_learned(name: str) -> bool:
     """Return whether the name of a scalar is that of a parameter, or of a function of one."""
-    if _FOLDED.fullmatch(name):
-        return True
-    return not is_generated(name) and _LEARNED.fullmatch(name) is not None
-
-
-def sounds_affine(name: str) -> bool:
-    """Return whether `name` is that of a weight or bias of a layer."""
-    return _AFFINE.fullmatch(name) is not None
-
-
-def of_naive_bayes(name: str) -> bool:
-    """Return whether skl2onnx gives `name` to a parameter of a naive Bayes classifier."""
-    return _NAIVE_BAYES.fullmatch(name) is not None
-
-
-def sounds_fixed(name: str) -> bool:
-    """Return whether `name` is that of anchors, a mask, the units of a target, or the like."""
-    return _FIXED.fullmatch(name) is not None
-
-
-def sounds_statistic(name: str) -> bool:
-    """Return whether `name` is that of a running mean or variance."""
-    return _STATISTIC.fullmatch(name) is not None
+    return _is_folded(name) or (not is_generated(name) and _is_learned(name))
 
 
 def stated_kinds(graph: GraphProto) -> dict[str, bool]:
