@@ -17,69 +17,39 @@ from onnxgrad.graph.traversal import captured, reads
 
 @dataclass
 class Carried:
-    """A gradient that is carried from one backward iteration to the next.
+    """A gradient that is carried from one backward iteration to the next."""
 
-    Attributes:
-        of: the value outside of the body that it is the gradient of.
-        start: its initial value, outside of the body.
-        before: it at the start of a backward iteration, in the body.
-        after: it at the end of a backward iteration, in the body.
-    """
-
-    of: ir.Value | None
-    start: ir.Value
-    before: ir.Value
-    after: ir.Value
+    of: ir.Value | None  # the value outside of the body that it is the gradient of
+    start: ir.Value  # its initial value, outside of the body
+    before: ir.Value  # it at the start of a backward iteration, in the body
+    after: ir.Value  # it at the end of a backward iteration, in the body
 
 
 @dataclass
 class Deferred:
     """A node y = f(a, x) of the body; the gradient w.r.t. a captured x is computed after the loop.
 
-    Attributes:
-        y: the result.
-        a: the operand that differs from iteration to iteration.
-        x: the captured operand.
-        hidden: replaces `x` while the body is differentiated.
-        adjoint: (op, x, a, g) -> the gradient of `x`, from the `a` and the cotangents g of `y` of
-            all iterations, each stacked along axis 0.
+    `a` differs from iteration to iteration.
     """
 
     y: ir.Value
     a: ir.Value
     x: ir.Value
-    hidden: ir.Value
-    adjoint: Callable[..., ir.Value]
+    hidden: ir.Value  # replaces `x` while the body is differentiated
+    adjoint: Callable[..., ir.Value]  # (op, x, a, g) -> the gradient of `x`, as in `gradient`
 
     def gradient(self, op: Emit, a: ir.Value, g: ir.Value) -> ir.Value:
-        """Return the gradient of x, from the stacked a and cotangents."""
+        """Return the gradient of x, from the a and g of all iterations, stacked along axis 0."""
         return op.set_type_like(self.adjoint(op, self.x, a, g), self.x)
 
 
 class Iterations:
-    """The iterations of `node`, and a copy of its body that becomes the backward body.
+    """The iterations of `node`, and a copy of its body that becomes the backward body."""
 
-    Attributes:
-        copy: the copy of the body.
-        states: inputs of the body that are carried from iteration to iteration.
-        initial: the operands of `node` that they start as.
-        ends: the outputs of the body that they become.
-        results: the outputs of `node` that they end as.
-        elements: inputs of the body that are slices of `sequences`, operands of `node`.
-        slices: outputs of the body that `node` stacks.
-        stack_cotangents: `{slice: the cotangent of its stack}`, if it has one.
-        cotangents: `{slice: its cotangent in the backward body}`, for the same slices.
-        captured: the captured values that depend on the values to differentiate with respect to.
-        varied: the values of the body that depend on these, in some iteration.
-        carried: the gradients that are carried, those of states and the sums of those of captured
-            values; this and the next two are set by `differentiate`.
-        gradients: `{value: its gradient in one iteration}` of elements and results of `deferred`.
-        deferred: those nodes whose results have a gradient.
-    """
-
-    carried: list[Carried]
-    gradients: dict[ir.Value, ir.Value]
-    deferred: list[Deferred]
+    # set by `differentiate`
+    carried: list[Carried]  # gradients of states, and sums of those of captured values
+    gradients: dict[ir.Value, ir.Value]  # in one iteration: of elements, and results of `deferred`
+    deferred: list[Deferred]  # those whose results have a gradient
 
     def __init__(
         self,
@@ -95,15 +65,16 @@ class Iterations:
         self.copy = copy = Copy(op, node, "body")
         inputs, outputs = copy.inputs[before[0] :], copy.outputs[before[1] :]
         operands = node.inputs[len(node.inputs) - len(inputs) :]
-        self.initial, self.sequences = operands[:states], operands[states:]
-        self.states, self.elements = inputs[:states], inputs[states:]
-        self.ends, self.slices = outputs[:states], outputs[states:]
+        # carried from iteration to iteration: operands -> inputs -> outputs of the body -> results
+        self.initial, self.states, self.ends = operands[:states], inputs[:states], outputs[:states]
         self.results, self._result_gs = node.outputs[:states], gs[:states]
+        self.sequences, self.elements = operands[states:], inputs[states:]  # and their slices
+        self.slices = outputs[states:]  # of the body, which `node` stacks
         pairs = zip(self.slices, gs[states:], strict=True)
         self.stack_cotangents = {y: g for y, g in pairs if g is not None}
         self.captured = [v for v in captured(node) if v in active]
         self.varied = self._varied(active)
-        self.cotangents = {y: new(op, y) for y in self.stack_cotangents}
+        self.cotangents = {y: new(op, y) for y in self.stack_cotangents}  # in the backward body
 
     def original(self, state: ir.Value) -> ir.Value:
         """Return the input of the forward body of which `state` is the copy."""

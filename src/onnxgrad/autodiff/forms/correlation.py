@@ -7,6 +7,7 @@ in how many elements they copy, and in the shape of their products.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from math import ceil, prod
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT
-from onnxgrad.autodiff.rules.windows import Windows, is_large, lengths, padded, reach, with_padding
+from onnxgrad.autodiff.rules.windows import Windows, is_large, lengths, reach, with_padding
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
@@ -277,7 +278,7 @@ def _phases(op, x, channels: int, windows: Windows, counts: Shape):
     stride, n = windows.strides[0], len(counts)
     split = [m + ceil(k / stride) - 1 for m, k in zip(counts, windows.kernel, strict=True)]
     ends = np.array(split) * stride - np.array(lengths(x) or ()) - windows.begin
-    x = with_padding(op, x, padded(windows, windows.begin, ends))
+    x = with_padding(op, x, replace(windows, end=ends))
     if n == 2:
         phases = op.SpaceToDepth(x, blocksize=stride)
     else:

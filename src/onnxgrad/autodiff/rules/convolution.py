@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from onnxgrad.autodiff.registry import Unsupported, rule
@@ -9,7 +11,6 @@ from onnxgrad.autodiff.rules.windows import (
     Windows,
     at_least_zero,
     halves,
-    padded,
     reach,
     run_time_lengths,
     scatter_windows,
@@ -95,13 +96,13 @@ def _transposed_windows(op, node, weight) -> Windows | Unsupported:
     auto = node.attributes.get_string("auto_pad", "NOTSET")
     if not output_shape.size and auto in ("NOTSET", "VALID"):
         pads = np.array(get("pads", (0,) * 2 * n) if auto == "NOTSET" else (0,) * 2 * n, np.int64)
-        return padded(windows, pads[:n], pads[n:] - beyond)
+        return replace(windows, begin=pads[:n], end=pads[n:] - beyond)
     extents = reach(op, windows, weight)
     if not output_shape.size:  # the output is as long as the input times the stride
         totals = at_least_zero(op, extents + (added - strides))
         begin, end = halves(op, totals, auto == "SAME_UPPER")
-        return padded(windows, begin, end - beyond)
+        return replace(windows, begin=begin, end=end - beyond)
     length, extents = unified(op, run_time_lengths(op, node.inputs[0]), extents)
     excess = (length - 1) * strides + extents - output_shape
     begin, _ = halves(op, at_least_zero(op, excess + added), auto == "SAME_UPPER")
-    return padded(windows, begin, excess - begin)
+    return replace(windows, begin=begin, end=excess - begin)

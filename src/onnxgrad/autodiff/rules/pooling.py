@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -15,7 +16,6 @@ from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import (
     Windows,
     lengths,
-    padded,
     reach,
     scatter_windows,
     tile,
@@ -154,5 +154,5 @@ def _divisor(op, node, windows: Windows):
     counted = with_padding(op, counted, windows, one if count_padding else None)
     end = op.Sub(op.Shape(y, start=2), 1) * np.array(windows.strides) + reach(op, windows)
     none = np.zeros(len(windows.axes), np.int64)
-    last = padded(windows, none, end - op.Shape(counted, start=2))
+    last = replace(windows, begin=none, end=end - op.Shape(counted, start=2))
     return weigh_windows(op, counted, op.const(np.ones((1, 1, *windows.kernel), one.dtype)), last)

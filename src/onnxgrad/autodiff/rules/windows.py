@@ -6,7 +6,7 @@ serve both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -91,14 +91,15 @@ def windows_of(op, node, weight=None) -> Windows | Unsupported:
     n, strides = len(windows.strides), np.array(windows.strides)
     if auto == "NOTSET":
         pads = np.array(node.attributes.get_ints("pads", (0,) * 2 * n), np.int64)
-        return padded(windows, pads[:n], pads[n:])
+        return replace(windows, begin=pads[:n], end=pads[n:])
     extents = reach(op, windows, weight)
     if max(windows.strides) == 1:
         totals = extents - 1
     else:  # so that there are ceil(length / stride) windows
         length, extents = unified(op, run_time_lengths(op, node.inputs[0]), extents)
         totals = (quotient(op, length + (strides - 1), strides) - 1) * strides + extents - length
-    return padded(windows, *halves(op, at_least_zero(op, totals), auto == "SAME_UPPER"))
+    begin, end = halves(op, at_least_zero(op, totals), auto == "SAME_UPPER")
+    return replace(windows, begin=begin, end=end)
 
 
 def tile(x, windows: Windows) -> bool:
@@ -108,11 +109,6 @@ def tile(x, windows: Windows) -> bool:
         return False
     sizes = zip(shape, windows.kernel, windows.strides, strict=True)
     return all(k == s and m % k == 0 for m, k, s in sizes)
-
-
-def padded(windows: Windows, begin: Vector, end: Vector) -> Windows:
-    """Return `windows` with this padding."""
-    return Windows(windows.kernel, windows.strides, windows.dilations, begin, end)
 
 
 def reach(op, windows: Windows, weight=None) -> Vector:
@@ -174,7 +170,9 @@ def scatter_windows(op, g, weight, windows: Windows, like, group: int = 1):
     shape, counts, pads = lengths(like), lengths(g), windows.pads
     attributes = {**windows.attributes, "group": group}
     if pads is not None and windows.kernel and shape is not None and counts is not None:
-        if group == 1 and _is_heavy(weight, counts) and _has_col2im(like, windows):
+        # onnxruntime has no other Col2Im, and that along one axis is wrong
+        has_col2im = like.dtype == ir.DataType.FLOAT and len(shape) == 2
+        if group == 1 and has_col2im and _is_heavy(weight, counts):
             return _as_one_product(op, g, weight, windows, shape, counts)
         reached = (np.array(counts) - 1) * windows.strides + reach(op, windows) - windows.begin
         beyond = reached - shape
@@ -195,11 +193,8 @@ def scatter_windows(op, g, weight, windows: Windows, like, group: int = 1):
 def is_large(shape: tuple[int, ...] | None, counts: tuple[int, ...] | None) -> bool:
     """Return whether a product per kernel element is faster than one over copies of all windows.
 
-    It is if the copies, `counts` windows per image, exceed the cache, and channels are many.
-
-    Args:
-        shape: of the weight.
-        counts: the number of windows along each axis.
+    It is if the copies, `counts` windows per image, exceed the cache, and the channels in `shape`,
+    that of the weight, are many.
     """
     if shape is None or counts is None or shape[1] < _NARROW:
         return False
@@ -231,11 +226,6 @@ def _is_heavy(weight, counts: tuple[int, ...]) -> bool:
     return prod(shape) >= _HEAVY and prod(counts) <= _FEW
 
 
-def _has_col2im(like, windows: Windows) -> bool:
-    """Return whether onnxruntime has Col2Im for these windows: along one axis, it is wrong."""
-    return like.dtype == ir.DataType.FLOAT and len(windows.strides) == 2
-
-
 def _as_one_product(op, g, weight, windows: Windows, shape, counts: tuple[int, ...]):
     """Return `scatter_windows` as one product with the windows of all images, and their sum."""
     rows, channels, *kernel = static(dims(weight)) or ()
@@ -255,7 +245,7 @@ def _as_convolution(op, g, weight, windows: Windows, beyond: np.ndarray, group: 
     """
     extents, swap = reach(op, windows), [1, 0, *windows.axes]
     begin, end = extents - 1 - windows.begin, extents - 1 - beyond
-    mirrored = Windows(windows.kernel, windows.strides, windows.dilations, begin, end)
+    mirrored = replace(windows, begin=begin, end=end)
     if mirrored.pads is None:
         return None
     if group == 1:
