@@ -25,7 +25,10 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
     branch_gradients = []
     for copy in copies:
         pairs = [(y, g) for y, g in zip(copy.outputs, gs, strict=True) if g is not None]
-        seeds = [(y, _with_shape(copy.op, g, y)) for y, g in pairs]
+        seeds = [  # of the shape of y, which this branch may state more precisely than the If
+            (y, g if y.shape is None else copy.op.set_type_like(copy.op.copy_of(g), y))
+            for y, g in pairs
+        ]
         branch_gradients.append(copy.sweep(seeds, wrt))
     reached = [v for v in wrt if any(v in gradients for gradients in branch_gradients)]
     if not reached:
@@ -42,11 +45,6 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
     branches = {name: copy.graph for name, copy in zip(_BRANCHES, copies, strict=True)}
     outputs = op.emit_many("If", node.inputs, branches, outputs=len(reached), fresh=True)
     return [(v, op.set_type_like(dv, v)) for v, dv in zip(reached, outputs, strict=True)]
-
-
-def _with_shape(op: Emit, g: ir.Value, y: ir.Value) -> ir.Value:
-    """Return `g` with the shape of `y`, which this branch may state more precisely than the If."""
-    return g if y.shape is None else op.set_type_like(op.copy_of(g), y)
 
 
 def _save(op: Emit, node: ir.Node, branch: str, random: ir.Value) -> ir.Value:

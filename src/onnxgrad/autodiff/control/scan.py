@@ -87,10 +87,7 @@ def _write(back: Iterations, costly: list[ir.Value]) -> Pairs:
 
 
 def _save(back: Iterations, value: ir.Value, like: Stack) -> ir.Value:
-    """Make the forward node stack `value` of its body along axis 0; return the stack.
-
-    It has as many slices as `like`.
-    """
+    """Make the forward node stack `value` of its body, as long as `like`; return the stack."""
     node = back.node
     for name in ("scan_output_axes", "scan_output_directions"):
         if name in node.attributes:

@@ -65,19 +65,14 @@ def operators_with_body() -> list[tuple[str, str]]:
 
 def has_body(schema: Any) -> bool:
     """Return whether ONNX defines the operator by a function body of opset 18 or newer."""
-    return any(v >= _FIRST for versions in _versions(schema) for v in versions)
-
-
-def _versions(schema: Any) -> tuple[list[int], list[int]]:
-    """Return the opsets of the function bodies, and of those that depend on a node's inputs."""
-    return schema.function_opset_versions, schema.context_dependent_function_opset_versions
+    dependent = schema.context_dependent_function_opset_versions  # on the inputs of a node
+    return any(v >= _FIRST for v in (*schema.function_opset_versions, *dependent))
 
 
 def _body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
     """Return the newest function body that ONNX has for `node`, or None."""
-    fixed, dependent = (
-        [v for v in versions if _FIRST <= v <= opset] for versions in _versions(schema)
-    )
+    all_versions = schema.function_opset_versions, schema.context_dependent_function_opset_versions
+    fixed, dependent = ([v for v in each if _FIRST <= v <= opset] for each in all_versions)
     body = onnx.FunctionProto()
     if fixed:
         body.ParseFromString(schema.get_function_with_opset_version(max(fixed)))

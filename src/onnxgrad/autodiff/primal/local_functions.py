@@ -6,15 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import onnx_ir as ir
-from onnx import (
-    AttributeProto,
-    FunctionProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    defs,
-    inliner,
-)
+from onnx import AttributeProto, FunctionProto, ModelProto, NodeProto, TensorProto, defs, inliner
 from onnx_ir.passes.common import InlinePass
 
 from onnxgrad.errors import ModelError, escaping, first_line, printable
@@ -167,12 +159,13 @@ def _since(op_type: str, version: int) -> int | None:
 
 
 def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
-    """Mark the constants of functions by their names; return them as initializers."""
+    """Mark the constants of functions, in bodies and calls; return them as initializers."""
     tensors = []
     for ref in refs:
-        if ref.function is None and ref.attribute is None:
+        f, call = ref.function, ref.node
+        if f is None and (ref.attribute is None or call is None):
             continue
-        if _has_rule(_function_of(ref)):
+        if _has_rule((call.domain, call.op_type) if f is None else (f.domain, f.name)):
             continue
         tensor = TensorProto()
         tensor.CopyFrom(ref.read())
@@ -180,13 +173,6 @@ def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
         tensors.append(tensor)
         _mark(ref)
     return tensors
-
-
-def _function_of(ref: ConstantRef) -> tuple[str, str] | None:
-    """Return domain and name of the function whose body, or whose call, contains the constant."""
-    if ref.function is not None:
-        return ref.function.domain, ref.function.name
-    return None if ref.node is None else (ref.node.domain, ref.node.op_type)
 
 
 def _mark(ref: ConstantRef) -> None:
@@ -239,7 +225,9 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
     Functions that have a rule are removed from `model` instead, with those that they call, and
     returned; their calls state every attribute.
     """
-    functions = {_key(f): f for f in model.functions}
+    functions: dict[Key, FunctionProto] = {
+        (f.domain, f.name, f.overload): f for f in model.functions
+    }
     bound: dict[tuple[Key, bytes], FunctionProto] = {}
     stack: list[Key] = []  # the functions that are being specialized, from the outermost
 
@@ -285,14 +273,10 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
     return ruled
 
 
-def _has_rule(key: tuple[str, str] | None) -> bool:
+def _has_rule(key: tuple[str, str]) -> bool:
     """Return whether calls of a function stay what they are, for its rule or a user's lowering."""
-    operator = None if key is None else OPERATORS.get(key)
+    operator = OPERATORS.get(key)
     return operator is not None and bool(operator.rule or operator.of_user)
-
-
-def _key(function: FunctionProto) -> Key:
-    return function.domain, function.name, function.overload
 
 
 def _reachable(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]:

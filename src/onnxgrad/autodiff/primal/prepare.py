@@ -12,17 +12,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import (
-    LiftConstantsToInitializersPass,
-    RemoveInitializersFromInputsPass,
-)
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.primal.branches import take_static_branches
-from onnxgrad.autodiff.primal.function_bodies import (
-    function_body,
-    initializer,
-    operators_with_body,
-)
+from onnxgrad.autodiff.primal.function_bodies import function_body, initializer, operators_with_body
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit

@@ -137,17 +137,12 @@ def clip(op, node, g):
     below = None if low is None else op.Less(x, low)
     if low is not None and high is not None:
         below = op.And(below, op.Not(above))
-        if not _in_order(op, low, high):
+        least, most = op.known_value(low), op.known_value(high)
+        if least is None or most is None or not np.all(least <= most):  # they may be exchanged
             inside = op.And(inside, op.Not(above))
     dlow = None if low is None else op.sum_to(op.Where(below, g, 0.0), low)
     dhigh = None if high is None else op.sum_to(op.Where(above, g, 0.0), high)
     return op.Where(inside, g, 0.0), dlow, dhigh
-
-
-def _in_order(op, low, high) -> bool:
-    """Return whether two constants are a lower and an upper bound."""
-    least, most = op.known_value(low), op.known_value(high)
-    return least is not None and most is not None and bool(np.all(least <= most))
 
 
 @rule("Cast", "CastLike")

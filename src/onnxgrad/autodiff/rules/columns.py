@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
 from onnxgrad.autodiff.rules.sampling import samples_of, taps
+from onnxgrad.autodiff.rules.windows import quotient, windows_of
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -15,10 +16,12 @@ from onnxgrad.graph.shapes import dims, rank, static
 def col2im(op, node, g):
     """y = the columns of x, each added to its window of the image:  dx = the windows of g."""
     x, _, block = node.inputs
-    n = _spatial_axes(node)
-    if n is None:
-        return Unsupported("the rank of its output is not known; state its shape in the model")
     get = node.attributes.get_ints
+    stated = (get(name, ()) for name in ("strides", "dilations"))
+    counts = [*map(len, stated), len(get("pads", ())) // 2, (rank(node.outputs[0]) or 2) - 2]
+    n = max(*counts, *((static(dims(v)) or (0,))[0] for v in node.inputs[1:]))
+    if not n:
+        return Unsupported("the rank of its output is not known; state its shape in the model")
     pads = get("pads", [0] * 2 * n)
     kernel, index = op.known_value(block), None
     for i, (stride, dilation) in enumerate(
@@ -27,7 +30,7 @@ def col2im(op, node, g):
         length = op.dim(node.outputs[0], 2 + i) + (pads[i] + pads[n + i])
         k = op.Slice(block, [i], [i + 1], [0]) if kernel is None else int(kernel[i])
         reach = (k - 1) * dilation + 1
-        count = _quotient(op, length - reach, stride) + 1
+        count = quotient(op, length - reach, stride) + 1
         inner, first = op.arange(k) * dilation, op.arange(count) * stride
         inner = op.Unsqueeze(inner, [a for a in range(2 * n) if a != i])
         along = inner + op.Unsqueeze(first, [a for a in range(2 * n) if a != n + i])
@@ -38,26 +41,6 @@ def col2im(op, node, g):
     return op.reshape_like(op.Gather(flat, index, axis=2), x), None, None
 
 
-def _quotient(op, a, b: int):
-    return op.Div(a, np.int64(b)) if isinstance(a, ir.Value) else a // b
-
-
-def _spatial_axes(node) -> int | None:
-    """Return the number of spatial axes, or None if neither attributes nor shapes state it."""
-    for name, per_axis in (("kernel_shape", 1), ("strides", 1), ("dilations", 1), ("pads", 2)):
-        if numbers := node.attributes.get_ints(name, None):
-            return len(numbers) // per_axis
-    images = [*node.outputs]  # values of the rank of the image
-    if node.op_type == "Col2Im":
-        for v in node.inputs[1:]:
-            if shape := static(dims(v)):
-                return shape[0]
-    else:
-        images += node.inputs[:3]
-    image_rank = next((n for v in images if (n := rank(v))), None)
-    return None if image_rank is None else image_rank - 2
-
-
 @rule("DeformConv")
 def deform_conv(op, node, g):
     """y = w c + b, columns c = m x(p + u), m the mask, p positions in a window, u their offsets:
@@ -66,16 +49,16 @@ def deform_conv(op, node, g):
     Dai et al. 2017, arXiv:1703.06211; Zhu et al. 2019, arXiv:1811.11168.
     """
     x, w, offset, b, mask = (*node.inputs, None, None)[:5]
-    n = _spatial_axes(node)
-    if n is None:
-        return Unsupported("the rank of its inputs is not known; state their shapes in the model")
-    kernel = node.attributes.get_ints("kernel_shape", None) or [op.dim(w, 2 + i) for i in range(n)]
+    windows = windows_of(op, node, w)
+    if isinstance(windows, Unsupported):
+        return windows
+    kernel = windows.kernel or [op.dim(w, axis) for axis in windows.axes]
     dtype, group = wide(x.dtype), node.attributes.get_int("group", 1)
     rows = op.dim(x, 0) * node.attributes.get_int("offset_group", 1)  # images times offset groups
     count, width, total = op.numel(offset, 2), op.numel(w, 1), op.numel(offset, 2)
     for k in kernel:
         total = k * total
-    samples = _samples_at_offsets(op, node, kernel, rows, total)
+    samples = _samples_at_offsets(op, node, windows, kernel, rows, total)
     elements = samples.read(op)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, group, -1, count))
     matrix = op.Reshape(op.Cast(w, to=dtype), op.vector(group, -1, width))
@@ -97,19 +80,17 @@ def deform_conv(op, node, g):
     ]
 
 
-def _samples_at_offsets(op, node, kernel, rows, total):
+def _samples_at_offsets(op, node, windows, kernel, rows, total):
     """Return the samples at the positions of all windows plus their offsets, for `rows` images."""
     x, _, offset = node.inputs[:3]
-    n, count, get = len(kernel), op.numel(offset, 2), node.attributes.get_ints
-    pads, strides = get("pads", [0] * 2 * n), get("strides", [1] * n)
-    dilations, dtype = get("dilations", [1] * n), wide(x.dtype)
+    n, count, dtype = len(kernel), op.numel(offset, 2), wide(x.dtype)
     images = op.Reshape(op.Cast(x, to=dtype), op.vector(rows, -1, op.numel(x, 2)))
     offsets = op.Reshape(op.Cast(offset, to=dtype), op.vector(rows, -1, n, count))
     lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []
     for i, length in enumerate(lengths):
         firsts = [op.dim(offset, 2 + k) for k in range(n)]
-        first = op.Reshape(_mesh(op, firsts, i) * strides[i] - pads[i], [1, -1])
-        within = op.Reshape(_mesh(op, kernel, i) * dilations[i], [-1, 1])
+        first = op.Reshape(_mesh(op, firsts, i) * windows.strides[i] - windows.begin[i], [1, -1])
+        within = op.Reshape(_mesh(op, kernel, i) * windows.dilations[i], [-1, 1])
         position = op.Gather(offsets, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
         axes.append(taps(op, op.Reshape(position, op.vector(0, total)), length, "linear"))
     return samples_of(op, images, op.dim(images, 1), total, axes, lengths)

@@ -29,14 +29,10 @@ def dequantize_linear(op, node, g):
     steps = op.DequantizeLinear(x, ones, *zero_point, **attributes_of(node))
     g, steps = widened(op, g, op.set_type_like(steps, node.outputs[0]))
     dscale = op.Cast(_per_scale(op, node, g * steps), to=scale.dtype)
-    return _quantized_gradient(x), op.reshape_like(dscale, scale), None
-
-
-def _quantized_gradient(x):
-    """Return None if x is an integer, else that its dtype allows no gradient."""
-    if not x.dtype.is_floating_point():
-        return None
-    return Unsupported(f"{x.dtype.name} is too coarse for a gradient; use float16 or wider")
+    dx = None
+    if x.dtype.is_floating_point():
+        dx = Unsupported(f"{x.dtype.name} is too coarse for a gradient; use float16 or wider")
+    return dx, op.reshape_like(dscale, scale), None
 
 
 def _per_scale(op, node, v):

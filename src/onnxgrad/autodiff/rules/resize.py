@@ -28,7 +28,8 @@ def resize(op, node, g):
     x, n = node.inputs[0], rank(node.inputs[0]) or rank(node.outputs[0])
     if n is None:
         return Unsupported("the rank of its input is not known; state its shape in the model")
-    axes = _indices(node, n)
+    stated = node.attributes.get_ints("axes", None) or range(n)
+    axes = {axis % n: index for index, axis in enumerate(stated)}  # index in scales, sizes and roi
     dtype = wide(x.dtype)
     dx, factors = op.Cast(g, to=dtype), _blocks(op, node, axes)
     if factors is not None:
@@ -70,12 +71,6 @@ _DEFAULTS = {
 
 def _text(node, name: str) -> str:
     return node.attributes.get_string(name, _DEFAULTS[name])
-
-
-def _indices(node, n: int) -> dict[int, int]:
-    """Return, for each axis that is resized, its index in scales, sizes and roi."""
-    axes = node.attributes.get_ints("axes", None) or range(n)
-    return {axis % n: index for index, axis in enumerate(axes)}
 
 
 def _scale(op, node, index: int) -> float | None:

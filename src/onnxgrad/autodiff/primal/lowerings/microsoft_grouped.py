@@ -177,9 +177,8 @@ def _rotary_positions(op: Emit, rows: Length, before: Operand, position: Operand
 def _sources(
     op: Emit, rows: Length, before: ir.Value, total: ir.Value, past: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Return the index of each row of present in past followed by the new rows, and its validity.
-
-    Both are (batch, 1, keys, 1). Buffers may be longer than their valid rows.
+    """Return the index (batch, 1, keys, 1) of each row of present in past and new rows, and whether
+    it is valid: buffers may be longer than their valid rows.
     """
     past_length = op.const(op.dim(past, _ROWS), INT64)
     keys = op.Max(op.Reshape(op.Cast(total, to=INT64), [1]), op.Reshape(past_length, [1]))
@@ -199,10 +198,7 @@ def _appended(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir
 
 
 def _visible(op: Emit, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
-    """Return which keys each query attends to.
-
-    These are the last `local_window_size` keys up to its own, or all valid keys if not causal.
-    """
+    """Return which keys a query attends to: the last ones up to its own, or all if not causal."""
     rows, keys = (op.dim(x, _ROWS) for x in qk)
     if not node.attributes.get_int("causal", 1):
         last = op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1])

@@ -89,15 +89,12 @@ def embed_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     epsilon = node.attributes.get_float("epsilon", 1e-12)
     y = op.LayerNormalization(x, scale, shift, axis=-1, epsilon=epsilon)
     y.dtype = x.dtype = words.dtype
-    lengths = _lengths(op, ids, mask) if has_output(node, 1) else y
+    lengths = y
+    if has_output(node, 1) and mask is None:
+        lengths = op.Expand(op.Cast(0.0, to=INT32), op.vector(op.dim(ids, 0)))
+    elif has_output(node, 1):  # the number of ones in each row
+        lengths = op.ReduceSum(op.Cast(op.Equal(mask, 1), to=INT32), [1], keepdims=0)
     return [y, lengths, x][: len(node.outputs)]
-
-
-def _lengths(op: Emit, ids: ir.Value, mask: ir.Value | None) -> ir.Value:
-    """Return the number of ones in each row of the mask, zeros without a mask."""
-    if mask is None:
-        return op.Expand(op.Cast(0.0, to=INT32), op.vector(op.dim(ids, 0)))
-    return op.ReduceSum(op.Cast(op.Equal(mask, 1), to=INT32), [1], keepdims=0)
 
 
 @lowering("GroupNorm", "SkipGroupNorm", domain=DOMAIN)

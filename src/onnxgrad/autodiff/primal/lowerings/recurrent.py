@@ -17,10 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.activations import (
-    Function,
-    activation_functions,
-)
+from onnxgrad.autodiff.primal.lowerings.activations import Function, activation_functions
 from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
