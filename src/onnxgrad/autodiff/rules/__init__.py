@@ -6,7 +6,6 @@ from onnxgrad.autodiff.rules import (
     columns,
     constant,
     convolution,
-    einsum,
     indexing,
     linear,
     losses,

@@ -13,12 +13,13 @@ import onnx_ir as ir
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import (
     attributes_of,
+    last_of_elements,
+    last_of_rows,
     output,
     positions_of,
     product_of_others,
     wide,
 )
-from onnxgrad.autodiff.rules.last_write import last_of_elements, last_of_rows
 from onnxgrad.autodiff.rules.shape import moved, scatter_flat
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import rule
-from onnxgrad.autodiff.rules.common import attributes_of, output
-from onnxgrad.autodiff.rules.last_write import last_writes
+from onnxgrad.autodiff.rules.common import attributes_of, last_writes, output
 from onnxgrad.autodiff.rules.resize import LARGEST_BLOCK
 from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import (
