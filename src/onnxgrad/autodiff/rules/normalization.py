@@ -20,7 +20,7 @@ _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
 # -- axes: a list, or an int64 value if the rank is dynamic --------------------------------------
 
 
-def _axes_from(op, x, axis: int):
+def axes_from(op, x, axis: int):
     """Return the axes of x from `axis` on."""
     n = rank(x)
     if n is None and axis >= 0:
@@ -30,7 +30,7 @@ def _axes_from(op, x, axis: int):
 
 def _all_but_channels(op, x):
     """Return all axes of x except the second, that of the channels."""
-    spatial = _axes_from(op, x, 2)
+    spatial = axes_from(op, x, 2)
     return [0, *spatial] if isinstance(spatial, list) else op.Concat([0], spatial, axis=0)
 
 
@@ -54,9 +54,6 @@ def _count(op, x, axes):
 
 def _mean(op, v, axes):
     return v if axes == [] else op.ReduceMean(v, axes, keepdims=1)  # to ReduceMean, [] means all
-
-
-# -- shared ----------------------------------------------------------------------------------
 
 
 def _standardized(op, x, axes, epsilon: float):
@@ -85,7 +82,7 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
 
     m is the mean and r = sqrt(variance + epsilon) of the N elements from `axis` on.
     """
-    axes = _axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    axes = axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
     x, scale, bias, g, gm, gr = widened(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
     n, inverse = _standardized_layer(op, node, x, axes)
     terms, dscale, dbias = [], None, None
@@ -122,7 +119,7 @@ def rms_normalization(op, node, g):
     r = sqrt(mean square + epsilon), over the axes from `axis` on.
     Zhang & Sennrich 2019, arXiv:1910.07467.
     """
-    axes = _axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    axes = axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
     x, scale, g = widened(op, *node.inputs, g)
     inverse = op.Reciprocal(op.Sqrt(_mean(op, x * x, axes) + _epsilon(node)))
     n, h = x * inverse, g * scale
@@ -139,7 +136,7 @@ def instance_normalization(op, node, g):
     Ulyanov, Vedaldi & Lempitsky 2016, arXiv:1607.08022.
     """
     x, scale, bias, g = widened(op, *node.inputs, g)
-    axes = _axes_from(op, x, 2)
+    axes = axes_from(op, x, 2)
     n, inverse = _standardized(op, x, axes, _epsilon(node))
     dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
     sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)

@@ -29,34 +29,20 @@ from onnxgrad.graph.shapes import dims
 @rule("MaxPool")
 def max_pool(op, node, g, g_indices=None):
     """y = max of a window of x:  dx = zeros with g added at the first maximum of each window."""
-    (x,) = node.inputs
-    indices = _indices(op, node)
-    if max(node.attributes.get_ints("dilations", (1,))) > 1:
-        g, indices = _without_empty(op, node, g, indices)
-    return (scatter_flat(op, x, indices, g),)
-
-
-def _indices(op, node):
-    """Return the position of each maximum in the flattened input."""
-    (x,) = node.inputs
+    (x,), y = node.inputs, node.outputs[0]
     if node.attributes.get_int("storage_order", 0):
         attributes = attributes_of(node) | {"storage_order": 0}
         _, indices = op.emit_many("MaxPool", [x], attributes, outputs=2)
     else:
         indices = output(op, node, 1, ir.DataType.INT64)
-    indices.dtype, indices.shape = ir.DataType.INT64, node.outputs[0].shape
-    return indices
-
-
-def _without_empty(op, node, g, indices):
-    """Return g and indices, 0 for dilated windows that contain no element of x.
-
-    onnxruntime returns the lowest number as their maximum, and an index in another row.
-    """
-    y = node.outputs[0]
-    wide = y.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    nonempty = op.Greater(y, np.finfo(y.dtype.numpy()).min if wide else -np.inf)
-    return op.Where(nonempty, g, 0.0), op.Where(nonempty, indices, np.int64(0))
+    indices.dtype, indices.shape = ir.DataType.INT64, y.shape
+    if max(node.attributes.get_ints("dilations", (1,))) > 1:
+        # of windows without an element of x, onnxruntime returns the lowest number as the maximum,
+        # and an index in another row
+        wide = y.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+        nonempty = op.Greater(y, np.finfo(y.dtype.numpy()).min if wide else -np.inf)
+        g, indices = op.Where(nonempty, g, 0.0), op.Where(nonempty, indices, np.int64(0))
+    return (scatter_flat(op, x, indices, g),)
 
 
 @rule("MaxUnpool")

@@ -178,9 +178,6 @@ def samples_of(op, images, channels, count, axes: list[Taps], lengths: list) -> 
     return Samples(images, index, product(weights), slopes, op.vector(0, 0, size, count), folded)
 
 
-# -- operators ----------------------------------------------------------------------------------
-
-
 @rule("GridSample")
 def grid_sample(op, node, g):
     """y = sum w(u) x over the elements around each u of the grid:  dx = g w,  du = sum g x dw/du.

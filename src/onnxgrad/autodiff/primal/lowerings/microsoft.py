@@ -184,9 +184,6 @@ def _gelu(op: Emit, x: ir.Value) -> ir.Value:
     return 0.5 * x * (op.Erf(x * sqrt(0.5)) + 1.0)
 
 
-# -- others --------------------------------------------------------------------------------------
-
-
 @lowering("BiasAdd", domain=DOMAIN)
 def bias_add(op: Emit, node: Any) -> list[ir.Value]:
     """y = x + b + z."""

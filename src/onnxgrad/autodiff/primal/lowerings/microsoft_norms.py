@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.autodiff.rules.normalization import axes_from
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
 
@@ -60,17 +60,13 @@ def rms_normalized(
     op: Emit, x: ir.Value, scale: ir.Value, epsilon: float, axis: int = -1, inverse: bool = False
 ) -> tuple[ir.Value, ir.Value]:
     """Return s x / r, and 1 / r in float32 if `inverse` is set."""
-    n = rank(x)
     if op.opset >= 23 and not inverse:  # the opset that added it
         y = op.RMSNormalization(x, scale, axis=axis, epsilon=epsilon)
         return op.set_type_like(y, x), y
     half = x.dtype is not None and x.dtype.bitwidth < 32
     wide = op.Cast(x, to=FLOAT) if half else x
-    axes: list[int] | ir.Value = list(range(axis if axis < 0 else axis - (n or 0), 0))
-    if n is None and axis >= 0:
-        axes = op.Range(np.int64(axis), op.Size(op.Shape(x)), np.int64(1))
-    root = op.Sqrt(op.ReduceMean(wide * wide, axes, keepdims=1) + epsilon)
-    inverted = op.Reciprocal(root)
+    mean_square = op.ReduceMean(wide * wide, axes_from(op, x, axis), keepdims=1)
+    inverted = op.Reciprocal(op.Sqrt(mean_square + epsilon))
     normalized = wide * inverted
     y = (op.Cast(normalized, to=scale.dtype) if scale.dtype else normalized) * scale
     return op.set_type_like(y, x), op.Cast(inverted, to=FLOAT)

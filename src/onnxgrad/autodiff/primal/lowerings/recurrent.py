@@ -281,8 +281,10 @@ def _scan(
     """Return the outputs of all time steps (time, batch, hidden), then the final states."""
     body = ir.Graph([], [], nodes=[], name=op.name(f"{op_type.lower()}_step"))
     inner = Emit(body, outer=op)
-    states = [_input_of_body(inner, v, "state", 0) for v in starts]
-    slices = [_input_of_body(inner, v, "element", 1) for v in stacks]
+    states, slices = (
+        [ir.Value(name=inner.name(name), type=v.type, shape=ir.Shape(_dims(v)[axis:])) for v in vs]
+        for vs, name, axis in ((starts, "state", 0), (stacks, "element", 1))
+    )
     body.inputs.extend([*states, *slices])
     with inner:
         pairs = zip(step(inner, states, slices), states, strict=True)
@@ -298,11 +300,6 @@ def _scan(
     for final, state in zip(finals, states, strict=True):
         final.shape = state.shape
     return [_shaped(y, _dims(stacks[0])[0], *_dims(states[0])), *finals]
-
-
-def _input_of_body(op: Emit, v: ir.Value, name: str, start: int) -> ir.Value:
-    """Return an input of the body, of the type of `v` and its shape from axis `start` on."""
-    return ir.Value(name=op.name(name), type=v.type, shape=ir.Shape(_dims(v)[start:]))
 
 
 def _dims(v: ir.Value) -> Dims:
