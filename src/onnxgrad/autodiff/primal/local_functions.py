@@ -163,9 +163,13 @@ def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
     tensors = []
     for ref in refs:
         f, call = ref.function, ref.node
-        if f is None and (ref.attribute is None or call is None):
+        if f is not None:
+            key = f.domain, f.name
+        elif call is not None and ref.attribute is not None:
+            key = call.domain, call.op_type
+        else:
             continue
-        if _has_rule((call.domain, call.op_type) if f is None else (f.domain, f.name)):
+        if _has_rule(key):
             continue
         tensor = TensorProto()
         tensor.CopyFrom(ref.read())
