@@ -13,7 +13,7 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.cli.data_options import LabelOptions
-from onnxgrad.cli.targets import Targets
+from onnxgrad.cli.label_columns import Targets
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Cells, Rows
 from onnxgrad.data.columns import Names

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from fake_trainer import Trainer
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.callbacks.curves import sparkline
 from onnxgrad.training.callbacks.mlflow import MLflow
 from onnxgrad.training.callbacks.norms import Norms
 from onnxgrad.training.callbacks.progress import Progress
+from onnxgrad.training.callbacks.sparklines import sparkline
 from onnxgrad.training.callbacks.tensorboard import TensorBoard
 from onnxgrad.training.callbacks.weights_and_biases import WeightsAndBiases
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare
-from onnxgrad.cli.targets import first_names
+from onnxgrad.cli.label_columns import first_names
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, Control

@@ -10,9 +10,9 @@ from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
 from onnxgrad.cli.data_options import LabelOptions
+from onnxgrad.cli.label_columns import Targets
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.cli.sources import ImageSource, begin_errors, open_data
-from onnxgrad.cli.targets import Targets
 from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, split
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.images import ImageFolder

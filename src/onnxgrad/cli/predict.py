@@ -12,10 +12,10 @@ from onnx import ModelProto
 
 from onnxgrad.cli.command_options import PredictOptions
 from onnxgrad.cli.console import note, print_json
+from onnxgrad.cli.label_columns import Columns as InputColumns, ignored_columns, in_other_order
 from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, inputs_of, read_model
 from onnxgrad.cli.prediction_files import Columns, check_ending, writer
 from onnxgrad.cli.sources import ArrowSource, ImageSource, begin_errors, open_data
-from onnxgrad.cli.targets import Columns as InputColumns, ignored_columns, in_other_order
 from onnxgrad.cli.task import check_counts
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Rows

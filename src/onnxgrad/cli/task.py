@@ -11,8 +11,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.cli.data_options import LabelOptions
+from onnxgrad.cli.label_columns import (
+    Columns,
+    Targets,
+    first_names,
+    ignored_columns,
+    in_other_order,
+)
 from onnxgrad.cli.sources import ArrowSource, ImageSource
-from onnxgrad.cli.targets import Columns, Targets, first_names, ignored_columns, in_other_order
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.columns import Names, Part
 from onnxgrad.data.images import ImageFolder

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from onnxgrad.cli.command_options import GradOptions, MergeOptions
 from onnxgrad.cli.console import print_json, print_rows, results, say
+from onnxgrad.cli.label_columns import first_names
 from onnxgrad.cli.model_files import (
     STDOUT,
     check_not_data,
@@ -21,7 +22,6 @@ from onnxgrad.cli.model_files import (
     read_model,
     write_model,
 )
-from onnxgrad.cli.targets import first_names
 from onnxgrad.errors import printable
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import named
 from onnxgrad.graph.shapes import rank
-from onnxgrad.losses.nodes import dims_of
+from onnxgrad.losses.formula_nodes import dims_of
 from onnxgrad.losses.spec import LIKE_PREDICTION, LabelBounds, Terms, class_indices, register
 
 _END = np.iinfo(np.int64).max

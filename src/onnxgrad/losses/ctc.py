@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.nodes import dims_of, positions, wide
+from onnxgrad.losses.formula_nodes import dims_of, positions, wide
 from onnxgrad.losses.spec import LabelKind, register
 
 _LOWEST = -1e30  # log of zero, finite so that differences of logarithms are not NaN

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
-from onnxgrad.losses.nodes import at_index, dims_of, lowest, positions, wide
+from onnxgrad.losses.formula_nodes import at_index, dims_of, lowest, positions, wide
 from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, register
 
 

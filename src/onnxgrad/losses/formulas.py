@@ -22,7 +22,7 @@ from onnxgrad.losses.classification import (
     cross_entropy as cross_entropy,
     softplus,
 )
-from onnxgrad.losses.nodes import at_index, classes_second, dims_of
+from onnxgrad.losses.formula_nodes import at_index, classes_second, dims_of
 from onnxgrad.losses.spec import (
     COLUMN_OF_TWO_CLASSES,
     LIKE_PREDICTION,

@@ -15,16 +15,16 @@ from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.applied_to import before_activation, decide_options
-from onnxgrad.losses.columns import (
+from onnxgrad.losses.class_columns import (
     keep_opposite,
     logits_of_two,
     refuse_other_columns,
     scores_of_votes,
 )
+from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, float_outputs, label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.spec import LossSpec, Terms
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.model.convert import non_tensor, tensor_behind

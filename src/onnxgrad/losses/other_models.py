@@ -11,8 +11,8 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.shapes import dims, static
+from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.nodes import wide
 from onnxgrad.losses.objectives import Values, Written, sample_weight
 from onnxgrad.losses.second_model import read_output, write_model
 from onnxgrad.losses.sums import number_of

@@ -12,8 +12,8 @@ from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
+from onnxgrad.losses.formula_nodes import at_index
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.nodes import at_index
 from onnxgrad.losses.objectives import Values, Written
 from onnxgrad.losses.other_models import row_weight
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxgrad.errors import argument
 from onnxgrad.losses.classification import softplus
-from onnxgrad.losses.nodes import classes_second, dims_of, lowest, positions
+from onnxgrad.losses.formula_nodes import classes_second, dims_of, lowest, positions
 from onnxgrad.losses.spec import LabelBounds, Terms, class_indices, like_prediction, register
 
 _TWO_CLASSES: dict[str, Any] = {

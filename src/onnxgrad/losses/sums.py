@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import Dims, dims, rank
-from onnxgrad.losses.nodes import wide
+from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.spec import Terms
 
 Extents = list[int | ir.Value]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxgrad.metrics.arrays import Batch, Rows
 from onnxgrad.metrics.base import Mean, Metric, PredictionInfo
+from onnxgrad.metrics.metric_batch import Batch, Rows
 
 
 class ClassMetric(Metric):

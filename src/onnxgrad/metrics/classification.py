@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxgrad.errors import unknown
-from onnxgrad.metrics.arrays import Rows
 from onnxgrad.metrics.base import PredictionInfo, nothing
 from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
+from onnxgrad.metrics.metric_batch import Rows
 
 AVERAGES = ("binary", "macro", "micro", "weighted")
 

@@ -23,8 +23,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxgrad.metrics.arrays import Batch
 from onnxgrad.metrics.base import Mean, Metric, PredictionInfo
+from onnxgrad.metrics.metric_batch import Batch
 
 
 @dataclass

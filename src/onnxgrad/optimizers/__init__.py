@@ -37,7 +37,7 @@ from onnxgrad.optimizers.clipping import (
     clip_by_norm,
 )
 from onnxgrad.optimizers.groups import ByRank, ParamGroup, ParamGroups, WithRate, param_groups
-from onnxgrad.optimizers.matrices import Adafactor, Orthogonalize, ScaleByTrustRatio
+from onnxgrad.optimizers.matrix_updates import Adafactor, Orthogonalize, ScaleByTrustRatio
 from onnxgrad.optimizers.presets import (
     OPTIMIZERS,
     WHOLE_TENSORS,

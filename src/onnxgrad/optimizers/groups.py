@@ -18,7 +18,7 @@ from onnxgrad.optimizers.base import (
     check_range,
     matches,
 )
-from onnxgrad.optimizers.matrices import Adafactor
+from onnxgrad.optimizers.matrix_updates import Adafactor
 from onnxgrad.optimizers.scaling import AddDecayedWeights
 
 

@@ -15,7 +15,7 @@ from onnxgrad.optimizers import adaptive
 from onnxgrad.optimizers.averages import schedule_free
 from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.groups import ByRank, ParamGroup
-from onnxgrad.optimizers.matrices import Adafactor, Orthogonalize, ScaleByTrustRatio
+from onnxgrad.optimizers.matrix_updates import Adafactor, Orthogonalize, ScaleByTrustRatio
 from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate, Trace
 
 Patterns = Iterable[str]

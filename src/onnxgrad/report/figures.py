@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from onnxgrad.training.callbacks.curves import points
+from onnxgrad.training.callbacks.sparklines import points
 
 SERIES = 6  # colours of lines
 _INK, _GRID = "#010203", "#040506"  # stand for colours of the page, which light and dark mode set

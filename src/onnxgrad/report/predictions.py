@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.metrics.arrays import Batch
+from onnxgrad.metrics.metric_batch import Batch
 from onnxgrad.report.measures import histogram
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.judges import prediction_info

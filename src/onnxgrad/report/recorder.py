@@ -23,8 +23,8 @@ from onnxgrad.report.predictions import Examination
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
-from onnxgrad.training.callbacks.curves import StepLosses
 from onnxgrad.training.callbacks.history import json_value
+from onnxgrad.training.callbacks.sparklines import StepLosses
 from onnxgrad.training.callbacks.tracker import parameters_of
 from onnxgrad.training.failure import sample_step
 

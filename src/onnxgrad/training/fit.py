@@ -13,7 +13,7 @@ from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.errors import argument
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.schedules.rates import Rates
+from onnxgrad.schedules.rates import OfMembers, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.causes import cause_in_fit
@@ -23,7 +23,6 @@ from onnxgrad.training.failure import find_failed_step
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.rates import OfMembers
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.settings import Settings

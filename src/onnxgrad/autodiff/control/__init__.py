@@ -5,4 +5,4 @@ iteration, and then its gradient. The forward pass saves these states and the ra
 the body draws; other results only where `motion` finds them worth saving.
 """
 
-from onnxgrad.autodiff.control import conditional, loop, scan
+from onnxgrad.autodiff.control import conditional, loop_node, scan

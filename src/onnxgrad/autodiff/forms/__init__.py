@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms import correlation, labels, pools, scalars, sums
+from onnxgrad.autodiff.forms import additions, correlation, labels, pools, scalars
 from onnxgrad.autodiff.forms.group import GRADIENT
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.tidy import drop_unused, tidy
 
-__all__ = ["GRADIENT", "correlation", "finish", "labels", "pools", "scalars", "sums"]
+__all__ = ["GRADIENT", "additions", "correlation", "finish", "labels", "pools", "scalars"]
 
 
 def finish(model: ir.Model) -> None:

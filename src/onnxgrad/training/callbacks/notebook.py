@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from onnxgrad.training.callbacks.curves import binned, points
+from onnxgrad.training.callbacks.sparklines import binned, points
 
 SECONDS = 0.5  # between two drawings
 _WIDTH, _HEIGHT, _POINTS = 480, 120, 240

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Control
-from onnxgrad.training.callbacks.curves import StepLosses, sparkline
+from onnxgrad.training.callbacks.sparklines import StepLosses, sparkline
 from onnxgrad.training.progress import over_members, shown
 
 if TYPE_CHECKING:

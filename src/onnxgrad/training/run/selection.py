@@ -11,7 +11,7 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.member_runner import MemberRunner, StackRunner
-from onnxgrad.training.run.parts import shared_runner
+from onnxgrad.training.run.process_runner import shared_runner
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step
