@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
@@ -522,6 +523,7 @@ def train_in_parallel(rank: int, folder: Path):
     try:
         train_one_of_two(rank, folder)  # whose locals go first: the last one waits for threads
     finally:
+        gc.collect()  # of cycles, too: a thread that is left aborts the process at its end
         dist.destroy_process_group()
 
 

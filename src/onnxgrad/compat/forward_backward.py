@@ -238,6 +238,19 @@ class OrtGradientForwardBackwardFunction:
     """The two passes of an `OrtGradientForwardBackward`, see `new_instance`.
 
     Threads cannot share an instance: each needs its own.
+
+    Examples:
+        >>> import numpy as np
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> passes = og.OrtGradientForwardBackward(model, ["w"]).new_instance()
+        >>> x, w = np.ones((1, 2), np.float32), np.array([2, 3], np.float32)
+        >>> [y] = passes.forward([x, w], training=True)
+        >>> dx, dw = passes.backward([np.ones_like(x)])
+        >>> dx.tolist(), dw.tolist()
+        ([[2.0, 3.0]], [1.0, 1.0])
     """
 
     def __init__(self, parent: OrtGradientForwardBackward) -> None:
