@@ -353,6 +353,17 @@ def test_a_callback_freezes_a_member():
         og.Trainer(mlp(), "cross_entropy", callbacks=[Freeze0()]).fit(X, Y)
 
 
+def test_a_callback_that_freezes_an_unknown_member_ends_the_training():
+    class Freeze(og.Callback):
+        def on_epoch_end(self, trainer, state, control):
+            control.freeze.add(7)
+
+    stack, _ = pair(mlp(), callbacks=lambda: [Freeze()])
+    with pytest.raises(ValueError, match=r"control.freeze has \[7\], and the members are 0 to 2"):
+        stack.fit(X, Y)
+    assert not stack.state.frozen
+
+
 class Freeze0(og.Callback):
     def on_epoch_end(self, trainer, state, control):
         control.freeze.add(0)

@@ -280,9 +280,14 @@ class Loop:
         """Freeze members, evaluate and save, if a callback asked for it."""
         control = self.control
         if control.freeze:
-            self.runner.freeze(sorted(control.freeze))
+            members, asked = self.state.members, sorted(control.freeze)
+            if members is not None and (unknown := [k for k in asked if k not in range(members)]):
+                raise ValueError(
+                    f"control.freeze has {unknown}, and the members are 0 to {members - 1}"
+                )
+            self.runner.freeze(asked)
             control.freeze = set()
-            control.stop |= len(self.state.frozen) == self.state.members
+            control.stop |= len(self.state.frozen) == members
         if control.evaluate and self.evaluate is not None:
             self._extra_evaluation()
         control.evaluate = False

@@ -79,8 +79,8 @@ class TrainerStack(TrainerBase):
 
     Attributes:
         members: number of copies.
-        optimizers: that of each member.
-        learning_rates: that of each member.
+        optimizers: that of each member; replace elements for the next `fit`.
+        learning_rates: that of each member, in the same way.
         state: the `TrainState`: `weights` (members, ...) by name, `values[k]` of the member k,
             `frozen`, `step`, `epoch`, `history`.
         history: an entry for each epoch: `step`, `epoch`, and arrays (members,) as `loss`,

@@ -1,1 +1,1 @@
-"""Running steps: in one session, in place, in parts that threads or processes share."""
+"""Running steps: in one session, in place, for the members of a stack, by several processes."""
