@@ -75,6 +75,22 @@ def half():
     return model
 
 
+def fused():
+    """Return layers as optimizers of onnxruntime write them."""
+    return parse(
+        f"""g (float[N,6] x) => (float[N,{CLASSES}] y) {{
+            h = com.microsoft.FusedMatMul <alpha = 0.5> (x, w0)
+            t = com.microsoft.BiasGelu(h, b)  n = com.microsoft.SkipLayerNormalization(t, h, s, o)
+            y = com.microsoft.FusedGemm <activation = "Tanh"> (n, w1, c) }}""",
+        w0=drawn(6, 5),
+        b=drawn(5, seed=1),
+        s=1 + drawn(5, seed=2),
+        o=drawn(5, seed=3),
+        w1=drawn(5, CLASSES, seed=4),
+        c=drawn(CLASSES, seed=5),
+    )
+
+
 def streaming():
     """Return a recurrent step, whose output `state` is the input `before` of the next batch."""
     return parse(
@@ -176,6 +192,7 @@ FEATURES = {
         mlp,
         {"learning_rate": [og.cosine(0.03, warmup=3), og.plateau(0.03, patience=1), 0.02]},
     ),
+    "com.microsoft": (fused, {"optimizer": "momentum", "accumulate": 2}),
     "half": (half, {"optimizer": "sgd", "dropout": {"r": 0.5}}),
 }
 
