@@ -19,6 +19,7 @@ FLOORS = [
         "training",
         "compat",
         "artifacts",
+        "adapters",
         "finetune",
         "explain",
         "plot",

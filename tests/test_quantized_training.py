@@ -18,9 +18,9 @@ from onnxruntime.quantization import (
 )
 
 import onnxgrad as og
+from onnxgrad.adapters.lora import add_lora, merge_lora
 from onnxgrad.autodiff.primal.lowerings import microsoft_quantized
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.finetune.lora import add_lora, merge_lora
 from onnxgrad.graph import operators
 from onnxgrad.model.convert import to_proto
 from running import run, run_named

@@ -3,6 +3,14 @@
 from . import (
     explain as explain,
 )
+from .adapters.files import (
+    load_adapter as load_adapter,
+    save_adapter as save_adapter,
+)
+from .adapters.lora import (
+    add_lora as add_lora,
+    merge_lora as merge_lora,
+)
 from .artifacts import (
     generate_artifacts as generate_artifacts,
     merge_artifacts as merge_artifacts,
@@ -112,10 +120,6 @@ from .errors import (
 from .estimator import (
     NotFittedError as NotFittedError,
 )
-from .finetune.adapter_files import (
-    load_adapter as load_adapter,
-    save_adapter as save_adapter,
-)
 from .finetune.add_head import (
     add_head as add_head,
 )
@@ -127,10 +131,6 @@ from .finetune.features import (
 )
 from .finetune.heads import (
     replace_head as replace_head,
-)
-from .finetune.lora import (
-    add_lora as add_lora,
-    merge_lora as merge_lora,
 )
 from .finetune.preprocess import (
     preprocess as preprocess,

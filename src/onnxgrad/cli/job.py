@@ -88,7 +88,7 @@ def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
     elif options.head_at or options.head_pool or options.head_mask:
         raise ValueError("--head-at, --head-pool and --head-mask need --head: how many units")
     if options.lora:
-        from onnxgrad.finetune.lora import add_lora
+        from onnxgrad.adapters.lora import add_lora
 
         proto = add_lora(
             proto,

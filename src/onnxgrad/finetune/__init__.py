@@ -1,1 +1,1 @@
-"""New heads, backbones, adapters and preprocessing for models that are fine-tuned."""
+"""New heads, backbones and preprocessing for models that are fine-tuned."""

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto
 
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Use, attributes
 from onnxgrad.errors import ModelError
-from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Use, attributes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.constants import standard
 from onnxgrad.model.traversal import graphs_of, keep_only, names, names_in

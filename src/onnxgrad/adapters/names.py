@@ -6,7 +6,7 @@ from collections import Counter
 
 from onnx import ModelProto
 
-from onnxgrad.finetune.adapter_uses import EMBEDDING, Target
+from onnxgrad.adapters.uses import EMBEDDING, Target
 from onnxgrad.training.parameters.aliases import aliases
 
 _MAGNITUDE = "lora_magnitude_vector"

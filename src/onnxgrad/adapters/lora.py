@@ -13,13 +13,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.adapters import dora
+from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes, product, remove
+from onnxgrad.adapters.names import module_names, tensor_names
+from onnxgrad.adapters.targets import chosen_targets
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, Use, targets
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, argument, escaping, named
-from onnxgrad.finetune import adapter_graph, dora
-from onnxgrad.finetune.adapter_graph import Additions
-from onnxgrad.finetune.adapter_names import module_names, tensor_names
-from onnxgrad.finetune.adapter_targets import chosen_targets
-from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Target, Use, targets
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs
@@ -130,7 +130,7 @@ def writable(model: ModelLike) -> ModelProto:
 def _initial(target: Target, options: dict[str, Any], generator: np.random.Generator) -> Arrays:
     """Return the initial tensors of an adapter: its factors, and the lengths for DoRA."""
     use, rank = target.uses[0], options["rank"]
-    dtype = adapter_graph.adapter_dtype(use).numpy()
+    dtype = adapter_dtype(use).numpy()
     arrays: Arrays = _factors(use, rank, generator)
     if options["use_dora"]:
         arrays += (dora.lengths(target.ref.array().transpose(use.perm)),)
@@ -139,7 +139,7 @@ def _initial(target: Target, options: dict[str, Any], generator: np.random.Gener
 
 def _factors(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
     """Return two factors whose product is zero."""
-    p, q = (np.zeros(shape) for shape in adapter_graph.factor_shapes(use, rank))
+    p, q = (np.zeros(shape) for shape in factor_shapes(use, rank))
     if use.form == CONV:
         bound = 1 / math.sqrt(math.prod(use.shape[1:]))
         p = generator.uniform(-bound, bound, p.shape)
@@ -198,7 +198,7 @@ def _write_use(
             return result
         if use.perm != first.perm:  # tied: this use reads the transposed weight
             p, q = add.op.mT(q), add.op.mT(p)
-        change = adapter_graph.product(add, use, x, (p, q), options["scaling"] * use.factor)
+        change = product(add, use, x, (p, q), options["scaling"] * use.factor)
         return add.emit("Add", base, add.cast(change, use.dtype))
 
     return {"base": add.beside(use, write), **noted}
@@ -254,7 +254,7 @@ def merge_lora(model: ModelLike) -> ModelProto:
         if not np.array_equal(new, old):
             ref.write(new)
     bases = [use["base"] for note in notes for use in note["uses"]]
-    adapter_graph.remove(merged, bases, [n for note in notes for n in note["tensors"]])
+    remove(merged, bases, [n for note in notes for n in note["tensors"]])
     write_note(merged, ADAPTERS, [])
     write_note(merged, HEAD, [])
     return merged

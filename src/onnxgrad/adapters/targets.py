@@ -9,9 +9,9 @@ from typing import Any
 
 from onnx import ModelProto
 
+from onnxgrad.adapters.dora import unfit
+from onnxgrad.adapters.uses import Target
 from onnxgrad.errors import argument, printable
-from onnxgrad.finetune.adapter_uses import Target
-from onnxgrad.finetune.dora import unfit
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.choice import matching_weights

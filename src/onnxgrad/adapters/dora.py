@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.finetune.adapter_graph import Additions, adapter_dtype, product
-from onnxgrad.finetune.adapter_uses import LINEAR, Target, Use, attributes
+from onnxgrad.adapters.graph import Additions, adapter_dtype, product
+from onnxgrad.adapters.uses import LINEAR, Target, Use, attributes
 
 
 def unfit(target: Target) -> str:

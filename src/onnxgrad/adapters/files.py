@@ -15,13 +15,13 @@ from onnx import ModelProto
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
+from onnxgrad.adapters.config import CONFIG, config_of, options_of, read_config
+from onnxgrad.adapters.dora import unfit
+from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes
+from onnxgrad.adapters.lora import insert, writable
+from onnxgrad.adapters.names import module_names, tensor_names
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Target, Use, targets
 from onnxgrad.errors import escaping, unknown
-from onnxgrad.finetune.adapter_config import CONFIG, config_of, options_of, read_config
-from onnxgrad.finetune.adapter_graph import Additions, adapter_dtype, factor_shapes
-from onnxgrad.finetune.adapter_names import module_names, tensor_names
-from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, LINEAR, Target, Use, targets
-from onnxgrad.finetune.dora import unfit
-from onnxgrad.finetune.lora import insert, writable
 from onnxgrad.model.files import replacing
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike, read

@@ -1,0 +1,1 @@
+"""Low-rank adapters beside the weights of a model, and their files."""
