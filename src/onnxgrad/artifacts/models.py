@@ -73,8 +73,7 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     gradients, update = recipe.step_models()
     objective = recipe.objective().require_labels()
     fields = Fields(objective, recipe.trainer.batch_axes)
-    initial = ((str(b.name), b.const_value) for b in objective.buffers)
-    buffers = {name: np.array(value.numpy()) for name, value in initial if value is not None}
+    buffers = {name: np.array(value) for name, value in objective.initial.items()}
     step = recipe.named_step(objective)
     _require_size(recipe.trainer.state.weights, step)
     names = _Names(step)

@@ -47,6 +47,7 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
         "dropout": dict(read_number("dropout", text) for text in options.dropout) or None,
         "class_weight": "balanced" if balanced else weights or None,
         "recompute": options.recompute,
+        "precision": options.precision,
         "device": options.device,
         "parallel": _parallel(options),
         "seed": options.seed,

@@ -20,6 +20,7 @@ from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.parameters.defaults import names_and_reasons, trainable
+from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.trainer import Trainer
 
 _VALIDATION = "validation_"
@@ -94,6 +95,7 @@ class Report:
             "loss": self.losses[-1] if self.losses else None,
             "validation": self.validation,
             "trained": list(trainer.trained),
+            "rounding": trainer.rounding,
             "columns": self.job.task.names.columns,
             "target": self.job.task.names.target,
             "remarks": [*self.job.task.notes, *self.job.task.remarks],
@@ -107,6 +109,8 @@ class Report:
             console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
         for file in self.files:
             say(f"wrote {file}", console)
+        if text := rounding_text(self.job.trainer.rounding):
+            say(text, console)
         options = self.options
         rows = [] if options.train or options.lora else trainable(self.job.proto)
         if untrained := [t for t in rows if not t.trains]:

@@ -185,6 +185,11 @@ class RunOptions:
     recompute: str = option(
         "none, cheap or all: what the backward pass computes again, to save memory.", "none"
     )
+    precision: str = option(
+        "In which a model of 16 bits computes: auto, float32, mixed or file. Only with file, its "
+        "weights train in 16 bits, too.",
+        "auto",
+    )
     device: str = option("cpu, cuda or cuda:1.", "cpu")
     sync_batch_norm: bool = option(
         "Of several processes: normalize by the statistics of the rows of all.",

@@ -11,9 +11,11 @@ from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.shapes import Dim, Dims, dims
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.model.convert import in_precision
 from onnxgrad.model.opsets import convert, exists
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
@@ -49,6 +51,7 @@ def write_model(
         ValueError: a value that does not fit the input it stands for.
         ModelError: the model cannot be written in the opset of the graph.
     """
+    proto, values = _widened(op, proto, values)
     prefix = op.name("model") + "/"
     stated = _at_opset(_with_shapes(proto, values, prefix, what), op.opset, what)
     model = prepare(stated, outputs=[stated.graph.output[0].name])
@@ -56,6 +59,18 @@ def write_model(
     symbols = {d for v in values.values() for d in dims(v) or () if isinstance(d, str)}
     _rename(model.graph, op.name, symbols, prefix)
     return _move(op, model, values)
+
+
+def _widened(
+    op: Emit, proto: ModelProto, values: Mapping[str, ir.Value]
+) -> tuple[ModelProto, Mapping[str, ir.Value]]:
+    """Return a model of 16 bits in float32, if a value is that it stands for, and the values."""
+    kinds = {x.name: x.type.tensor_type.elem_type for x in proto.graph.input}
+    widens = (v.dtype == ir.DataType.FLOAT and kinds.get(n) in HALVES for n, v in values.items())
+    if not any(widens):
+        return proto, values
+    wide = {n: op.Cast(v, to=ir.DataType.FLOAT) for n, v in values.items() if v.dtype in HALVES}
+    return in_precision(proto, ir.DataType.FLOAT, HALVES), {**values, **wide}
 
 
 def _with_shapes(

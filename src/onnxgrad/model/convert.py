@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import deepcopy
 
 import onnx
@@ -9,7 +10,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, escaping, first_line
-from onnxgrad.graph.precision import set_precision
+from onnxgrad.graph.precision import FLOATS, set_precision
 from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.rewrites import normalized
 from onnxgrad.model.traversal import keep_only
@@ -51,10 +52,12 @@ def to_ir(proto: ModelProto) -> ir.Model:
         raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e
 
 
-def in_precision(proto: ModelProto, dtype: ir.DataType) -> ModelProto:
-    """Return `proto` with all floats in `dtype`, and nothing else changed."""
+def in_precision(
+    proto: ModelProto, dtype: ir.DataType, of: Collection[ir.DataType] = FLOATS
+) -> ModelProto:
+    """Return `proto` with all floats in `dtype`, or those `of` some, and nothing else changed."""
     model = to_ir(proto)
-    set_precision(model, dtype)
+    set_precision(model, dtype, of)
     converted = ir.to_proto(model)
     converted.ir_version = proto.ir_version
     return converted

@@ -36,7 +36,9 @@ from onnxgrad.training.equality import same
 _PROBED = 256  # rows for which a model is run to see what it predicts
 _MODELS = (ModelProto, bytes, os.PathLike)
 _COUNT = Interval(Integral, 1, None, closed="left")
-_PASSED = "optimizer learning_rate train freeze clip_norm batch_norm dropout device".split()
+_PASSED = (
+    "optimizer learning_rate train freeze clip_norm batch_norm dropout precision device".split()
+)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -63,6 +65,7 @@ class OnnxEstimator(BaseEstimator):
     batch_norm: str = "frozen"
     dropout: Mapping[str, float] | None = None
     callbacks: Iterable[Any] = ()
+    precision: str = "auto"
     device: str = "cpu"
     warm_start: bool = False
     verbose: int = 0

@@ -40,6 +40,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         batch_norm: "frozen" or "train", as of `Trainer`.
         dropout: `{pattern: p}`, as of `Trainer`.
         callbacks: callbacks of onnxgrad.
+        precision: of a model with floats of 16 bits, as for `Trainer`.
         device: "cpu", "cuda" or "cuda:1".
         warm_start: whether `fit` begins with the weights of the last call.
         verbose: 1 shows the progress.

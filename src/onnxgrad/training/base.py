@@ -19,6 +19,7 @@ from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.parallel import DataParallel
+from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.arguments import check_choice, check_count, select_rate
 from onnxgrad.training.batches import Split
@@ -33,6 +34,7 @@ from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.parameters.choice import separated_choice
+from onnxgrad.training.precision import PRECISIONS, narrow_dtypes, resolved, rounding_text, widened
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import in_group
@@ -63,6 +65,7 @@ class TrainerBase(Settings):
         batch_axes: Mapping[str, int | None] | None = None,
         carry: Mapping[str, str] | None = None,
         recompute: str = "none",
+        precision: str = "auto",
         device: str = "cpu",
         seed: int = 0,
         parallel: DataParallel | bool | None = None,
@@ -83,6 +86,8 @@ class TrainerBase(Settings):
             self.proto, self.trained = separated_choice(
                 read(model), train, freeze, statistics=batch_norm == "train"
             )
+        check_choice("precision", precision, PRECISIONS)
+        self.precision = resolved(precision, self.proto, self.device)
         self.dropout = adapter_dropout(self.proto) | dict(dropout or {})
         self.names = read_names(self.proto)  # of the columns of tables
         # a user who asks for weights of a quantized model knows that the others stay
@@ -91,8 +96,10 @@ class TrainerBase(Settings):
         self.state = TrainState(seed=seed)
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
         self.constants = set(refs)
+        self.narrow = {} if self.precision == "file" else narrow_dtypes(refs)
         self.proto, self.digest = without_weights(self.proto, self.trained)
-        self.state.values = Values({name: refs[name].array() for name in self.trained})
+        begun = {name: refs[name].array() for name in self.trained}
+        self.state.values = Values({n: widened(a) if self.narrow else a for n, a in begun.items()})
         self.members, self.optimizers, self.learning_rates = None, [], []
         self.setup: Fit | None = None  # the last one that trained
         self.built = BuildCache()
@@ -202,6 +209,8 @@ class TrainerBase(Settings):
             loop.state.end()
             call.end()
             self.names = call.names if loop.moved else self.names
+            if loop.moved and not call.further and (text := rounding_text(self.rounding)):
+                logger.info(text)
             if not loop.moved and not loop.state.step:
                 self.state = before
                 before.values = replace(before.values, weights=loop.state.weights)

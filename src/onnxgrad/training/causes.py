@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.errors import first_line
+from onnxgrad.errors import argument, first_line
+from onnxgrad.graph.precision import HALVES
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU
@@ -98,7 +99,7 @@ def cause_in_step(step: FailedStep | None) -> str | None:
     """Return which node of a step computes NaN or infinity, and what helps; None if none does."""
     if step is None:
         return None
-    _, rows, of = step.batch
+    arrays, rows, of = step.batch
     losses = ModelProto()
     losses.CopyFrom(step.model)
     del losses.graph.output[:]
@@ -113,8 +114,13 @@ def cause_in_step(step: FailedStep | None) -> str | None:
         running = session(step.model, CPU, 0.0)
         results = running.run(None, {x.name: step.at_start[x.name] for x in running.get_inputs()})
         if not all(np.isfinite(y.astype(np.float64)).all() for y in results):
-            half = any(a.dtype.itemsize == 2 for a in step.inputs.values() if a.dtype.kind in "fV")
-            remedy = ". Train the model in float32: its weights have 16 bits" if half else ""
+            states = (a.dtype for name, a in step.inputs.items() if name not in arrays)
+            half = any(dtype.itemsize == 2 and dtype.kind in "fV" for dtype in states)
+            half |= any(
+                n.op_type == "Cast" and n.attribute[0].i in HALVES for n in losses.graph.node
+            )
+            given = argument("precision", "float32")
+            remedy = f". It computes in 16 bits: {given} does not" if half else ""
             return (
                 f"{_NO_MATTER} and a rate of zero, it is the same. {_upper(where)}, {text}{remedy}"
             )

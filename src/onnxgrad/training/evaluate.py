@@ -10,11 +10,13 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, escaping, named
+from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
@@ -241,8 +243,15 @@ class Evaluator:
         predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
-            predictions[name] = np.concatenate(every, self.row_axis(name) + axis)
+            whole = np.concatenate(every, self.row_axis(name) + axis)
+            predictions[name] = whole.astype(self._declared.get(name, whole.dtype), copy=False)
         return predictions
+
+    @cached_property
+    def _declared(self) -> dict[str, np.dtype]:
+        """The dtypes of the outputs that are declared to have 16 bits."""
+        stated = {y.name: y.type.tensor_type.elem_type for y in self.proto.graph.output}
+        return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
 
     def row_axis(self, output: str, label: str | None = None) -> int:
         """Return the axis of the rows of an output; that of its label if none is declared."""

@@ -28,6 +28,7 @@ from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.step.loss_scale import INITIAL
 
 SIZE = 32  # rows of a step
 
@@ -82,10 +83,11 @@ class Fit:
             shared.check_call(self, epochs, shuffle, resume is not None)
         compiled = trainer.built.get("step", lambda: self.recipe.key, lambda: Compiled(self.recipe))
         objective = compiled.objective
-        initial = ((str(b.name), b.const_value) for b in objective.buffers)
         axis = [] if trainer.members is None else [trainer.members]
-        starts = ((name, v.numpy()) for name, v in initial if v is not None)
-        self.buffers = {name: np.array(np.broadcast_to(a, (*axis, *a.shape))) for name, a in starts}
+        starts = objective.initial | (INITIAL if objective.scales else {})
+        self.buffers = {
+            n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
+        }
         self.labels, fields = objective.labels, Fields(objective, trainer.batch_axes)
         check_weights(self.recipe, self.data, objective, fields)
         source, held_out = self._sources(fields, shuffle)

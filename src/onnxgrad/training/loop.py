@@ -21,6 +21,7 @@ from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.state import TrainState
+from onnxgrad.training.step.loss_scale import SCALE, SKIPPED
 
 # why `fit` ended
 MAX_ITER, CALLBACK, NOT_FINITE = "max_iter", "callback", "not finite"
@@ -234,6 +235,11 @@ class Loop:
         state, loss = self.state, self._totals.mean
         entry: dict[str, Any] = {"step": state.step, "epoch": state.epoch + 1, "loss": loss}
         entry["learning_rate"] = self._learning_rate
+        if SCALE in (buffers := state.buffers):
+            entry["loss_scale"], entry["skipped_steps"] = (
+                buffers[name].tolist() if state.members is None else buffers[name].copy()
+                for name in (SCALE, SKIPPED)
+            )
         with self.interrupts.held():
             state.epoch, state.position, state.running = state.epoch + 1, 0, {}
             state.history.append(entry)

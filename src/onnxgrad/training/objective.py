@@ -18,6 +18,7 @@ from onnxgrad.data.indices import Table, tables
 from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.label_checks import require_labels
@@ -58,6 +59,8 @@ class Plan:
     - `straight_through`: whether gradients pass through the rounding of quantized layers.
     - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
     - `beside`: names of tensors that the graph computes beside the loss.
+    - `precision`: in which a model of 16 bits computes: "float32"; "mixed", in its own, but its
+      weights and the loss in float32; "file", in its own.
     """
 
     loss: TrainingLoss | None
@@ -72,6 +75,7 @@ class Plan:
     straight_through: bool = False
     across: Part | None = None
     beside: tuple[str, ...] = ()
+    precision: str = "file"
 
     def read_outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the tensors of a model that the loss reads, or that are the loss."""
@@ -100,6 +104,7 @@ class Objective:
         stop_gradient: values through which no gradient flows.
         straight_through: whether the gradient passes through the rounding of quantized layers;
             otherwise such models are refused.
+        scales: whether a step scales the loss, so that gradients of 16 bits do not vanish.
     """
 
     model: ir.Model
@@ -118,6 +123,7 @@ class Objective:
     beside: dict[str, ir.Value] = field(default_factory=dict)
     stop_gradient: Collection[ir.Value] = frozenset()
     straight_through: bool = False
+    scales: bool = False
 
     @property
     def row_weight(self) -> str | None:
@@ -129,6 +135,12 @@ class Objective:
         """What is known of each label input."""
         return self.written.infos
 
+    @property
+    def initial(self) -> dict[str, np.ndarray]:
+        """The initial values of the buffers that have one, by name."""
+        known = ((str(b.name), b.const_value) for b in self.buffers)
+        return {name: tensor.numpy() for name, tensor in known if tensor is not None}
+
     def require_labels(self) -> Self:
         """Let the graph itself refuse the labels that a trainer refuses; return this objective."""
         inputs = {str(x.name): x for x in self.data}
@@ -136,9 +148,9 @@ class Objective:
             require_labels(Emit(self.model.graph), inputs[name], info)
         return self
 
-    def cotangents(self, op: Emit) -> dict[ir.Value, ir.Value]:
-        """Return the cotangents that the sweep starts with."""
-        return self.scaled(op, [inverse(op, n) for n in self.written.counts])
+    def cotangents(self, op: Emit, scale: ir.Value | None = None) -> dict[ir.Value, ir.Value]:
+        """Return the cotangents that the sweep starts with, those of the loss times `scale`."""
+        return self.scaled(op, [inverse(op, n, scale) for n in self.written.counts])
 
     def scaled(self, op: Emit, inverse_counts: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
         """Return the cotangents of the sweep, for the inverse of each count."""
@@ -175,12 +187,13 @@ class Objective:
             return op.total(terms)
 
 
-def inverse(op: Emit, count: ir.Value) -> ir.Value:
-    """Return 1 / count; for a batch without any term, a number whose product with 0 is 0."""
+def inverse(op: Emit, count: ir.Value, scale: ir.Value | None = None) -> ir.Value:
+    """Return scale / count; for a batch without any term, a number whose product with 0 is 0."""
     assert count.dtype is not None
-    return op.set_type_like(
-        op.Reciprocal(op.Max(count, op.const(_TINY[count.dtype], count.dtype))), count
-    )
+    result = op.Reciprocal(op.Max(count, op.const(_TINY[count.dtype], count.dtype)))
+    if scale is not None:
+        result = op.Mul(result, op.Cast(scale, to=count.dtype))
+    return op.set_type_like(result, count)
 
 
 def build_objective(
@@ -199,17 +212,18 @@ def build_objective(
         ValueError: unknown names, or a prediction that the loss does not accept.
     """
     predicted = plan.loss.outputs(proto) if plan.loss else outputs_beside(proto, plan.loss_output)
-    model, results = _prepared(proto, plan, predicted)
+    model, results = _prepared(proto, plan, predicted, weights)
     graph, data = model.graph, list(model.graph.inputs)
-    op, form = Emit(graph), _Form()
-    if training:
-        form = _Form.of(op, plan, data, results)
-    states = {name: results[output] for name, output in plan.carry.items()}
+    op = Emit(graph)
+    form = _Form.of(op, plan, data, results) if training else _Form()
+    states = _states(op, plan, data, results)
     beside = {name: results[name] for name in plan.beside}
     results = {name: results[name] for name in (predicted if plan.loss else results)}
     trained = as_inputs(proto, graph, weights)
-    fixed = detached(proto)
-    stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
+    if plan.precision != "file":
+        trained = [in_float32_input(op, w) for w in trained]
+        results = {n: in_float32(op, y) if plan.loss else y for n, y in results.items()}
+    stopped = _detached_values(proto, graph)
     if training:
         read = {*results.values(), *states.values(), *beside.values()}
         fold_normalizations(op, trained, stopped | read)
@@ -240,7 +254,21 @@ def build_objective(
         carried=form.carried,
         beside=beside,
         straight_through=plan.straight_through,
+        scales=plan.precision == "mixed",
     )
+
+
+def _states(
+    op: Emit, plan: Plan, data: Sequence[ir.Value], results: Mapping[str, ir.Value]
+) -> dict[str, ir.Value]:
+    """Return the values that inputs get in the next batch, in their dtypes."""
+    own = {str(x.name): x for x in data}
+    return {name: in_dtype(op, results[y], own.get(name)) for name, y in plan.carry.items()}
+
+
+def _detached_values(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
+    fixed = detached(proto)
+    return {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
 
 
 def over_members(objective: Objective, members: int) -> Objective:
@@ -275,7 +303,7 @@ def over_members(objective: Objective, members: int) -> Objective:
 
 
 def _prepared(
-    proto: ModelProto, plan: Plan, predicted: Sequence[str]
+    proto: ModelProto, plan: Plan, predicted: Sequence[str], weights: Sequence[str]
 ) -> tuple[ir.Model, dict[str, ir.Value]]:
     """Return the prepared model with the outputs that are read, and these by name."""
     own, outputs = [] if plan.loss else [plan.loss_output], [y.name for y in proto.graph.output]
@@ -291,6 +319,7 @@ def _prepared(
         keep=[*plan.dropout, *detached(proto)],
         keep_dropout=bool(plan.dropout),
         exempt=plan.exempt,
+        wide=weights if plan.precision == "float32" else None,
     )
     return model, dict(zip(read, model.graph.outputs, strict=True))
 
@@ -348,7 +377,7 @@ def _carry(
     for name, output in carry.items():
         if name not in inputs:
             raise unknown("input", name, inputs)
-        x, y = inputs[name], results[output]
+        x, y = inputs[name], in_dtype(op, results[output], inputs[name])
         lengths = list(zip(shapes.dims(x) or (), shapes.dims(y) or (), strict=False))
         differ = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in lengths)
         if x.dtype != y.dtype or differ or shapes.rank(x) != shapes.rank(y):

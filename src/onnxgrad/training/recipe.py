@@ -29,8 +29,8 @@ from onnxgrad.training.step.update import build_update
 
 _ARGUMENTS = (  # of a trainer, that decide what a step or an evaluation computes
     *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
-    *("batch_norm", "dropout", "batch_axes", "carry", "recompute", "seed", "trained"),
-    *("members", "optimizers"),
+    *("batch_norm", "dropout", "batch_axes", "carry", "recompute", "precision"),
+    *("seed", "trained", "members", "optimizers"),
 )
 Shapes = dict[str, tuple[int, ...]]
 
@@ -112,6 +112,7 @@ class Recipe:
             exempt=frozenset(trainer.moved),
             straight_through=trainer.straight_through,
             across=None if self.sharing is None else self.sharing.normalized,
+            precision=trainer.precision,
         )
 
     @property

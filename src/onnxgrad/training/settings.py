@@ -18,6 +18,7 @@ from onnxgrad.schedules.base import LearningRate, constant
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.judges import ByOutput
+from onnxgrad.training.precision import Dtypes, for_file, rounded, rounding, widened
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.update import evaluated
 
@@ -49,6 +50,7 @@ class Settings:
     batch_axes: dict[str, int | None] = field(default_factory=dict)
     carry: dict[str, str] = field(default_factory=dict)
     recompute: str = "none"
+    precision: str = "file"
     device: Device = field(default_factory=lambda: Device.of("cpu"))
     seed: int = 0
     parallel: DataParallel | bool | None = False
@@ -59,6 +61,7 @@ class Settings:
     sharing: Any = None  # how processes share the call that runs; None: this one trains alone
     setup: Any = None  # the last one that trained
     constants: Set[str] = frozenset()  # of the model
+    narrow: Dtypes = field(default_factory=dict)  # of those of 16 bits that train in float32
     digest: str | None = None  # of the whole model, if `proto` lacks large weights
     members: int | None = None  # of a stack; None for one model
     optimizers: list[Optimizer] = field(default_factory=list)  # of the members
@@ -78,8 +81,26 @@ class Settings:
         """Return the weights and statistics that are evaluated and exported, by name.
 
         They are those of the last step, unless the optimizer averages weights. Those of a stack
-        have an axis of members first.
+        have an axis of members first. Where the file has 16 bits, they are rounded to these.
         """
+        values = rounded(self._unrounded(), self.narrow)
+        return {name: widened(a) if name in self.narrow else a for name, a in values.items()}
+
+    def _for_file(self) -> dict[str, np.ndarray]:
+        """Return what is exported, in the dtypes of the file; refuse what these cannot hold."""
+        return for_file(self._unrounded(), self.narrow)
+
+    @property
+    def rounding(self) -> dict[str, float]:
+        """How far the weights are from those of a file of 16 bits, `{"largest": ..., "mean": ...}`.
+
+        The absolute differences of elements; empty for a model without weights of 16 bits, or
+        whose weights do not train in float32.
+        """
+        return rounding(self._unrounded(), self.narrow)
+
+    def _unrounded(self) -> dict[str, np.ndarray]:
+        """Return weights and statistics as `evaluated`, before they are rounded."""
         values = self.state.values
         buffers = {n: a for n, a in values.buffers.items() if n in self.constants}
         if self.members is None:

@@ -74,6 +74,7 @@ class TrainerStack(TrainerBase):
         batch_axes: as for `Trainer`.
         carry: as for `Trainer`.
         recompute: as for `Trainer`.
+        precision: as for `Trainer`; in "mixed", each member has a loss scale of its own.
         device: "cpu", "cuda" or "cuda:1".
         seed: of the order of the rows, dropout, the split of validation data, and `init`.
 
@@ -134,6 +135,7 @@ class TrainerStack(TrainerBase):
         batch_axes: Mapping[str, int | None] | None = None,
         carry: Mapping[str, str] | None = None,
         recompute: str = "none",
+        precision: str = "auto",
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
@@ -161,19 +163,20 @@ class TrainerStack(TrainerBase):
             batch_axes=batch_axes,
             carry=carry,
             recompute=recompute,
+            precision=precision,
             device=device,
             seed=seed,
             parallel=False,
         )
         self.members, self.optimizers = count, optimizers
         self.learning_rates = [select_rate(rate) for rate in rates]
-        self.callbacks.check_members()
         self._begin(weights, init, rates)
 
     def _begin(
         self, weights: Sequence[Mapping[str, Any]] | None, init: str, rates: list[Any]
     ) -> None:
         """Let members begin with their weights; raise `ValueError` if all members are equal."""
+        self.callbacks.check_members()
         own, count = self.state.weights, len(self.optimizers)
         if weights is None:
             begun = initial_weights(own, count, init, self.seed)
@@ -226,7 +229,7 @@ class TrainerStack(TrainerBase):
         save_filled(exported(self.proto, values, self.names), values, path)
 
     def _evaluated(self, member: int) -> dict[str, np.ndarray]:
-        return {name: array[member] for name, array in self.evaluated().items()}
+        return {name: array[member] for name, array in self._for_file().items()}
 
     @property
     def models(self) -> list[ModelProto]:

@@ -63,6 +63,15 @@ class Trainer(TrainerBase):
             what `partition` calls cheap. "all": the forward pass in segments, also products and
             convolutions, as `torch.utils.checkpoint`. A deep transformer gains most; where the
             gradient of one convolution needs more memory than all activations, "all" needs more.
+        precision: of a model with floats of 16 bits, float16 or bfloat16. "auto": "float32" on the
+            CPU, whose kernels for them convert each operand, and "mixed" on a GPU. In both, weights
+            and optimizer slots are float32 while they train; "float32" computes all else in it,
+            too, and "mixed" computes gradients in the dtypes of the model, with a loss scale that
+            adapts: a step whose gradients are not finite is skipped, and counted in the history.
+            The model that comes out has the dtypes of the one that came in, and evaluations and
+            predictions are those of its rounded weights: `rounding` says how far they are. "file":
+            weights and slots have the dtypes of the model; small updates are rounded to zero.
+            Other models compute as they are, float64 in float64.
         device: "cpu", "cuda" or "cuda:1".
         seed: of the order of the rows, dropout and the split of validation data.
         parallel: how several processes train this model together, each of which calls `fit`: see
@@ -118,15 +127,20 @@ class Trainer(TrainerBase):
 
     @property
     def model(self) -> ModelProto:
-        """The model with the current weights and statistics, in its inference form."""
-        values = self.evaluated()
+        """The model with the current weights and statistics, in its inference form.
+
+        Raises:
+            ValueError: a weight beyond the range of the 16 bits that it has in the file.
+        """
+        values = self._for_file()
         return filled(exported(self.proto, values, self.names), values)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `model` to a file; large weights go there one by one.
 
         Raises:
+            ValueError: as `model`; the file stays as it is.
             OSError: the file cannot be written; one that exists stays as it is.
         """
-        values = self.evaluated()
+        values = self._for_file()
         save_filled(exported(self.proto, values, self.names), values, path)

@@ -24,6 +24,7 @@ from onnxgrad.graph.inference.infer import infer, name_rows, note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.operators import OPERATORS, operator_of
+from onnxgrad.graph.precision import widen
 from onnxgrad.graph.rewrite import ANY, Rewrite, Table, rewrite
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import current, tidy
@@ -49,6 +50,7 @@ def prepare(
     own: bool = False,
     keep_dropout: bool = False,
     exempt: Collection[str] | None = None,
+    wide: Collection[str] | None = None,
 ) -> ir.Model:
     """Return a copy of `proto` in the working dialect, with inferred types and shapes.
 
@@ -64,8 +66,10 @@ def prepare(
         keep_dropout: keep each Dropout without effect, so that training can switch it on.
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
             state different symbols. None: it is that of all inputs.
+        wide: compute in float32 what the model computes in 16 bits: see `widen`, which gets these
+            names of constants. None: compute it as the model does.
     """
-    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt)
+    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt, wide)
     model = _in_working_opset(proto)
     for apply in PASSES:
         apply(model, asked)
@@ -84,6 +88,7 @@ class _Asked:
     own: bool
     keep_dropout: bool
     exempt: Collection[str] | None
+    wide: Collection[str] | None
     walk: Walk = field(init=False)
 
     @property
@@ -146,6 +151,12 @@ def _separate_outputs(model: ir.Model, asked: _Asked) -> None:
 def listed_as(y: ir.Value) -> ir.Value:
     """Return the output of which `y` is a copy, if the model lists it several times; else `y`."""
     return current(y.meta.get(_LISTED_AS, y))
+
+
+def _widen(model: ir.Model, asked: _Asked) -> None:
+    """Compute in float32 what the model computes in 16 bits, if that is asked for."""
+    if asked.wide is not None:
+        widen(model, asked.wide)
 
 
 def _name_rows(model: ir.Model, asked: _Asked) -> None:
@@ -263,6 +274,7 @@ PASSES: tuple[Callable[[ir.Model, _Asked], None], ...] = (
     _separate_outputs,  # before one of two of the same name is selected
     _free_names,
     _select_outputs,  # before inference: what no output needs may be what nothing covers
+    _widen,  # before inference, which then knows the new types everywhere
     _name_rows,
     _infer,
     _take_branches,  # before lowerings, which would refuse what never runs

@@ -17,6 +17,7 @@ from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.build import Gradients, Step, StepOptions, write_gradients, write_step
 from onnxgrad.training.step.epoch import stacked_input, stacked_shape
+from onnxgrad.training.step.loss_scale import LossScale
 
 
 def build_accumulating_step(
@@ -51,10 +52,13 @@ def build_accumulating_step(
     totals = _counted(op, objective(), stacks)
     if options.across is not None:
         totals = [all_reduce(op, total) for total in totals]
+    scale = LossScale.new(op) if one.scales else None
+    factor = None if scale is None else scale.scale
     with op:
         for placeholder, total in zip(inverses, totals, strict=True):
-            ir.convenience.replace_all_uses_with(placeholder, inverse(op, total))
+            ir.convenience.replace_all_uses_with(placeholder, inverse(op, total, factor))
     summed = _summed(op, parts, stacks)
+    summed.scale = scale
     summed.reported = [*(_total(op, s) for s in summed.reported[: len(inverses)]), *totals]
     step = write_step(op, summed, optimizer, options, micro_batches)
     step.model = ir.Model(graph, ir_version=one.model.ir_version)

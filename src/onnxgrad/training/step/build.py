@@ -21,6 +21,7 @@ from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.straight_through import StraightThrough
+from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
@@ -35,8 +36,9 @@ from onnxgrad.training.step.exchange import (
     summed_across,
 )
 from onnxgrad.training.step.inputs import DRAW, FIRST, RATE, SHARE, STEP, StepInputs
+from onnxgrad.training.step.loss_scale import LossScale
 from onnxgrad.training.step.members import Members
-from onnxgrad.training.step.update import may_be_in_place, write_update
+from onnxgrad.training.step.update import Update, may_be_in_place, write_update
 from onnxgrad.training.step.weight_groups import Group, numpy_dtype
 
 
@@ -96,7 +98,7 @@ class Step:
             warnings.warn(
                 f"{', '.join(map(repr, names[:3]))}{more} train in {numpy_dtype(half[0].state)}: "
                 "rates, steps and squares of gradients are rounded, small ones to zero, and NaN is "
-                "likely. Export the model in float32, train it, and convert the result",
+                f"likely. {argument('precision', 'auto')} keeps weights and slots in float32",
                 stacklevel=stacklevel + 1,
             )
 
@@ -129,7 +131,8 @@ class Gradients:
 
     `graph` has the weights of `of` among its inputs, and `data` are the batch. A batch changes the
     values of `buffers`; `reported` are the losses. The gradient passes straight through the
-    rounding of the operators `rounding`, one for each node.
+    rounding of the operators `rounding`, one for each node. With a `scale`, the gradients are those
+    of the loss times that.
     """
 
     graph: ir.Graph
@@ -140,6 +143,7 @@ class Gradients:
     first: ir.Value | None
     reported: list[ir.Value]
     rounding: list[str] = field(default_factory=list)
+    scale: LossScale | None = None
 
 
 def build_step(
@@ -155,8 +159,10 @@ def build_step(
     multiply_adds, op = work(objective.model.graph), Emit(objective.model.graph)
     if options.across is not None:
         objective = counted_across(op, objective)
-    seeds = objective.cotangents(op)
+    scale = LossScale.new(op) if objective.scales else None
+    seeds = objective.cotangents(op, None if scale is None else scale.scale)
     gradients, unreached = write_gradients(op, objective, seeds, options.recompute)
+    gradients.scale = scale
     step = write_step(op, gradients, optimizer, options)
     finish(objective.model)
     step.model, step.work, step.unreached = objective.model, multiply_adds, unreached
@@ -244,6 +250,8 @@ def write_step(
 ) -> Step:
     """Write the update behind the gradients, and set the inputs and outputs of the graph."""
     graph, across = parts.graph, options.across
+    if parts.scale is not None:
+        parts.of = parts.scale.unscaled(op, parts.of)
     scalars = {DRAW.name: parts.draw, FIRST.name: parts.first}
     if across is not None:
         parts.of, parts.reported = summed_across(op, parts.of, parts.reported)
@@ -252,16 +260,12 @@ def write_step(
             parts.buffers = averaged_across(op, parts.buffers, share)
     named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
     returned = [_norms(op, list(named.values()))] if named else []
-    members = options.members
-    in_place = options.in_place and members is None and may_be_in_place(parts.of, optimizer)
-    if members is not None:
-        update = members.write_update(op, parts.of, options.packed)
-    else:
-        update = write_update(op, parts.of, optimizer, options.packed, options.blocks, in_place)
+    update, members = _written_update(op, parts, optimizer, options), options.members
     owners: list[int] = []
     if across is not None and across.shards:
         owners = owners_of(update.groups, across.part.size)
         update = sharded(op, update, across.part.rank, owners)
+    in_place = update.models is not None
     read = {RATE.name: None if in_place else update.rate, STEP.name: update.step} | scalars
     inputs = StepInputs(
         update.read,
@@ -292,6 +296,21 @@ def write_step(
         owners=owners,
         members=members,
     )
+
+
+def _written_update(
+    op: Emit, parts: Gradients, optimizer: Optimizer, options: StepOptions
+) -> Update:
+    """Write the update of the weights by the gradients of all rows."""
+    members, scale = options.members, parts.scale
+    if members is not None:
+        update = members.write_update(op, parts.of, options.packed)
+    else:
+        in_place = options.in_place and scale is None and may_be_in_place(parts.of, optimizer)
+        update = write_update(op, parts.of, optimizer, options.packed, options.blocks, in_place)
+    if scale is not None:
+        parts.buffers = scale.guard(op, parts.of, update, parts.buffers)
+    return update
 
 
 def _separate(op: Emit, values: list[ir.Value]) -> list[ir.Value]:

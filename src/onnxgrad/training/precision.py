@@ -1,0 +1,121 @@
+"""In which precision a training computes, and how weights come back into a file of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from onnx import GraphProto, ModelProto, TypeProto
+
+from onnxgrad.errors import argument, printable
+from onnxgrad.graph.precision import HALVES
+from onnxgrad.model.constants import ConstantRef
+from onnxgrad.model.traversal import all_graphs, all_nodes
+from onnxgrad.runtime.device import Device
+
+PRECISIONS = ("auto", "float32", "mixed", "file")
+Arrays = dict[str, np.ndarray]
+Dtypes = dict[str, np.dtype]
+
+
+def resolved(precision: str, proto: ModelProto, device: Device) -> str:
+    """Return what `precision`, one of `PRECISIONS`, means for a model: one of the last three.
+
+    A model without floats of 16 bits computes as it is.
+
+    Raises:
+        ValueError: "mixed", of such a model.
+    """
+    if not any(dtype in HALVES for dtype in _dtypes(proto)):
+        if precision == "mixed":
+            raise ValueError(
+                f"{argument('precision', 'mixed')} computes in the 16 bits of the file, and the "
+                "model has no floats of 16 bits: convert it first, as by "
+                "onnxconverter_common.float16, or leave the argument out"
+            )
+        return "file"
+    return ("float32" if device.kind == "cpu" else "mixed") if precision == "auto" else precision
+
+
+def _dtypes(proto: ModelProto) -> Iterator[int]:
+    """Yield the types of the tensors that a model states, and to which its nodes cast."""
+    for holder in (proto.graph, *proto.functions):
+        for graph in all_graphs(holder):
+            if isinstance(graph, GraphProto):
+                yield from (t.data_type for t in graph.initializer)
+                yield from (t.values.data_type for t in graph.sparse_initializer)
+                for value in (*graph.input, *graph.output):
+                    yield _element(value.type)
+        for node in all_nodes(holder.node):
+            for attribute in node.attribute:
+                if attribute.name in ("to", "dtype", "output_dtype"):
+                    yield attribute.i
+                elif attribute.HasField("t"):
+                    yield attribute.t.data_type
+
+
+def _element(of: TypeProto) -> int:
+    while (kind := of.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        of = getattr(of, kind).elem_type
+    return of.tensor_type.elem_type if kind == "tensor_type" else 0
+
+
+def narrow_dtypes(refs: Mapping[str, ConstantRef]) -> Dtypes:
+    """Return the dtypes of the constants of 16 bits."""
+    kinds = {name: ir.DataType(ref.read().data_type) for name, ref in refs.items()}
+    return {name: kind.numpy() for name, kind in kinds.items() if kind in HALVES}
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """Return floats of 16 bits in float32, others as they are."""
+    half = array.dtype in (np.float16, ml_dtypes.bfloat16)
+    return array.astype(np.float32) if half else array
+
+
+def rounded(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
+    """Return arrays as the file can hold them, in the dtypes of the file."""
+    with np.errstate(over="ignore"):
+        return {n: a.astype(dtypes[n]) if n in dtypes else a for n, a in arrays.items()}
+
+
+def for_file(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
+    """Return arrays in the dtypes of the file.
+
+    Raises:
+        ValueError: a number is beyond the range of the dtype.
+    """
+    result = rounded(arrays, dtypes)
+    for name in dtypes.keys() & result.keys():
+        if lost := np.count_nonzero(np.isinf(result[name]) & np.isfinite(arrays[name])):
+            dtype = dtypes[name]
+            most = float(ml_dtypes.finfo(dtype).max)
+            raise ValueError(
+                f"{printable(name)!r} has {lost} elements beyond {most:g}, the largest number of "
+                f"{dtype}, in which the file stores it: state.weights has them in float32. "
+                "Convert the model to float32, or train with a lower learning rate"
+            )
+    return result
+
+
+def rounding(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> dict[str, float]:
+    """Return the largest and the mean difference that rounding to the dtypes of a file makes."""
+    largest, total, count = 0.0, 0.0, 0
+    for name in dtypes.keys() & arrays.keys():
+        exact = arrays[name]
+        with np.errstate(over="ignore"):
+            difference = np.abs(exact - exact.astype(dtypes[name]).astype(exact.dtype))
+        largest = max(largest, float(difference.max(initial=0.0)))
+        total, count = total + float(difference.sum(dtype=np.float64)), count + difference.size
+    return {"largest": largest, "mean": total / count} if count else {}
+
+
+def rounding_text(found: Mapping[str, float]) -> str:
+    """Return what `rounding` found, in words; nothing if nothing is rounded."""
+    if not found:
+        return ""
+    return (
+        f"weights are rounded to the 16 bits of the file, by {found['largest']:.2g} at most and "
+        f"{found['mean']:.2g} on average; evaluations are of the rounded ones"
+    )
