@@ -205,7 +205,8 @@ class _Search:
         waiting = [key]
         for name in waiting:  # the loop appends to it
             for graph, node, index in self.readers.get(name, ()):
-                if node is not None and letter(node, index) in ("f", "q"):
+                scales = node is not None and node.op_type == _NBITS and index > 1
+                if node is not None and not scales and letter(node, index) in ("f", "q"):
                     return True
                 if node is not None and node.op_type in _MOVES_OR_JOINS:
                     waiting += [(id(graph), y) for y in node.output if y in self.fixed]

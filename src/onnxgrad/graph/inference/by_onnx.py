@@ -17,6 +17,12 @@ from onnx import (
 )
 from onnx.shape_inference import infer_shapes
 
+from onnxgrad.graph.inference.by_onnxruntime import (
+    DTYPES,
+    result_shapes,
+    result_types,
+    standard_like,
+)
 from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import Dims, dims, is_real, is_stated
 
@@ -36,11 +42,15 @@ def infer_node(
     `elements` are those of short vectors that are no constants, `functions` those of the model.
     """
     called = functions if functions and node.op_identifier() in functions else {}
+    proto = None
     if not called and not defs.has(node.op_type, opsets.get(node.domain, 0), node.domain):
-        return
+        _infer_by_onnxruntime(node)
+        proto = standard_like(node)
+        if proto is None:
+            return
     operands = dict.fromkeys(x for x in node.inputs if x is not None)
     try:
-        graph = GraphProto(name="node", node=[ir.to_proto(node)])
+        graph = GraphProto(name="node", node=[proto or ir.to_proto(node)])
         graph.output.extend(ValueInfoProto(name=y.name) for y in node.outputs if y.name)
         for x in operands:
             if (data := _data(x, elements or {})) is not None:
@@ -64,6 +74,18 @@ def infer_node(
             if shape is not None and all(not isinstance(d, int) or d >= 0 for d in shape):
                 # a negative length is that of a node that never runs
                 complete(y, tuple(d if isinstance(d, int) or d in symbols else None for d in shape))
+
+
+def _infer_by_onnxruntime(node: ir.Node) -> None:
+    """Set types and shapes of the outputs of an operator that onnxruntime adds."""
+    types, shapes = result_types(node), result_shapes(node)
+    for i, y in enumerate(node.outputs):
+        if not y.name:  # left out
+            continue
+        if i < len(types):
+            y.type = y.type or types[i]
+        if i < len(shapes):
+            complete(y, shapes[i])
 
 
 def complete(value: ir.Value, shape: Dims | None) -> None:
@@ -107,14 +129,7 @@ def complete_types(node: ir.Node) -> None:
         return
     outputs = defs.get_schema(node.op_type, domain=node.domain).outputs
     for y, formal in zip(node.outputs, outputs, strict=False):
-        allowed = {_DTYPES.get(name) for name in formal.types}
+        allowed = {DTYPES.get(name) for name in formal.types}
         dtype = allowed.pop() if len(allowed) == 1 else None
         if y.type is None and dtype is not None:
             y.type = ir.TensorType(dtype)
-
-
-_DTYPES = {
-    "tensor(float)": ir.DataType.FLOAT,
-    "tensor(int64)": ir.DataType.INT64,
-    "tensor(string)": ir.DataType.STRING,
-}

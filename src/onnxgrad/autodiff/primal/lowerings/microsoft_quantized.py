@@ -17,7 +17,7 @@ from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, attributes_with
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import rank
 
 FLOAT = ir.DataType.FLOAT
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
@@ -154,28 +154,3 @@ def standard(op: Emit, node: Any) -> list[ir.Value] | None:
     y.type = ir.TensorType(scale.dtype if integer is x else integer.dtype)
     y.shape = x.shape
     return [y]
-
-
-# -- operators whose weights are kept in few bits: onnx does not infer the shape of their result --
-
-
-@lowering("MatMulNBits", domain=DOMAIN)
-def state_product(op: Emit, node: Any) -> None:
-    """Set the type and shape of the result of a product; the node stays, as it has a rule."""
-    x, [y] = node.inputs[0], node.outputs
-    y.type = x.type
-    if x.shape is not None:
-        y.shape = ir.Shape([*x.shape[:-1], node.attributes.get_int("N")])
-
-
-@lowering("GatherBlockQuantized", domain=DOMAIN)
-def state_rows(op: Emit, node: Any) -> None:
-    """Set the type and shape of gathered rows; the node stays, as it has a rule."""
-    data, indices, scales = node.inputs[:3]
-    [y], [*lengths], rows = node.outputs, dims(data) or (), dims(indices)
-    y.type = scales.type
-    if lengths and rows is not None:
-        packed = 8 // node.attributes.get_int("bits", 4) if data.dtype == ir.DataType.UINT8 else 1
-        lengths[-1] = lengths[-1] * packed if isinstance(lengths[-1], int) else None
-        axis = node.attributes.get_int("gather_axis", 0) % len(lengths)
-        y.shape = ir.Shape([*lengths[:axis], *rows, *lengths[axis + 1 :]])
