@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import torch
 from torch import nn
 
 import onnxgrad as og
 from onnxgrad.model import without_elements
+from onnxgrad.model.convert import in_precision
 
 LARGE = without_elements.LARGE
 ROWS, CLASSES = 83, 3  # the last batch of 10 has fewer rows than 4 processes
@@ -94,6 +97,13 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "own_rows": ("mlp", {}, {"shards": True}, {"batches": True}),
     "batches": ("mlp", {}, {}, {"batches": True}),
+    "half": ("mlp", {"optimizer": "adam", "clip_norm": 0.5}, {}, {"half": True}),
+    "half_mixed": (
+        "mlp",
+        {"optimizer": "adam", "precision": "mixed"},
+        {"shard_optimizer": True},
+        {"half": True},
+    ),
     "local": ("mlp", {"optimizer": og.sgd()}, {"local_steps": 4}, {}),
 }
 
@@ -134,6 +144,8 @@ def trained(job: str, parallel: bool, callbacks: Any = (), **more: Any) -> og.Tr
     dtype = form.get("dtype", np.float32)
     model, shape = exported(network, dtype)
     X, y = data(shape, dtype)
+    if form.get("half"):
+        model = in_precision(onnx.load_from_string(model), ir.DataType.FLOAT16)
     how = og.DataParallel(**options) if parallel else False
     own = {"loss": "cross_entropy", "metrics": ["accuracy"], "parallel": how} | arguments
     trainer = og.Trainer(model, learning_rate=0.01, callbacks=callbacks, **own)
