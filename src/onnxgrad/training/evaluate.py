@@ -98,13 +98,20 @@ class Evaluator:
 
     @property
     def _losses(self) -> ort.InferenceSession:
-        if "losses" not in self._sessions:
+        return self._session_of("losses")
+
+    def _session_of(self, name: str) -> ort.InferenceSession:
+        """Return the session that computes the losses, and the predictions unless `name` is "sums".
+
+        Predictions that nothing reads may be many more numbers than the losses need.
+        """
+        if name not in self._sessions:
             one = self.objective()
             multiply_adds = work(one.model.graph)
-            values = [*one.reported, *one.predictions.values(), *one.states.values()]
-            built = session(one.compute(*values), self.device, multiply_adds * 32)
-            self._sessions["losses"] = built
-        return self._sessions["losses"]
+            predictions = [] if name == "sums" else one.predictions.values()
+            values = [*one.reported, *predictions, *one.states.values()]
+            self._sessions[name] = session(one.compute(*values), self.device, multiply_adds * 32)
+        return self._sessions[name]
 
     @property
     def _predictions(self) -> ort.InferenceSession:
@@ -136,7 +143,8 @@ class Evaluator:
         totals = Totals.of(tuple(one.written.factors), {}, self.members)
         judging = self._judges(metrics or {})
         self.failed = None
-        batches = self._results(self._losses, values, source, parts)
+        running = self._session_of("losses" if any(judging) else "sums")
+        batches = self._results(running, values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):
             totals.add(*self._terms(results, parts), 0)
             self._judge(judging, arrays, results[2 * parts :], np.isfinite(totals.sums).all(axis=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, Self
 
 import numpy as np
@@ -21,12 +22,13 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.label_checks import require_labels
-from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.objectives import TrainingLoss as OfOutputs, Written
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.parallel import Part
+from onnxgrad.training.filled import fill
 from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.replacement import walk
@@ -58,6 +60,7 @@ class Plan:
     - `straight_through`: whether gradients pass through the rounding of quantized layers.
     - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
     - `beside`: names of tensors that the graph computes beside the loss.
+    - `filled`: inputs that nodes compute, as the data lack them: see `filled.fillable`.
     """
 
     loss: TrainingLoss | None
@@ -72,6 +75,7 @@ class Plan:
     straight_through: bool = False
     across: Part | None = None
     beside: tuple[str, ...] = ()
+    filled: frozenset[str] = frozenset()
 
     def read_outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the tensors of a model that the loss reads, or that are the loss."""
@@ -219,7 +223,10 @@ def build_objective(
                 op, proto, results[plan.loss_output], data, plan.row_weight, plan.reduction
             )
         else:
-            written = plan.loss.write(op, results, weighted)
+            loss = plan.loss
+            if training and isinstance(loss, OfOutputs):  # it may write its gradient itself
+                loss = loss.differentiated(trained)
+            written = loss.write(op, results, weighted)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added
@@ -291,6 +298,7 @@ def _prepared(
         keep=[*plan.dropout, *detached(proto)],
         keep_dropout=bool(plan.dropout),
         exempt=plan.exempt,
+        fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
     return model, dict(zip(read, model.graph.outputs, strict=True))
 

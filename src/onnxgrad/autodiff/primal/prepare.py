@@ -49,6 +49,7 @@ def prepare(
     own: bool = False,
     keep_dropout: bool = False,
     exempt: Collection[str] | None = None,
+    fill: Callable[[ir.Model], None] | None = None,
 ) -> ir.Model:
     """Return a copy of `proto` in the working dialect, with inferred types and shapes.
 
@@ -64,8 +65,9 @@ def prepare(
         keep_dropout: keep each Dropout without effect, so that training can switch it on.
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
             state different symbols. None: it is that of all inputs.
+        fill: replaces inputs of the model, of which types and shapes are inferred, by nodes.
     """
-    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt)
+    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt, fill)
     model = _in_working_opset(proto)
     for apply in PASSES:
         apply(model, asked)
@@ -84,6 +86,7 @@ class _Asked:
     own: bool
     keep_dropout: bool
     exempt: Collection[str] | None
+    fill: Callable[[ir.Model], None] | None
     walk: Walk = field(init=False)
 
     @property
@@ -161,6 +164,13 @@ def _infer(model: ir.Model, asked: _Asked) -> None:
         asked.walk = infer(model, asked.trusts_branches)
     else:
         asked.walk = infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
+
+
+def _fill_inputs(model: ir.Model, asked: _Asked) -> None:
+    """Compute inputs by nodes that the caller writes."""
+    if asked.fill is not None:
+        asked.fill(model)
+        infer(model, asked.trusts_branches, walk=asked.walk)
 
 
 def _take_branches(model: ir.Model, asked: _Asked) -> None:
@@ -265,6 +275,7 @@ PASSES: tuple[Callable[[ir.Model, _Asked], None], ...] = (
     _select_outputs,  # before inference: what no output needs may be what nothing covers
     _name_rows,
     _infer,
+    _fill_inputs,  # of sizes that are inferred, and before lowerings, which drop an empty past
     _take_branches,  # before lowerings, which would refuse what never runs
     _rewrite_operators,
     _fold_sizes,  # behind lowerings, which write sizes as exporters do
