@@ -116,44 +116,65 @@ def write_causal(
     positions = _Positions(op, label, weight, ignore_index, (dims(logits) or (None,))[-1], dtype)
     head = _Head(op, logits)
     active, _ = dependent(list(op.graph), wrt)
-    wanted = [x for x in head.leaves if x in active]
+    leaves = {x: positions.gathered(x) for x in head.leaves}
     shared = [x for x in head.shared if x in active and is_real(x)]
-    chunks = {x: positions.gathered(x) for x in head.leaves}
-    body = ir.Graph([], [], nodes=[], name="positions")
-    inner = Emit(body, outer=op)
-    length = inner.name("positions")
-    rows = {x: _scanned(inner, chunk, length) for x, chunk in chunks.items()}
-    target, weights = (_scanned(inner, v, length) for v in (positions.target, positions.weights))
+    stacks = [*leaves.values(), positions.target, positions.weights]
     sums = [op.const(0.0, dtype), *map(op.zeros_like, shared)]
-    before = [ir.Value(name=inner.name("sum"), type=v.type, shape=v.shape) for v in sums]
+    inner = Emit(ir.Graph([], [], nodes=[], name="positions"), outer=op)
+    inner.graph.inputs[:] = [
+        *(ir.Value(name=inner.name("sum"), type=v.type, shape=v.shape) for v in sums),
+        *_scanned(inner, stacks),
+    ]
+    wanted = [x for x in head.leaves if x in active]
+    inner.give(_write_some(inner, head, shared, wanted, next(iter(leaves.values()))))
+    attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
+    outputs = op.emit_many("Scan", [*sums, *stacks], attributes, len(sums) + len(wanted))
+    like = [*sums, *(leaves[x] for x in wanted)]
+    total, *gradients = (op.set_type_like(y, v) for y, v in zip(outputs, like, strict=True))
+    of = [*shared, *(leaves[x] for x in wanted)]
+    return total, positions.total, list(zip(of, gradients, strict=True))
+
+
+def _scanned(inner: Emit, stacks: Sequence[ir.Value]) -> list[ir.Value]:
+    """Return an input of the body for each of the stacks (count, size, ...)."""
+    size = inner.name("size")
+    shapes = (ir.Shape([size, *(dims(stack) or ())[2:]]) for stack in stacks)
+    return [
+        ir.Value(name=inner.name(f"{stack.name}_of_some"), type=stack.type, shape=shape)
+        for stack, shape in zip(stacks, shapes, strict=True)
+    ]
+
+
+def _write_some(
+    inner: Emit,
+    head: _Head,
+    shared: Sequence[ir.Value],
+    wanted: Sequence[ir.Value],
+    gate: ir.Value,
+) -> list[ir.Value]:
+    """Write the loss and the gradients of some positions; return what the body of the Scan does.
+
+    The gradients of `shared` are added up as the loss is; those of the leaves `wanted` are not.
+    """
+    before = inner.graph.inputs[: 1 + len(shared)]
+    *given, target, weights = inner.graph.inputs[len(before) :]
+    rows, dtype = dict(zip(head.leaves, given, strict=True)), before[0].dtype
     with inner:
-        z = head.again(inner, rows, next(iter(chunks.values())))
+        z = head.again(inner, rows, gate)
         index = inner.Unsqueeze(target, [1])
         log_p = inner.LogSoftmax(wide(inner, z), axis=-1)
         chosen = inner.Squeeze(inner.GatherElements(log_p, index, axis=1), [1])
-        after = [before[0] - inner.ReduceSum(chosen * weights, keepdims=0)]
-        gradients: dict[ir.Value, ir.Value] = {}
-        if wanted or shared:
-            ones = inner.Expand(op.const(-1.0, dtype), inner.Shape(index))
-            dz = inner.ScatterElements(inner.Exp(log_p), index, ones, axis=1, reduction="add")
-            dz = inner.Cast(dz * inner.Unsqueeze(weights, [1]), to=z.dtype)
-            seeds = {z: inner.set_type_like(dz, z)}
-            of = [*(rows[x] for x in wanted), *shared]
-            gradients = sweep(inner, seeds, of, nodes=head.written)
-            gradients |= {x: seeds[x] for x in of if x in seeds}
-        after += [b + gradients[x] for b, x in zip(before[1:], shared, strict=True)]
-        results = [gradients[rows[x]] for x in wanted]
-    scanned = [*chunks.values(), positions.target, positions.weights]
-    body.inputs[:] = [*before, *rows.values(), target, weights]
-    inner.give([*after, *results])
-    attributes = {"body": body, "num_scan_inputs": len(scanned)}
-    outputs = op.emit_many("Scan", [*sums, *scanned], attributes, len(body.outputs))
-    total, *summed = (op.set_type_like(y, v) for y, v in zip(outputs, sums, strict=False))
-    stacked = [
-        op.set_type_like(y, chunks[x]) for y, x in zip(outputs[len(sums) :], wanted, strict=True)
-    ]
-    pairs = [*zip(shared, summed, strict=True), *zip(map(chunks.get, wanted), stacked, strict=True)]
-    return total, positions.total, pairs  # type: ignore[return-value]
+        loss = before[0] - inner.ReduceSum(chosen * weights, keepdims=0)
+        if not wanted and not shared:
+            return [loss]
+        ones = inner.Expand(inner.const(-1.0, dtype), inner.Shape(index))  # dz = w (p - 1 of label)
+        dz = inner.ScatterElements(inner.Exp(log_p), index, ones, axis=1, reduction="add")
+        dz = inner.Cast(dz * inner.Unsqueeze(weights, [1]), to=z.dtype)
+        seeds, of = {z: inner.set_type_like(dz, z)}, [*shared, *(rows[x] for x in wanted)]
+        found = sweep(inner, seeds, of, nodes=head.written) | seeds
+        gradients = [found[x] if x in found else inner.zeros_like(x) for x in of]
+        sums = [b + g for b, g in zip(before[1:], gradients, strict=False)]
+        return [loss, *sums, *gradients[len(shared) :]]
 
 
 def _without_scan(
@@ -172,13 +193,6 @@ def _refuse_last_only(op: Emit, logits: ir.Value) -> None:
             f"the model computes {logits.name!r} of the last position only, and the loss "
             f"{CAUSAL!r} needs all: build it without prune_lm_head, or export it without a Gather"
         )
-
-
-def _scanned(inner: Emit, stack: ir.Value, length: str) -> ir.Value:
-    """Return an input of the body for one chunk of (count, size, ...)."""
-    width = (dims(stack) or ())[2:]
-    name = inner.name(f"{stack.name}_of_some")
-    return ir.Value(name=name, type=stack.type, shape=ir.Shape([length, *width]))
 
 
 class _Positions:

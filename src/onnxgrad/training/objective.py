@@ -212,18 +212,16 @@ def build_objective(
     beside = {name: results[name] for name in plan.beside}
     results = {name: results[name] for name in (predicted if plan.loss else results)}
     trained = as_inputs(proto, graph, weights)
-    fixed = detached(proto)
-    stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
+    stopped = _stopped(proto, graph)
     if training:
         read = {*results.values(), *states.values(), *beside.values()}
         fold_normalizations(op, trained, stopped | read)
     with op:
-        if plan.loss is None:
+        if (loss := plan.loss) is None:
             written = write_model_loss(
                 op, proto, results[plan.loss_output], data, plan.row_weight, plan.reduction
             )
         else:
-            loss = plan.loss
             if training and isinstance(loss, OfOutputs):  # it may write its gradient itself
                 loss = loss.differentiated(trained)
             written = loss.write(op, results, weighted)
@@ -248,6 +246,12 @@ def build_objective(
         beside=beside,
         straight_through=plan.straight_through,
     )
+
+
+def _stopped(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
+    """Return the values through which no gradient flows."""
+    fixed = detached(proto)
+    return {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
 
 
 def over_members(objective: Objective, members: int) -> Objective:
