@@ -335,7 +335,8 @@ class _Head:
             assert made is not None
             self.written.append(made)
             if node.op_type == "MatMulNBits":
-                made.meta[DEQUANTIZED] = dequantized(self.op, node, gate)
+                with self.op:
+                    made.meta[DEQUANTIZED] = dequantized(self.op, node, gate)
         return new[self.logits]
 
 

@@ -72,6 +72,11 @@ def remedy(node: ir.Node) -> str | None:
     """Return the remedy for an operator of onnxruntime without lowering, None for others."""
     if not node.domain.startswith(DOMAIN):
         return None
+    if node.op_type in ("MoE", "QMoE"):
+        return (
+            "the gradient of a mixture of experts is not supported: train what comes behind the "
+            "last one only, as lm_head and the normalization before it"
+        )
     if _QUANTIZED.match(node.op_type):
         return "it computes with quantized numbers; use the model as it was before quantization"
     level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"
