@@ -11,7 +11,7 @@ LOSSES = (
     "squared_error (l2, mse), absolute_error (l1, mae), elastic, huber, poisson, "
     "binary_cross_entropy (bce), cross_entropy (ce), log, hinge, focal, softmax_focal, dice, "
     "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, triplet, "
-    "contrastive, or ctc"
+    "contrastive, ctc, or causal_lm"
 )
 OPTIMIZERS = (
     "sgd, momentum, nesterov, adam, adamw, adamax, nadam, radam, adagrad, adadelta, rmsprop, "

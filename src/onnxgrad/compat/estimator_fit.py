@@ -25,7 +25,7 @@ from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.evaluate import Evaluator
+from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.failure import run_again
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.glorot import glorot

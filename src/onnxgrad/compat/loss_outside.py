@@ -27,7 +27,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset, as_dataset
-from onnxgrad.training.evaluate import Evaluator
+from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch

@@ -14,10 +14,10 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import OwnGradient, Written, wide
+from onnxgrad.losses.objectives import Pairs, Written, wide
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.evaluate import Evaluator
+from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.model_loss import count_rows
 from onnxgrad.training.objective import Objective
@@ -66,7 +66,7 @@ class RowsAndPenalty:
             for w in (inputs[name] for name in self.weights)
             if w.uses() and (term := self.penalty.penalty(op, str(w.name), w)) is not None
         ]
-        own: list[OwnGradient] = [(prediction, gradient)]
+        own: list[Pairs | None] = [[(prediction, gradient)]]
         if penalties:
             sums, own = [*sums, op.total(penalties)], [*own, None]
         info = replace(self.loss.info(prediction), label=label.name, prediction=name)

@@ -188,6 +188,7 @@ class ByLength(Reader):
     """Sequences in batches of similar length; what `by_length` returns."""
 
     rows: int
+    pads = True
 
     def __init__(
         self,

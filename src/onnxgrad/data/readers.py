@@ -30,12 +30,18 @@ class Reader:
         count: number of batches, None if the rows decide it, or it is unknown.
         shuffles: whether a seed changes the order of the rows.
         reuses: whether the arrays of a batch may be written to when the next one is read.
+        pads: whether rows are padded, of which only a mask tells how long they were.
     """
 
     rows: int | None = None
     count: int | None = None
     shuffles = True
     reuses = False
+    pads = False
+
+    def first(self) -> Any:
+        """Return a batch of one row, or of more if batches are given; None if there is none."""
+        return next(self.batches(1, None, 0), None)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass, without the first `skip`.
@@ -132,6 +138,10 @@ class Batches(Reader):
             self.count = None
         self._once = not callable(source) and isinstance(source, Iterator)
         self._begun = False
+
+    def first(self) -> Any:
+        """Return the first batch; None where reading it would lose it."""
+        return None if self._once else super().first()
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield what the iterable gives; those that are left out are read and discarded."""

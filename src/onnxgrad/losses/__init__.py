@@ -3,6 +3,6 @@
 from onnxgrad.losses import formulas
 
 # isort: split
-from onnxgrad.losses import ctc, embeddings, segmentation
+from onnxgrad.losses import causal, ctc, embeddings, segmentation
 
-__all__ = ["ctc", "embeddings", "formulas", "segmentation"]
+__all__ = ["causal", "ctc", "embeddings", "formulas", "segmentation"]

@@ -20,11 +20,13 @@ from onnxgrad.graph.traversal import dependents, nodes_behind, reads, subgraphs
 # An axis; None if no linear operator precedes the value; or why it cannot be decided.
 Answer = int | str | None
 
-_LINEAR = frozenset("Conv ConvTranspose LSTM GRU RNN MatMul Gemm Einsum Gather".split())
+_PRODUCTS = {"MatMul": 1, "Gemm": 1, "MatMulInteger": 1, "QLinearMatMul": 3}  # where weights are
+_LINEAR = frozenset("Conv ConvTranspose LSTM GRU RNN Einsum Gather".split()) | {*_PRODUCTS}
 _SOFTMAX = frozenset("Softmax LogSoftmax Hardmax".split())
 _KEEPS = UNARY - {"CumSum", "CumProd"} - _SOFTMAX | frozenset(
     "AveragePool GlobalAveragePool GlobalMaxPool GroupNormalization LRN LpNormalization MaxPool "
-    "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile".split()
+    "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile "
+    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear".split()
 )
 _REDUCES = frozenset("ReduceMean ReduceSum ReduceMax ReduceMin ReduceLogSumExp ReduceL2".split())
 _FIRST = _KEEPS | VIEWS | _REDUCES | {"Transpose", "Expand"}  # the axis is one of the first operand
@@ -109,6 +111,9 @@ class _Walk:
                 return reasons[0] if reasons else None
             first, *others = sorted(a for a in moved if isinstance(a, int))
             return f"the operands of {_text(node)} disagree" if others else first
+        if (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits"):
+            n = rank(x)
+            return f"the rank of {x.name!r} is unknown" if n is None else n - 1
         own = None if node.domain else self._own_axis(node, x)
         return f"{_text(node)} computes it" if own is None and x in self.linear else own
 
@@ -126,7 +131,7 @@ class _Walk:
 
     def _own_axis(self, node: ir.Node, x: ir.Value) -> Answer:
         """Return the axis that a linear operator or a Softmax writes; None for other operators."""
-        n, (first, second) = rank(x), (*node.inputs, None, None)[:2]
+        n, first = rank(x), (*node.inputs, None)[0]
         if node.op_type in ("Conv", "ConvTranspose"):
             return 1
         if n is None:
@@ -139,8 +144,9 @@ class _Walk:
             return None
         if node.op_type == "Einsum":
             return self._new_axis(node)
-        if node.op_type in ("MatMul", "Gemm"):
+        if node.op_type in _PRODUCTS:
             # weights in front may mix positions instead of features
+            second = node.inputs[_PRODUCTS[node.op_type]]
             if second in self.data or 1 in (rank(first), rank(second)):
                 return f"{_text(node)} has no matrix of weights as its second operand"
             return n - 1

@@ -21,6 +21,7 @@ from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
 from onnxgrad.losses.sums import broadcast_weights
+from onnxgrad.model.caches import caches
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
@@ -191,8 +192,9 @@ def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") 
     """
     outputs, floats = list(proto.graph.output), float_outputs(proto)
     if index is None:
-        if len(floats) == 1:
-            return floats[0]
+        held = caches(proto).values()
+        if len(predictions := [name for name in floats if name not in held]) == 1:
+            return predictions[0]
         behind = [tensor_behind(proto, o.name) for o in outputs if non_tensor(o)]
         choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
         raise ValueError(

@@ -15,6 +15,7 @@ from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.applied_to import before_activation, decide_options
+from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, write_causal
 from onnxgrad.losses.class_columns import (
     keep_opposite,
     logits_of_two,
@@ -38,6 +39,7 @@ ALIASES = {
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
+Pairs = Sequence[tuple[ir.Value, ir.Value]]  # several of these
 Shape = Sequence[int]
 Values = Mapping[str, ir.Value]
 
@@ -88,8 +90,8 @@ class Written:
         weight: the new input of sample weights, or None. They multiply the weights of the terms:
             (N,), those of a row; or with as many axes as the losses, to whose shape they are
             broadcast.
-        gradients: for each output, None, or a value and the gradient of the sum with respect to
-            it, where the loss writes that itself.
+        gradients: for each output, values and the gradients of the sum with respect to them, where
+            the loss writes these itself; else None.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -98,10 +100,10 @@ class Written:
     labels: list[ir.Value] = field(default_factory=list)
     infos: dict[str, LossInfo] = field(default_factory=dict)
     weight: ir.Value | None = None
-    gradients: list[OwnGradient] = field(default_factory=list)
+    gradients: list[Pairs | None] = field(default_factory=list)
 
     def add(
-        self, total: ir.Value, count: ir.Value, factor: float = 1.0, own: OwnGradient = None
+        self, total: ir.Value, count: ir.Value, factor: float = 1.0, own: Pairs | None = None
     ) -> None:
         """Add the sums of one output."""
         self.sums.append(total)
@@ -130,8 +132,11 @@ class Written:
         seeds: dict[ir.Value, list[ir.Value]] = {}
         with op:
             for total, scale, own in zip(self.sums, scales, self.gradients, strict=True):
-                value, g = (total, scale) if own is None else (own[0], op.Mul(own[1], scale))
-                seeds.setdefault(value, []).append(op.set_type_like(g, value) if own else g)
+                if own is None:
+                    seeds.setdefault(total, []).append(scale)
+                for value, g in own or ():
+                    scaled = op.Mul(g, op.Cast(scale, to=g.dtype))
+                    seeds.setdefault(value, []).append(op.set_type_like(scaled, value))
             return {value: op.total(gs) for value, gs in seeds.items()}
 
 
@@ -145,12 +150,22 @@ class TrainingLoss:
         label_shapes: shapes of the labels by the name of the output, or of the label input.
         weight_shape: shape of the sample weights: (N,), (N, 1), or that of the losses, for one
             weight for each; axes of unknown length may have length 1.
+        labelled: whether there are labels; without, a language model has its own tokens.
+        in_chunks: whether the loss of a language model may be a Scan that depends on weights.
+        wrt: the values with respect to which the graph will be differentiated, if at all.
     """
 
     losses: Mapping[str | None, Loss]
     factors: Mapping[str, float]
     label_shapes: Mapping[str, Shape]
     weight_shape: Shape | None
+    labelled: bool = True
+    in_chunks: bool = True
+    wrt: Sequence[ir.Value] = ()
+
+    def differentiated(self, wrt: Sequence[ir.Value]) -> TrainingLoss:
+        """Return the loss of a graph that will be differentiated with respect to these values."""
+        return replace(self, wrt=wrt)
 
     def outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the float tensors of the model that the losses are applied to.
@@ -190,10 +205,13 @@ class TrainingLoss:
                 raise unknown("label", name, [*labels, *labels.values()])
         with op:
             found = {
-                name: self._terms(op, x, name, labels[name]) for name, x in predictions.items()
+                name: self._terms(op, x, name, labels[name])
+                for name, x in predictions.items()
+                if self._causal(name) is None
             }
             if weighted and all(dims(x) != () for x in predictions.values()):
                 ranks = [rank(one.terms.losses) for one in found.values()]
+                ranks += [2] * (len(predictions) - len(found))
                 shape = tuple(self.weight_shape or ())
                 by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
                 axes = 1 if by_row or len(ranks) > 1 else ranks[0]
@@ -206,9 +224,40 @@ class TrainingLoss:
                 total, count = sum_and_count(op, one.terms, one.label, weight)
                 if own is not None and weight is not None:
                     own = own[0], scaled_rows(op, own[1], weight)
-                written.add(total, count, float(self.factors.get(name, 1.0)), own)
+                pairs = None if own is None else [own]
+                written.add(total, count, float(self.factors.get(name, 1.0)), pairs)
                 written.add_label(one.label, name, one.info)
+            for name, x in predictions.items():
+                if (spec := self._causal(name)) is not None:
+                    self._add_causal(op, written, spec, (name, x), labels[name])
         return written
+
+    def _causal(self, name: str) -> LossSpec | None:
+        """Return the loss of an output if it is that of a language model."""
+        loss = self.losses[name if name in self.losses else None]
+        return loss if isinstance(loss, LossSpec) and loss.name == CAUSAL else None
+
+    def _add_causal(
+        self,
+        op: Emit,
+        written: Written,
+        spec: LossSpec,
+        output: tuple[str, ir.Value],
+        label_name: str,
+    ) -> None:
+        """Write the loss of a language model, and add it to what is written."""
+        name, logits = output
+        kind, ignored = spec.label_kind, int(spec.all_options["ignore_index"])
+        label = label_input(op, logits, kind, spec.name, label_name)
+        if not self.labelled:
+            label = labels_of_tokens(op, ignored)
+        wrt = self.wrt if self.in_chunks else None
+        total, count, pairs = write_causal(op, logits, label, written.weight, ignored, wrt)
+        written.add(total, count, float(self.factors.get(name, 1.0)), pairs)
+        if self.labelled:
+            info = LossInfo.of(spec, logits)
+            info = replace(info, axis=2, from_logits=True, shift=True)
+            written.add_label(label, name, info)
 
     def _terms(self, op: Emit, prediction: ir.Value, name: str, label_name: str) -> OutputTerms:
         """Write the terms of one output."""
@@ -239,6 +288,8 @@ def training_loss(
     class_weight: Any = None,
     label_shapes: Mapping[str, Shape] | None = None,
     weight_shape: Shape | None = None,
+    labelled: bool = True,
+    in_chunks: bool = True,
 ) -> TrainingLoss:
     """Return what a trainer minimizes: the mean over the terms of a batch, for one or more outputs.
 
@@ -258,6 +309,7 @@ def training_loss(
             tell one-hot labels from class indices.
         weight_shape: shape of the sample weights, if they are not (N,): (N, 1), or one weight for
             each loss, whose axes but the first may have length 1.
+        labelled, in_chunks: as those of `TrainingLoss`.
 
     Raises:
         ValueError: an unknown loss, option or output, or a factor that is not a finite number.
@@ -276,7 +328,8 @@ def training_loss(
         for name, one in loss.items()
     }
     factors = {name: float(f) for name, f in (loss_weights or {}).items()}
-    return TrainingLoss(losses, factors, dict(label_shapes or {}), weight_shape)
+    shapes = dict(label_shapes or {})
+    return TrainingLoss(losses, factors, shapes, weight_shape, labelled, in_chunks)
 
 
 def _check_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,11 +25,19 @@ from onnxgrad.data.torch_data import (
     is_stream,
 )
 from onnxgrad.errors import argument, unknown
+from onnxgrad.losses.objectives import LABEL
 from onnxgrad.training.batches import PREFETCHED, ArraySource, BatchSource, ReaderSource, Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
 
 _ROWS = 1024  # of a batch that is only concatenated with others
+
+
+class Given(NamedTuple):
+    """The names of the inputs that data have, none for a single array, and whether of labels."""
+
+    names: frozenset[str]
+    labelled: bool
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,24 @@ class Dataset:
         shape = np.shape(self.sample_weight)
         several = len(shape) > 2 or (len(shape) == 2 and shape[1] != 1)
         return 0 if self.sample_weight is None else 1 + several
+
+    @cached_property
+    def given(self) -> Given | None:
+        """Which inputs the data have; None if that is not known before they are read."""
+        X, y, reader = self.X, self.y, self.reader
+        if reader is None and self.batched:
+            reader = Batches(X)
+        if reader is None:
+            X, y, _ = self.by_name
+            names = _names_in(X)
+            return Given(names | _names_in(y), y is not None or LABEL in names)
+        first = reader.first()
+        if first is None:
+            return None
+        parts = first if isinstance(first, (tuple, list)) else [first]
+        names = frozenset().union(*map(_names_in, parts[:2]))
+        padded = {"attention_mask"} if reader.pads else set()  # for which ones would be wrong
+        return Given(names | padded, LABEL in names or any(p is not None for p in parts[1:2]))
 
     @property
     def columns(self) -> list[str] | None:
@@ -220,6 +246,11 @@ def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
     if y is None and sample_weight is None and isinstance(X, tuple) and are_parts(X):
         return Dataset(*X)
     return Dataset(X, y, sample_weight)
+
+
+def _names_in(X: Any) -> frozenset[str]:
+    """Return the names of the arrays of a dict, or of the columns of a table; none of an array."""
+    return frozenset(X if isinstance(X, Mapping) else column_names(X) or ())
 
 
 def _is_path(X: Any) -> bool:

@@ -18,7 +18,8 @@ from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.evaluate import Evaluator, check_weights, evaluator_of
+from onnxgrad.training.evaluate import check_weights, evaluator_of
+from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.failure import find_failed_step
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, Self
 
 import numpy as np
@@ -11,7 +12,6 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
-from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
@@ -22,12 +22,13 @@ from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.label_checks import require_labels
-from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.objectives import TrainingLoss as OfOutputs, Written
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.parallel import Part
+from onnxgrad.training.filled import fill
 from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.replacement import walk
@@ -61,6 +62,7 @@ class Plan:
     - `beside`: names of tensors that the graph computes beside the loss.
     - `precision`: in which a model of 16 bits computes: "float32"; "mixed", in its own, but its
       weights and the loss in float32; "file", in its own.
+    - `filled`: inputs that nodes compute, as the data lack them: see `filled.fillable`.
     """
 
     loss: TrainingLoss | None
@@ -76,6 +78,7 @@ class Plan:
     across: Part | None = None
     beside: tuple[str, ...] = ()
     precision: str = "file"
+    filled: frozenset[str] = frozenset()
 
     def read_outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the tensors of a model that the loss reads, or that are the loss."""
@@ -223,17 +226,18 @@ def build_objective(
     if plan.precision != "file":
         trained = [in_float32_input(op, w) for w in trained]
         results = {n: in_float32(op, y) if plan.loss else y for n, y in results.items()}
-    stopped = _detached_values(proto, graph)
+    stopped = _stopped(proto, graph)
     if training:
         read = {*results.values(), *states.values(), *beside.values()}
         fold_normalizations(op, trained, stopped | read)
     with op:
-        if plan.loss is None:
-            written = write_model_loss(
-                op, proto, results[plan.loss_output], data, plan.row_weight, plan.reduction
-            )
+        if (loss := plan.loss) is None:
+            own = results[plan.loss_output]
+            written = write_model_loss(op, proto, own, data, plan.row_weight, plan.reduction)
         else:
-            written = plan.loss.write(op, results, weighted)
+            if training and isinstance(loss, OfOutputs):  # it may write its gradient itself
+                loss = loss.differentiated(trained)
+            written = loss.write(op, results, weighted)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added
@@ -266,40 +270,10 @@ def _states(
     return {name: in_dtype(op, results[y], own.get(name)) for name, y in plan.carry.items()}
 
 
-def _detached_values(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
+def _stopped(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
+    """Return the values through which no gradient flows."""
     fixed = detached(proto)
     return {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
-
-
-def over_members(objective: Objective, members: int) -> Objective:
-    """Return the objective of the members of a stack, to evaluate, written into the graph of one.
-
-    Their axis is that of weights, and of inputs that get an output of the batch before.
-
-    Raises:
-        ValueError: a node that cannot be written for all members.
-    """
-    graph, written = objective.model.graph, objective.written
-    axis = MemberAxis(Emit(graph), members, {})
-    carried = [x for x in objective.data if x.name in objective.states]
-    for v in (*objective.weights, *carried):
-        axis.let(v, axis.typed(ir.Value(name=v.name), v))
-    graph.inputs[:] = axis.all_of(graph.inputs)
-    read = [*written.sums, *written.counts, *objective.predictions.values()]
-    graph.outputs[:] = list(dict.fromkeys([*read, *objective.states.values()]))
-    axis.push(graph)
-    return replace(
-        objective,
-        data=axis.all_of(objective.data),
-        weights=axis.all_of(objective.weights),
-        written=replace(
-            written,
-            sums=[axis.expanded(v) for v in written.sums],
-            counts=axis.all_of(written.counts),
-        ),
-        predictions={name: axis.expanded(v) for name, v in objective.predictions.items()},
-        states={name: axis.expanded(v) for name, v in objective.states.items()},
-    )
 
 
 def _prepared(
@@ -320,6 +294,7 @@ def _prepared(
         keep_dropout=bool(plan.dropout),
         exempt=plan.exempt,
         wide=weights if plan.precision == "float32" else None,
+        fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
     return model, dict(zip(read, model.graph.outputs, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.errors import named
+from onnxgrad.losses.causal import CAUSAL
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.without_elements import read_elsewhere
@@ -17,6 +19,7 @@ from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import fingerprint
+from onnxgrad.training.filled import fillable, is_cache
 from onnxgrad.training.label_facts import balanced_weights, label_shapes
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
@@ -41,12 +44,16 @@ class Facts:
 
     - `labels`: the shapes of labels, as far as they are known before batches are read.
     - `weight_axes`: how many axes sample weights may have, 0 for none.
+    - `filled`: the inputs that nodes compute, as the data lack them.
+    - `labelled`: whether the data have labels; asked of losses that may do without.
     - `balanced`: the weights that balance the classes of `fit`, if they are asked for and known.
     """
 
     labels: Shapes
     weight_axes: int
     balanced: dict[int, float] | None = None
+    filled: frozenset[str] = frozenset()
+    labelled: bool = True
 
     @classmethod
     def of(
@@ -66,7 +73,9 @@ class Facts:
                 weights = balanced_weights(data.y, (trainer.loss_options or {}).get("ignore_index"))
         else:
             weights = None
-        return cls(label_shapes(data, trainer.proto), axes, weights)
+        labelled = trainer.loss != CAUSAL or any(d.given is None or d.given.labelled for d in both)
+        shapes = label_shapes(data, trainer.proto)
+        return cls(shapes, axes, weights, _filled(trainer, both), labelled)
 
 
 class Recipe:
@@ -91,6 +100,7 @@ class Recipe:
         arguments = [getattr(trainer, name) for name in _ARGUMENTS]
         weight = facts.balanced or trainer.class_weight
         own = [*arguments, weight, str(trainer.device), shapes, facts.weight_axes, self.norms]
+        own += [sorted(facts.filled), facts.labelled]
         shared = None if self.sharing is None else self.sharing.key
         return id(trainer.proto), fingerprint(own), shared
 
@@ -113,6 +123,7 @@ class Recipe:
             straight_through=trainer.straight_through,
             across=None if self.sharing is None else self.sharing.normalized,
             precision=trainer.precision,
+            filled=self.facts.filled,
         )
 
     @property
@@ -194,6 +205,20 @@ class Recipe:
         return gradients, build_update(weights, self.optimizer)
 
 
+def _filled(trainer: Settings, data: Sequence[Dataset]) -> frozenset[str]:
+    """Return the inputs that the data lack, and that follow from others.
+
+    Data of which nothing is known before they are read have all inputs.
+    """
+    every = fillable(trainer.proto, trainer.loss == CAUSAL)
+    known = [one.given for one in data] if every else []
+    if not every or None in known:
+        return frozenset()
+    given = frozenset(trainer.carry).union(*(one.names for one in known if one is not None))
+    none_is_given = not any(map(is_cache, every & given))
+    return frozenset(name for name in every - given if none_is_given or is_cache(name))
+
+
 def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
     """Return what writes the loss; None: the model has an output that is one."""
     loss = trainer.loss
@@ -214,6 +239,8 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
         class_weight=facts.balanced if isinstance(weight, str) else weight,
         label_shapes=facts.labels,
         weight_shape=(0,) * facts.weight_axes or None,
+        labelled=facts.labelled,
+        in_chunks=trainer.members is None,
     )
 
 

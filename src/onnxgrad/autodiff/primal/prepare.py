@@ -51,6 +51,7 @@ def prepare(
     keep_dropout: bool = False,
     exempt: Collection[str] | None = None,
     wide: Collection[str] | None = None,
+    fill: Callable[[ir.Model], None] | None = None,
 ) -> ir.Model:
     """Return a copy of `proto` in the working dialect, with inferred types and shapes.
 
@@ -68,8 +69,9 @@ def prepare(
             state different symbols. None: it is that of all inputs.
         wide: compute in float32 what the model computes in 16 bits: see `widen`, which gets these
             names of constants. None: compute it as the model does.
+        fill: replaces inputs of the model, of which types and shapes are inferred, by nodes.
     """
-    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt, wide)
+    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt, wide, fill)
     model = _in_working_opset(proto)
     for apply in PASSES:
         apply(model, asked)
@@ -89,6 +91,7 @@ class _Asked:
     keep_dropout: bool
     exempt: Collection[str] | None
     wide: Collection[str] | None
+    fill: Callable[[ir.Model], None] | None
     walk: Walk = field(init=False)
 
     @property
@@ -172,6 +175,13 @@ def _infer(model: ir.Model, asked: _Asked) -> None:
         asked.walk = infer(model, asked.trusts_branches)
     else:
         asked.walk = infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
+
+
+def _fill_inputs(model: ir.Model, asked: _Asked) -> None:
+    """Compute inputs by nodes that the caller writes."""
+    if asked.fill is not None:
+        asked.fill(model)
+        infer(model, asked.trusts_branches, walk=asked.walk)
 
 
 def _take_branches(model: ir.Model, asked: _Asked) -> None:
@@ -277,6 +287,7 @@ PASSES: tuple[Callable[[ir.Model, _Asked], None], ...] = (
     _widen,  # before inference, which then knows the new types everywhere
     _name_rows,
     _infer,
+    _fill_inputs,  # of sizes that are inferred, and before lowerings, which drop an empty past
     _take_branches,  # before lowerings, which would refuse what never runs
     _rewrite_operators,
     _fold_sizes,  # behind lowerings, which write sizes as exporters do

@@ -13,6 +13,9 @@ from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, gated, widened
 from onnxgrad.graph.shapes import dims, static
 
+# metadata key of a MatMulNBits: its weight in floats, where it is known already
+DEQUANTIZED = "onnxgrad.dequantized"
+
 _FROZEN = Unsupported(
     "it is part of a quantized weight, which stays as it is: train adapters beside it or other "
     "weights, and name them"
@@ -77,7 +80,8 @@ def matmul_n_bits(op, node, g):
     if node.inputs[1].dtype != ir.DataType.UINT8 or bits not in (2, 4, 8):
         return Unsupported("its quantized weight is not stored as uint8, in 2, 4 or 8 bits")
     dbias = None if bias is None else op.sum_to(g, bias)
-    return op.MatMul(g, _weight(op, node, g)), None, _FROZEN, _FROZEN, None, dbias
+    weight = node.meta.get(DEQUANTIZED) or dequantized(op, node, g)
+    return op.MatMul(g, weight), None, _FROZEN, _FROZEN, None, dbias
 
 
 @rule("GatherBlockQuantized", domain="com.microsoft")
@@ -86,8 +90,8 @@ def gather_block_quantized(op, node, g):
     return None, None, _FROZEN
 
 
-def _weight(op, node, g):
-    """Return W, of shape (N, K), computed when `g` is."""
+def dequantized(op, node, g):
+    """Return W of a MatMulNBits, of shape (N, K), computed when `g` is."""
     packed, scales, zeros, order = (*node.inputs, None, None, None)[1:5]
     get = node.attributes.get_int
     n, k, bits, block = get("N"), get("K"), get("bits", 4), get("block_size")

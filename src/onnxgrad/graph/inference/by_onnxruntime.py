@@ -18,7 +18,7 @@ from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.shapes import Dim, Dims, broadcast, dims
 
 _Shapes = Sequence[Dims | None]  # of the first outputs
-DTYPES = {  # by their names in schemas
+DTYPES: dict[str, ir.DataType] = {  # by their names in schemas
     "tensor(float)": ir.DataType.FLOAT,
     "tensor(int32)": ir.DataType.INT32,
     "tensor(int64)": ir.DataType.INT64,
@@ -41,7 +41,7 @@ def result_types(node: ir.Node) -> list[ir.TypeProtocol | None]:
     found = []
     for i, y in enumerate(schema.outputs):
         allowed = {"tensor(float)"} if i and "tensor(float)" in y.types else y.types
-        dtype = DTYPES.get(*allowed) if len(allowed) == 1 else None
+        dtype = DTYPES.get(next(iter(allowed))) if len(allowed) == 1 else None
         found.append(by_name.get(y.typeStr) or (None if dtype is None else ir.TensorType(dtype)))
     return found
 
@@ -168,7 +168,8 @@ def _gathered(node: ir.Node) -> _Shapes:
     if not table or rows is None:
         return ()
     data, [*lengths] = node.inputs[0], table
-    packed = 8 // node.attributes.get_int("bits", 4) if data.dtype == ir.DataType.UINT8 else 1
+    is_packed = data is not None and data.dtype == ir.DataType.UINT8
+    packed = 8 // node.attributes.get_int("bits", 4) if is_packed else 1
     lengths[-1] = _times(lengths[-1], packed)
     axis = node.attributes.get_int("gather_axis", 0) % len(lengths)
     return [(*lengths[:axis], *rows, *lengths[axis + 1 :])]

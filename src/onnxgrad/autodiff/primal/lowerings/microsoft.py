@@ -19,7 +19,7 @@ from onnxgrad.autodiff.primal.lowerings.basic import product, total
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.shapes import dims, rank
 
 DOMAIN = "com.microsoft"
 _QUANTIZED = re.compile(r"Q[A-Z]|.*Quant|.*NBits|.*Bnb4|.*FpQ4|.*Integer|NhwcMaxPool")
@@ -47,7 +47,9 @@ _REFUSED = {  # operator -> {attribute that is not zero: why it has no lowering}
 def refusal(node: ir.Node) -> str | None:
     """Return why a lowering does not take the attributes or inputs of `node`, None if it does."""
     for attribute, why in _REFUSED.get(node.op_type, {}).items():
-        if node.attributes.get_int(attribute, 0):
+        if node.attributes.get_int(attribute, 0) and not (
+            attribute == "sliding_window_cache" and _begins_empty(node)
+        ):
             return why
     beams = node.inputs[9:10] if node.op_type.endswith("MultiHeadAttention") else ()
     if any(v is not None for v in beams):
@@ -55,10 +57,26 @@ def refusal(node: ir.Node) -> str | None:
     return None
 
 
+def is_empty_past(past: ir.Value | None) -> bool:
+    """Return whether a cache (batch, heads, rows, size) has no rows, whatever is fed."""
+    return (dims(past) or ())[-2:-1] == (0,)
+
+
+def _begins_empty(node: ir.Node) -> bool:
+    """Return whether a node with a cache has none yet, and nothing reads the next one."""
+    read = (y for y in node.outputs[1:3] if y.uses() or y.is_graph_output())
+    return is_empty_past(node.inputs[3]) and not any(read)
+
+
 def remedy(node: ir.Node) -> str | None:
     """Return the remedy for an operator of onnxruntime without lowering, None for others."""
     if not node.domain.startswith(DOMAIN):
         return None
+    if node.op_type in ("MoE", "QMoE"):
+        return (
+            "the gradient of a mixture of experts is not supported: train what comes behind the "
+            "last one only, as lm_head and the normalization before it"
+        )
     if _QUANTIZED.match(node.op_type):
         return "it computes with quantized numbers; use the model as it was before quantization"
     level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"

@@ -21,7 +21,7 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
     within_window,
 )
 from onnxgrad.autodiff.primal.lowerings.basic import Operand, total
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, refusal
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, is_empty_past, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend_visible
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -41,6 +41,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
     parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
     q, k, v = (heads_apart(op, part, get.get_int("num_heads")) for part in parts)
+    past = None if is_empty_past(past) and used is None else past
     pasts = [None, None] if past is None else [op.Squeeze(p, [0]) for p in op.split(past, 2, 0)]
     (k, held), (v, held_v) = (
         _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
@@ -76,7 +77,7 @@ def _with_past(op: Emit, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.
 
     With `used`, the past is a buffer with as many valid rows. The new rows are written behind them.
     """
-    if past is None:
+    if past is None or (is_empty_past(past) and used is None):
         return x, x
     if used is None:
         joined = op.Concat(past, x, axis=_ROWS)

@@ -21,7 +21,7 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
     within_window,
 )
 from onnxgrad.autodiff.primal.lowerings.basic import Operand
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, refusal
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, is_empty_past, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -90,6 +90,8 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     get = node.attributes
     inputs = (*node.inputs, *[None] * 16)[:16]
     past_key, past_value, lengths, total, cos, sin, position, bias, sink = inputs[3:12]
+    if is_empty_past(past_key):
+        past_key = past_value = None
     if refusal(node) or any(x is not None for x in inputs[12:14]):
         return None
     q, k, v = _heads(op, node, *inputs[:3])

@@ -1,0 +1,128 @@
+"""LoRA on a language model of half a billion weights in 4 bits, beside PEFT on its float32 weights.
+
+Each side trains in a process of its own, on the same rows, and reports the time of a step and the
+most memory that its process had.
+
+    python benchmarks/language_model.py FOLDER [--layers 24] [--steps 3] [--target '*qkv*']
+
+FOLDER keeps the model between calls: `hf` as transformers saves it, `int4` as the builder of
+onnxruntime-genai writes it. It needs transformers, peft and onnxruntime-genai.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROWS, TOKENS, WORDS, RANK = 4, 256, 151936, 8
+
+
+def build(folder: Path, layers: int) -> None:
+    """Write a random model with the sizes of Qwen2 0.5B, as both sides read it."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    sizes = Qwen2Config(
+        vocab_size=WORDS, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers,
+        num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(sizes).save_pretrained(folder / "hf")
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    names = {"bos_token": "a", "eos_token": "b", "pad_token": "c"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "hf")
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
+    places = ["-i", folder / "hf", "-o", folder / "int4", "-c", folder / "cache"]
+    subprocess.run([*command, *map(os.fspath, places)], check=True, stdout=subprocess.DEVNULL)
+
+
+def tokens() -> np.ndarray:
+    """Return the rows that both sides train on."""
+    return np.random.default_rng(0).integers(3, WORDS, (ROWS, TOKENS))
+
+
+def report(start: float, times: list[float], losses: list[float]) -> None:
+    """Print what the process measured, as JSON."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    seconds = min(times[1:] or times)
+    print(json.dumps({"step": seconds, "peak_gb": most, "begin": start, "losses": losses}))
+
+
+def onnxgrad_side(folder: Path, steps: int, target: str) -> None:
+    """Train the file in 4 bits."""
+    import onnxgrad as og
+
+    begun, times, ids = time.perf_counter(), [], tokens()
+    model = og.add_lora(folder / "int4" / "model.onnx", target.split(","), rank=RANK)
+    trainer = og.Trainer(model, "causal_lm", optimizer="adamw", learning_rate=1e-3)
+    del model
+    losses = []
+    for _ in range(steps + 1):  # the first also builds the session
+        start = time.perf_counter()
+        trainer.partial_fit({"input_ids": ids})
+        times.append(time.perf_counter() - start)
+        losses.append(trainer.history[-1]["loss"])
+    report(times[0] + start - begun - sum(times[:-1]), times, losses)
+
+
+def peft_side(folder: Path, steps: int, target: str) -> None:
+    """Train the float32 weights by PyTorch."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2ForCausalLM
+
+    begun, times, losses, ids = time.perf_counter(), [], [], torch.tensor(tokens())
+    names = ["q_proj", "k_proj", "v_proj"] if target == "*qkv*" else "all-linear"
+    model = Qwen2ForCausalLM.from_pretrained(folder / "hf").float()
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=16, target_modules=names))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(steps + 1):
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+        losses.append(loss.item())
+    report(times[0] + start - begun - sum(times[:-1]), times, losses)
+
+
+def main() -> None:
+    """Run both sides, each in its own process, and print their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--target", default="*qkv*")
+    parser.add_argument("--side", choices=["onnxgrad", "peft"])
+    given = parser.parse_args()
+    if given.side:
+        run = onnxgrad_side if given.side == "onnxgrad" else peft_side
+        return run(given.folder, given.steps, given.target)
+    if not (given.folder / "int4" / "model.onnx").exists():
+        build(given.folder, given.layers)
+    results = {}
+    for side in ("peft", "onnxgrad"):
+        arguments = ["--steps", str(given.steps), "--target", given.target, "--side", side]
+        command = [sys.executable, __file__, os.fspath(given.folder), *arguments]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        results[side] = json.loads(text.splitlines()[-1])
+        print(side, results[side])
+    own, other = results["onnxgrad"], results["peft"]
+    for name in ("step", "peak_gb"):
+        print(f"{name}: {own[name] / other[name]:.2f} x that of PEFT on float32")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""`Evaluator`: losses, metrics and predictions of a model for any weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.autodiff.members import MemberAxis
+from onnxgrad.data.columns import Names
+from onnxgrad.errors import escaping
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.precision import HALVES
+from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import to_proto
+from onnxgrad.parallel import Group
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session, work
+from onnxgrad.training.batches import Batch, BatchSource, Slice, rows_of
+from onnxgrad.training.causes import cause_in_evaluation
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.judges import ByOutput, Judge, judges
+from onnxgrad.training.objective import Objective, Plan, build_objective
+from onnxgrad.training.progress import Totals
+
+Arrays = Mapping[str, np.ndarray]
+SIZE = 256  # rows of one call of the runtime
+Results = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
+
+
+class Evaluator:
+    """Evaluates a model in its inference form; weights and running statistics are inputs.
+
+    Args:
+        proto: the model, in its inference form.
+        names: names of its weights and statistics that are passed to every call.
+        plan: the loss.
+        weighted: whether there may be sample weights.
+        device: where to run.
+        batch_axes: as those of a `Trainer`.
+        members: of a stack, the number of its models, which are evaluated in one graph: what is
+            passed by name has an axis of members first, and so have losses, metrics and
+            predictions. None: one model.
+    """
+
+    def __init__(
+        self,
+        proto: ModelProto,
+        names: Sequence[str],
+        plan: Plan,
+        weighted: bool,
+        device: Any,
+        batch_axes: Mapping[str, int | None],
+        members: int | None = None,
+    ) -> None:
+        self.proto, self.names, self.plan = proto, list(names), plan
+        self.weighted, self.device, self.batch_axes = weighted, Device.of(device), batch_axes
+        self.members = members
+        self.shown: str | None = None  # the title of a progress bar
+        self.failed: Batch | None = None  # the first one whose loss is not finite
+        self._sessions: dict[str, ort.InferenceSession] = {}  # shared by copies
+
+    def with_names(self, names: Names) -> Self:
+        """Return a copy for one call, of which columns of tables have these names."""
+        new = copy.copy(self)
+        new.fields, new.failed = copy.copy(self.fields), None
+        new.fields.names = names
+        return new
+
+    def of_one(self) -> Objective:
+        """Return the objective of one model, without dropout and with the stored statistics."""
+        return build_objective(self.proto, self.names, self.plan, self.weighted, training=False)
+
+    def objective(self) -> Objective:
+        """Return the objective, of all members of a stack."""
+        one = self.of_one()
+        return one if self.members is None else over_members(one, self.members)
+
+    @cached_property
+    def described(self) -> Objective:
+        """An objective of one model, of which only the description is used."""
+        return self.of_one()
+
+    @cached_property
+    def fields(self) -> Fields:
+        """The inputs of data."""
+        return Fields(self.described, self.batch_axes)
+
+    @property
+    def _losses(self) -> ort.InferenceSession:
+        return self._session_of("losses")
+
+    def _session_of(self, name: str) -> ort.InferenceSession:
+        """Return the session that computes the losses, and the predictions unless `name` is "sums".
+
+        Predictions that nothing reads may be many more numbers than the losses need.
+        """
+        if name not in self._sessions:
+            one = self.objective()
+            multiply_adds = work(one.model.graph)
+            predictions = [] if name == "sums" else one.predictions.values()
+            values = [*one.reported, *predictions, *one.states.values()]
+            self._sessions[name] = session(one.compute(*values), self.device, multiply_adds * 32)
+        return self._sessions[name]
+
+    @property
+    def _predictions(self) -> ort.InferenceSession:
+        if "predictions" not in self._sessions:
+            one = self.objective()
+            multiply_adds, graph = work(one.model.graph), one.model.graph
+            graph.outputs[:] = [*one.predictions.values(), *one.states.values()]
+            tidy(one.model)
+            graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
+            built = session(to_proto(one.model), self.device, multiply_adds * 32)
+            self._sessions["predictions"] = built
+        return self._sessions["predictions"]
+
+    @escaping()
+    def evaluate(
+        self,
+        values: Arrays,
+        source: BatchSource,
+        metrics: ByOutput | None = None,
+        group: Group | None = None,
+    ) -> dict[str, Any]:
+        """Return `loss`, and the metrics by name, for the data of a source.
+
+        The processes of a `group` compute the predictions of a part of the rows each, and send them
+        to all others.
+        """
+        one = self.described
+        parts = len(one.written.sums)
+        totals = Totals.of(tuple(one.written.factors), {}, self.members)
+        judging = self._judges(metrics or {})
+        self.failed = None
+        running = self._session_of("losses" if any(judging) else "sums")
+        batches = self._results(running, values, source, parts)
+        for arrays, results in batches if group is None else self._of_all(batches, group):
+            totals.add(*self._terms(results, parts), 0)
+            self._judge(judging, arrays, results[2 * parts :], np.isfinite(totals.sums).all(axis=0))
+        everything = {"loss": totals.mean}
+        scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
+        if self.members is None:
+            return everything | scores[0]
+        return everything | {name: np.array([own[name] for own in scores]) for name in scores[0]}
+
+    def _terms(self, results: list[np.ndarray], parts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return sums and counts of the loss of one batch, (1, parts), or (1, parts, members)."""
+        shape = () if self.members is None else (self.members,)
+        numbers = [np.asarray(y, np.float64).reshape(-1) for y in results[: 2 * parts]]
+        columns = [np.broadcast_to(y if shape else y[0], shape) for y in numbers]
+        return np.stack(columns[:parts])[None], np.stack(columns[parts:])[None]
+
+    @escaping()
+    def check_metrics(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> None:
+        """Raise `ValueError` for metrics that do not fit the first batch of a source.
+
+        A source that is not in memory is not read: of it, they see what the predictions are.
+        """
+        if not any(metrics.values()):
+            return
+        one, judging = self.described, self._judges(metrics)
+        if source.in_memory:
+            with closing(self._results(self._losses, values, source)) as results:
+                arrays, outputs = next(results)
+            parts = len(one.written.sums)
+            sums, _ = self._terms(outputs, parts)
+            self._judge(judging, arrays, outputs[2 * parts :], np.isfinite(sums[0]).all(axis=0))
+            return
+        for judge in judging[0]:
+            info, axis = judge.info, 1 if judge.info.axis is None else judge.info.axis
+            shape = dims(one.predictions[str(info.prediction)])
+            if shape and (info.classes is None or isinstance(shape[axis], int)):
+                judge.begin(np.empty([d if isinstance(d, int) else 0 for d in shape]))
+
+    def _judges(self, metrics: ByOutput) -> list[list[Judge]]:
+        """Return the judges of each model."""
+        labels = self.described.labels
+        return [judges(labels, metrics, self.row_axes) for _ in range(self.members or 1)]
+
+    def _judge(
+        self, judging: list[list[Judge]], arrays: Arrays, outputs: list, finite: np.ndarray
+    ) -> None:
+        """Let the metrics of each model take a batch; `finite`: whether its losses are so far."""
+        one = self.described
+        weight = None if one.row_weight is None else arrays.get(one.row_weight)
+        if weight is not None and (weight == 1).all():
+            weight = None  # as of batches that have none, for metrics that take none
+        for k, (own, fine) in enumerate(zip(judging, np.ravel(finite).tolist(), strict=True)):
+            read = outputs if self.members is None else [y[k] for y in outputs]
+            for judge in own:
+                judge.update(dict(zip(one.predictions, read, strict=False)), arrays, weight, fine)
+
+    def _of_all(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
+        """Yield the batches of all processes: the labels and weights, and the outputs."""
+        one = self.described
+        for arrays, results in batches:
+            named = {n: a for n, a in arrays.items() if n in one.labels or n == one.row_weight}
+            yield from (b for b in group.gather((named, results) if arrays else None) if b)
+
+    def cause(self, values: Arrays) -> str:
+        """Return a clause that says why the loss is not finite; `values` are those of one model."""
+        one, loss = self.described, self.plan.loss
+        outputs = [self.plan.loss_output] if loss is None else list(one.predictions)
+        file = constants.replace(self.proto, {name: values[name] for name in self.names})
+
+        def losses() -> ModelProto:
+            new = self.of_one()
+            return new.compute(*new.reported)
+
+        return cause_in_evaluation(file, outputs, losses, values, self.failed)
+
+    @escaping()
+    def examine(
+        self, values: Arrays, source: BatchSource
+    ) -> Iterator[tuple[Arrays, dict[str, np.ndarray]]]:
+        """Yield the data of every batch, and the predictions for it by output."""
+        one = self.described
+        first = 2 * len(one.written.sums)
+        for arrays, results in self._results(self._losses, values, source):
+            yield arrays, dict(zip(one.predictions, results[first:], strict=False))
+
+    @escaping()
+    def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
+        """Return the loss of one row of a batch alone; NaN if no term of it counts."""
+        names, axes = [x.name for x in self._losses.get_inputs()], self.fields.axes(arrays)
+        fed = {n: rows_of(a, axes[n], slice(row, row + 1)) for n, a in arrays.items()}
+        fed = {**values, **{n: np.ascontiguousarray(a) for n, a in fed.items()}}
+        parts = len(self.described.written.sums)
+        results = self._losses.run(None, {name: fed[name] for name in names})
+        totals = Totals.of(tuple(self.described.written.factors), {})
+        totals.add(*self._terms(results, parts), 1)
+        return totals.mean
+
+    @escaping()
+    def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
+        """Return the predictions for the data of a source, by output; (members, ...) of a stack."""
+        parts = [results for _, results in self._results(self._predictions, values, source)]
+        predictions, axis = {}, int(self.members is not None)  # in front of those of one model
+        for i, name in enumerate(self.described.predictions):
+            every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
+            whole = np.concatenate(every, self.row_axis(name) + axis)
+            predictions[name] = whole.astype(self._declared.get(name, whole.dtype), copy=False)
+        return predictions
+
+    @cached_property
+    def _declared(self) -> dict[str, np.dtype]:
+        """The dtypes of the outputs that are declared to have 16 bits."""
+        stated = {y.name: y.type.tensor_type.elem_type for y in self.proto.graph.output}
+        return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
+
+    def row_axis(self, output: str, label: str | None = None) -> int:
+        """Return the axis of the rows of an output; that of its label if none is declared."""
+        axes = self.fields.row_axes
+        shape = dims(self.described.predictions[output]) or ()
+        if axes.symbol in shape:
+            return shape.index(axes.symbol)
+        return 0 if label is None else axes.stated(label) or 0
+
+    def row_axes(self, output: str, label: str) -> tuple[int, int]:
+        """Return the axes of the rows of an output and of its label."""
+        return self.row_axis(output, label), self.fields.row_axes.stated(label) or 0
+
+    def _results(
+        self, running: ort.InferenceSession, values: Arrays, source: BatchSource, parts: int = 0
+    ) -> Generator[Results, None, None]:
+        """Yield every batch and the outputs for it; states go from batch to batch.
+
+        A batch whose rows do not count is empty. The first `parts` outputs are losses: the first
+        batch in which they are not finite is noted.
+        """
+        names = [x.name for x in running.get_inputs()]
+        carried: dict[str, np.ndarray] = {}
+        states, axis = list(self.described.states), [] if self.members is None else [self.members]
+        for number, piece in enumerate(self._watched(source)):
+            arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
+            first = () if carried else states
+            begun = {n: np.broadcast_to(arrays[n], (*axis, *arrays[n].shape)) for n in first}
+            fed = {**values, **arrays, **begun, **carried}
+            results = running.run(None, {name: fed[name] for name in names})
+            if self.failed is None and not all(np.isfinite(y).all() for y in results[:parts]):
+                (self.failed,) = piece.each(number)
+            carried = dict(zip(states, results[len(results) - len(states) :], strict=True))
+            yield arrays if piece.counted else {}, results
+
+    def _watched(self, source: BatchSource) -> Iterator[Slice]:
+        """Yield the batches one by one, with a progress bar on a terminal if one is asked for."""
+        slices = source.epoch(None, 0, lambda batch: 1)
+        if self.shown is None:
+            yield from slices
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            yield from slices
+            return
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(self.shown, total=source.rows)
+            for piece in slices:
+                yield piece
+                bar.advance(task, piece.rows)
+
+
+def over_members(objective: Objective, members: int) -> Objective:
+    """Return the objective of the members of a stack, to evaluate, written into the graph of one.
+
+    Their axis is that of weights, and of inputs that get an output of the batch before.
+
+    Raises:
+        ValueError: a node that cannot be written for all members.
+    """
+    graph, written = objective.model.graph, objective.written
+    axis = MemberAxis(Emit(graph), members, {})
+    carried = [x for x in objective.data if x.name in objective.states]
+    for v in (*objective.weights, *carried):
+        axis.let(v, axis.typed(ir.Value(name=v.name), v))
+    graph.inputs[:] = axis.all_of(graph.inputs)
+    read = [*written.sums, *written.counts, *objective.predictions.values()]
+    graph.outputs[:] = list(dict.fromkeys([*read, *objective.states.values()]))
+    axis.push(graph)
+    return replace(
+        objective,
+        data=axis.all_of(objective.data),
+        weights=axis.all_of(objective.weights),
+        written=replace(
+            written,
+            sums=[axis.expanded(v) for v in written.sums],
+            counts=axis.all_of(written.counts),
+        ),
+        predictions={name: axis.expanded(v) for name, v in objective.predictions.items()},
+        states={name: axis.expanded(v) for name, v in objective.states.items()},
+    )

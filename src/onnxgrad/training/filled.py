@@ -1,0 +1,114 @@
+"""Inputs of language models that follow from the tokens: empty caches, masks and positions.
+
+Nodes of the objective compute them, as transformers does, unless the data have them: a cache holds
+no rows, a mask is one for every token, and positions count the tokens of a row that the mask keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto, ValueInfoProto
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.by_onnxruntime import result_shapes
+from onnxgrad.graph.shapes import Dim, dims, rank
+from onnxgrad.model.caches import caches
+
+_TOKENS = ("input_ids", "inputs_embeds")  # (rows, tokens, ...)
+MASK, POSITIONS, BRANCH = "attention_mask", "position_ids", "use_cache_branch"
+_PAST = {4: 2, 5: 3}  # the axis of the past by rank: (rows, heads, past, size), or (2, ...) of both
+
+
+def fillable(proto: ModelProto, language: bool = False) -> frozenset[str]:
+    """Return the names of the inputs that follow from the tokens; none if there are no tokens.
+
+    Caches have a past of symbolic length. Masks and positions are those of a model with caches, or
+    of one that is known to be a `language` model.
+    """
+    inputs = {x.name: x for x in proto.graph.input}
+    if not inputs.keys() & {*_TOKENS}:
+        return frozenset()
+    grow = {name for name in caches(proto) if _grows(inputs[name])}
+    if not grow and not language:
+        return frozenset()
+    beside = {MASK, POSITIONS, BRANCH} & inputs.keys()
+    return frozenset(grow | {n for n in beside if n == BRANCH or _rank(inputs[n]) == 2})
+
+
+def is_cache(name: str) -> bool:
+    """Return whether a name of `fillable` is that of a cache."""
+    return name not in (MASK, POSITIONS, BRANCH)
+
+
+def _rank(x: ValueInfoProto) -> int:
+    return len(x.type.tensor_type.shape.dim)
+
+
+def _grows(x: ValueInfoProto) -> bool:
+    axis = _PAST.get(_rank(x))
+    return axis is not None and not x.type.tensor_type.shape.dim[axis].HasField("dim_value")
+
+
+def fill(model: ir.Model, names: Collection[str]) -> None:
+    """Compute the inputs `names` of `fillable` in the graph, in place.
+
+    Types and shapes are inferred. A cache whose size they do not tell stays an input.
+    """
+    graph = model.graph
+    inputs = {str(x.name): x for x in graph.inputs}
+    tokens = next((inputs[name] for name in _TOKENS if name in inputs), None)
+    if tokens is None or (rank(tokens) or 0) < 2:
+        return
+    op = Emit(graph)
+    with op.at(next(iter(graph), None)):
+        for name in names & inputs.keys():
+            x = inputs[name]
+            y = _computed(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
+            if y is not None:
+                ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
+                graph.inputs.remove(x)
+    mask = inputs.get(MASK)
+    if mask in graph.inputs and rank(mask) == 2 and any(map(is_cache, names)):  # no past
+        mask.shape = ir.Shape((dims(tokens) or ())[:2])  # type: ignore[union-attr]
+
+
+def _computed(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) -> ir.Value | None:
+    """Return what an input is for these tokens; `mask` is one that the data have."""
+    assert x.dtype is not None
+    rows, length = op.dim(tokens, 0), op.dim(tokens, 1)
+    if x.name == BRANCH:
+        return op.const(np.zeros(1, bool))
+    if is_cache(str(x.name)):
+        heads, size = _sizes(x)
+        if heads is None or size is None:
+            return None
+        lengths = [rows, heads, 0, size]
+        value = ir.tensor(np.zeros(1, x.dtype.numpy()))
+        empty = [2, *lengths] if rank(x) == 5 else lengths
+        y = op.ConstantOfShape(op.const(op.vector(*empty)), value=value)
+        y.type, first = x.type, (dims(tokens) or (None,))[:1]
+        y.shape = ir.Shape([*[2] * (rank(x) == 5), *first, heads, 0, size])
+        return y
+    shape = (dims(tokens) or (None, None))[:2]
+    if x.name == MASK:
+        y = op.Expand(op.const(1, x.dtype), op.vector(rows, length))
+    elif mask is None:
+        y = op.Cast(op.Expand(op.arange(length), op.vector(rows, length)), to=x.dtype)
+    else:
+        kept = op.CumSum(op.Cast(mask, to=ir.DataType.INT64), np.int64(1)) - 1
+        y = op.Cast(op.Max(kept, np.int64(0)), to=x.dtype)
+    y.type, y.shape = x.type, ir.Shape(shape)
+    return y
+
+
+def _sizes(x: ir.Value) -> tuple[int | None, int | None]:
+    """Return the number of heads and the size of a cache, its own or those of what it grows to."""
+    found: list[list[Dim]] = [[*(dims(x) or ())]]
+    for node in {use.node for use in x.uses()}:
+        found += [[*shape] for shape in (*map(dims, node.outputs), *result_shapes(node)) if shape]
+    alike = [shape for shape in found if len(shape) == rank(x)]
+    heads, size = (next((s[i] for s in alike if isinstance(s[i], int)), None) for i in (-3, -1))
+    return heads, size  # type: ignore[return-value]
