@@ -219,8 +219,7 @@ def build_objective(
     graph, data = model.graph, list(model.graph.inputs)
     op = Emit(graph)
     form = _Form.of(op, plan, data, results) if training else _Form()
-    states = _states(op, plan, data, results)
-    beside = {name: results[name] for name in plan.beside}
+    states, beside = _states(op, plan, data, results), {name: results[name] for name in plan.beside}
     results = {name: results[name] for name in (predicted if plan.loss else results)}
     trained = as_inputs(proto, graph, weights)
     if plan.precision != "file":
