@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.lora import add_lora, merge_lora
+from onnxgrad.adapters.lora import add_lora
+from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import HEAD, fine_tuned, read_adapters, write_note
 from running import run
 from test_lora import MODULES, exported, torch_networks  # noqa: F401

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -15,17 +15,23 @@ from onnx import ModelProto
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
+from onnxgrad.adapters import session_files
 from onnxgrad.adapters.config import CONFIG, config_of, options_of, read_config
 from onnxgrad.adapters.dora import unfit
 from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes
-from onnxgrad.adapters.lora import insert, writable
+from onnxgrad.adapters.insertion import adopted, insert
 from onnxgrad.adapters.names import module_names, tensor_names
+from onnxgrad.adapters.slots import Slot
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Target, Use, targets
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.model.files import replacing
-from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_note, write_note
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.notes import ADAPTERS, HEAD, note_trained, read_adapters, read_note, write_note
+from onnxgrad.model.read import ModelLike
 from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.training.parameters.choice import matching_weights
+
+if TYPE_CHECKING:
+    from onnxgrad.training.trainer import Trainer
 
 Arrays = dict[str, np.ndarray]
 _SUFFIX = ".safetensors"
@@ -38,7 +44,9 @@ _KEY = re.compile(
 
 
 @escaping()
-def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
+def save_adapter(
+    model: ModelLike | Trainer, path: str | os.PathLike, weights: str | Iterable[str] = ()
+) -> None:
     """Write the adapters of `model`, and its new head, to a folder, or to one file.
 
     A folder is in the form of PEFT: `adapter_model.safetensors` with the keys and shapes of PEFT,
@@ -46,13 +54,19 @@ def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
     PyTorch model whose modules have these paths; a path is the name of the weight without
     ".weight", or what the exporter recorded for a weight whose name it chose.
 
+    A path that ends in ".onnx_adapter" is the file that sessions of onnxruntime and
+    onnxruntime-genai take for the base of `adapter_inputs`. It has the tensors as the model does,
+    but for B, which is multiplied by alpha / rank.
+
     Args:
-        model: model with adapters, serialized model or path.
+        model: model with adapters, serialized model or path; or a trainer, of which all that it
+            trained is written.
         path: folder, created if missing; the two files in it are replaced. A path that ends in
             ".safetensors" is one file, with the settings in its metadata.
+        weights: names and patterns of other tensors to write, such as "*norm*".
 
     Raises:
-        ValueError: `model` has no adapters.
+        ValueError: `model` has no adapters; adapters with `use_dora` in an ".onnx_adapter" file.
         ModelError: `model` cannot be read, or another tool modified the adapters.
         OSError: the folder or file is not writable.
 
@@ -67,12 +81,14 @@ def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
         ...     og.load_adapter(model, folder) == adapted
         True
     """
-    proto, target = read(model), Path(path)
-    notes = read_adapters(proto)
+    target = Path(path)
+    proto, notes, others = _trained_tensors(model, weights)
+    if target.suffix == session_files.SUFFIX and not target.is_dir():
+        return session_files.write(proto, notes, others, target)
     if not notes:
         raise ValueError("the model has no adapters to save: add_lora adds them")
     refs = {ref.name: ref for ref in constant_refs(proto)}
-    head = _head_keys(proto)
+    head = _keys_of(proto, others)
     modules = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
     config = json.dumps(config_of(notes, list(modules)), indent=2) + "\n"
     held = {
@@ -90,6 +106,22 @@ def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
         temporary.write_text(config, encoding="utf-8")
 
 
+def _trained_tensors(
+    model: ModelLike | Trainer, weights: str | Iterable[str]
+) -> tuple[ModelProto, list[dict[str, Any]], list[str]]:
+    """Return the model, its adapters, and the names of other tensors that belong to them."""
+    from onnxgrad.training.trainer import Trainer
+
+    trained = model.trained if isinstance(model, Trainer) else []
+    proto, _ = adopted(model.model if isinstance(model, Trainer) else model)
+    notes = read_adapters(proto)
+    own = {name for note in notes for name in note["tensors"]}
+    others = [*read_note(proto, HEAD), *trained]
+    if weights:
+        others += matching_weights(proto, weights, "weight to save (weights=)")
+    return proto, notes, [name for name in dict.fromkeys(others) if name not in own]
+
+
 @escaping()
 def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
     """Return `model` with the adapters in a folder or file that `save_adapter` or PEFT wrote.
@@ -100,8 +132,9 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
 
     Args:
         model: the model that was adapted, or one with its adapters; never modified.
-        path: folder with `adapter_model.safetensors` and `adapter_config.json`, or the one file
-            that `save_adapter` wrote.
+        path: folder with `adapter_model.safetensors` and `adapter_config.json`; or the one file
+            that `save_adapter` wrote, ".onnx_adapter" of any tool too. As that does not state
+            alpha, adapters of a model without any get alpha = rank.
 
     Raises:
         FileNotFoundError: there are no adapters.
@@ -123,16 +156,18 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         2 of 2 float constants train: 3 of 3 numbers
     """
     source = Path(path)
+    if source.suffix == session_files.SUFFIX and not source.is_dir():
+        return session_files.load(model, source)
     config, arrays = read_config(source), _read_arrays(source)
     adapters = {m.group(0): m for key in arrays if (m := _KEY.fullmatch(key))}
     if not adapters:
         raise ValueError(f"{source} holds no LoRA adapter: its keys are {list(arrays)}")
-    proto = writable(model)
+    proto, slots = adopted(model)
     if not read_adapters(proto):
         modules: dict[str, dict[str, tuple]] = {m.group(1): {} for m in adapters.values()}
         for key, match in adapters.items():
             modules[match.group(1)][match.group(2)] = arrays[key].shape
-        _add(proto, modules, config)
+        _add(proto, slots, modules, config)
     notes = read_adapters(proto)
     keys = _adapter_keys(notes)
     missing = "adapter in the file, which the model does not have:"
@@ -142,7 +177,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         raise ValueError(f"{source} lacks the adapters {lacking} of the model")
     rest = [key for key in arrays if key not in adapters]
     if rest:
-        values |= _head_values(proto, rest, arrays)
+        values |= _other_values(proto, rest, arrays)
     _check_shapes(proto, values)
     _check_settings(notes, config)
     return replace(proto, {name: array for name, (_, array) in values.items()})
@@ -165,15 +200,12 @@ def _adapter_keys(notes: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     return keys
 
 
-def _head_keys(proto: ModelProto) -> dict[str, tuple[str, str]]:
-    """Return the tensor and the form of each tensor of the new head, by its key in PyTorch."""
-    head = read_note(proto, HEAD)
-    if not head:
-        return {}
+def _keys_of(proto: ModelProto, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the tensor and the form of each of the tensors, by its key in PyTorch."""
     every = targets(proto)
     modules = module_names(proto, every)
     keys = {}
-    for name in head:
+    for name in names:
         target = every.get(name)
         form, key = LEFT, name
         if target is not None and target.uses and not target.reason:
@@ -205,7 +237,12 @@ def _read_arrays(source: Path) -> Arrays:
         raise ValueError(f"{path} is damaged, or holds a dtype that numpy lacks: {e}") from None
 
 
-def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dict) -> None:
+def _add(
+    proto: ModelProto,
+    slots: Mapping[str, Slot],
+    modules: Mapping[str, dict[str, tuple]],
+    config: dict,
+) -> None:
     """Write adapters of the shapes that a file has beside the weights of its modules, in place."""
     every = targets(proto)
     names = {
@@ -226,7 +263,7 @@ def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dic
         if options["use_dora"] != (tensor_names(use.form, True)[-1] in shapes):
             raise ValueError(f"use_dora and the tensors of {module!r} in the file contradict")
         arrays = _zeros(module, shapes, target, options)
-        notes.append(insert(add, name, module, target, arrays, options))
+        notes.append(insert(add, name, module, target, arrays, options, slots.get(name)))
     write_note(proto, ADAPTERS, notes)
 
 
@@ -289,22 +326,23 @@ def _check_settings(notes: list[dict[str, Any]], config: dict[str, Any]) -> None
             )
 
 
-def _head_values(
+def _other_values(
     proto: ModelProto, rest: list[str], arrays: Arrays
 ) -> dict[str, tuple[str, np.ndarray]]:
-    """Return the values of the tensors of a new head, and note in `proto` that it has one."""
-    keys = _head_keys(proto)
-    if not keys:
-        names = [ref.name for ref in constant_refs(proto)]
-        wanted = [key.removeprefix(_PREFIX) for key in rest]
-        if missing := [name for name in wanted if name not in names]:
-            raise ValueError(
-                f"the file has a new head, {wanted}, and the model has no tensor {missing[0]!r}: "
-                "give it a head like that of the adapted model first (replace_head)"
-            )
-        write_note(proto, HEAD, wanted)
-        keys = _head_keys(proto)
-    return _values_of(rest, arrays, keys, "tensor in the file, which is none of the new head:")
+    """Return the values of tensors beside the adapters, and note in `proto` that they train."""
+    head = read_note(proto, HEAD)
+    names = [ref.name for ref in constant_refs(proto)]
+    keys = _keys_of(proto, names) | {name: (name, LEFT) for name in names}
+    keys |= _keys_of(proto, head)
+    wanted = [key.removeprefix(_PREFIX) for key in rest]
+    if missing := [key for key in wanted if key not in keys]:
+        raise ValueError(
+            f"the file has the tensors {wanted} beside its adapters, as of a new head, and the "
+            f"model has no {missing[0]!r}: give it a head like that of the adapted model first "
+            "(replace_head)"
+        )
+    note_trained(proto, [keys[key][0] for key in wanted])
+    return _values_of(rest, arrays, keys, "tensor of the model")
 
 
 def _values_of(

@@ -1,0 +1,87 @@
+"""Adapters become part of the weights beside which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.adapters import dora
+from onnxgrad.adapters.graph import remove
+from onnxgrad.adapters.insertion import adopted
+from onnxgrad.adapters.uses import CONV, LEFT
+from onnxgrad.errors import ModelError, escaping, named
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
+from onnxgrad.model.read import ModelLike
+from onnxgrad.model.weights import constant_refs
+
+
+@escaping()
+def merge_lora(model: ModelLike) -> ModelProto:
+    """Return the plain model that computes what `model` with its adapters does.
+
+    Each adapter is added to its weight, in float64 and then rounded to the dtype of the weight. The
+    nodes are those that the model had before the adapters; nothing tells any more that it was
+    fine-tuned.
+
+    Args:
+        model: model with adapters, serialized model or path; never modified.
+
+    Raises:
+        ValueError: `model` has no adapters, or has them beside quantized weights.
+        ModelError: `model` cannot be read, or another tool modified the adapters.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,1] x) => (float[N,2] y)
+        ...     <float[1,2] fc = {1.0, 2.0}> { y = MatMul(x, fc) }''')
+        >>> og.merge_lora(og.add_lora(model, "fc", rank=1)) == model
+        True
+    """
+    merged, _ = adopted(model)
+    notes = read_adapters(merged)
+    if not notes:
+        raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")
+    if quantized := [note["weight"] for note in notes if note["quantized"]]:
+        raise ValueError(
+            f"the adapters of {quantized} cannot be merged: these weights are quantized, and "
+            "cannot hold the sum. Use the model as it is, or load the adapter into the float model "
+            "(load_adapter), merge there, and quantize the result"
+        )
+    refs = {ref.name: ref for ref in constant_refs(merged)}
+    for note in notes:
+        if note["weight"] not in refs:
+            raise ModelError(
+                f"the adapted weight {note['weight']!r} is not in the model: a tool renamed or "
+                "removed it. Merge adapters before other tools modify the file"
+            )
+        ref = refs[note["weight"]]
+        old = ref.array()
+        pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
+        used = old.astype(np.float64).transpose(note["perm"]) + _change(note, pair)
+        if note["use_dora"]:
+            used *= pair[2] / dora.lengths(used)
+        new = used.transpose(np.argsort(note["perm"])).astype(old.dtype)
+        if not np.array_equal(new, old):
+            ref.write(new)
+    bases = [use["base"] for note in notes for use in note["uses"]]
+    remove(merged, bases, [n for note in notes for n in note["tensors"]])
+    write_note(merged, ADAPTERS, [])
+    write_note(merged, HEAD, [])
+    return merged
+
+
+def _change(note: dict[str, Any], pair: Sequence[np.ndarray]) -> np.ndarray:
+    """Return what an adapter adds to its weight, with the axes as in the node that reads it."""
+    a, b = pair[:2]
+    if note["form"] == LEFT:
+        return note["scaling"] * (b @ a)
+    if note["form"] != CONV:
+        return note["scaling"] * (a @ b)
+    groups = range(note["group"])
+    parts = zip(np.split(a, len(groups)), np.split(b, len(groups)), strict=True)
+    change = [q.reshape(q.shape[:2]) @ p.reshape(len(p), -1) for p, q in parts]
+    return note["scaling"] * np.concatenate(change).reshape(len(b), *a.shape[1:])
