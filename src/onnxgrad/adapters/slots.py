@@ -18,7 +18,7 @@ from onnx import ModelProto, NodeProto
 from onnxgrad.adapters.graph import remove
 from onnxgrad.adapters.uses import Target, attributes, targets
 from onnxgrad.model.constants import FLOATS, standard
-from onnxgrad.model.notes import INPUTS, read_note, write_note
+from onnxgrad.model.notes import INPUTS, read_adapters, read_note, write_note
 from onnxgrad.model.traversal import all_nodes, graphs_of, names_in
 from onnxgrad.model.weights import constant_refs
 
@@ -114,6 +114,8 @@ class _Search:
             for name, ref in self.refs.items()
             if "lora" in name.lower() and ref.graph is proto.graph and ref.node is None
         }
+        for name in (name for note in read_adapters(proto) for name in note["tensors"]):
+            self.factors.pop(name, None)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the data and the factors of each x A B that is added to a value."""
