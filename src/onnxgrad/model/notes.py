@@ -1,7 +1,7 @@
 """Notes in the metadata of a model.
 
-Those of adapters and of a new head say what trains by default, and how adapters are merged. A
-finished model has none of these.
+Those of adapters and of a new head say what trains by default, and how adapters are merged;
+`merge_lora` removes them.
 """
 
 from __future__ import annotations
