@@ -11,15 +11,16 @@ from onnx import ModelProto
 from onnxgrad.adapters import dora
 from onnxgrad.adapters.graph import remove
 from onnxgrad.adapters.insertion import adopted
+from onnxgrad.adapters.requantize import report, requantize as quantize_anew
 from onnxgrad.adapters.uses import CONV, LEFT
-from onnxgrad.errors import ModelError, escaping, named
+from onnxgrad.errors import ModelError, argument, escaping, named
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
 from onnxgrad.model.read import ModelLike
 from onnxgrad.model.weights import constant_refs
 
 
 @escaping()
-def merge_lora(model: ModelLike) -> ModelProto:
+def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
     """Return the plain model that computes what `model` with its adapters does.
 
     Each adapter is added to its weight, in float64 and then rounded to the dtype of the weight. The
@@ -28,6 +29,9 @@ def merge_lora(model: ModelLike) -> ModelProto:
 
     Args:
         model: model with adapters, serialized model or path; never modified.
+        requantize: whether a quantized weight gets new integers and scales that hold the sum, in
+            the form of the file. A warning says how much they differ from the sum: evaluate the
+            result. Weights that DequantizeLinear, MatMulNBits or QLinearMatMul reads.
 
     Raises:
         ValueError: `model` has no adapters, or has them beside quantized weights.
@@ -45,13 +49,16 @@ def merge_lora(model: ModelLike) -> ModelProto:
     notes = read_adapters(merged)
     if not notes:
         raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")
-    if quantized := [note["weight"] for note in notes if note["quantized"]]:
+    quantized = [note["weight"] for note in notes if note["quantized"]]
+    if quantized and not requantize:
         raise ValueError(
             f"the adapters of {quantized} cannot be merged: these weights are quantized, and "
-            "cannot hold the sum. Use the model as it is, or load the adapter into the float model "
-            "(load_adapter), merge there, and quantize the result"
+            "cannot hold the sum. Use the model as it is; or load the adapter into the float model "
+            "(load_adapter), merge there, and quantize the result; or quantize these weights anew "
+            f"({argument('requantize', True)})"
         )
     refs = {ref.name: ref for ref in constant_refs(merged)}
+    stored, losses = {ref.graph_name: ref for ref in refs.values()}, []
     for note in notes:
         if note["weight"] not in refs:
             raise ModelError(
@@ -59,8 +66,11 @@ def merge_lora(model: ModelLike) -> ModelProto:
                 "removed it. Merge adapters before other tools modify the file"
             )
         ref = refs[note["weight"]]
-        old = ref.array()
         pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
+        if note["quantized"]:
+            losses.append(quantize_anew(merged, note, stored, _change(note, pair)))
+            continue
+        old = ref.array()
         used = old.astype(np.float64).transpose(note["perm"]) + _change(note, pair)
         if note["use_dora"]:
             used *= pair[2] / dora.lengths(used)
@@ -71,6 +81,8 @@ def merge_lora(model: ModelLike) -> ModelProto:
     remove(merged, bases, [n for note in notes for n in note["tensors"]])
     write_note(merged, ADAPTERS, [])
     write_note(merged, HEAD, [])
+    if losses:
+        report(losses)
     return merged
 
 
