@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.adapters import dora
 from onnxgrad.adapters.graph import remove
 from onnxgrad.adapters.insertion import adopted
-from onnxgrad.adapters.requantize import report, requantize as quantize_anew
+from onnxgrad.adapters.requantize import Loss, report, requantize as quantize_anew
 from onnxgrad.adapters.uses import CONV, LEFT
 from onnxgrad.errors import ModelError, argument, escaping, named
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
@@ -57,8 +57,21 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
             "(load_adapter), merge there, and quantize the result; or quantize these weights anew "
             f"({argument('requantize', True)})"
         )
+    losses = _merge(merged, notes)
+    bases = [use["base"] for note in notes for use in note["uses"]]
+    remove(merged, bases, [n for note in notes for n in note["tensors"]])
+    write_note(merged, ADAPTERS, [])
+    write_note(merged, HEAD, [])
+    if losses:
+        report(losses)
+    return merged
+
+
+def _merge(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[Loss]:
+    """Add adapters to their weights, in place; return what that costs quantized ones."""
     refs = {ref.name: ref for ref in constant_refs(merged)}
-    stored, losses = {ref.graph_name: ref for ref in refs.values()}, []
+    stored = {ref.graph_name: ref for ref in refs.values()}
+    losses: list[Loss] = []
     for note in notes:
         if note["weight"] not in refs:
             raise ModelError(
@@ -77,13 +90,7 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
         new = used.transpose(np.argsort(note["perm"])).astype(old.dtype)
         if not np.array_equal(new, old):
             ref.write(new)
-    bases = [use["base"] for note in notes for use in note["uses"]]
-    remove(merged, bases, [n for note in notes for n in note["tensors"]])
-    write_note(merged, ADAPTERS, [])
-    write_note(merged, HEAD, [])
-    if losses:
-        report(losses)
-    return merged
+    return losses
 
 
 def _change(note: dict[str, Any], pair: Sequence[np.ndarray]) -> np.ndarray:
