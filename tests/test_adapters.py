@@ -135,7 +135,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     for entry, match in (
-        ({"peft_type": "IA3"}, "'IA3'"),
+        ({"peft_type": "LOHA"}, "'LOHA'"),
+        ({"peft_type": "IA3"}, "the adapter of 'w' has"),
         ({"use_dora": True}, "contradict"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ):

@@ -176,7 +176,7 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
     for base in bases:
         dead = [last[base]] if base in producers and base in last else []
         output = dead[0][1].output[0] if dead else ""
-        if dead and dead[0][1].op_type != "Add":  # the sum is the last node of an adapter
+        if dead and dead[0][1].op_type not in ("Add", "Mul"):  # the last node of an adapter
             dead = []
         for holder, node in dead:  # the loop appends to it
             inputs = [name for name in node.input if name]
@@ -187,7 +187,7 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
             dead += [producers[name] for name in free if name in producers]
         if not dead or reads[base]:
             raise ModelError(
-                f"the adapter beside {base!r} is not as add_lora wrote it: a tool modified the "
+                f"the adapter beside {base!r} is not as it was written: a tool modified the "
                 "file. Merge adapters before other tools modify it"
             )
         holder, node = producers[output] = producers[base]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora
+from onnxgrad.adapters import dora, ia3
 from onnxgrad.adapters.graph import remove
 from onnxgrad.adapters.insertion import adopted
 from onnxgrad.adapters.requantize import Loss, report, requantize as quantize_anew
@@ -49,7 +49,8 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
     notes = read_adapters(merged)
     if not notes:
         raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")
-    quantized = [note["weight"] for note in notes if note["quantized"]]
+    lora = [note for note in notes if note["kind"] == "lora"]
+    quantized = [note["weight"] for note in lora if note["quantized"]]
     if quantized and not requantize:
         raise ValueError(
             f"the adapters of {quantized} cannot be merged: these weights are quantized, and "
@@ -58,8 +59,9 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
             f"({argument('requantize', True)})"
         )
     losses = _merge(merged, notes)
-    bases = [use["base"] for note in notes for use in note["uses"]]
+    bases = [use["base"] for note in notes for use in note["uses"] if "base" in use]
     remove(merged, bases, [n for note in notes for n in note["tensors"]])
+    ia3.remove_scaled(merged, notes)
     write_note(merged, ADAPTERS, [])
     write_note(merged, HEAD, [])
     if losses:
@@ -78,6 +80,9 @@ def _merge(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[Loss]:
                 f"the adapted weight {note['weight']!r} is not in the model: a tool renamed or "
                 "removed it. Merge adapters before other tools modify the file"
             )
+        if note["kind"] == "ia3":
+            ia3.merge(note, refs, merged)
+            continue
         ref = refs[note["weight"]]
         pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
         if note["quantized"]:

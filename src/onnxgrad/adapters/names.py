@@ -11,6 +11,7 @@ from onnxgrad.adapters.uses import EMBEDDING, Target
 from onnxgrad.training.parameters.aliases import aliases
 
 _QUANTIZERS = re.compile(r"(_DQ)?_(quantized|[QU]\d+\w*)$")  # suffixes of onnxruntime's
+FACTORS = "ia3_l"  # of (IA)3
 _MAGNITUDE = "lora_magnitude_vector"
 
 

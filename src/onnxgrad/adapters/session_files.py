@@ -29,9 +29,12 @@ Arrays = dict[str, np.ndarray]
 def write(proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str], to: Path) -> None:
     """Write adapters and other tensors as the inputs of their base take them."""
     arrays = {ref.name: ref.array() for ref in constant_refs(proto)}
-    values = {name: arrays[name] for name in others}
+    values: Arrays = {}
     for note in notes:
         refuse_dora(note)
+        if note["kind"] == "ia3":
+            others = [*others, *note["tensors"]]
+            continue
         a, b = note["tensors"]
         layout = note.get("inputs", {"scale": 1.0})
         pair = arrays[a], arrays[b] * arrays[b].dtype.type(note["scaling"] / layout["scale"])
@@ -40,6 +43,7 @@ def write(proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str],
             flips = zip(pair, dtypes, layout["transposed"], strict=True)
             pair = tuple((v.T if flip else v).astype(dtype) for v, dtype, flip in flips)
         values |= dict(zip((a, b), pair, strict=True))
+    values |= {name: arrays[name] for name in others}
     adapter = ort.AdapterFormat()
     adapter.set_adapter_version(1)
     adapter.set_model_version(1)
@@ -148,9 +152,11 @@ def _factors(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
     Raises:
         ValueError: the file lacks them.
     """
-    a, b = note["tensors"]
-    if missing := [name for name in (a, b) if name not in arrays]:
+    if missing := [name for name in note["tensors"] if name not in arrays]:
         raise ValueError(f"{source} lacks the adapter {missing[0]!r} of the model")
+    if note["kind"] == "ia3":
+        return {name: arrays[name] for name in note["tensors"]}
+    a, b = note["tensors"]
     layout = note.get("inputs", {"transposed": (False, False), "scale": 1.0})
     flip_a, flip_b = layout["transposed"]
     factor = layout["scale"] / note["scaling"]

@@ -16,7 +16,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.config import options_of
-from onnxgrad.adapters.names import tensor_names
+from onnxgrad.adapters.names import FACTORS, tensor_names
 from onnxgrad.adapters.uses import CONV, LINEAR, Target, Use, attributes
 from onnxgrad.errors import unknown
 from onnxgrad.model.traversal import all_nodes
@@ -124,7 +124,7 @@ def to_model(
         separate = [places.get(_sibling(_key(module), part), []) for part in parts]
         if not close and len(place) == 1 and place[0][1] is None:
             close = [place[0][0]]
-        linear = {*tensors} == {A, B}
+        linear = {*tensors} in ({A, B}, {FACTORS})
         rank = _rank_of(tensors, modules[close[0]].uses[0] if len(close) == 1 else None)
         entry = Entry(tensors, options_of(config, module, rank), module)
         if len(close) == 1:
@@ -134,8 +134,9 @@ def to_model(
         elif not close and parts and all(len(s) == 1 for s in separate) and linear:
             names = [s[0][0] for s in separate]
             edges = np.cumsum([_width(modules[name]) for name in names])[:-1]
-            for name, b in zip(names, np.split(tensors[B], edges), strict=True):
-                entries[name] = Entry({A: tensors[A], B: b}, entry.options)
+            last = B if B in tensors else FACTORS
+            for name, rows in zip(names, np.split(tensors[last], edges), strict=True):
+                entries[name] = Entry(tensors | {last: rows}, entry.options)
         else:
             raise unknown("module of the adapter", module, modules, close)
     joined = {name: _joined(p, _width(modules[name])) for name, p in pieces.items()}
@@ -145,6 +146,11 @@ def to_model(
 def _joined(pieces: list[tuple[slice, Entry]], total: int) -> Entry:
     """Return one adapter that is several, each for some of the columns of a weight."""
     pieces = sorted(pieces, key=lambda piece: piece[0].start)
+    if FACTORS in pieces[0][1].tensors:
+        factors = np.ones((total, 1), pieces[0][1].tensors[FACTORS].dtype)
+        for rows, entry in pieces:
+            factors[rows] = entry.tensors[FACTORS]
+        return Entry({FACTORS: factors}, pieces[0][1].options)
     scalings = [entry.options["scaling"] for _, entry in pieces]
     scaling = scalings[0] if len(set(scalings)) == 1 else 1.0
     ranks = [len(entry.tensors[A]) for _, entry in pieces]
@@ -169,6 +175,12 @@ def to_torch(entries: Mapping[str, Entry], columns: Columns) -> dict[str, Entry]
     result: dict[str, Entry] = {}
     for module, entry in entries.items():
         path = entry.path or torch_path(module)
+        if module in columns and FACTORS in entry.tensors and not entry.options["feedforward"]:
+            for part, rows in columns[module].items():
+                factors = entry.tensors[FACTORS][rows]
+                if np.any(factors != 1):
+                    result[_sibling(path, part)] = Entry({FACTORS: factors}, entry.options)
+            continue
         if module not in columns or {*entry.tensors} != {A, B}:
             result[path] = entry
             continue
