@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.lora import add_lora, merge_lora
+from onnxgrad.adapters.lora import add_lora
+from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import HEAD, fine_tuned, read_adapters, write_note
 from running import run
 from test_lora import MODULES, exported, torch_networks  # noqa: F401
@@ -134,7 +135,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     for entry, match in (
-        ({"peft_type": "IA3"}, "'IA3'"),
+        ({"peft_type": "LOHA"}, "'LOHA'"),
+        ({"peft_type": "IA3"}, "the adapter of 'w' has"),
         ({"use_dora": True}, "contradict"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ):

@@ -11,7 +11,8 @@ import pytest
 import onnxgrad as og
 from adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.lora import add_lora, merge_lora
+from onnxgrad.adapters.lora import add_lora
+from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import fine_tuned, read_adapters
 from running import run
 

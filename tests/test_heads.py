@@ -14,6 +14,7 @@ from onnxgrad import (
     get_train_initializer,
     trainable,
 )
+from onnxgrad.adapters.lora import add_lora
 from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.finetune.layers import fresh
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
@@ -290,7 +291,7 @@ def test_one_unit_and_several():
     scores = X @ weights(one)[0]
     np.testing.assert_allclose(y, 1 / (1 + np.exp(-scores)), rtol=1e-5)
     again = replace_head(one, 4)
-    assert read_note(again, HEAD) == ["head.weight_1"]
+    assert read_note(again, HEAD) == ["head.weight"]
     np.testing.assert_allclose(run(again, x=X)[0].sum(1), 1, rtol=1e-5)
 
 
@@ -527,18 +528,18 @@ def test_a_loss_inside():
 
 
 def test_notes():
-    """A head is noted until it is trained, and while there are adapters."""
+    """A head is noted, also when it is trained: adapters that come later train beside it."""
     model = replace_head(case(CASES["matmul and add"][0]), ["a", "b", "c", "d", "e"])
     assert read_note(model, HEAD) == ["head.weight", "head.bias"]
     assert read_note(model, CLASSES) == ["a", "b", "c", "d", "e"]
     assert [t.name for t in trainable(model) if t.trains] == ["head.weight", "head.bias"]
     trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
-    assert read_note(trainer.model, HEAD) == []
+    assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
     assert read_note(trainer.model, CLASSES) == ["a", "b", "c", "d", "e"]
     seed = OrtGradientForwardBackwardOptimizer(
         model, ["head.weight"], max_iter=1, batch_size=2
     ).fit(X, np.zeros((6, 5), np.float32))
-    assert read_note(seed.get_trained_onnx(), HEAD) == []
+    assert read_note(seed.get_trained_onnx(), HEAD) == ["head.weight", "head.bias"]
     write_note(model, ADAPTERS, [{"tensors": ["head.weight"]}])
     trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
     assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
@@ -559,3 +560,23 @@ def test_training_is_stable():
     gradient = x.T @ (softmax(scores) - np.eye(5)[y]) / 2
     after = get_train_initializer(trainer.model)["head.weight"][0]
     np.testing.assert_allclose(after, w - 1e-3 * gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_second_head_has_the_names_of_the_first():
+    first = replace_head(case(CASES["matmul and add"][0]), 4)
+    second = valid(replace_head(first, 5))
+    assert read_note(second, HEAD) == ["head.weight", "head.bias"]
+    assert {t.name for t in second.graph.initializer} >= {"head.weight", "head.bias"}
+    np.testing.assert_allclose(run(second, x=X)[0], X @ weights(second)[0], rtol=1e-5)
+
+
+def test_a_trained_head_trains_beside_adapters():
+    text = "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) t = Tanh(h) y = MatMul(t, v) }"
+    model = parse(text, w=RNG.normal(size=(4, 4)).astype(np.float32), v=W)
+    head = replace_head(model, 2)
+    trained = Trainer(head, "cross_entropy", train="head.*").fit(X, np.arange(6) % 2).model
+    tensors = ["head.weight", "w.lora_A.weight", "w.lora_B.weight"]
+    for adapted in (
+        add_lora(head, "w"), add_lora(trained, "w"), replace_head(add_lora(model, "w"), 2)
+    ):  # fmt: skip
+        assert sorted(t.name for t in trainable(adapted).trained) == tensors

@@ -10,7 +10,8 @@ import pytest
 
 import onnxgrad as og
 from adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
-from onnxgrad.adapters.lora import add_lora, merge_lora
+from onnxgrad.adapters.lora import add_lora
+from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.errors import ModelError
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, fine_tuned, write_note
 from onnxgrad.model.traversal import nodes_of

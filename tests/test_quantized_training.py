@@ -18,7 +18,8 @@ from onnxruntime.quantization import (
 )
 
 import onnxgrad as og
-from onnxgrad.adapters.lora import add_lora, merge_lora
+from onnxgrad.adapters.lora import add_lora
+from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.autodiff.primal.lowerings import microsoft_quantized
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph import operators

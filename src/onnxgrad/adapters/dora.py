@@ -31,11 +31,10 @@ def write(
     base: ir.Value,
     data: tuple[ir.Value, bool],
     factors: tuple[ir.Value, ir.Value, ir.Value],
-    scaling: float,
 ) -> tuple[ir.Value, str]:
-    """Write the product of the data and m / n (W + scaling P Q); return it, and the name of n.
+    """Write the product of the data and m / n (W + P Q); return it, and the name of n.
 
-    n are the 2-norms of the columns of W + scaling P Q (Liu et al. 2024, "DoRA: Weight-Decomposed
+    n are the 2-norms of the columns of W + P Q (Liu et al. 2024, "DoRA: Weight-Decomposed
     Low-Rank Adaptation", equation 5). With data (x, True), x is behind a dropout, which acts on all
     but the product of the layer itself, as in PEFT.
     """
@@ -44,8 +43,7 @@ def write(
     options = attributes(use.node)
     if options.get("transB"):
         weight = add.emit("Transpose", weight, perm=[1, 0])
-    change = add.emit("Mul", add.emit("MatMul", p, q), add.number(scaling, dtype))
-    total = add.emit("Add", weight, change)
+    total = add.emit("Add", weight, add.emit("MatMul", p, q))
     size = add.emit("Constant", value=ir.tensor(np.array([use.shape[0]], np.int64)))
     ones = add.emit("ConstantOfShape", size, value=ir.tensor(np.ones(1, dtype.numpy())))
     squares = add.emit("MatMul", ones, add.emit("Mul", total, total))
@@ -59,7 +57,7 @@ def write(
         if use.factor != 1:
             plain = add.emit("Mul", plain, add.number(use.factor, dtype))
     more = add.emit("Mul", plain, add.emit("Sub", ratio, add.number(1.0, dtype)))
-    low = add.emit("Mul", product(add, use, x, (p, q), scaling * use.factor), ratio)
+    low = add.emit("Mul", product(add, use, x, (p, q)), ratio)
     added = add.cast(add.emit("Add", more, low), use.dtype)
     return add.emit("Add", base, added), str(norm.name)
 

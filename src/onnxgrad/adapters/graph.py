@@ -113,10 +113,25 @@ class Additions:
         return self.op.set_type_like(y, x), str(y.name)
 
 
-def product(
-    add: Additions, use: Use, x: ir.Value, pair: tuple[ir.Value, ir.Value], scaling: float
-) -> ir.Value:
-    """Write `scaling` times the product of the data and the two factors of an adapter.
+def scaled(
+    add: Additions, form: str, pair: tuple[ir.Value, ir.Value], scaling: float
+) -> tuple[ir.Value, ir.Value]:
+    """Return the factors of an adapter with B, that does not read the data, times `scaling`.
+
+    So sessions multiply once, when they fold constants; and a session whose adapter is an input
+    computes the same bits, as its file of adapters holds this product.
+    """
+    if scaling == 1:
+        return pair
+    p, q = pair
+    b = p if form == LEFT else q
+    assert b.dtype is not None
+    b = add.emit("Mul", b, add.number(scaling, b.dtype))
+    return (b, q) if form == LEFT else (p, b)
+
+
+def product(add: Additions, use: Use, x: ir.Value, pair: tuple[ir.Value, ir.Value]) -> ir.Value:
+    """Write the product of the data and the two factors of an adapter.
 
     The factors are those of the weight as it is used: `p @ q`, or the two convolutions.
     """
@@ -127,9 +142,8 @@ def product(
         narrow = add.emit("Gather", p, x, axis=0)
     else:
         narrow = add.emit("MatMul", *((q, x) if use.form == LEFT else (x, p)))
-    if scaling != 1:
-        assert p.dtype is not None
-        narrow = add.emit("Mul", narrow, add.number(scaling, p.dtype))
+    if use.factor != 1:
+        narrow = add.emit("Mul", narrow, add.number(use.factor, adapter_dtype(use)))
     if use.form == CONV:
         return add.emit("Conv", narrow, q, group=use.group)
     return add.emit("MatMul", *((p, narrow) if use.form == LEFT else (narrow, q)))
@@ -162,7 +176,7 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
     for base in bases:
         dead = [last[base]] if base in producers and base in last else []
         output = dead[0][1].output[0] if dead else ""
-        if dead and dead[0][1].op_type != "Add":  # the sum is the last node of an adapter
+        if dead and dead[0][1].op_type not in ("Add", "Mul"):  # the last node of an adapter
             dead = []
         for holder, node in dead:  # the loop appends to it
             inputs = [name for name in node.input if name]
@@ -173,7 +187,7 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
             dead += [producers[name] for name in free if name in producers]
         if not dead or reads[base]:
             raise ModelError(
-                f"the adapter beside {base!r} is not as add_lora wrote it: a tool modified the "
+                f"the adapter beside {base!r} is not as it was written: a tool modified the "
                 "file. Merge adapters before other tools modify it"
             )
         holder, node = producers[output] = producers[base]

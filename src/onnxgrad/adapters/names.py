@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from onnx import ModelProto
@@ -9,6 +10,8 @@ from onnx import ModelProto
 from onnxgrad.adapters.uses import EMBEDDING, Target
 from onnxgrad.training.parameters.aliases import aliases
 
+_QUANTIZERS = re.compile(r"(_DQ)?_(quantized|[QU]\d+\w*)$")  # suffixes of onnxruntime's
+FACTORS = "ia3_l"  # of (IA)3
 _MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -20,14 +23,26 @@ def tensor_names(form: str, use_dora: bool) -> tuple[str, ...]:
     return (*pair, _MAGNITUDE) if use_dora else pair
 
 
+def name_of_floats(name: str) -> str:
+    """Return what a quantized weight was called before, or `name` if no quantizer renamed it.
+
+    >>> name_of_floats("query.weight_quantized"), name_of_floats("attn.q_proj.MatMul.weight_Q4")
+    ('query.weight', 'attn.q_proj.MatMul.weight')
+    """
+    return _QUANTIZERS.sub("", name)
+
+
 def module_names(proto: ModelProto, targets: dict[str, Target]) -> dict[str, str]:
     """Return the path of the module of each weight, such as "encoder.layer.0.query".
 
-    This is the name of the weight, or its alias if an exporter numbered it, without ".weight".
-    Weights of the same module keep their own names.
+    This is the name of the weight, or its alias if an exporter numbered it, without ".weight";
+    of integers the name of the floats that they were. Weights of the same module keep their own
+    names.
     """
     aliased = aliases(proto)
-    modules = {name: aliased.get(name, name).removesuffix(".weight") for name in targets}
+    modules = {
+        name: aliased.get(name, name_of_floats(name)).removesuffix(".weight") for name in targets
+    }
     counts = Counter(modules.values())
     return {
         name: module if counts[module] == 1 else name.removesuffix(".weight")

@@ -10,6 +10,7 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.adapters.dora import unfit
+from onnxgrad.adapters.names import name_of_floats
 from onnxgrad.adapters.uses import Target
 from onnxgrad.errors import argument, printable
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
@@ -36,7 +37,7 @@ def chosen_targets(
     own = {name for note in read_adapters(proto) for name in note["tensors"]}
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matched = {n for n in quantized if n == pattern or fnmatchcase(n, pattern)}
+        matched = {n for n in quantized if _matches(n, pattern)}
         try:
             matched |= set(matching_weights(proto, [pattern], "weight for an adapter")) - own
         except ValueError:
@@ -65,6 +66,11 @@ def chosen_targets(
     if not chosen:
         raise ValueError("no patterns: name the weights that get an adapter")
     return {name: target for name, target in targets.items() if name in chosen}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern means a quantized weight, by its name or by that of its floats."""
+    return any(n == pattern or fnmatchcase(n, pattern) for n in (name, name_of_floats(name)))
 
 
 def _reasons(

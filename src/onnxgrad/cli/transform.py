@@ -84,7 +84,7 @@ def merge(options: MergeOptions) -> None:
             f"--checkpoint and --prefix are of a folder of generate_artifacts, and {options.model} "
             "is none: the adapters of a file are in it"
         )
-    from onnxgrad.adapters.lora import merge_lora
+    from onnxgrad.adapters.merge import merge_lora
 
     _write(options, options.model, merge_lora)
 

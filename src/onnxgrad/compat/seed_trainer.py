@@ -28,7 +28,6 @@ from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import forget_head
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
@@ -306,7 +305,7 @@ class SeedTrainer(Arguments):
         proto = read(self.model_onnx if model is None else model)
         trained = constants.replace(proto, state.weights_to_evaluate())
         state.names.keep(trained)
-        return forget_head(trained)
+        return trained
 
     # -- sessions and graphs, built on demand -------------------------------------------------
 

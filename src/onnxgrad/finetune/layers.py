@@ -264,6 +264,11 @@ def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) ->
         if value.is_graph_input() and value.const_value is not None and not value.uses():
             op.graph.inputs.remove(value)
             op.graph.initializers.pop(str(value.name), None)
+    for value, role in zip(new, ("weight", "bias"), strict=False):
+        former = op.graph.initializers.get(f"{name}.{role}")
+        if former in old and former is not None and not former.uses():  # of an earlier new head
+            former.name = op.name("unused")
+            value.name = f"{name}.{role}"
     return [str(v.name) for v in new]
 
 

@@ -1,13 +1,13 @@
 """Notes in the metadata of a model.
 
-Those of adapters and of a new head say what trains by default, and how adapters are merged. A
-finished model has none of these.
+Those of adapters and of a new head say what trains by default, and how adapters are merged;
+`merge_lora` removes them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from onnx import ModelProto
@@ -16,6 +16,7 @@ from onnxgrad.errors import ModelError
 from onnxgrad.model.traversal import keep_only
 
 ADAPTERS = "onnxgrad.adapters"  # a list of dicts, an adapter each; "tensors": what it trains
+INPUTS = "onnxgrad.adapter_inputs"  # as ADAPTERS, of a base whose adapters are inputs
 HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
 CONSTANTS = "onnxgrad.constants"  # a list of names: initializers that are no weights
 SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
@@ -41,6 +42,13 @@ def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:
     keep_only(proto.metadata_props, lambda entry: entry.key != key)
     if note:
         proto.metadata_props.add(key=key, value=json.dumps(note))
+
+
+def note_trained(proto: ModelProto, names: Iterable[str]) -> None:
+    """Note that tensors train beside adapters, as those of a new head do, in place."""
+    head = read_note(proto, HEAD)
+    if more := [name for name in names if name not in head]:
+        write_note(proto, HEAD, [*head, *more])
 
 
 def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
@@ -87,7 +95,7 @@ def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:
         return new_names.get(note, note) if isinstance(note, str) else note
 
     for entry in proto.metadata_props:
-        if entry.key in (ADAPTERS, HEAD, CONSTANTS, SPARSE):
+        if entry.key in (ADAPTERS, INPUTS, HEAD, CONSTANTS, SPARSE):
             entry.value = json.dumps(renamed(read_note(proto, entry.key)))
         elif entry.key == LOSS:
             loss = json.loads(entry.value)

@@ -4,7 +4,6 @@ from onnxgrad.training.modes.equal_statistics import separate_statistics
 from onnxgrad.training.modes.folding import fold_normalizations
 from onnxgrad.training.modes.inference_form import (
     exported,
-    forget_head,
     has_training_nodes,
     inference_form,
     warn_of_stale_statistics,
@@ -14,7 +13,6 @@ from onnxgrad.training.modes.training_form import training_form
 __all__ = [
     "exported",
     "fold_normalizations",
-    "forget_head",
     "has_training_nodes",
     "inference_form",
     "separate_statistics",

@@ -11,7 +11,6 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.model.constants import opset_versions, standard
-from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
 from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, keep_only, names_in
 from onnxgrad.model.weights import replace
 from onnxgrad.model.without_elements import empty_names
@@ -83,17 +82,7 @@ def exported(proto: ModelProto, values: Mapping[str, np.ndarray], names: Names) 
     held = {name: array for name, array in values.items() if name not in empty}
     result = inference_form(replace(proto, held))
     names.keep(result)
-    return forget_head(result)
-
-
-def forget_head(proto: ModelProto) -> ModelProto:
-    """Return `proto` without the note of a new head, in place; with adapters it stays.
-
-    The note says what trains beside adapters, and a finished model needs none.
-    """
-    if not read_note(proto, ADAPTERS):
-        write_note(proto, HEAD, [])
-    return proto
+    return result
 
 
 def _names_and_types(proto: ModelProto) -> list[tuple[str, str]]:
