@@ -613,6 +613,21 @@ def test_a_training_with_ranges_is_resumed(tmp_path):
     assert trainer().fit(IMAGES, LABELS, epochs=2, resume=tmp_path / "runs").model == expected
 
 
+def test_a_bias_beside_weights_that_are_next_to_nothing():
+    """onnxruntime clips it to 32 bits, in steps of the weight."""
+    quantized = og.quantize(network(), IMAGES)
+    for tensor in quantized.graph.initializer:
+        if tensor.name in ("conv_weight", "conv_weight_scale"):
+            array = numpy_helper.to_array(tensor).copy()
+            array[1] = 1e-9 * array[1]
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    trainer = og.Trainer(quantized, "cross_entropy")
+    expected = unoptimized(quantized, IMAGES)
+    error = np.abs(run(trainer.model, x=IMAGES)[0] - expected).max()
+    assert error < 0.1 * np.abs(expected).max()
+    assert np.abs(unoptimized(trainer.model, IMAGES) - expected).max() < 1e-6
+
+
 # -- other forms come back as they are ------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, reads, subgraphs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
+from onnxgrad.training.modes.bias_scales import leave_room_for_biases
 
 _DOMAINS = ("", "com.microsoft")
 _MOVES = REORDERS | VIEWS | {"Cast"}  # of a weight, in front of its QuantizeLinear
@@ -155,6 +156,7 @@ def folded(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
         values: the elements of initializers that lack them.
     """
     found = pairs(proto)
+    leave_room_for_biases(proto.graph, [pair.node for pair in found])
     for pair in found:
         tensor = _quantized(pair, values)
         pair.graph.node.remove(pair.node)
