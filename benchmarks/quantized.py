@@ -3,8 +3,8 @@
     python benchmarks/quantized.py [digits] [lines] [sentences]
 
 - digits: `data/digits_cnn.onnx`, trained from the weights of its file.
-- lines: the classifier of text lines of PaddleOCR, a published file (`rapidocr-onnxruntime`), with a
-  new head for the ten digits, which are drawn into images.
+- lines: the classifier of text lines of PaddleOCR, a published file (`rapidocr-onnxruntime`), with
+  a new head for the ten digits, which are drawn into images.
 - sentences: MiniLM, a published file, with a head that says from which library a docstring is. Its
   wheel has no vocabulary: words are numbered by a hash.
 
@@ -82,7 +82,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 def lines() -> tuple[Arrays, np.ndarray]:
     """Return digits, four times as large, at random places of images of 32 x 48 pixels."""
-    pixels, y = (array[:1000] for array in digits())
+    pixels, y = (array[:800] for array in digits())
     rng, images = np.random.default_rng(0), np.full((len(y), 3, 32, 48), 1, np.float32)
     for image, digit in zip(images, pixels / np.abs(pixels).max(), strict=True):
         left = rng.integers(0, 17)
@@ -98,8 +98,8 @@ def sentences() -> tuple[Arrays, np.ndarray]:
         spec = find_spec(name)
         assert spec is not None, f"pip install {name}"
         own = dict.fromkeys(_docstrings(Path(str(spec.origin)).parent, name))
-        texts += [*own][:400]
-        y += [label] * len([*own][:400])
+        texts += [*own][:300]
+        y += [label] * len([*own][:300])
     ids, mask = np.zeros((len(texts), 32), np.int64), np.zeros((len(texts), 32), np.int64)
     for row, text in enumerate(texts):
         words = re.findall(r"\w+|[^\w\s]", text.lower())[:30]
