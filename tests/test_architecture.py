@@ -17,6 +17,7 @@ FLOORS = [
         "optimizers",
         "schedules",
         "training",
+        "quantization",
         "compat",
         "artifacts",
         "adapters",

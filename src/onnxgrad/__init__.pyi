@@ -266,6 +266,9 @@ from .plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,
 )
+from .quantization.quantize import (
+    quantize as quantize,
+)
 from .report.page import (
     write_report as write_report,
 )

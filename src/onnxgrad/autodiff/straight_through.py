@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.quantized import PRODUCTS, between, described, is_quantized, live_values
@@ -108,17 +109,30 @@ class StraightThrough:
         y.type, y.shape = ir.TensorType(FLOAT), x.shape
         return y
 
-    def shaped(self, v: ir.Value, axis: int | None, like: ir.Value) -> ir.Value:
-        """Return a scale or zero point in float32 that broadcasts along `axis` of `like`."""
+    def shaped(self, v: ir.Value, axis: int | None, like: ir.Value, block: int = 0) -> ir.Value:
+        """Return a scale or zero point in float32 that broadcasts along `axis` of `like`.
+
+        Those of blocks of so many elements are repeated.
+        """
         v = self._op.Cast(v, to=FLOAT)
         n = rank(like)
+        if block:
+            ones = self._op.Expand(self._op.const(np.int8(1)), self._op.shape_of(like))
+            y = self._op.DequantizeLinear(ones, v, axis=axis, block_size=block)
+            y.type, y.shape = ir.TensorType(FLOAT), like.shape
+            return y
         if rank(v) != 1 or axis is None or n is None:
             return v
         behind = n - 1 - axis % n
         return self._op.Unsqueeze(v, list(range(1, behind + 1))) if behind else v
 
     def steps(
-        self, x: ir.Value, zero: ir.Value | None, axis: int | None, scale: ir.Value | None = None
+        self,
+        x: ir.Value,
+        zero: ir.Value | None,
+        axis: int | None,
+        scale: ir.Value | None = None,
+        block: int = 0,
     ) -> ir.Value:
         """Return scale (x - zero) in float32, x integers; a scale of None is one."""
         op = self._op
@@ -133,21 +147,27 @@ class StraightThrough:
             return y
         y = self._steps.get(x) or self._float(x)
         if zero is not None:
-            y = y - self.shaped(zero, axis, x)
-        return y if scale is None else y * self.shaped(scale, axis, x)
+            y = y - self.shaped(zero, axis, x, block)
+        return y if scale is None else y * self.shaped(scale, axis, x, block)
 
     def rounded(
-        self, v: ir.Value, scale: ir.Value, zero: ir.Value | None, y: ir.Value, axis: int = 1
+        self,
+        v: ir.Value,
+        scale: ir.Value,
+        zero: ir.Value | None,
+        y: ir.Value,
+        axis: int = 1,
+        block: int = 0,
     ) -> ir.Value:
         """Return v / scale where it is within the range of the integers `y`, else zero."""
         op = self._op
         dtype = y.dtype or ir.DataType.UINT8
         rounds = not dtype.is_floating_point()
         limits = (ml_dtypes.iinfo if rounds else ml_dtypes.finfo)(dtype.numpy())
-        v = op.Cast(v, to=FLOAT) / self.shaped(scale, axis, v)
+        v = op.Cast(v, to=FLOAT) / self.shaped(scale, axis, v, block)
         integer = op.Round(v) if rounds else v
         if zero is not None:
-            integer = integer + self.shaped(zero, axis, v)
+            integer = integer + self.shaped(zero, axis, v, block)
         low, high = op.Less(integer, float(limits.min)), op.Greater(integer, float(limits.max))
         outside = op.Or(low, high)
         result = op.Where(outside, 0.0, v)
@@ -159,15 +179,14 @@ class StraightThrough:
     def quantize(self, node: Any) -> list[ir.Value]:
         """Return x / s, where it is within the range."""
         x, scale, zero = (*node.inputs, None)[:3]
-        _require_no_blocks(node)
-        axis = node.attributes.get_int("axis", 1)
-        return [self.rounded(x, scale, zero, node.outputs[0], axis)]
+        axis, block = (node.attributes.get_int(*a) for a in (("axis", 1), ("block_size", 0)))
+        return [self.rounded(x, scale, zero, node.outputs[0], axis, block)]
 
     def dequantize(self, node: Any) -> list[ir.Value]:
         """Return s (q - z)."""
         x, scale, zero = (*node.inputs, None)[:3]
-        _require_no_blocks(node)
-        y = self.steps(x, zero, node.attributes.get_int("axis", 1), scale)
+        axis, block = (node.attributes.get_int(*a) for a in (("axis", 1), ("block_size", 0)))
+        y = self.steps(x, zero, axis, scale, block)
         return [self._op.Cast(y, to=node.outputs[0].dtype)]
 
     def dynamic(self, node: Any) -> list[ir.Value]:
@@ -227,11 +246,6 @@ _FORMULAS: dict[str, _Formula] = {
 
 def _is_float(value: ir.Value) -> bool:
     return value.dtype is None or (value.dtype.is_floating_point() and value.dtype.bitwidth >= 16)
-
-
-def _require_no_blocks(node: ir.Node) -> None:
-    if node.attributes.get_int("block_size", 0):
-        raise _error(node, "its scales are those of blocks, which are covered for constants only")
 
 
 def _error(node: ir.Node, what: str) -> NoGradientRule:

@@ -41,6 +41,7 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
         "learning_rate": learning_rate(options),
         "train": options.train or None,
         "freeze": options.freeze,
+        "train_ranges": options.train_ranges,
         "clip_norm": options.clip_norm,
         "accumulate": options.accumulate,
         "batch_norm": options.batch_norm,

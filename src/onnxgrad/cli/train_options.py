@@ -76,6 +76,11 @@ class WeightOptions:
         [],
         metavar="PATTERN",
     )
+    train_ranges: bool = option(
+        "Of a quantized model: train the scales of QuantizeLinear, too.",
+        False,
+        show_default=False,
+    )
     head: str | None = option(
         "Give the model a new last layer: the number of its units, or the names of its classes "
         "separated by commas.",

@@ -20,6 +20,7 @@ INPUTS = "onnxgrad.adapter_inputs"  # as ADAPTERS, of a base whose adapters are 
 HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
 CONSTANTS = "onnxgrad.constants"  # a list of names: initializers that are no weights
 SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
+RANGES = "onnxgrad.ranges"  # a list of dicts, a scale that trains each; only while it trains
 LOSS = "onnxgrad.loss"  # of `add_loss_output`, a dict: names of label and prediction, and more
 
 _WORDS = ("kind", "form", "module")  # entries of an adapter that are no names of values
@@ -75,8 +76,9 @@ def adapter_dropout(proto: ModelProto) -> dict[str, float]:
 
 
 def detached(proto: ModelProto) -> set[str]:
-    """Return the values of adapters through which a `Trainer` lets no gradient flow."""
-    return {use["norm"] for _, use in _uses(proto) if use.get("norm")}
+    """Return the values of adapters and scales through which a `Trainer` lets no gradient flow."""
+    scales = {name for note in read_note(proto, RANGES) for name in note["stopped"]}
+    return scales | {use["norm"] for _, use in _uses(proto) if use.get("norm")}
 
 
 def _uses(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -33,7 +33,10 @@ from onnxgrad.training.fit import Fit
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
+from onnxgrad.training.modes.ranges import with_ranges
+from onnxgrad.training.modes.stored_integers import pairs
 from onnxgrad.training.parameters.choice import separated_choice
+from onnxgrad.training.parameters.patterns import as_list
 from onnxgrad.training.precision import PRECISIONS, narrow_dtypes, resolved, rounding_text, widened
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.settings import Settings
@@ -53,6 +56,7 @@ class TrainerBase(Settings):
         learning_rate: Any = 1e-3,
         train: str | Iterable[str] | None = None,
         freeze: str | Iterable[str] = (),
+        train_ranges: bool = False,
         clip_norm: float | None = None,
         accumulate: int = 1,
         batch_norm: str = "frozen",
@@ -92,7 +96,12 @@ class TrainerBase(Settings):
         self.names = read_names(self.proto)  # of the columns of tables
         # a user who asks for weights of a quantized model knows that the others stay
         tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
-        self.straight_through = train is not None or bool(tuned)
+        rounded = {pair.weight for pair in pairs(self.proto)}
+        named = train is not None or train_ranges or bool(tuned)
+        self.straight_through = named or not rounded.isdisjoint(self.trained)
+        if train_ranges:
+            self.proto, changes = with_ranges(self.proto, as_list(freeze))
+            self.trained = [*self.trained, *changes]
         self.state = TrainState(seed=seed)
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
         self.constants = set(refs)

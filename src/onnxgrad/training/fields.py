@@ -44,7 +44,8 @@ class Fields:
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
         labels = dict(objective.labels)
-        if not labels and len(rest) > 1:  # of a loss in the model, which does not say which it is
+        unsaid = bool(objective.written.sums) and not labels and len(rest) > 1
+        if unsaid:  # of a loss in the model, which does not say which it is
             labels[rest[-1]] = LossInfo()
         self.labels = list(labels)  # none if the loss needs no label
         self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}

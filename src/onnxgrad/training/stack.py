@@ -62,6 +62,7 @@ class TrainerStack(TrainerBase):
         learning_rate: a number or a schedule for all, or a list of one for each member.
         train: as for `Trainer`.
         freeze: as for `Trainer`.
+        train_ranges: as for `Trainer`.
         clip_norm: largest 2-norm of all gradients of a member together.
         accumulate: as for `Trainer`.
         batch_norm: as for `Trainer`.
@@ -123,6 +124,7 @@ class TrainerStack(TrainerBase):
         learning_rate: Any = 1e-3,
         train: str | Iterable[str] | None = None,
         freeze: str | Iterable[str] = (),
+        train_ranges: bool = False,
         clip_norm: float | None = None,
         accumulate: int = 1,
         batch_norm: str = "frozen",
@@ -151,6 +153,7 @@ class TrainerStack(TrainerBase):
             learning_rate=rates[0],
             train=train,
             freeze=freeze,
+            train_ranges=train_ranges,
             clip_norm=clip_norm,
             accumulate=accumulate,
             batch_norm=batch_norm,
@@ -169,13 +172,13 @@ class TrainerStack(TrainerBase):
             parallel=False,
         )
         self.members, self.optimizers = count, optimizers
-        self.learning_rates = [select_rate(rate) for rate in rates]
         self._begin(weights, init, rates)
 
     def _begin(
         self, weights: Sequence[Mapping[str, Any]] | None, init: str, rates: list[Any]
     ) -> None:
         """Let members begin with their weights; raise `ValueError` if all members are equal."""
+        self.learning_rates = [select_rate(rate) for rate in rates]
         self.callbacks.check_members()
         own, count = self.state.weights, len(self.optimizers)
         if weights is None:

@@ -36,6 +36,8 @@ class Trainer(TrainerBase):
             match aliases, too, and patterns choose among weights: see `trainable`, which shows what
             they do. None: those that train by default.
         freeze: names and patterns of tensors that do not train.
+        train_ranges: whether the scales of QuantizeLinear train, too: learned step size
+            quantization (Esser et al. 2020). They begin as they are, and stay positive.
         clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
         accumulate: number of micro-batches into which a batch is split, to save memory. The result
             is that of the whole batch, up to rounding; `batch_norm="train"` normalizes by the

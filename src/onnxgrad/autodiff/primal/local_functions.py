@@ -16,12 +16,15 @@ from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.opsets import WORKING_OPSET, convert
 from onnxgrad.model.rewrites import declare_once, own_results, use_standard_domain
 from onnxgrad.model.scopes import unshadow
-from onnxgrad.model.traversal import all_nodes, walk
+from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of, walk
 from onnxgrad.model.weights import constant_refs, lift, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload
 
 _MARK = "onnxgrad.ref:"  # prefix of a Constant's tensor name: it stands for that initializer
+_QUANTIZE = ("QuantizeLinear", "DequantizeLinear")
+_FEW_BITS = frozenset(map(TensorProto.DataType.Value, ("INT4", "UINT4", "INT16", "UINT16")))
+_FEW_BITS_OPSET = 21  # the first whose QuantizeLinear has them; onnxruntime has its own before
 _LARGE = 1024  # elements: larger tensors are not copied for every call
 
 
@@ -83,22 +86,32 @@ def raise_opset(proto: ModelProto) -> ModelProto:
     Raises:
         ModelError: `proto` cannot be converted.
     """
+    target = _FEW_BITS_OPSET if _in_few_bits(proto) else WORKING_OPSET
     version = max((o.version for o in proto.opset_import if not standard(o.domain)), default=0)
-    if version >= WORKING_OPSET:
+    if version >= target:
         return proto
     model = inlined(proto)  # the converter drops functions
     version = _opset(model) or 0
     if not version:  # only ai.onnx.ml: the gradient needs the standard operators too
-        model.opset_import.add(domain="", version=WORKING_OPSET)
-    if not version or version >= WORKING_OPSET:
+        model.opset_import.add(domain="", version=target)
+    if not version or version >= target:
         return model
     if model.functions:
         ruled = ", ".join(printable(f.name) for f in model.functions)
         raise ModelError(
-            f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
-            f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"
+            f"opset {version} cannot be raised to {target} with local functions that have a "
+            f"rule ({ruled}): export the model at opset {target} or newer"
         )
-    return convert(model, version, WORKING_OPSET)
+    return convert(model, version, target)
+
+
+def _in_few_bits(proto: ModelProto) -> bool:
+    """Return whether `com.microsoft` quantizes to what opset 21 has: 16 bits, or 4."""
+    nodes = [n for n in nodes_of(proto) if n.domain == "com.microsoft"]
+    read = {x for n in nodes if n.op_type in _QUANTIZE for x in n.input}
+    return bool(read) and any(
+        t.name in read and t.data_type in _FEW_BITS for g in graphs_of(proto) for t in g.initializer
+    )
 
 
 # -- opsets ------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, keep_only, names_in
 from onnxgrad.model.weights import replace
 from onnxgrad.model.without_elements import empty_names
+from onnxgrad.training.modes.ranges import with_learned_scales
+from onnxgrad.training.modes.stored_integers import folded
 
 # operator -> index of the operand of the ratio; training_mode follows
 _DROPOUTS = {
@@ -76,11 +78,13 @@ def inference_form(proto: ModelProto) -> ModelProto:
 def exported(proto: ModelProto, values: Mapping[str, np.ndarray], names: Names) -> ModelProto:
     """Return a trained model in its inference form, with the names of its columns.
 
-    Initializers whose elements `proto` lacks do not get their values: see `filled`.
+    Weights in the form that trains are stored as integers. Other initializers whose elements
+    `proto` lacks do not get their values: see `filled`.
     """
     empty = empty_names(proto)
     held = {name: array for name, array in values.items() if name not in empty}
-    result = inference_form(replace(proto, held))
+    result = with_learned_scales(inference_form(replace(proto, held)), values)
+    result = folded(result, values)
     names.keep(result)
     return result
 

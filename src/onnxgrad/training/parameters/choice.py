@@ -11,6 +11,7 @@ from onnxgrad.errors import argument
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
 from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
+from onnxgrad.training.parameters.named_integers import with_named_integers
 from onnxgrad.training.parameters.patterns import Patterns, as_list, choose, matching
 
 
@@ -49,11 +50,13 @@ def separated_choice(
     """Return the model to train, and the weights that `choose_weights` chooses in it.
 
     Parameters that an exporter merged are separated if one of them trains, or if there are running
-    `statistics` to update.
+    `statistics` to update. Stored integers that `train` names are brought into the form that
+    trains.
 
     Raises:
         ValueError: as `choose_weights`, or `train` names a constant that holds no floats.
     """
+    proto, train, freeze = with_named_integers(proto, train, freeze)
     separated = separate_merged(proto)
     _require_floats(separated, as_list(() if train is None else train))
     names = choose_weights(separated, train, freeze)

@@ -10,11 +10,12 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named, printable
 from onnxgrad.model.notes import HEAD, fine_tuned, read_note
-from onnxgrad.model.read import ModelLike
+from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.aliases import read_aliases
 from onnxgrad.training.parameters.equal_constants import separate_merged, warn_of_merged
+from onnxgrad.training.parameters.named_integers import with_named_integers
 from onnxgrad.training.parameters.patterns import choose, matching
 from onnxgrad.training.parameters.roles import QUANTIZED
 from onnxgrad.training.parameters.table import (
@@ -97,7 +98,8 @@ def trainable(
         >>> [t.name for t in og.trainable(model, train=["w", "units"], freeze="w").trained]
         ['units']
     """
-    rows = choose(default_rows(separate_merged(model)), train, freeze)
+    proto, train, freeze = with_named_integers(read(model), train, freeze)
+    rows = choose(default_rows(separate_merged(proto)), train, freeze)
     if pattern is not None:
         kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
         rows = Tensors(t for t in rows if t.name in kept)

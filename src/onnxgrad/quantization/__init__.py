@@ -1,0 +1,1 @@
+"""Quantization by onnxruntime, in the form that trains."""

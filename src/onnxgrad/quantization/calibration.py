@@ -1,0 +1,49 @@
+"""Data of users as the feeds by which onnxruntime calibrates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.data.columns import read_names
+from onnxgrad.data.indices import tables
+from onnxgrad.losses.objectives import Written
+from onnxgrad.model import external
+from onnxgrad.model.convert import to_ir
+from onnxgrad.training.batches import rows_of
+from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.objective import Objective
+
+_LABELS = frozenset({"label", "weight"})  # what batches may have, and no input takes
+
+
+def feeds(proto: ModelProto, data: Any, batch_size: int, rows: int) -> Iterator[dict[str, Any]]:
+    """Yield the feeds of a model for the first rows of data, batch by batch.
+
+    Raises:
+        ValueError: data that the inputs do not accept.
+    """
+    model = to_ir(external.without_data(proto))
+    graph = model.graph
+    inputs = [x for x in graph.inputs if str(x.name) not in graph.initializers]
+    objective = Objective(
+        model, inputs, [], Written(), {}, tables(graph, inputs), read_names(proto), {}
+    )
+    fields = Fields(objective)
+    fields.left_out = _LABELS
+    size = fields.fixed_rows or min(batch_size, rows)
+    source = Dataset(as_dataset(data).X).source(fields, size)
+    left = rows
+    for piece in source.epoch(None, 0, lambda batch: 1):
+        arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
+        axes = fields.axes(arrays)
+        if fields.fixed_rows is None and piece.own > left:
+            arrays = {name: rows_of(a, axes[name], slice(0, left)) for name, a in arrays.items()}
+        yield {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        left -= piece.own
+        if left <= 0:
+            return

@@ -1,0 +1,191 @@
+"""Learned ranges: scales of quantization that train, written into a model and out of it.
+
+Learned step size quantization (Esser et al. 2020, arXiv:1902.08153), but for how a scale stays
+positive: s = s0 (1 + elu(c)), s0 the one in the file. What trains is c, which begins at zero, with
+the gradient g (dL/ds) / s0, g = 1 / sqrt(N Q). As long as s is s0 or larger, a step of gradient
+descent changes it as there, and Adam changes it by a share of s0; below, by s / s0 of that, to
+first order. It is never less than s0 / 1024. N is the number of elements of a weight that have the
+scale, or of elements of an activation in one row; Q is the largest integer above the zero point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
+
+from onnxgrad.errors import argument
+from onnxgrad.graph.emit import Emit
+from onnxgrad.model import external
+from onnxgrad.model.constants import FLOATS, opset_versions
+from onnxgrad.model.notes import RANGES, read_note, write_note
+from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, names
+from onnxgrad.training.modes.stored_integers import computed, is_operator, pairs
+
+_LEAST = 2.0**-10  # what is left of a scale at least
+
+
+def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[str]]:
+    """Return a copy of `proto` in which scales train, and the names of what trains for them.
+
+    `frozen` are names and patterns of scales that stay.
+
+    Raises:
+        ValueError: there is no QuantizeLinear with a constant scale in the main graph.
+    """
+    model = deepcopy(proto)
+    found = dict(_quantizers(model))
+    chosen = {s: n for s, n in found.items() if not any(fnmatchcase(s, p) for p in frozen)}
+    if not chosen:
+        reason = "all are frozen" if found else "quantize gives a model some"
+        raise ValueError(
+            f"{argument('train_ranges', True)}: no QuantizeLinear with a constant scale has a range"
+            f" to train; {reason}"
+        )
+    weights = {pair.node.output[0]: pair for pair in pairs(model)}
+    held = {t.name: t for t in model.graph.initializer}
+    writer, notes = _Writer(model), []
+    for scale, nodes in chosen.items():
+        pair = weights.get(nodes[0].output[0])
+        count = None if pair is None else prod(pair.constants[pair.weight].dims)
+        if count is not None:
+            count = max(1, count // max(1, prod(held[scale].dims)))
+        notes.append(writer.write(held[scale], nodes[0], count, _largest(nodes[0], held)))
+    write_note(model, RANGES, notes)
+    return model, [note["change"] for note in notes]
+
+
+def _quantizers(model: ModelProto) -> Iterator[tuple[str, list[NodeProto]]]:
+    """Yield constant scales of floats, and the QuantizeLinear nodes that have them."""
+    inputs = {x.name for x in model.graph.input}
+    scales = {t.name for t in model.graph.initializer if t.data_type in FLOATS} - inputs
+    found: dict[str, list[NodeProto]] = {}
+    for node in model.graph.node:
+        if is_operator(node, "QuantizeLinear") and node.input[1] in scales:
+            found.setdefault(node.input[1], []).append(node)
+    yield from found.items()
+
+
+def _largest(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
+    """Return the largest integer of a QuantizeLinear, above its zero point."""
+    zero = held.get(node.input[2]) if len(node.input) > 2 else None
+    stated = {a.name: a.i for a in node.attribute}.get("output_dtype", 0)
+    dtype = ir.DataType((stated or TensorProto.UINT8) if zero is None else zero.data_type).numpy()
+    if not np.issubdtype(dtype, np.integer) and "int" not in dtype.name:
+        return float(ml_dtypes.finfo(dtype).max)
+    zeros = np.zeros(1) if zero is None else external.array(zero).astype(np.int64)
+    return max(1.0, float(ml_dtypes.iinfo(dtype).max) - float(zeros.min()))
+
+
+class _Writer:
+    """Writes nodes into a model, in place."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self.model = model
+        opset = opset_versions(model.opset_import).get("", 0)
+        taken = {*names(model.graph), *(t.name for t in model.graph.initializer)}
+        self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), taken)
+
+    def write(
+        self, scale: TensorProto, node: NodeProto, count: int | None, largest: float
+    ) -> dict[str, Any]:
+        """Write what replaces a scale in front of `node`; return the note about it.
+
+        `count` is the number of elements with the scale; None: those of a row of what is rounded.
+        """
+        op, before, dtype = self.op, len(self.op.written), ir.DataType(scale.data_type)
+        change = self.op.name(f"{scale.name}.change")
+        zeros = np.zeros(tuple(scale.dims), dtype.numpy())
+        self.model.graph.initializer.append(ir.to_proto(ir.tensor(zeros, name=change)))
+        s, c = (self._value(name, dtype, scale.dims) for name in (scale.name, change))
+        with op:
+            one, least = (self._constant(np.asarray(v, dtype.numpy())) for v in (1, _LEAST))
+            grown = op.emit("Max", [op.Add(op.emit("Elu", [c], {}, fresh=True), one), least], {})
+            now = op.emit("Mul", [grown, s], {}, fresh=True)
+            fixed = op.copy_of(c)
+            now.name, fixed.name = (op.name(f"{scale.name}.{n}") for n in ("now", "fixed"))
+            factor = op.Div(self._factor(node.input[0], count, largest, dtype), s)
+            learned = op.emit("Add", [now, op.Mul(op.Sub(c, fixed), factor)], {}, fresh=True)
+            learned.name = op.name(f"{scale.name}.learned")
+        self._replace(scale.name, str(learned.name))
+        written = [ir.to_proto(n) for n in op.written[before:]]
+        position = list(self.model.graph.node).index(node)
+        for new in reversed(written):
+            new.ClearField("name")
+            self.model.graph.node.insert(position, new)
+        return {
+            "scale": scale.name,
+            "change": change,
+            "learned": learned.name,
+            "stopped": [now.name, fixed.name],
+            "nodes": [new.output[0] for new in written],
+            "ends": 1 + [new.output[0] for new in written].index(now.name),
+        }
+
+    def _factor(self, x: str, count: int | None, largest: float, dtype: ir.DataType) -> ir.Value:
+        """Return g, a scalar."""
+        op = self.op
+        if count is not None:
+            return self._constant(np.asarray((count * largest) ** -0.5, dtype.numpy()))
+        value = ir.Value(name=x, type=ir.TensorType(dtype))
+        rows = op.Gather(op.Shape(value), self._constant(np.asarray(0, np.int64)))
+        each = op.Cast(op.Div(op.Size(value), rows), to=ir.DataType.FLOAT)
+        product = op.Mul(each, self._constant(np.asarray(largest, np.float32)))
+        return op.Cast(op.Reciprocal(op.Sqrt(product)), to=dtype)
+
+    def _constant(self, array: np.ndarray) -> ir.Value:
+        """Return a Constant node, as initializers are taken for weights."""
+        y = self.op.emit("Constant", [], {"value": ir.tensor(array)}, fresh=True)
+        y.type, y.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape([])
+        return y
+
+    def _value(self, name: str, dtype: ir.DataType, shape: Any) -> ir.Value:
+        return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+
+    def _replace(self, old: str, new: str) -> None:
+        _rename_operands(self.model, old, new)
+
+
+def _rename_operands(model: ModelProto, old: str, new: str) -> None:
+    for node in all_nodes(model.graph.node):
+        for i, name in enumerate(node.input):
+            if name == old:
+                node.input[i] = new
+
+
+def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return a model of `with_ranges` with the scales that it has learned as constants, in place.
+
+    `values` are the elements of initializers that lack them.
+    """
+    notes = read_note(proto, RANGES)
+    held = {t.name: t for t in proto.graph.initializer}
+    makers = {y: node for node in proto.graph.node for y in node.output if notes}
+    for note in notes:
+        scale, change = held[note["scale"]], held[note["change"]]
+        given = TensorProto()
+        given.CopyFrom(change)
+        if external.is_empty(change):
+            given = numpy_helper.from_array(np.ascontiguousarray(values[change.name]))
+        nodes = [makers[name] for name in note["nodes"][: note["ends"]]]
+        constants = {scale.name: scale, change.name: given}
+        learned = computed(proto.opset_import, constants, nodes)
+        name = scale.name
+        scale.CopyFrom(ir.to_proto(ir.tensor(learned, name=name)))
+        _rename_operands(proto, note["learned"], name)
+    if notes:
+        gone = {name for note in notes for name in note["nodes"]}
+        changes = {note["change"] for note in notes}
+        keep_only(proto.graph.node, lambda node: node.output[0] not in gone)
+        keep_only(proto.graph.initializer, lambda t: t.name not in changes)
+        for graph in all_graphs(proto.graph):
+            keep_only(graph.value_info, lambda v: v.name not in gone)
+        write_note(proto, RANGES, [])
+    return proto

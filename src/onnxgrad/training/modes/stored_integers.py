@@ -1,0 +1,363 @@
+"""Weights in the form that trains, floats that are rounded, and in that which is stored, integers.
+
+In the form that trains, a weight is a float tensor behind which QuantizeLinear and DequantizeLinear
+stand. A stored one is what QuantizeLinear returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    numpy_helper,
+)
+
+from onnxgrad.graph.operators import REORDERS, VIEWS
+from onnxgrad.model import external
+from onnxgrad.model.constants import standard
+from onnxgrad.model.notes import fine_tuned
+from onnxgrad.model.opsets import min_ir_version
+from onnxgrad.model.scopes import unused
+from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, reads, subgraphs
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded
+from onnxgrad.training.modes.bias_scales import leave_room_for_biases
+
+_DOMAINS = ("", "com.microsoft")
+_MOVES = REORDERS | VIEWS | {"Cast"}  # of a weight, in front of its QuantizeLinear
+# what quantizers append to the name of a weight to name its integers
+_SUFFIXES = re.compile(r"(_quantized|_QuantizeLinear_Output|_DQ_Q\d|_quantized_\d+)$")
+
+# integers that stand for a weight or, the last one, for a bias
+_STORED = frozenset(
+    TensorProto.DataType.Value(name) for name in "INT4 UINT4 INT8 UINT8 INT16 UINT16 INT32".split()
+)
+
+
+@dataclass
+class Pair:
+    """A weight, and the QuantizeLinear behind it.
+
+    Attributes:
+        graph: the graph with the node.
+        node: the QuantizeLinear.
+        moves: the nodes between both, which move the elements of the weight, in their order.
+        constants: the constants that all of these read, by name.
+        weight: the name of the weight.
+        opsets: those of the model.
+    """
+
+    graph: GraphProto
+    node: NodeProto
+    moves: list[NodeProto]
+    constants: dict[str, TensorProto]
+    weight: str
+    opsets: Sequence[OperatorSetIdProto]
+
+
+def is_operator(node: NodeProto, op_type: str) -> bool:
+    """Return whether `node` is the operator, of ONNX or of onnxruntime."""
+    return node.op_type == op_type and standard(node.domain) in _DOMAINS
+
+
+def pairs(proto: ModelProto) -> list[Pair]:
+    """Return the weights of `proto` that are in the form that trains, in subgraphs too.
+
+    Those that are a part of an adapter, which is merged later, are left out.
+    """
+    if not any(is_operator(n, "QuantizeLinear") for g in all_graphs(proto.graph) for n in g.node):
+        return []
+    adapters = set(fine_tuned(proto))
+    found = _pairs(proto.graph, ChainMap(), proto.opset_import)
+    return [pair for pair in found if pair.weight not in adapters]
+
+
+def _pairs(
+    graph: GraphProto,
+    outer: ChainMap[str, TensorProto],
+    opsets: Sequence[OperatorSetIdProto],
+) -> Iterator[Pair]:
+    scope = outer.new_child({t.name: t for t in graph.initializer})
+    makers: dict[str, NodeProto] = {}
+    readers = readers_of(graph)
+    for node in graph.node:
+        if node.op_type == "Constant" and not standard(node.domain):
+            scope.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+        makers |= dict.fromkeys(node.output, node)
+        for inner in subgraphs(node):
+            yield from _pairs(inner, scope, opsets)
+        if not is_operator(node, "QuantizeLinear"):
+            continue
+        users = readers[node.output[0]]
+        if not users or not all(u and is_operator(u, "DequantizeLinear") for u in users):
+            continue
+        traced = _traced(node, makers, scope)
+        if traced is not None:
+            yield Pair(graph, node, *traced, opsets)
+
+
+def _traced(
+    node: NodeProto, makers: Mapping[str, NodeProto], scope: Mapping[str, TensorProto]
+) -> tuple[list[NodeProto], dict[str, TensorProto], str] | None:
+    """Return what `node` rounds, if that is a constant of floats."""
+    moves: list[NodeProto] = []
+    name = node.input[0]
+    while name not in scope:
+        maker = makers.get(name)
+        if maker is None or standard(maker.domain) or maker.op_type not in _MOVES:
+            return None
+        moves.insert(0, maker)
+        name = maker.input[0]
+    read = [x for n in (*moves, node) for x in n.input if x]
+    moved = {y for n in moves for y in n.output}
+    if any(x not in scope and x not in moved for x in read):
+        return None
+    return moves, {x: scope[x] for x in read if x in scope}, name
+
+
+def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
+    """Return the nodes that read a value, in subgraphs too; None stands for the graph's outputs."""
+    readers: dict[str, list[NodeProto | None]] = {}
+    for node in graph.node:
+        for name in dict.fromkeys(reads(node)):
+            user = None if name not in node.input else node
+            readers.setdefault(name, []).append(user)
+    for name in names_in(graph.output):
+        readers.setdefault(name, []).append(None)
+    return _Readers(readers)
+
+
+class _Readers(dict[str, list[NodeProto | None]]):
+    def __missing__(self, name: str) -> list[NodeProto | None]:
+        return []
+
+
+# -- from the form that trains to integers -----------------------------------------------------
+
+
+def folded(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return `proto` with its weights as integers, which onnxruntime rounds; in place.
+
+    Args:
+        proto: the model.
+        values: the elements of initializers that lack them.
+    """
+    found = pairs(proto)
+    leave_room_for_biases(proto.graph, [pair.node for pair in found])
+    for pair in found:
+        tensor = _quantized(pair, values)
+        pair.graph.node.remove(pair.node)
+        pair.graph.initializer.append(tensor)
+        _forget(pair.graph.value_info, tensor.name)
+    if found:
+        read = {name for graph in all_graphs(proto.graph) for name in _read_in(graph)}
+        rounded = {name for pair in found for name in (*pair.constants, *_results(pair))}
+        _drop(proto, rounded - read)
+    return proto
+
+
+def _forget(entries: Any, name: str) -> None:
+    keep_only(entries, lambda entry: entry.name != name)
+
+
+def _results(pair: Pair) -> list[str]:
+    return [y for node in pair.moves for y in node.output]
+
+
+def _read_in(graph: Any) -> Iterator[str]:
+    yield from names_in(graph.output)
+    for node in graph.node:
+        yield from node.input
+
+
+def _drop(proto: ModelProto, unread: set[str]) -> None:
+    """Remove constants, and nodes that move them, which nothing reads any more."""
+    while unread:
+        before = _take_out(proto, unread)
+        unread = before - {name for g in all_graphs(proto.graph) for name in _read_in(g)}
+
+
+def _take_out(proto: ModelProto, unread: set[str]) -> set[str]:
+    """Remove the values of these names; return the names that their nodes read."""
+    before: set[str] = set()
+    for graph in map(_as_graph, all_graphs(proto.graph)):
+        gone = [n for n in graph.node if n.output and unread.issuperset(n.output)]
+        before.update(name for node in gone for name in node.input)
+        keep_only(graph.node, lambda n: not n.output or not unread.issuperset(n.output))
+        for entries in (graph.initializer, graph.input, graph.value_info):
+            keep_only(entries, lambda entry: entry.name not in unread)
+        keep_only(graph.quantization_annotation, lambda a: a.tensor_name not in unread)
+    return before
+
+
+def _as_graph(graph: Any) -> GraphProto:
+    assert isinstance(graph, GraphProto)
+    return graph
+
+
+def _quantized(pair: Pair, values: Mapping[str, np.ndarray]) -> TensorProto:
+    """Return the integers of a weight, as onnxruntime computes them, under their name."""
+    constants = dict(pair.constants)
+    for name, tensor in pair.constants.items():
+        if external.is_empty(tensor):
+            constants[name] = numpy_helper.from_array(np.ascontiguousarray(values[name]))
+    # numpy lacks integers of 4 bits: they are read as floats, which are as exact
+    taken = {*constants, *_results(pair), *pair.node.output}
+    one, steps = unused("one", taken), unused("steps", taken)
+    constants[one] = numpy_helper.from_array(np.ones((), np.float32))
+    back = NodeProto(op_type="DequantizeLinear", domain=pair.node.domain, output=[steps])
+    back.input.extend([pair.node.output[0], one])
+    floats = computed(pair.opsets, constants, [*pair.moves, pair.node, back])
+    dtype = ir.DataType(_integer_type(pair))
+    integers = ir.tensor(floats.astype(dtype.numpy()), dtype=dtype, name=pair.node.output[0])
+    return ir.to_proto(integers)
+
+
+def computed(
+    opsets: Iterable[OperatorSetIdProto],
+    constants: Mapping[str, TensorProto],
+    nodes: Sequence[NodeProto],
+) -> np.ndarray:
+    """Return what the last of some nodes computes of constants, floats, in onnxruntime."""
+    model = ModelProto(opset_import=opsets)
+    model.ir_version = min_ir_version(list(opsets))
+    model.graph.name = "constants"
+    for name, tensor in constants.items():
+        held = model.graph.initializer.add()
+        held.CopyFrom(tensor)
+        held.name = name
+    model.graph.node.extend(nodes)
+    output = model.graph.output.add(name=nodes[-1].output[0])
+    output.type.tensor_type.elem_type = constants[nodes[-1].input[1]].data_type
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    return loaded(model, options, providers=Device.of("cpu").providers).run(None, {})[0]
+
+
+def _integer_type(pair: Pair) -> int:
+    """Return the data type to which a QuantizeLinear rounds."""
+    zero = pair.node.input[2] if len(pair.node.input) > 2 else ""
+    if zero:
+        return pair.constants[zero].data_type
+    stated = {a.name: a.i for a in pair.node.attribute}.get("output_dtype", 0)
+    return stated or TensorProto.UINT8
+
+
+# -- from integers to the form that trains -----------------------------------------------------
+
+
+@dataclass
+class Stored:
+    """Stored integers that DequantizeLinear nodes, with the same operands, turn into floats.
+
+    Attributes:
+        tensor: the integers.
+        users: the nodes.
+        scale: their scale.
+        zero: their zero point, if they have one.
+        weight: the name that the weight gets as floats.
+    """
+
+    tensor: TensorProto
+    users: list[NodeProto]
+    scale: TensorProto
+    zero: TensorProto | None
+    weight: str
+
+
+def stored(proto: ModelProto) -> list[Stored]:
+    """Return the stored integers of the main graph that can train as floats."""
+    graph = proto.graph
+    scope = {t.name: t for t in graph.initializer}
+    readers, taken, found = readers_of(graph), set(names(graph)), []
+    for tensor in graph.initializer:
+        users = [u for u in readers[tensor.name] if u and is_operator(u, "DequantizeLinear")]
+        if not users or len(users) < len(readers[tensor.name]) or tensor.data_type not in _STORED:
+            continue
+        operands = {tuple(user.input[1:]) for user in users}
+        if len(operands) > 1 or any(user.input[0] != tensor.name for user in users):
+            continue
+        [scale, *zero] = operands.pop()
+        if scale not in scope or any(name and name not in scope for name in zero):
+            continue
+        weight = users[0].output[0]
+        if tensor.data_type != TensorProto.INT32:
+            base = _SUFFIXES.sub("", tensor.name)
+            weight = base if base not in taken else unused(f"{base}.float", taken)
+        elif len(users) > 1 or None in readers[weight]:
+            continue
+        zeros = [scope[name] for name in zero if name]
+        entry = Stored(tensor, users, scope[scale], zeros[0] if zeros else None, weight)
+        taken.add(weight)
+        found.append(entry)
+    return found
+
+
+def as_floats(
+    proto: ModelProto, chosen: Collection[str], originals: Mapping[str, TensorProto]
+) -> ModelProto:
+    """Return a copy of `proto` with stored integers in the form that trains.
+
+    Args:
+        proto: the model.
+        chosen: the names of the integers.
+        originals: the floats that were rounded, by the names that weights get; of others, the
+            floats are those for which the integers stand.
+    """
+    model = deepcopy(proto)
+    graph = model.graph
+    for entry in stored(model):
+        name, user = entry.tensor.name, entry.users[0]
+        if name not in chosen:
+            continue
+        constants = {t.name: t for t in (entry.tensor, entry.scale, entry.zero) if t is not None}
+        floats = TensorProto()
+        if entry.weight in originals:
+            floats.CopyFrom(originals[entry.weight])
+        else:
+            array = computed(model.opset_import, constants, [user])
+            floats.CopyFrom(ir.to_proto(ir.tensor(array)))
+        floats.name = entry.weight
+        if entry.tensor.data_type == TensorProto.INT32:  # of a bias, which onnxruntime rounds
+            graph.node.remove(user)
+        else:
+            position = next(i for i, n in enumerate(graph.node) if n.output == user.output)
+            graph.node.insert(position, _rounding(graph, entry))
+        graph.initializer.append(floats)
+        _forget(graph.initializer, name)
+        _forget(graph.input, name)
+    _drop(model, _unread(model, proto))
+    return model
+
+
+def _rounding(graph: GraphProto, entry: Stored) -> NodeProto:
+    """Return the QuantizeLinear in front of the nodes that read stored integers."""
+    user, zero = entry.users[0], entry.zero
+    if zero is None:  # which says to what it rounds
+        zero = graph.initializer.add(data_type=entry.tensor.data_type, dims=entry.scale.dims)
+        zero.name = unused(f"{entry.weight}_zero_point", set(names(graph)))
+        zero.raw_data = bytes(external.nbytes(zero))
+    node = NodeProto(op_type="QuantizeLinear", domain=user.domain, output=[entry.tensor.name])
+    node.input.extend([entry.weight, entry.scale.name, zero.name])
+    node.attribute.extend(a for a in user.attribute if a.name in ("axis", "block_size"))
+    return node
+
+
+def _unread(model: ModelProto, before: ModelProto) -> set[str]:
+    """Return the initializers of `model` that only `before` reads."""
+    read = [{n for g in all_graphs(m.graph) for n in _read_in(g)} for m in (model, before)]
+    return {t.name for t in model.graph.initializer} & (read[1] - read[0])
