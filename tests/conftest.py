@@ -110,6 +110,14 @@ def new_threads():
     return lambda: set(threading.enumerate()) - before
 
 
+@pytest.fixture(scope="session")
+def genai_llama(tmp_path_factory):
+    """Return the folder of a small Llama, as onnxruntime-genai's builder writes it."""
+    from language_models import shared_llama
+
+    return shared_llama(tmp_path_factory, os.environ.get("PYTEST_XDIST_WORKER", "master"))
+
+
 @pytest.fixture
 def one_thread(monkeypatch):
     """Give sessions one thread: of small models, starting more costs more than running them."""

@@ -21,6 +21,7 @@ FLOORS = [
         "artifacts",
         "adapters",
         "finetune",
+        "language",
         "explain",
         "plot",
         "report",
