@@ -35,19 +35,19 @@ def configurations(vocab_size: int, hidden: int = 64, layers: int = 2) -> dict:
     """Return small configurations of transformers by family: (configuration, model)."""
     import transformers as t
 
-    common = dict(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    )
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    }
     own = {"head_dim": hidden // 4}
     return {
         "llama": (t.LlamaConfig(**common, **own), t.LlamaForCausalLM),

@@ -133,22 +133,16 @@ class ChatTemplate:
                 f"the chat template does not show where message {i} of the assistant is in the "
                 "conversation: pass completion_only=False"
             )
-        end = at + len(said)
-        tail = next((t for t in _ends(until, said) if t and text.startswith(t, end)), "")
-        return at if start is None else start, end + len(tail)
-
-
-def _ends(until: str, said: str) -> list[str]:
-    """Return what follows the last turn, and its beginning up to a line end."""
-    tail = until[until.rfind(said) + len(said) :]
-    return [tail, tail.rstrip()]
+        end, after = at + len(said), until[until.rfind(said) + len(said) :]
+        ending = after[: _common(after, text[end:])]
+        whole = max(ending.rfind(c) for c in ">]\n") + 1  # without a part of the next token
+        return at if start is None else start, end + (whole or len(ending))
 
 
 def _common(a: str, b: str) -> int:
     """Return the length of the common beginning."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 def _marked(text: str) -> list[Span]:

@@ -80,21 +80,7 @@ class Tokenizer:
             raise ValueError(f"{str(home / FILE)!r} cannot be read: {e}") from None
         config = _config(home)
         special = {n: t for n in _NAMED if (t := _text(config.get(f"{n}_token"))) is not None}
-        made = cls(backend, special, read_template(home, config, special), ids)
-        if {"add_bos_token", "add_eos_token"} & config.keys():
-            made._put_around(bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
-        return made
-
-    def _put_around(self, bos: bool, eos: bool) -> None:
-        """Put special tokens around texts as the configuration says, whatever the file does."""
-        first = ("bos", self.bos_id) if bos and "bos" in self.special else None
-        last = ("eos", self.eos_id) if eos and "eos" in self.special else None
-        around = [(self.special[each[0]], each[1]) for each in (first, last) if each]
-        single = [*([around[0][0]] if first else []), "$A", *([around[-1][0]] if last else [])]
-        processors = _library().processors
-        self.backend.post_processor = processors.TemplateProcessing(
-            single=single, special_tokens=around
-        )
+        return cls(backend, special, read_template(home, config, special), ids)
 
     def encode(
         self, texts: Sequence[str], special: bool = True
