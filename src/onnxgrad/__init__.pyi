@@ -142,6 +142,9 @@ from .language.folders import (
     ModelFolder as ModelFolder,
     load_folder as load_folder,
 )
+from .language.generation import (
+    generate as generate,
+)
 from .language.save import (
     save_folder as save_folder,
 )

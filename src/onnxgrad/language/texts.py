@@ -7,6 +7,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -16,11 +17,12 @@ from onnxgrad.data.arrays import DataError
 from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.data.readers import Reader, full_name
 from onnxgrad.data.torch_data import is_hugging_face_stream
+from onnxgrad.errors import ModelError, argument
 from onnxgrad.graph.shapes import Dims
 from onnxgrad.language.encoding import IGNORED, Encoder, Row, pack
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.language.records import is_stream, records
-from onnxgrad.language.tokenizer import as_tokenizer
+from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 
 _POOL = 50  # batches of a stream whose rows are sorted by length together
 _BUFFER = 1000  # rows that a stream shuffles together
@@ -91,17 +93,21 @@ def _read(
     by_line: bool,
 ) -> Reader:
     folder = tokenizer if isinstance(tokenizer, ModelFolder) else None
-    if isinstance(tokenizer, (str, os.PathLike)) and is_folder(tokenizer):
-        tokenizer = folder = load_folder(tokenizer)
+    if folder is None and isinstance(tokenizer, (str, os.PathLike)) and is_folder(tokenizer):
+        with suppress(ModelError):  # it may have a tokenizer only
+            tokenizer = folder = load_folder(tokenizer)
     own, most = as_tokenizer(tokenizer), None if folder is None else folder.context_length
     if max_length is None:
         max_length = most
     elif max_length < 2:
-        raise ValueError(f"max_length={max_length}: a row needs 2 tokens, one to predict another")
+        given = argument("max_length", max_length)
+        raise ValueError(f"{given}: a row needs 2 tokens, one to predict another")
     elif most and max_length > most:
-        raise ValueError(f"max_length={max_length}, and the model takes {most} tokens")
+        given = argument("max_length", max_length)
+        raise ValueError(f"{given}, and the model takes {most} tokens")
     if packing and max_length is None:
-        raise ValueError("packing=True needs max_length, the number of tokens of a row")
+        given = argument("packing", True)
+        raise ValueError(f"{given} needs {argument('max_length')}, the number of tokens of a row")
     size = None if folder is None else folder.vocab_size
     encoder = Encoder(own, None if packing else max_length, completion_only, column, size)
     pad = own.pad_id if own.pad_id is not None and own.pad_id >= 0 else own.eos_id or 0
@@ -116,7 +122,7 @@ def _read(
         raise DataError(f"{name} has no text to learn")
     for note in encoder.notes():
         warnings.warn(note, stacklevel=3)
-    return Texts(rows, pad, names, encoder.notes())
+    return Texts(rows, pad, names, encoder.notes(), own if folder is None else folder)
 
 
 def _encoded(source: Any, encoder: Encoder, block: int | None, by_line: bool) -> Iterator[Row]:
@@ -149,14 +155,21 @@ class Texts(_TextReader):
         tokens: number of tokens of all.
         learnt: number of those that are learnt.
         notes: sentences about those that were not taken as they are.
+        tokenizer: the tokenizer, or its folder.
     """
 
     rows: int
 
     def __init__(
-        self, rows: list[Row], pad: int, names: Mapping[str, str], notes: list[str]
+        self,
+        rows: list[Row],
+        pad: int,
+        names: Mapping[str, str],
+        notes: list[str],
+        tokenizer: Tokenizer | ModelFolder,
     ) -> None:
         super().__init__(pad, names)
+        self.tokenizer = tokenizer
         self._rows, self.rows, self.notes = rows, len(rows), notes
         self.tokens = sum(len(ids) for ids, _ in rows)
         self.learnt = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
@@ -170,7 +183,8 @@ class Texts(_TextReader):
 
     def subset(self, numbers: np.ndarray) -> Texts:
         """Return some of the rows."""
-        return Texts([self._rows[i] for i in numbers], self.pad, self.names, [])
+        rows = [self._rows[i] for i in numbers]
+        return Texts(rows, self.pad, self.names, [], self.tokenizer)
 
     def describe(self) -> dict[str, Any]:
         """Return the number of rows and of tokens, and a digest."""
@@ -193,6 +207,11 @@ class TextStream(_TextReader):
     ) -> None:
         super().__init__(pad, names)
         self.source, self.encoder, self.block, self._told = source, encoder, block, False
+
+    def first(self) -> Any:
+        """Return a batch of one row, without reading the source."""
+        ids = np.zeros((1, 2), np.int32)
+        return self._batch({_IDS: ids, _MASK: ids}, ids)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass; the rows of those that are left out are read, too."""
