@@ -429,7 +429,7 @@ def test_files_of_other_forms(tmp_path):
 
 def test_options_of_other_models(tmp_path):
     tok = tokenizer()
-    for most, message in ((1, "a row needs 2 tokens"), (None, "packing=True needs max_length")):
+    for most, message in ((1, "a row needs 2 tokens"), (None, "packing=True needs max_length=")):
         with pytest.raises(ValueError, match=message):
             og.texts(SENTENCES, tok, most, packing=most is None)
     with pytest.raises(DataError, match="and completion_only=True"):

@@ -13,6 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from onnxgrad.errors import argument
+
 Span = tuple[int, int]  # of characters: the first, and the one behind the last
 Messages = Sequence[Mapping[str, Any]]
 
@@ -131,7 +133,7 @@ class ChatTemplate:
         if at < 0:
             raise ValueError(
                 f"the chat template does not show where message {i} of the assistant is in the "
-                "conversation: pass completion_only=False"
+                f"conversation: pass {argument('completion_only', False)}"
             )
         end, after = at + len(said), until[until.rfind(said) + len(said) :]
         ending = after[: _common(after, text[end:])]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.arrays import DataError
+from onnxgrad.errors import argument
 from onnxgrad.language.chat import Span
 from onnxgrad.language.records import Record
 from onnxgrad.language.tokenizer import Tokenizer
@@ -105,13 +106,14 @@ class Encoder:
             _check_text(where, "text", record["text"])
             if self.completion_only:
                 raise DataError(
-                    f"{where} has a text without a prompt, and completion_only=True: write "
+                    f"{where} has a text without a prompt, and {argument('completion_only', True)} "
+                    "learns what follows one: write "
                     '{"prompt": ..., "completion": ...} or {"messages": [...]}'
                 )
             return _Piece(where, record["text"])
         raise DataError(
             f"{where} has {list(record)}: expected 'text', 'prompt' and 'completion', 'messages', "
-            "or 'input_ids'; column= names another column of texts"
+            "or 'input_ids'"
         )
 
     def _numbers(self, where: str, record: Mapping[str, Any]) -> Row:
@@ -183,8 +185,8 @@ class Encoder:
         ids, labels = ids[: self.max_length], labels[: self.max_length]
         if not (labels[1:] != IGNORED).any():
             raise DataError(
-                f"{where}: what comes before the first token to learn fills all {self.max_length} "
-                "tokens of max_length: shorten it, or pass a larger one"
+                f"{where}: what comes before the first token to learn fills the row: shorten it, "
+                f"or pass more than {argument('max_length', self.max_length)}"
             )
         return ids, labels
 
@@ -200,7 +202,8 @@ class Encoder:
         """Return sentences about the rows that were not taken as they are."""
         said = []
         if self.cut:
-            said.append(f"{self.cut} texts are longer than max_length={self.max_length}, and cut")
+            most = argument("max_length", self.max_length)
+            said.append(f"{self.cut} texts are longer than {most}, and cut")
         if self.empty:
             said.append(f"{self.empty} texts are left out: they have no token to learn")
         if self.split:

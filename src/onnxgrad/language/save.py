@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TensorProto
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, argument
 from onnxgrad.language.folders import ModelFolder, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.read import read
@@ -107,7 +107,7 @@ def check_folder(
         if not overwrite:
             raise FileExistsError(
                 f"{os.fspath(path)!r} exists, and is not empty: name another folder, or pass "
-                "overwrite=True"
+                f"{argument('overwrite', True)}"
             )
         try:
             load_folder(target)
