@@ -112,10 +112,20 @@ def new_threads():
 
 @pytest.fixture(scope="session")
 def genai_llama(tmp_path_factory):
-    """Return the folder of a small Llama, as onnxruntime-genai's builder writes it."""
-    from language_models import shared_llama
+    """The folder of a small Llama of onnxruntime-genai's builder: the first process builds it."""
+    for name in ("onnxruntime_genai", "transformers", "filelock"):
+        pytest.importorskip(name)
+    from filelock import FileLock
+    from language_models import build
 
-    return shared_llama(tmp_path_factory, os.environ.get("PYTEST_XDIST_WORKER", "master"))
+    base = tmp_path_factory.getbasetemp()
+    home = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "small-llama"
+    home.mkdir(exist_ok=True)
+    with FileLock(home / "lock"):
+        if not (home / "built").exists():
+            build(home)
+            (home / "built").touch()
+    return home / "fp32"
 
 
 @pytest.fixture

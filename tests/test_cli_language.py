@@ -7,10 +7,10 @@ import re
 import numpy as np
 import onnx
 import pytest
+from language_models import SENTENCES
 from typer.testing import CliRunner
 
 import onnxgrad as og
-from language_models import SENTENCES
 from onnxgrad.cli import app
 
 pytest.importorskip("tokenizers")

@@ -3,9 +3,9 @@
 import numpy as np
 import onnx
 import pytest
+from language_models import SENTENCES
 
 import onnxgrad as og
-from language_models import SENTENCES
 from onnxgrad.errors import ModelError
 from onnxgrad.language import generation
 

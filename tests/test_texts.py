@@ -8,9 +8,9 @@ from itertools import chain
 import numpy as np
 import onnx
 import pytest
+from language_models import SENTENCES, bpe
 
 import onnxgrad as og
-from language_models import SENTENCES, bpe
 from onnxgrad.data.arrays import DataError
 from onnxgrad.language.chat import ChatTemplate
 from onnxgrad.language.tokenizer import Tokenizer

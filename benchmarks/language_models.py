@@ -1,11 +1,9 @@
-"""Small language models as onnxruntime-genai's builder writes them, made once for all tests."""
+"""Small random language models, as onnxruntime-genai's builder writes them."""
 
-import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 SENTENCES = [
     "the cat sat on the mat",
@@ -13,10 +11,11 @@ SENTENCES = [
     "what is the capital of France? It is Paris.",
     "onnx models are graphs of operators\n\nand weights",
 ]
+FAMILIES = ["llama", "qwen", "phi", "gemma"]
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 
 
-def bpe(size: int = 320):
+def bpe(size: int = 320, texts: Sequence[str] = SENTENCES):
     """Return a tokenizer as that of GPT-2, of `tokenizers`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -27,7 +26,7 @@ def bpe(size: int = 320):
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(SENTENCES, trainer)
+    made.train_from_iterator(texts, trainer)
     return made
 
 
@@ -57,7 +56,13 @@ def configurations(vocab_size: int, hidden: int = 64, layers: int = 2) -> dict:
     }
 
 
-def build(folder: Path, family: str = "llama", precision: str = "fp32", **sizes: int) -> Path:
+def build(
+    folder: Path,
+    family: str = "llama",
+    precision: str = "fp32",
+    texts: Sequence[str] = SENTENCES,
+    **sizes: int,
+) -> Path:
     """Write `folder/hf`, a random model of transformers, and what the builder makes of it.
 
     Returns the folder of genai, `folder/<precision>`.
@@ -65,7 +70,7 @@ def build(folder: Path, family: str = "llama", precision: str = "fp32", **sizes:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-    backend = bpe()
+    backend = bpe(texts=texts)
     torch.manual_seed(0)
     config, model = configurations(backend.get_vocab_size(), **sizes)[family]
     model(config).save_pretrained(folder / "hf")
@@ -77,20 +82,3 @@ def build(folder: Path, family: str = "llama", precision: str = "fp32", **sizes:
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     return folder / precision
-
-
-def shared_llama(tmp_path_factory: pytest.TempPathFactory, worker: str) -> Path:
-    """Return the folder of a small Llama, built by the first process that asks for it."""
-    for name in ("onnxruntime_genai", "transformers", "filelock"):
-        pytest.importorskip(name)
-    from filelock import FileLock
-
-    base = tmp_path_factory.getbasetemp()
-    home = (base if worker == "master" else base.parent) / "small-llama"
-    home.mkdir(exist_ok=True)
-    with FileLock(home / "lock"):
-        if not (home / "built").exists():
-            shutil.rmtree(home / "fp32", ignore_errors=True)
-            build(home)
-            (home / "built").touch()
-    return home / "fp32"
