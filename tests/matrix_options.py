@@ -113,7 +113,7 @@ class Options:
         if self.carry and self.validation == "share":
             return "carry needs the order of the rows"
         if self.validation == "share" and self.kind not in ("arrays", "dict"):
-            return "validation=<share> needs arrays or tables in memory"
+            return "validation=<share> needs arrays, tables or texts in memory"
         if self.carry and self.accumulate > 1:
             return "carry and accumulate"
         return None

@@ -22,6 +22,7 @@ FLOORS = [
         "artifacts",
         "adapters",
         "finetune",
+        "language",
         "explain",
         "plot",
         "report",

@@ -14,7 +14,8 @@ from onnxgrad.graph import rewrite
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
-OF_SKLEARN = {"OnnxClassifier", "OnnxRegressor"}
+NEEDS = {"OnnxClassifier": "sklearn", "OnnxRegressor": "sklearn", "texts": "tokenizers"}
+NEEDS["generate"] = "tokenizers"
 
 
 def run_examples(thing, name: str) -> None:
@@ -31,8 +32,8 @@ def run_examples(thing, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(onnxgrad.__all__) - WITHOUT_DOCSTRING))
 def test_example(name, tmp_path, monkeypatch):
-    if name in OF_SKLEARN:
-        pytest.importorskip("sklearn")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     monkeypatch.chdir(tmp_path)
     run_examples(getattr(onnxgrad, name), name)
 

@@ -526,6 +526,7 @@ from onnxgrad import save
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
 from onnxgrad.model.read import read
+from onnxgrad.cli.output import Output
 from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.signals import StopRequests
 from pathlib import Path
@@ -534,7 +535,7 @@ try:
     save(model, "out.onnx")
 except OSError as e:
     print(e.filename, e.strerror)
-print(Keeper(model, StopRequests(), print).write(Path("out.onnx"), True))
+print(Keeper(model, Output(None), StopRequests(), print).write(Path("out.onnx"), True))
 print(sorted(os.listdir()), os.listdir({str(here.parent / "home")!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 save(model, "again.onnx")

@@ -5,6 +5,7 @@ Importing it changes into a new folder, so that no page writes among the sources
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -58,6 +59,18 @@ SOUND = """
         logits = MatMul(m, fc.weight)
     }
 """
+LANGUAGE = """
+    <ir_version: 9, opset_import: ["": 20]>
+    language (int64[N,T] input_ids) => (float[N,T,300] logits) {
+        one = Constant <value_ints = [1]> ()
+        e = Gather(embedding.weight, input_ids)
+        t = Transpose <perm = [1,0,2]> (e)
+        g, h = GRU <hidden_size = 48> (t, gru.w, gru.r)
+        s = Squeeze(g, one)
+        u = Transpose <perm = [1,0,2]> (s)
+        logits = MatMul(u, head.weight)
+    }
+"""
 LINE = """
     <ir_version: 9, opset_import: ["": 20]>
     line (float[N,4] x) => (float[N,1] y) { h = MatMul(x, body)  a = Tanh(h)  y = MatMul(a, head) }
@@ -100,6 +113,35 @@ def attention() -> onnx.ModelProto:
     """Return a classifier of sequences with one head of attention."""
     names = ("query", "key", "value")
     return model(ATTENTION, **{f"layer__0__{n}__weight": (8, 8) for n in names}, fc__weight=(8, 2))
+
+
+def language_model(folder: str, texts: list[str]) -> None:
+    """Write a small language model as optimum lays it out, with a tokenizer for these texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    sizes = {"embedding__weight": (300, 32), "gru__w": (1, 144, 32), "gru__r": (1, 144, 48)}
+    Path(folder).mkdir()
+    onnx.save(model(LANGUAGE, **sizes, head__weight=(48, 300)), Path(folder, "model.onnx"))
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    words.train_from_iterator(texts, trainer)
+    words.save(str(Path(folder, "tokenizer.json")))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "chat_template": template}
+    config = {"vocab_size": 300, "eos_token_id": 1, "max_position_embeddings": 64}
+    for name, content in (("config.json", config), ("tokenizer_config.json", special)):
+        Path(folder, name).write_text(json.dumps(content))
 
 
 def bowl() -> onnx.ModelProto:

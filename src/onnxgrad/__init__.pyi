@@ -146,6 +146,19 @@ from .finetune.preprocess import (
 from .graph.emit import (
     Emit as Emit,
 )
+from .language.folders import (
+    ModelFolder as ModelFolder,
+    load_folder as load_folder,
+)
+from .language.generation import (
+    generate as generate,
+)
+from .language.save import (
+    save_folder as save_folder,
+)
+from .language.texts import (
+    texts as texts,
+)
 from .limits import (
     set_limits as set_limits,
 )

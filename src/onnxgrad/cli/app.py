@@ -11,6 +11,7 @@ from onnxgrad.cli.command import EXIT_CODES, register
 from onnxgrad.cli.command_options import (
     CheckOptions,
     EvalOptions,
+    GenerateOptions,
     GradOptions,
     MergeOptions,
     PredictOptions,
@@ -51,6 +52,7 @@ def _main(
     "--schedule cosine --warmup 0.1 --early-stopping 3",
     "onnxgrad train text.onnx rows.parquet --target label --loss cross_entropy "
     "--lora '*attention*' --checkpoint runs/a --resume",
+    "onnxgrad train llama/ texts.jsonl --loss causal_lm --lora '*proj*' --output tuned",
     "onnxgrad train --config run.toml --epochs 3 --dry-run",
 )
 def train(options: TrainOptions) -> None:
@@ -89,6 +91,19 @@ def predict(options: PredictOptions) -> None:
 
     An output of several numbers a row gives as many columns, and maps from labels to probabilities
     one for each label. An .npz file has one array for each output.
+    """
+
+
+@register(
+    app,
+    "onnxgrad.cli.samples:generate",
+    "onnxgrad generate llama/ 'Once upon a time'",
+)
+def generate(options: GenerateOptions) -> None:
+    """Print how the language model in the folder MODEL goes on with TEXT.
+
+    It runs in onnxruntime-genai if that is installed and the folder is one of it, or else in an
+    ordinary session.
     """
 
 

@@ -51,6 +51,20 @@ class PredictOptions(Common, DeviceOptions, InputOptions, ModelArgument):
 
 
 @options()
+class GenerateOptions(Common):
+    """Of `onnxgrad generate`."""
+
+    model: str = argument("The folder of a language model.")
+    text: str = argument("The text to go on with.")
+    max_new_tokens: int = option("How many tokens to generate, at most.", 64, min=1)
+    temperature: float = option("0 takes the most probable token; others draw.", 0.0, min=0)
+    top_p: float = option(
+        "Draw from the most probable tokens that have this probability together.", 1.0, max=1
+    )
+    seed: int = option("Of the draws.", 0, min=0)
+
+
+@options()
 class TrainableOptions(Common, ModelArgument):
     """Of `onnxgrad trainable`."""
 

@@ -11,7 +11,8 @@ class InputOptions:
 
     data: str = argument(
         "CSV, TSV, Parquet or .npz file, a row each; a folder of Parquet files; a folder of "
-        'folders of images, one a class; "-" reads CSV from standard input.'
+        "folders of images, one a class; .jsonl or .txt with texts, for a language model; "
+        '"-" reads CSV from standard input.'
     )
     ignore: list[str] = option("Column to leave out; repeat for several.", [], metavar="COLUMN")
     drop_missing: bool = option("Leave out the rows with an empty cell, NaN or infinity.", False)
@@ -20,8 +21,31 @@ class InputOptions:
     )
 
 
+@options("Texts")
+class TextOptions:
+    """How texts become rows of tokens for a language model."""
+
+    max_length: int | None = option(
+        "Tokens of a row, at most; longer texts are cut.",
+        min=2,
+        show_default="what the model takes",
+    )
+    completion_only: bool | None = option(
+        "Learn completions, and what the assistant says, without their prompts.",
+        show_default="where there are any",
+    )
+    packing: bool = option(
+        "Write texts one after another into rows of --max-length, instead of padding them.", False
+    )
+    tokenizer: str | None = option(
+        "Folder with the tokenizer.json of MODEL.",
+        metavar="FOLDER",
+        show_default="that of MODEL",
+    )
+
+
 @options("Columns")
-class LabelOptions(InputOptions):
+class LabelOptions(TextOptions, InputOptions):
     """The data with labels."""
 
     target: list[str] = option(
@@ -39,8 +63,19 @@ class LabelOptions(InputOptions):
     )
 
 
+@options("Texts")
+class SampleOptions:
+    """What a trained language model is asked."""
+
+    prompt: list[str] = option(
+        "Text that the trained model goes on with, at the end and in the report; repeat for "
+        "several.",
+        [],
+    )
+
+
 @options("Columns")
-class DataOptions(LabelOptions):
+class DataOptions(SampleOptions, LabelOptions):
     """The data of a training."""
 
     validation: str | None = option(

@@ -7,7 +7,7 @@ from numbers import Real
 from onnxgrad.cli.arguments import loss_arguments
 from onnxgrad.cli.command_options import EvalOptions
 from onnxgrad.cli.console import note, print_json, print_rows, say
-from onnxgrad.cli.job import check_classes, classifies, known_classes, map_data
+from onnxgrad.cli.job import check_classes, default_metrics, known_classes, map_data
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.training.judges import select_metrics
@@ -22,8 +22,8 @@ def evaluate(options: EvalOptions) -> None:
     scored = ModelWithLoss(model, **arguments, device=options.device)
     task, objective = map_data(options, options.data, scored, classes)
     check_classes(options, objective)
-    if not options.metrics and classifies(objective):
-        scored.metrics_by_output = select_metrics(["accuracy"])
+    if not options.metrics:
+        scored.metrics_by_output = select_metrics(default_metrics(task, objective))
     for text in task.notes:
         note(text)
     numbers = scored.evaluate(task.data, options.batch_size)

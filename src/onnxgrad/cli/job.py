@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.label_columns import Targets
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
-from onnxgrad.cli.sources import ImageSource, begin_errors, open_data
-from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, split
+from onnxgrad.cli.sources import ImageSource, TextSource, begin_errors, open_data
+from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, map_texts, split
 from onnxgrad.cli.train_options import TrainOptions
-from onnxgrad.data.images import ImageFolder
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
 from onnxgrad.finetune.heads import CLASSES
+from onnxgrad.language.texts import Texts
 from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.notes import read_note, write_note
 from onnxgrad.training.callbacks.base import Callback
@@ -161,8 +162,8 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     check_classes(options, objective)
     training, validation = _parts(options, task, scored, classes)
     arguments["class_weight"] = _class_weight(arguments, training.data.y, objective, classes)
-    if not options.metrics and classifies(objective):
-        arguments["metrics"] = ["accuracy"]
+    if not options.metrics:
+        arguments["metrics"] = default_metrics(task, objective)
     trainer = Trainer(model, callbacks=callbacks, **arguments)
     if task.in_memory:
         trainer.names = task.names
@@ -216,6 +217,8 @@ def map_data(
             return map_table(source, objective, targets, options.sample_weight), objective
         if isinstance(source, ImageSource):
             return map_images(source, objective, classes), objective
+        if isinstance(source, TextSource):
+            return map_texts(source), objective
         return map_arrow(source, objective, options), objective
 
 
@@ -231,10 +234,13 @@ def check_classes(options: LabelOptions, objective: Objective) -> None:
         )
 
 
-def classifies(objective: Objective) -> bool:
-    """Return whether the only labels are classes, so that accuracy means something."""
+def default_metrics(task: Task, objective: Objective) -> list[str]:
+    """Return the metrics of texts, or of data whose only labels are classes; or else none."""
+    if isinstance(task.data.X, Texts):
+        return ["perplexity"]
     infos = list(objective.labels.values())
-    return len(infos) == 1 and (infos[0].classes is not None or infos[0].threshold is not None)
+    classes = [i for i in infos if i.classes is not None or i.threshold is not None]
+    return ["accuracy"] if len(infos) == len(classes) == 1 else []
 
 
 def _parts(
@@ -248,7 +254,7 @@ def _parts(
         other, _ = map_data(options, options.validation, scored, classes)
         return task, other
     reader = task.data.X
-    splits = task.in_memory or isinstance(reader, ImageFolder)
+    splits = task.in_memory or reader.subset(np.arange(1)) is not None
     share = (_SHARE if splits else 0.0) if share is None else share
     if not share:
         return task, None

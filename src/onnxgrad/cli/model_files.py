@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import BinaryIO
 
 from onnx import ModelProto
 
+from onnxgrad.language.folders import ModelFolder, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.files import check_not_input, check_writable
 from onnxgrad.model.read import read
@@ -27,10 +29,15 @@ def standard_input(what: str) -> BinaryIO:
 def read_model(path: str, data: str | None = None) -> ModelProto:
     """Return the model at `path`; not both it and `data` can be "-", standard input."""
     if path != STDIN:
-        return read(path)
+        return read(folder_of(path) or path)
     if data == STDIN:
         raise ValueError('MODEL and DATA are both "-": standard input is only one of them')
     return read(standard_input("model").read())
+
+
+def folder_of(path: str) -> ModelFolder | None:
+    """Return the language model in the folder at `path`; None if it is no folder."""
+    return load_folder(path) if path != STDIN and os.path.isdir(path) else None
 
 
 def inputs_of(model: str, *data: str | None) -> list[Path]:

@@ -132,7 +132,7 @@ class Predictor:
             yield from self._of_table(source, size)
         elif isinstance(source, ImageSource):
             yield from self._of_images(source, size)
-        else:
+        elif isinstance(source, ArrowSource):
             yield from self._of_arrow(source, size)
 
     def _columns_of(self, names: Sequence[str], arrays: Sequence[str]) -> InputColumns:

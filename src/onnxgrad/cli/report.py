@@ -47,6 +47,7 @@ class Report:
     rows: int
     files: Sequence[Path]
     stopped: bool = False
+    samples: Sequence[tuple[str, str]] = ()  # prompts, and how the model goes on
 
     @property
     def losses(self) -> list[float]:
@@ -99,6 +100,7 @@ class Report:
             "columns": self.job.task.names.columns,
             "target": self.job.task.names.target,
             "remarks": [*self.job.task.notes, *self.job.task.remarks],
+            "samples": [{"prompt": prompt, "text": text} for prompt, text in self.samples],
             "history": trainer.history,
         }
 
@@ -107,6 +109,8 @@ class Report:
         with ignoring_closed_output():
             console.print(self._table())
             console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
+        for prompt, text in self.samples:
+            say(f"{prompt} \u2192 {text}", console)
         for file in self.files:
             say(f"wrote {file}", console)
         if text := rounding_text(self.job.trainer.rounding):

@@ -14,9 +14,9 @@ from pathlib import Path
 import typer
 from onnx import ModelProto
 
+from onnxgrad.cli.output import Output
 from onnxgrad.cli.signals import StopRequests
-from onnxgrad.model.files import check_writable, one_line
-from onnxgrad.model.write import save
+from onnxgrad.model.files import one_line
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Keeper:
     """Writes a trained model to its path, or else to a folder that can be written."""
 
     model: ModelProto
+    output: Output
     stop: StopRequests  # signals, which may interrupt the prompt for another path
     complain: Callable[[str], None]
 
@@ -50,8 +51,7 @@ class Keeper:
     def _write(self, path: Path, overwrite: bool) -> bool:
         """Write the model, or print why not; return whether it is written."""
         try:
-            check_writable(path, overwrite)  # it may have been created during training
-            save(self.model, path)
+            self.output.save(self.model, path, overwrite)
         except OSError as e:
             self.complain(one_line(e))
             return False
@@ -63,7 +63,7 @@ class Keeper:
             new = None
             try:
                 new = Path(tempfile.mkdtemp(prefix="onnxgrad-", dir=folder().absolute()))
-                save(self.model, new / output.name)
+                self.output.save(self.model, new / output.name, False)
                 return new / output.name
             except (OSError, RuntimeError):  # RuntimeError: there is no home folder
                 if new is not None:
@@ -82,7 +82,9 @@ class Keeper:
                         show_default=False,
                         err=True,
                     )
-                path = check_writable(os.path.expanduser(answer), False) if answer else None
+                path = Path(os.path.expanduser(answer)) if answer else None
+                if path is not None:
+                    self.output.check(str(path), False, (), False)
             except (typer.Abort, KeyboardInterrupt):
                 return None
             except (OSError, ValueError) as e:

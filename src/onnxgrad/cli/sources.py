@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from onnxgrad.cli.data_options import InputOptions
-from onnxgrad.cli.model_files import STDIN, standard_input
+from onnxgrad.cli.model_files import STDIN, folder_of, standard_input
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.arrow import arrow_dataset
 from onnxgrad.data.images import SUFFIXES, ImageFolder
 from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable, read_table
 from onnxgrad.errors import unknown
+from onnxgrad.language.folders import is_folder, load_folder
+from onnxgrad.language.records import LINES, TEXTS
+from onnxgrad.language.texts import Texts, texts
 
 _STREAMED = (".arrow", ".feather", ".ipc")
 _PARQUET = (".parquet", ".pq")
@@ -81,12 +85,22 @@ class ImageSource:
         return image_folder(self.name, self.size or (lengths[0], lengths[1]))
 
 
-Source = FileTable | ArrowSource | ImageSource
+@dataclass(frozen=True)
+class TextSource:
+    """A file of texts, and how `texts` reads it for the model."""
+
+    name: str
+    reader: Texts
+
+
+Source = FileTable | ArrowSource | ImageSource | TextSource
 
 
 def open_data(path: str, options: InputOptions) -> Source:
     """Return the data at `path`; `--ignore` and `--drop-missing` are applied to tables."""
     suffix = Path(path).suffix.lower()
+    if path != STDIN and _holds_texts(path, options):
+        return TextSource(path, _read_texts(path, options))
     if path != STDIN and os.path.isdir(path):
         if _holds_images(Path(path)):
             return ImageSource(path, options.image_size)
@@ -103,6 +117,42 @@ def open_data(path: str, options: InputOptions) -> Source:
             "out of the files"
         )
     return ArrowSource(path, {n: t for n, t in types.items() if n not in options.ignore})
+
+
+def _holds_texts(path: str, options: Any) -> bool:
+    """Return whether a file holds texts for a language model."""
+    suffix = Path(path).suffix.lower()
+    if suffix in _PARQUET and folder_of(options.model) is not None and os.path.isfile(path):
+        from pyarrow import parquet
+
+        return bool({"text", "prompt", "messages"} & {*parquet.read_schema(path).names})
+    return suffix in (*LINES, *TEXTS)
+
+
+def _read_texts(path: str, options: Any) -> Texts:
+    if not hasattr(options, "max_length"):
+        raise DataError(f"{path!r} holds texts: `onnxgrad generate` goes on with prompts")
+    source: Any = folder_of(options.model)
+    if options.tokenizer is not None:
+        source = options.tokenizer
+    elif source is None and is_folder(home := Path(options.model).parent):
+        source = load_folder(home, Path(options.model).name)
+    if source is None:
+        raise DataError(
+            f"{path!r} holds texts: MODEL must be the folder of a language model, or --tokenizer "
+            "name the folder of its tokenizer"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reader has them as notes
+        reader = texts(
+            path,
+            source,
+            options.max_length,
+            completion_only=options.completion_only,
+            packing=options.packing,
+        )
+    assert isinstance(reader, Texts)  # a file is no stream
+    return reader
 
 
 def _holds_images(folder: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +17,10 @@ from onnxgrad.cli.label_columns import (
     ignored_columns,
     in_other_order,
 )
-from onnxgrad.cli.sources import ArrowSource, ImageSource
+from onnxgrad.cli.sources import ArrowSource, ImageSource, TextSource
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.columns import Names, Part
-from onnxgrad.data.images import ImageFolder
+from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
@@ -51,16 +50,13 @@ class Task:
     numbers: np.ndarray | None = None
 
     def take(self, rows: np.ndarray) -> Task:
-        """Return some of the rows, of arrays or of a folder of images."""
+        """Return some of the rows, of arrays, images or texts."""
 
         def of(part: Any) -> Any:
             if isinstance(part, dict):
                 return {name: array[rows] for name, array in part.items()}
-            if isinstance(part, ImageFolder):
-                part = copy.copy(part)
-                part.files, part.labels = [part.files[i] for i in rows], part.labels[rows]
-                part.rows = len(rows)
-                return part
+            if isinstance(part, Reader):
+                return part.subset(rows)
             return None if part is None else part[rows]
 
         data = Dataset(of(self.data.X), of(self.data.y), of(self.data.sample_weight))
@@ -129,6 +125,14 @@ def map_images(source: ImageSource, objective: Objective, classes: Labels | None
         reader.labels = np.array([order.index(name) for name in own])[reader.labels]
         reader.classes = order
     notes = [f"{reader.rows} images, in folders {names}"]
+    return Task(Dataset(reader), reader.rows, Names(), notes, in_memory=False)
+
+
+def map_texts(source: TextSource) -> Task:
+    """Return the texts, for a language model."""
+    reader = source.reader
+    counts = f"{reader.rows} texts of {reader.tokens} tokens, of which {reader.learnt} are learnt"
+    notes = [counts, *reader.notes]
     return Task(Dataset(reader), reader.rows, Names(), notes, in_memory=False)
 
 

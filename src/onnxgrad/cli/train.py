@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -16,14 +16,16 @@ from onnxgrad.cli.job import Job, prepare
 from onnxgrad.cli.model_files import (
     STDOUT,
     check_not_data,
-    check_output,
+    folder_of,
     inputs_of,
     read_model,
     write_model,
 )
+from onnxgrad.cli.output import Output
 from onnxgrad.cli.report import Report, epochs
 from onnxgrad.cli.report_page import check_record, describe, recorder
 from onnxgrad.cli.rescue import Keeper
+from onnxgrad.cli.samples import check_prompts, sample
 from onnxgrad.cli.signals import Stopped
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
@@ -50,6 +52,9 @@ class Outcome:
 
 def train(options: TrainOptions) -> None:
     """Train a model on data, write the result, and report."""
+    output = Output(folder_of(options.model))
+    if not options.output:
+        options = replace(options, output=output.default)
     if options.dry_run:
         from onnxgrad.cli.dry_run import dry_run
 
@@ -57,14 +62,16 @@ def train(options: TrainOptions) -> None:
         return
     first = join()  # of the processes that train one model: it writes files, and reports
     if first:
-        _check_files(options)
+        _check_files(options, output)
     proto = read_model(options.model, options.data)
-    if options.overwrite and first:
-        for file in _files(options):
+    if first and options.output != STDOUT:
+        output.check_data(options.output, options.overwrite, options.model, proto)
+        for file in _files(options, output)[1:] if options.overwrite else ():
             check_not_data(str(file), options.model)
     watch = Watch(stop)
     job = prepare(options, proto, [watch, *_callbacks(options)])
     describe(job)
+    asked = check_prompts(job, options.prompt)
     for text in job.task.notes if first else ():
         note(text)
     began = time.perf_counter()
@@ -77,24 +84,25 @@ def train(options: TrainOptions) -> None:
             raise typer.Exit(outcome.code)
         return
     trained = job.trained_model()
-    files = _write(job.trainer, trained, options)
+    files = _write(job.trainer, trained, options, output)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
+    report.samples = sample(job, asked) if asked and not stop.request else []
     if options.json:
         print_json(report.as_json(outcome.reason))
     else:
         report.show(results(output=options.output))
-    expected = _files(options) if report.losses else _files(options)[:1]
+    expected = _files(options, output)[: None if report.losses else 1]
     _exit(outcome, files, expected)
 
 
 # -- before training --------------------------------------------------------------------------
 
 
-def _check_files(options: TrainOptions) -> None:
+def _check_files(options: TrainOptions, output: Output) -> None:
     """Raise if the results cannot be written, or would replace something that they must not."""
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
-    check_output(options.output, options.overwrite, inputs, options.json)
-    for file in _files(options)[1:]:
+    output.check(options.output, options.overwrite, inputs, options.json)
+    for file in _files(options, output)[1:]:
         if os.path.realpath(options.output) == os.path.realpath(file):
             raise ValueError(
                 f"--output {options.output} is the name of the loss curves: use one in .onnx"
@@ -116,12 +124,12 @@ def _check_files(options: TrainOptions) -> None:
         )
 
 
-def _files(options: TrainOptions) -> list[Path]:
+def _files(options: TrainOptions, output: Output) -> list[Path]:
     """Return the files of the model and its curves."""
     if options.output == STDOUT:
         return []
     model = Path(options.output)
-    return [model, model.with_suffix(".png")] if options.curves else [model]
+    return [model, output.curves(model)] if options.curves else [model]
 
 
 def _callbacks(options: TrainOptions) -> list[Callback]:
@@ -171,13 +179,15 @@ def _fit(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
 # -- after training ---------------------------------------------------------------------------
 
 
-def _write(trainer: Trainer, trained: ModelProto, options: TrainOptions) -> list[Path]:
+def _write(
+    trainer: Trainer, trained: ModelProto, options: TrainOptions, result: Output
+) -> list[Path]:
     """Write the trained model and the curves of its losses; return the files written."""
     if options.output == STDOUT:
         write_model(trained, options.output)
         return []
     output = Path(options.output)
-    model_path = Keeper(trained, stop, complain).write(output, options.overwrite)
+    model_path = Keeper(trained, result, stop, complain).write(output, options.overwrite)
     if model_path is None:
         return []
     records = epochs(trainer)
@@ -185,7 +195,7 @@ def _write(trainer: Trainer, trained: ModelProto, options: TrainOptions) -> list
         return [model_path]
     from onnxgrad.plot.loss_curves import plot_losses  # matplotlib: slow to import
 
-    curves = model_path.with_suffix(".png")
+    curves = result.curves(model_path)
     validation = [r["validation_loss"] for r in records if "validation_loss" in r]
     try:
         check_writable(curves, options.overwrite and model_path == output)

@@ -21,7 +21,7 @@ SCHEDULES = (
     "constant, step_decay, exponential, linear, cosine, polynomial, one_cycle, inverse_sqrt, or "
     "plateau"
 )
-METRICS = "accuracy, f1_macro, auc, top_5_accuracy, mae, rmse, r2"
+METRICS = "accuracy, f1_macro, auc, top_5_accuracy, perplexity, mae, rmse, r2"
 
 
 @options("Loss")
@@ -54,7 +54,7 @@ class LossOptions:
         [],
         "--metrics",
         "--metric",
-        show_default="accuracy for classes",
+        show_default="accuracy for classes, perplexity for texts",
         autocompletion=metrics,
     )
 
@@ -241,8 +241,10 @@ class ResultOptions:
     """What is written."""
 
     output: str = output_option(  # a Path forgets the '/' at its end
-        'Where the trained model goes, its loss curves beside it; "-" is standard output.',
-        "trained.onnx",
+        "Where the trained model goes, its loss curves beside it: a file, or for a folder a "
+        'folder like it; "-" is standard output.',
+        "",
+        show_default="trained.onnx, or the folder trained",
     )
     overwrite: bool = option("Replace files that exist.", False)
     curves: bool = option("Draw the losses, as PATH with .png.", True)

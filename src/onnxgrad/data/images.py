@@ -147,6 +147,13 @@ class ImageFolder(IndexedReader):
             array = self.transforms[-1](array, rng)
         return array if self.layout == "NHWC" else np.moveaxis(array, -1, 0)
 
+    def subset(self, numbers: np.ndarray) -> ImageFolder:
+        """Return some of the images."""
+        part = copy.copy(self)
+        part.files, part.labels = [self.files[i] for i in numbers], self.labels[numbers]
+        part.rows = len(numbers)
+        return part
+
     def describe(self) -> dict[str, Any]:
         """Return the classes, the transforms, and a digest of names, sizes and times of files."""
         return {

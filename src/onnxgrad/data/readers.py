@@ -62,6 +62,10 @@ class Reader:
         """Return the reader for features of these declared shapes, by name."""
         return self
 
+    def subset(self, numbers: np.ndarray) -> Reader | None:
+        """Return the reader of the rows with these numbers; None if rows cannot be drawn."""
+        return None
+
 
 class IndexedReader(Reader):
     """Rows that can be read in any order."""

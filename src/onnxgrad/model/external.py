@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from itertools import chain
 from math import ceil, prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -174,20 +175,32 @@ def inline_nbytes(model: ModelProto) -> int:
 
 
 def written_out(
-    model: ModelProto, file: Path, location: Path, arrays: Mapping[str, np.ndarray] = _NONE
+    model: ModelProto,
+    place: Callable[[TensorProto], tuple[Path, Path] | None],
+    arrays: Mapping[str, np.ndarray] = _NONE,
 ) -> ModelProto:
-    """Return `model` with external data, after writing its initializers to `file`.
+    """Return `model` with external data, after writing its initializers to files.
 
-    It refers to the file `location`, to which the caller moves `file`. `arrays` are the elements of
-    initializers that lack them.
+    Args:
+        model: the model.
+        place: of an initializer, the file to write to, and that to which the model refers: the
+            caller moves the one to the other. None: the initializer stays as it is.
+        arrays: elements of initializers that lack them.
     """
-    result = without_elements(model, lambda tensor: holds(tensor, SMALL))
-    with file.open("wb") as out:
+    places = {tensor.name: place(tensor) for tensor in model.graph.initializer}
+    result = without_elements(model, lambda tensor: places[tensor.name] is not None)
+    opened: dict[Path, BinaryIO] = {}
+    with ExitStack() as stack:
         for tensor, new in zip(model.graph.initializer, result.graph.initializer, strict=True):
-            if holds(tensor, SMALL):
-                out.write(bytes(-out.tell() % _ALIGNMENT))
-                refer(new, location, out.tell(), nbytes(tensor))
-                out.write(_elements(tensor, arrays))
+            if (placed := places[tensor.name]) is None:
+                continue
+            file, location = placed
+            if file not in opened:
+                opened[file] = stack.enter_context(file.open("wb"))
+            out = opened[file]
+            out.write(bytes(-out.tell() % _ALIGNMENT))
+            refer(new, location, out.tell(), nbytes(tensor))
+            out.write(_elements(tensor, arrays))
     return result
 
 

@@ -81,7 +81,10 @@ def save_filled(
         if large:
             data = _reserve(_numbered(target, ".data"), undo, locks)
             with replacing(data, locks) as temporary:  # until a model refers to them
-                proto = external.written_out(proto, temporary, data, arrays)
+                place = temporary, data
+                proto = external.written_out(
+                    proto, lambda t: place if external.holds(t, external.SMALL) else None, arrays
+                )
         copies = {file: _copied(file, home, undo, locks) for file in external.files_of(proto)}
         if copies:
             proto = external.relocated(proto, lambda file: copies[file].relative_to(home))

@@ -21,6 +21,7 @@ PAGE = "report.html"
 _KEYS = (  # of a run; those that are missing were not recorded
     *("source", "begun", "seconds", "stop_reason", "peak_memory", "epochs", "step", "history"),
     *("steps", "norms", "weights", "before", "after", "examined", "operators", "model", "about"),
+    "samples",
     *("parameters", "environments", "classes"),
 )
 _RECORD = "`onnxgrad train --record FOLDER`, or `onnxgrad.Recorder(FOLDER)` among the callbacks"
@@ -93,7 +94,7 @@ def page(run: Mapping[str, Any], name: str) -> str:
             outputs=sections.outputs(run),
             worst=sections.worst(run),
             operators=sections.operators(run),
-            absent={"examined": "", "operators": "", **(run.get("absent") or {})},
+            absent={"examined": "", "operators": "", "samples": "", **(run.get("absent") or {})},
             record=_RECORD,
         )
     )

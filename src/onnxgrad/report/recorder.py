@@ -15,6 +15,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.errors import first_line
+from onnxgrad.language.generation import generate
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.plot.text import onnx_simple_text_plot
 from onnxgrad.report.environment import environment, peak_memory
@@ -59,6 +60,8 @@ class Recorder(Callback):
         classes: names of the classes, in their order.
         about: what to show of how it was begun, such as `{"command": "make train"}`.
         row_numbers: numbers of the rows of the validation data; None: their positions.
+        prompts: texts or chats that a trained language model goes on with.
+        tokenizer: for these, as for `texts`.
 
     Raises:
         OSError: when training begins, if the file cannot be written.
@@ -93,11 +96,14 @@ class Recorder(Callback):
         classes: Sequence[Any] | None = None,
         about: Mapping[str, Any] | None = None,
         row_numbers: np.ndarray | None = None,
+        prompts: Sequence[Any] = (),
+        tokenizer: Any = None,
     ) -> None:
         self.folder_written = Path(folder)  # `folder` is that of checkpoints
         self.every_steps, self.gradient_norms = every_steps, gradient_norms
         self.seconds, self.profile = seconds, profile
         self.classes, self.about, self.row_numbers = classes, dict(about or {}), row_numbers
+        self.prompts, self.tokenizer = list(prompts), tokenizer
         self.first_row = 0
 
     @property
@@ -175,6 +181,8 @@ class Recorder(Callback):
         else:
             _try("examined", self._examine, trainer, ended, absent)
             _try("operators", self._operators, trainer, ended, absent)
+            if self.prompts:
+                _try("samples", self._generate, trainer, ended, absent)
         self._write(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
 
     # -- what is recorded ---------------------------------------------------------------------
@@ -202,6 +210,11 @@ class Recorder(Callback):
 
     def _examine(self, trainer: Any) -> dict[str, Any]:
         return Examination(trainer, self.seconds, self.row_numbers, self.first_row).run()
+
+    def _generate(self, trainer: Any) -> list[list[str]]:
+        """Return the prompts, and how the trained model goes on with them."""
+        new = generate(trainer, self.prompts, tokenizer=self.tokenizer)
+        return [[str(prompt), text] for prompt, text in zip(self.prompts, new, strict=True)]
 
     def _operators(self, trainer: Any) -> dict[str, Any]:
         """Return the time and the memory of each operator in a step."""

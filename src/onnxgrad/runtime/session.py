@@ -152,7 +152,9 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
         if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             data = Path(folder).resolve() / "data"
-            model = external.written_out(model, data, data)
+            model = external.written_out(
+                model, lambda t: (data, data) if external.holds(t, external.SMALL) else None
+            )
         if files := {file: file.resolve() for file in external.files_of(model)}:
             home = os.path.commonpath([file.parent for file in files.values()])
             model = external.relocated(model, lambda file: files[file].relative_to(home))

@@ -82,6 +82,14 @@ class BatchSource:
     batch_size: int
     in_memory = False
 
+    def take(self, indices: np.ndarray) -> BatchSource:
+        """Return the source of some of the rows.
+
+        Raises:
+            ValueError: rows cannot be drawn from the data.
+        """
+        raise _no_share()
+
     @property
     def description(self) -> dict[str, Any]:
         """What identifies the data, for JSON: another training compares it."""
@@ -182,19 +190,16 @@ class Split:
 
 def hold_out(
     source: BatchSource, share: float | Split, seed: int
-) -> tuple[ArraySource, ArraySource]:
+) -> tuple[BatchSource, BatchSource]:
     """Return the rows to train on, and the share of them that is held out, drawn by `seed`.
 
     Raises:
-        ValueError: the share leaves one of both empty, or the data are not arrays in memory.
+        ValueError: the share leaves one of both empty, or rows cannot be drawn from the data.
     """
-    if not isinstance(source, ArraySource):
-        raise ValueError(
-            f"{argument('validation')}<share> needs arrays or tables in memory: pass other "
-            "validation data"
-        )
     if isinstance(share, Split):
         return source.take(share.trained), source.take(share.held_out)
+    if source.rows is None:
+        raise _no_share()
     count = round(source.rows * share)
     if not 0 < share < 1 or count in (0, source.rows):
         raise ValueError(
@@ -203,6 +208,13 @@ def hold_out(
         )
     order = np.random.default_rng([seed, 1]).permutation(source.rows)
     return source.take(np.sort(order[count:])), source.take(np.sort(order[:count]))
+
+
+def _no_share() -> ValueError:
+    return ValueError(
+        f"{argument('validation')}<share> needs arrays, tables or texts in memory: pass other "
+        "validation data"
+    )
 
 
 def _cut(
@@ -244,6 +256,14 @@ class ReaderSource(BatchSource):
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
         if self.rows is not None and self.batches is None:
             self.batches = -(-self.rows // self.batch_size)
+
+    def take(self, indices: np.ndarray) -> BatchSource:
+        """Return the source of some of the rows, if the reader has them by number."""
+        part = self.reader.subset(indices)
+        if part is None:
+            return super().take(indices)
+        size = min(self.batch_size, len(indices))
+        return ReaderSource(part, self.fields, size, self.prefetch)
 
     @cached_property
     def description(self) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class Fit:
             raise ValueError("carry needs the order of the rows: pass validation data, not a share")
         both = hold_out(source, self.held_out, trainer.seed)
         for part in both:
-            fields.check_rows(part.rows)
+            fields.check_rows(part.rows or 0)
         return both
 
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:

@@ -1,0 +1,1 @@
+"""Language models as they are held: folders with tokenizers, texts, and generation."""

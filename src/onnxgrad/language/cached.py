@@ -1,0 +1,101 @@
+"""A language model in an ordinary session, a token at a time, with what it caches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.errors import ModelError
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims
+from onnxgrad.model.convert import to_ir
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded
+
+_CACHE = re.compile("past(_key_values)?")
+
+
+class Cached:
+    """Scores of the next token, for tokens that come one after another.
+
+    Args:
+        model: inputs `input_ids`, and where it has them `attention_mask`, `position_ids` and
+            caches, called "past" with an output called "present" instead; its first output, or
+            `logits`, is (rows, tokens, vocabulary).
+        names: those of the inputs, where they are others.
+
+    Raises:
+        ModelError: an input that is none of these, or a cache of unknown size.
+    """
+
+    def __init__(self, model: ModelProto, names: Mapping[str, str]) -> None:
+        graph = to_ir(model)
+        infer(graph)
+        inputs = {str(x.name): x for x in graph.graph.inputs}
+        outputs = {str(y.name): y for y in graph.graph.outputs}
+        self._caches: dict[str, str] = {}  # the output that follows each
+        self._empty: dict[str, np.ndarray] = {}
+        for name, x in inputs.items():
+            after = _CACHE.sub("present", name, count=1)
+            if after != name and after in outputs:
+                self._caches[name] = after
+                self._empty[name] = _empty(x, outputs[after])
+        own = ("input_ids", "attention_mask", "position_ids", "use_cache_branch")
+        self._names = {names.get(n, n): n for n in own if names.get(n, n) in inputs}
+        known = {*self._names, *self._caches, *model_defaults(model)}
+        if unknown := [name for name in inputs if name not in known]:
+            raise ModelError(
+                f"generation feeds tokens, masks, positions and caches, and the model has the "
+                f"inputs {unknown}, too"
+            )
+        self._types = {name: x.dtype.numpy() for name, x in inputs.items() if x.dtype is not None}
+        self._scores = "logits" if "logits" in outputs else next(iter(outputs))
+        self._session = loaded(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all tokens."""
+        self._held, self._tokens = dict(self._empty), []  # type: tuple[dict, list[int]]
+
+    def scores(self, tokens: list[int]) -> np.ndarray:
+        """Return the scores (V,) of the token behind those so far and `tokens`."""
+        self._tokens += tokens
+        new = tokens if self._caches else self._tokens
+        total, first = len(self._tokens), len(self._tokens) - len(new)
+        given = {
+            "input_ids": [new],
+            "attention_mask": np.ones((1, total)),
+            "position_ids": [np.arange(first, total)],
+            "use_cache_branch": [first > 0],
+        }
+        feeds = {name: np.asarray(given[n], self._types[name]) for name, n in self._names.items()}
+        read = [self._scores, *self._caches.values()]
+        scores, *held = self._session.run(read, feeds | self._held)
+        self._held = dict(zip(self._caches, held, strict=True))
+        return scores[0, -1]
+
+
+def model_defaults(model: ModelProto) -> set[str]:
+    """Return the names of the inputs that have a default."""
+    return {tensor.name for tensor in model.graph.initializer}
+
+
+def _empty(x: ir.Value, after: ir.Value) -> np.ndarray:
+    """Return a cache of no token, whose sizes the input states, or what it becomes."""
+    stated, proven = dims(x) or (), dims(after) or ()
+    if len(stated) not in (4, 5) or x.dtype is None:
+        raise ModelError(f"the cache {x.name!r} has shape {stated}, not (rows, heads, past, size)")
+    shape = [
+        next((d for d in pair if isinstance(d, int)), None)
+        for pair in zip(stated, proven or stated, strict=True)
+    ]
+    rows = len(stated) - 4
+    shape[rows], shape[rows + 2] = 1, 0
+    if None in shape:
+        raise ModelError(f"the sizes of the cache {x.name!r} are not known: {stated}")
+    return np.zeros([int(d or 0) for d in shape], x.dtype.numpy())

@@ -1,0 +1,239 @@
+"""Records as tokens and labels: which tokens of a text a model learns to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onnxgrad.data.arrays import DataError
+from onnxgrad.errors import argument
+from onnxgrad.language.chat import Span
+from onnxgrad.language.records import Record
+from onnxgrad.language.tokenizer import Tokenizer
+
+IGNORED = -100  # the label of a token that is not learnt
+_AT_ONCE = 512  # texts that the tokenizer encodes in parallel
+
+Row = tuple[np.ndarray, np.ndarray]  # ids and labels, (T,) int32
+
+
+class _Piece(NamedTuple):
+    """A text to encode: which characters are learnt (None: all), and what is put around it."""
+
+    where: str
+    text: str
+    learnt: list[Span] | None = None
+    special: bool = True
+    ends: bool = True  # with a token that ends a text
+
+
+@dataclass
+class Encoder:
+    """Encodes records.
+
+    Args:
+        tokenizer: the tokenizer.
+        max_length: tokens of a row, at most; None: any.
+        completion_only: whether prompts are not learnt; None: they are not where there are some.
+        column: of the text of a record.
+        vocab_size: number of tokens that the model has.
+
+    Attributes:
+        cut, empty, split: numbers of rows that were cut, left out as there was nothing to learn in
+            them, and have a token at the end of the prompt that has a part of the completion.
+    """
+
+    tokenizer: Tokenizer
+    max_length: int | None = None
+    completion_only: bool | None = None
+    column: str | None = None
+    vocab_size: int | None = None
+    cut: int = field(default=0, init=False)
+    empty: int = field(default=0, init=False)
+    split: int = field(default=0, init=False)
+
+    def rows(self, records: Iterable[Record]) -> Iterator[Row]:
+        """Yield the tokens and labels of records, without those that have nothing to learn.
+
+        Raises:
+            DataError: a record of another form, or a prompt that fills a row.
+        """
+        iterator = iter(records)
+        while chunk := list(islice(iterator, _AT_ONCE)):
+            made: list[Any] = [self._prepare(*record) for record in chunk]
+            for special in (False, True):
+                own = [
+                    i for i, p in enumerate(made) if isinstance(p, _Piece) and p.special is special
+                ]
+                encoded = self.tokenizer.encode([made[i].text for i in own], special)
+                for i, (ids, characters) in zip(own, encoded, strict=True):
+                    made[i] = self._label(made[i], ids, characters)
+            for (where, _), (ids, labels) in zip(chunk, made, strict=True):
+                self._check_ids(where, ids)
+                if row := self._fit(where, ids, labels):
+                    yield row
+
+    # -- forms of records ---------------------------------------------------------------------
+
+    def _prepare(self, where: str, record: Any) -> _Piece | Row:
+        if self.column is not None:
+            if not isinstance(record, Mapping) or self.column not in record:
+                has = list(record) if isinstance(record, Mapping) else type(record).__name__
+                raise DataError(f"{where} has no column {self.column!r}, but {has}")
+            record = record[self.column]
+        if isinstance(record, str):
+            record = {"text": record}
+        if not isinstance(record, Mapping):
+            raise DataError(f"{where} is {type(record).__name__}, not a text or an object")
+        if record.get("input_ids") is not None:
+            return self._numbers(where, record)
+        if record.get("messages") is not None:
+            return self._chat(where, record, [*record["messages"]], 0)
+        if "prompt" in record and "completion" in record:
+            prompt, completion = record["prompt"], record["completion"]
+            if not isinstance(prompt, str) and not isinstance(completion, str):
+                return self._chat(where, record, [*prompt, *completion], len(prompt))
+            _check_text(where, "prompt", prompt)
+            _check_text(where, "completion", completion)
+            whole = prompt + completion
+            only = self.completion_only is not False
+            return _Piece(where, whole, [(len(prompt), len(whole))] if only else None)
+        if "text" in record:
+            _check_text(where, "text", record["text"])
+            if self.completion_only:
+                raise DataError(
+                    f"{where} has a text without a prompt, and {argument('completion_only', True)} "
+                    "learns what follows one: write "
+                    '{"prompt": ..., "completion": ...} or {"messages": [...]}'
+                )
+            return _Piece(where, record["text"])
+        raise DataError(
+            f"{where} has {list(record)}: expected 'text', 'prompt' and 'completion', 'messages', "
+            "or 'input_ids'"
+        )
+
+    def _numbers(self, where: str, record: Mapping[str, Any]) -> Row:
+        ids = np.asarray(record["input_ids"])
+        given = record.get("labels")
+        labels = ids if given is None else np.asarray(given)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
+            raise DataError(f"{where}: input_ids and labels must be lists of whole numbers")
+        if ids.shape != labels.shape:
+            raise DataError(
+                f"{where} has {len(ids)} input_ids and {len(labels)} labels: each token has one "
+                f"label, its own id, or {IGNORED} where it is not learnt"
+            )
+        return ids.astype(np.int32), labels.astype(np.int32)
+
+    def _chat(
+        self, where: str, record: Mapping[str, Any], messages: list[Any], first: int
+    ) -> _Piece:
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise DataError(f"{where} has messages, and the tokenizer has no chat template")
+        if bad := next(
+            (m for m in messages if not isinstance(m, Mapping) or "role" not in m), None
+        ):
+            raise DataError(f"{where}: a message has 'role' and 'content', not {bad!r:.80}")
+        more = {n: record[n] for n in ("tools", "documents") if record.get(n) is not None}
+        try:
+            if self.completion_only is False:
+                return _Piece(where, template.render(messages, **more), None, False, False)
+            text, spans = template.spans(messages, first, **more)
+        except ValueError as e:
+            raise DataError(f"{where}: {e}") from None
+        if not spans:
+            raise DataError(f"{where} has no message of the assistant, which would be learnt")
+        return _Piece(where, text, spans, special=False, ends=False)
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    def _label(self, piece: _Piece, ids: np.ndarray, characters: np.ndarray) -> Row:
+        """Return the tokens of a text, and their labels."""
+        labels, eos = ids.copy(), self.tokenizer.eos_id
+        if not piece.text.strip():
+            return ids, np.full_like(ids, IGNORED)
+        if piece.learnt is not None:
+            start, stop = characters.T
+            learnt = np.zeros(len(ids), bool)
+            for first, end in piece.learnt:
+                # some tokenizers trim spaces: a token of nothing else stands at its end
+                inside = (start < end) | ((start == stop) & (stop <= end))
+                learnt |= inside & (stop > first)
+            labels[~learnt] = IGNORED
+            if len(piece.learnt) == 1:
+                edge = piece.learnt[0][0]
+                self.split += bool(((start < edge) & (edge < stop)).any())
+        if piece.ends and eos is not None and (not len(ids) or ids[-1] != eos):
+            ids, labels = np.append(ids, np.int32(eos)), np.append(labels, np.int32(eos))
+        elif piece.ends and eos is not None:
+            labels[-1] = eos
+        return ids, labels
+
+    def _fit(self, where: str, ids: np.ndarray, labels: np.ndarray) -> Row | None:
+        """Return a row of at most `max_length` tokens; None if there is nothing to learn in it."""
+        if not (labels[1:] != IGNORED).any():  # the first token is not predicted
+            self.empty += 1
+            return None
+        if self.max_length is None or len(ids) <= self.max_length:
+            return ids, labels
+        self.cut += 1
+        ids, labels = ids[: self.max_length], labels[: self.max_length]
+        if not (labels[1:] != IGNORED).any():
+            raise DataError(
+                f"{where}: what comes before the first token to learn fills the row: shorten it, "
+                f"or pass more than {argument('max_length', self.max_length)}"
+            )
+        return ids, labels
+
+    def _check_ids(self, where: str, ids: np.ndarray) -> None:
+        if self.vocab_size is not None and len(ids) and ids.max() >= self.vocab_size:
+            raise DataError(
+                f"{where}: the tokenizer gives the id {ids.max()}, and the model has "
+                f"{self.vocab_size} tokens: this is the tokenizer of another model, of "
+                f"{self.tokenizer.size} tokens"
+            )
+
+    def notes(self) -> list[str]:
+        """Return sentences about the rows that were not taken as they are."""
+        said = []
+        if self.cut:
+            most = argument("max_length", self.max_length)
+            said.append(f"{self.cut} texts are longer than {most}, and cut")
+        if self.empty:
+            said.append(f"{self.empty} texts are left out: they have no token to learn")
+        if self.split:
+            said.append(
+                f"in {self.split} rows, one token has the end of the prompt and the beginning of "
+                "the completion, and is learnt; a prompt alone has other tokens: begin completions "
+                "with the space that separates them"
+            )
+        return said
+
+
+def _check_text(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name!r} must be a text, not {value!r:.40}")
+
+
+def pack(rows: Iterable[Row], length: int) -> Iterator[Row]:
+    """Yield the tokens of all rows in blocks of `length`; the last is shorter."""
+    held: list[Row] = []
+    count = 0
+    for row in rows:
+        held.append(row)
+        count += len(row[0])
+        while count >= length:
+            ids, labels = _join(held)
+            yield ids[:length], labels[:length]
+            held, count = [(ids[length:], labels[length:])], count - length
+    if count > 1:
+        yield _join(held)
+
+
+def _join(rows: Sequence[Row]) -> Row:
+    return np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows])

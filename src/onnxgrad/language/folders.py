@@ -1,0 +1,201 @@
+"""Folders of language models: those of onnxruntime-genai, and those of optimum."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from onnxgrad.errors import ModelError
+from onnxgrad.language.chat import ChatTemplate
+from onnxgrad.language.tokenizer import SPECIAL, Tokenizer
+
+GENAI, OPTIMUM = "genai_config.json", "config.json"
+_MODELS = ("model.onnx", "onnx/model.onnx")  # of optimum
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder that holds a language model: what `load_folder` returns.
+
+    It stands for its model wherever a model is expected, as a path does: `Trainer(folder)`,
+    `add_lora(folder, "*proj*")`.
+
+    Attributes:
+        path: the folder.
+        kind: "genai" or "optimum".
+        model: the file of the model.
+        config: what `genai_config.json` or `config.json` says.
+        pad_id, bos_id: ids of the tokens that pad, and begin a text; None if there is none.
+        eos_ids: those that end one; the first is put behind texts.
+        vocab_size: number of tokens that the model has scores for, None if it is unknown.
+        context_length: number of tokens that it takes, None if it is unknown.
+        input_names: of "input_ids", "attention_mask" and others, their names in the model.
+
+    Examples:
+        >>> import json, tempfile, onnx, onnxgrad as og
+        >>> from pathlib import Path
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (int64[N,T] input_ids) => (float[N,T,4] logits) <float[4,4] w = {
+        ...         1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0}>
+        ...     { logits = Gather(w, input_ids) }''')
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     onnx.save(model, Path(path, "model.onnx"))
+        ...     config = {"vocab_size": 4, "eos_token_id": 3, "max_position_embeddings": 64}
+        ...     _ = Path(path, "config.json").write_text(json.dumps(config))
+        ...     folder = og.load_folder(path)
+        ...     folder.kind, folder.model.name, folder.eos_ids, folder.context_length
+        ('optimum', 'model.onnx', (3,), 64)
+    """
+
+    path: Path
+    kind: str
+    model: Path
+    config: Mapping[str, Any] = field(repr=False)
+    pad_id: int | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
+    context_length: int | None = None
+    input_names: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __fspath__(self) -> str:
+        return str(self.model)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the folder.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+            ValueError: the folder has no `tokenizer.json`, or it cannot be read.
+        """
+        ids = {"pad": self.pad_id, "bos": self.bos_id, "eos": next(iter(self.eos_ids), None)}
+        return Tokenizer.of_folder(self.path, ids)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template of the tokenizer; None if it has none."""
+        return self.tokenizer.chat_template
+
+
+def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder:
+    """Return the language model in a folder of onnxruntime-genai or of optimum.
+
+    That of genai has a `genai_config.json`, which names the file of the model; that of optimum has
+    a `config.json`, and the model in `model.onnx` or `onnx/model.onnx`. Beside them are files of
+    the tokenizer. Nothing but the small files of the configuration is read.
+
+    Args:
+        path: the folder.
+        file: the file of the model in it, where it is another one, as "onnx/model_q4.onnx".
+
+    Raises:
+        ModelError: the folder is of neither kind, or lacks a file that it names.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.load_folder("nowhere")
+        Traceback (most recent call last):
+        ...
+        onnxgrad.errors.ModelError: 'nowhere' is no folder
+    """
+    if isinstance(path, ModelFolder):
+        return path
+    home = Path(path)
+    if not home.is_dir():
+        raise ModelError(f"{os.fspath(path)!r} is no folder")
+    for name, of_kind in ((GENAI, _of_genai), (OPTIMUM, _of_optimum)):
+        if (home / name).is_file():
+            return of_kind(home, _read_json(home / name), file)
+    raise ModelError(
+        f"{os.fspath(path)!r} holds no language model: it has neither {GENAI}, as "
+        f"onnxruntime-genai writes it, nor {OPTIMUM}, as optimum does"
+    )
+
+
+def is_folder(path: str | os.PathLike) -> bool:
+    """Return whether `path` is a folder with the configuration of a language model."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in (GENAI, OPTIMUM))
+
+
+def _of_genai(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+    model = config.get("model", {})
+    decoder = model.get("decoder", {})
+    if not file and not decoder.get("filename"):
+        more = ": it runs several files as a pipeline" if decoder.get("pipeline") else ""
+        raise ModelError(f"{str(home / GENAI)!r} names no file of the decoder{more}")
+    names = {n: v for n, v in decoder.get("inputs", {}).items() if isinstance(v, str)}
+    return ModelFolder(
+        home,
+        "genai",
+        _existing(home, file or decoder["filename"]),
+        config,
+        **_special(model),
+        vocab_size=model.get("vocab_size"),
+        context_length=model.get("context_length"),
+        input_names=names,
+    )
+
+
+def _of_optimum(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+    written = home / "generation_config.json"
+    generation = _read_json(written) if written.is_file() else {}
+    text = config.get("text_config") or {}  # of models for texts and images
+    every = {**text, **config, **{n: v for n, v in generation.items() if v is not None}}
+    return ModelFolder(
+        home,
+        "optimum",
+        _existing(home, file) if file else _model_of_optimum(home),
+        config,
+        **_special(every),
+        vocab_size=every.get("vocab_size"),
+        context_length=next((every[n] for n in _LENGTHS if every.get(n)), None),
+    )
+
+
+def _model_of_optimum(home: Path) -> Path:
+    """Return the file of the model, `model.onnx` or else the only one."""
+    found = [*home.glob("*.onnx"), *home.glob("onnx/*.onnx")]
+    usual = [home / name for name in _MODELS if home / name in found]
+    if usual or len(found) == 1:
+        return (usual or found)[0]
+    names = sorted(file.relative_to(home).as_posix() for file in found)
+    has = f"has {names}" if names else "has no file .onnx"
+    raise ModelError(
+        f"{str(home)!r} should hold {' or '.join(_MODELS)}, and {has}"
+        + (": say which with load_folder(path, file=...)" if names else "")
+    )
+
+
+def _existing(home: Path, name: str) -> Path:
+    if not (home / name).is_file():
+        raise ModelError(f"{str(home)!r} lacks the file of its model, {name!r}")
+    return home / name
+
+
+def _special(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens, as fields of a `ModelFolder`."""
+    pad, bos, eos = (config.get(f"{name}_token_id") for name in SPECIAL)
+    ids = eos if isinstance(eos, Sequence) else [] if eos is None else [eos]
+    return {"pad_id": _first(pad), "bos_id": _first(bos), "eos_ids": tuple(ids)}
+
+
+def _first(ids: Any) -> int | None:
+    return (ids[0] if ids else None) if isinstance(ids, Sequence) else ids
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{str(file)!r} cannot be read as JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{str(file)!r} holds no object of JSON")
+    return content

@@ -1,0 +1,120 @@
+"""Texts as users hold them: files, lists, tables and datasets, one record after another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxgrad.data.arrays import DataError
+from onnxgrad.data.columns import is_table
+from onnxgrad.data.torch_data import is_hugging_face, is_hugging_face_stream
+
+Record = tuple[str, Any]  # where it stands, for messages, and a text or a dict by column
+
+LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
+TEXTS = (".txt", ".text", ".md")
+
+
+def is_stream(source: Any) -> bool:
+    """Return whether records come one after another, anew for each pass: they are not kept."""
+    return is_hugging_face_stream(source) or callable(source)
+
+
+def records(source: Any, by_line: bool = True) -> Iterator[Record]:
+    """Yield the records of `source`, and where each stands.
+
+    Args:
+        source: the path of a file of JSON lines, of Parquet, or of plain text, or a list of such
+            `Path`s; texts or dicts in a list; a table of pandas, polars or pyarrow; a dataset of
+            Hugging Face; or a function that returns an iterable of texts or dicts.
+        by_line: whether each line of a plain text is a record, rather than the file.
+
+    Raises:
+        DataError: a file that cannot be read, or a line that is no JSON.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        yield from _of_file(Path(source), by_line)
+        return
+    if isinstance(source, (list, tuple)) and source and isinstance(source[0], os.PathLike):
+        for path in source:
+            yield from _of_file(Path(path), by_line)
+        return
+    if callable(source):
+        source = source()
+    for number, record in enumerate(_rows(source)):
+        yield f"row {number}", record
+
+
+def _rows(source: Any) -> Any:
+    """Return what iterates over the rows of a table or dataset."""
+    if is_hugging_face(source):
+        return iter(source)
+    if hasattr(source, "to_pylist"):
+        return source.to_pylist()
+    if is_table(source):
+        return source.to_dicts() if hasattr(source, "to_dicts") else source.to_dict("records")
+    if isinstance(source, Mapping):
+        names, columns = list(source), list(source.values())
+        return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
+    try:
+        return iter(source)
+    except TypeError:
+        raise DataError(
+            f"texts are in a file, a list, a table or a dataset, not in a {type(source).__name__}"
+        ) from None
+
+
+def _of_file(path: Path, by_line: bool) -> Iterator[Record]:
+    name, suffix = str(path), path.suffix.lower()
+    if suffix in TABLES:
+        from pyarrow import ArrowException, parquet
+
+        try:
+            rows = parquet.read_table(path).to_pylist()
+        except (OSError, ArrowException) as e:
+            raise DataError(f"{name!r} cannot be read: {e}") from None
+        yield from ((f"row {i} of {name!r}", row) for i, row in enumerate(rows))
+        return
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            if suffix in LINES:
+                yield from _of_json(name, file)
+            elif by_line:
+                yield from (
+                    (f"line {i} of {name!r}", line.rstrip("\n"))
+                    for i, line in enumerate(file, 1)
+                    if line.strip()
+                )
+            else:
+                yield f"{name!r}", file.read()
+    except UnicodeDecodeError as e:
+        raise DataError(f"{name!r} is not UTF-8: {e}") from None
+    except OSError as e:
+        missing = isinstance(e, FileNotFoundError)
+        more = "; texts themselves are passed in a list" if missing else ""
+        raise DataError(f"{name!r} cannot be read: {e.strerror or e}{more}") from None
+
+
+def _of_json(name: str, file: Any) -> Iterator[Record]:
+    """Yield the records of lines of JSON, or of one array."""
+    first = next((line for line in file if line.strip()), "")
+    file.seek(0)
+    if first.lstrip().startswith("["):
+        try:
+            content = json.load(file)
+        except ValueError as e:
+            raise DataError(f"{name!r} is no JSON: {e}") from None
+        yield from ((f"entry {i} of {name!r}", record) for i, record in enumerate(content))
+        return
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                yield f"line {number} of {name!r}", json.loads(line)
+            except ValueError as e:
+                raise DataError(
+                    f"line {number} of {name!r} is no JSON: {e}; each line is an object, as "
+                    '{"text": "..."}'
+                ) from None

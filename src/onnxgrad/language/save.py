@@ -1,0 +1,206 @@
+"""`save_folder`: a folder anew, with another model in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import ModelProto, TensorProto
+
+from onnxgrad.errors import ModelError, argument
+from onnxgrad.language.folders import ModelFolder, load_folder
+from onnxgrad.model import external
+from onnxgrad.model.read import read
+from onnxgrad.model.write import data_files
+from onnxgrad.training.trainer import Trainer
+
+
+def save_folder(
+    model: Any, path: str | os.PathLike, like: Any, *, overwrite: bool = False
+) -> ModelFolder:
+    """Write a folder like another, with another model in it, completely or not at all.
+
+    The model gets the name that it has in `like`, and its tensors are in the same files as there;
+    new ones, as those of adapters, are beside the others. All other files are copied, byte for
+    byte, but hidden folders such as `.git`.
+
+    Args:
+        model: a `Trainer`, or a model, serialized model or path; never modified.
+        path: the new folder. Folders that lead there are created.
+        like: a `ModelFolder`, or its path.
+        overwrite: whether `path` may be a folder of a language model, whose files are replaced by
+            those of the same name; others stay.
+
+    Returns:
+        The new folder, as `load_folder` returns it.
+
+    Raises:
+        FileExistsError: `path` exists, and is no empty folder.
+        ModelError: `like` is no folder of a language model, or `model` cannot be read.
+        OSError: the folder cannot be written.
+        ValueError: `path` is `like`, or is in it, and the model reads its data from there.
+
+    Examples:
+        >>> import json, tempfile, onnx, onnxgrad as og
+        >>> from pathlib import Path
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (int64[N,T] input_ids) => (float[N,T,2] logits) <float[2,2] w = {1.0, 0, 0, 1.0}>
+        ...     { logits = Gather(w, input_ids) }''')
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     old = Path(path, "old")
+        ...     old.mkdir()
+        ...     onnx.save(model, old / "model.onnx")
+        ...     _ = (old / "config.json").write_text(json.dumps({"vocab_size": 2}))
+        ...     new = og.save_folder(model, Path(path, "new"), like=old)
+        ...     sorted(file.name for file in new.path.iterdir())
+        ['config.json', 'model.onnx']
+    """
+    origin = load_folder(like)
+    proto = read(model.model if isinstance(model, Trainer) else model)
+    target = check_folder(path, overwrite, origin, proto)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(target)
+    temporary.mkdir()
+    try:
+        _copy_others(origin, temporary, target)
+        file = temporary / origin.model.relative_to(origin.path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write(proto, file, origin.model)
+        for written in (each for each in temporary.rglob("*") if each.is_file()):
+            with written.open("rb+") as opened:
+                os.fsync(opened.fileno())
+        _put(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return load_folder(target, str(file.relative_to(temporary)))
+
+
+def check_folder(
+    path: str | os.PathLike,
+    overwrite: bool,
+    like: ModelFolder,
+    model: ModelProto | None = None,
+) -> Path:
+    """Return the folder that is written for `path`; raise if it cannot be: before a long training.
+
+    Raises:
+        OSError, ValueError: as `save_folder`.
+    """
+    target, home = Path(os.path.realpath(path)), Path(os.path.realpath(like.path))
+    if target != home and target.is_relative_to(home):
+        raise ValueError(f"{os.fspath(path)!r} is in the folder that is copied: name another one")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{os.fspath(path)!r} is a file: name a folder")
+    files = external.files_of(model) if model is not None else ()
+    if any(Path(os.path.realpath(file)).is_relative_to(target) for file in files):
+        raise ValueError(
+            f"the model reads its data from {os.fspath(path)!r}: save to another folder"
+        )
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise FileExistsError(
+                f"{os.fspath(path)!r} exists, and is not empty: name another folder, or pass "
+                f"{argument('overwrite', True)}"
+            )
+        try:
+            load_folder(target)
+        except ModelError as e:
+            raise FileExistsError(f"only a language model is overwritten: {e}") from None
+    home = next(folder for folder in target.parents if folder.exists())
+    if not os.access(home, os.W_OK):
+        raise PermissionError(f"cannot write {os.fspath(path)!r}: {str(home)!r} is read-only")
+    return target
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".onnxgrad-{target.name[:100]}.{os.urandom(8).hex()}")
+
+
+def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
+    """Copy all files of a folder but the model and its data."""
+    own = {os.path.realpath(file) for file in (origin.model, *data_files(origin.model))}
+    stale = []
+    for folder, folders, names in os.walk(origin.path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (Path(folder, name) for name in names):
+            relative = file.relative_to(origin.path)
+            if os.path.realpath(file) in own or file == target:
+                continue
+            if file.suffix == ".onnx":
+                stale.append(relative.as_posix())
+                if shared := own & {os.path.realpath(data) for data in data_files(file)}:
+                    raise ModelError(
+                        f"{str(file)!r} reads {shared.pop()!r}, as {origin.model.name} does, which "
+                        "would be replaced: remove one of both models from a copy of the folder"
+                    )
+            (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, temporary / relative)
+    if stale:
+        warnings.warn(
+            f"of {sorted(stale)}, which are copied as they are, the weights are not those of the "
+            f"model that was written, {origin.model.name}",
+            stacklevel=3,
+        )
+
+
+def _write(proto: ModelProto, file: Path, like: Path) -> None:
+    """Write a model with its tensors in the files in which those of `like` are."""
+    old = onnx.load_model_from_string(like.read_bytes())
+    own = {tensor.name for tensor in old.graph.initializer}
+    places = {n: _location(t) for n, t in external.external_tensors(old) if n in own}
+    if bad := next((p for p in places.values() if p.is_absolute() or ".." in p.parts), None):
+        raise ModelError(f"{str(like)!r} has its data outside of its folder, in {str(bad)!r}")
+    data = next((place for place, _ in Counter(places.values()).most_common(1)), None)
+    if data is None and external.inline_nbytes(proto) > external.IN_MODEL:
+        data, own = Path(f"{file.name}.data"), set()
+
+    def place(tensor: TensorProto) -> tuple[Path, Path] | None:
+        location = places.get(tensor.name)
+        is_new = tensor.name not in own and external.nbytes(tensor) > external.SMALL
+        if location is None and (external.is_external(tensor) or (is_new and data is not None)):
+            location = data or Path(f"{file.name}.data")
+        if location is None:
+            return None
+        (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
+        return file.parent / location, location
+
+    written = external.written_out(proto, place)
+    for _, tensor in external.external_tensors(written):
+        if _location(tensor).is_absolute():  # of a subgraph
+            tensor.raw_data = external.array(tensor).tobytes()
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+    external.write_filled(written, file, {})
+
+
+def _location(tensor: TensorProto) -> Path:
+    return Path(next(e.value for e in tensor.external_data if e.key == "location"))
+
+
+def _put(temporary: Path, target: Path) -> None:
+    """Move a folder to its place; files of an old one that the new one lacks stay."""
+    if not target.exists():
+        temporary.rename(target)
+        return
+    aside = _beside(target)
+    target.rename(aside)
+    try:
+        temporary.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    for folder, _, names in os.walk(aside):
+        for file in (Path(folder, name) for name in names):
+            new = target / file.relative_to(aside)
+            if not os.path.lexists(new):
+                new.parent.mkdir(parents=True, exist_ok=True)
+                file.rename(new)
+    with suppress(OSError):
+        shutil.rmtree(aside)

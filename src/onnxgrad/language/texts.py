@@ -1,0 +1,241 @@
+"""`texts`: records as data for `fit`, in batches of similar length."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.arrays import DataError
+from onnxgrad.data.padding import by_length, pad_sequences
+from onnxgrad.data.readers import Reader, full_name
+from onnxgrad.data.torch_data import is_hugging_face_stream
+from onnxgrad.errors import ModelError, argument
+from onnxgrad.graph.shapes import Dims
+from onnxgrad.language.encoding import IGNORED, Encoder, Row, pack
+from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
+from onnxgrad.language.records import is_stream, records
+from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
+
+_POOL = 50  # batches of a stream whose rows are sorted by length together
+_BUFFER = 1000  # rows that a stream shuffles together
+_IDS, _MASK = "input_ids", "attention_mask"
+
+
+def texts(
+    source: Any,
+    tokenizer: Any,
+    max_length: int | None = None,
+    *,
+    completion_only: bool | None = None,
+    packing: bool = False,
+    column: str | None = None,
+    by_line: bool = True,
+) -> Reader:
+    """Return texts as data for a language model: `input_ids`, `attention_mask`, and labels.
+
+    Labels are the ids of the same tokens, for a loss that shifts them, and -100 where nothing is
+    learnt. Rows of similar length make a batch, and are padded at the end. A record is a text or
+    `{"text": ...}`; `{"prompt": ..., "completion": ...}`; a chat `{"messages": [...]}`, written by
+    the tokenizer's template; or tokens `{"input_ids": ..., "labels": ...}`. All but the last two
+    end with the token for that.
+
+    Args:
+        source: records in a list, or a file of JSON lines, Parquet or plain text, or a list of
+            `Path`s; a table; a dataset of Hugging Face; or a function that returns an iterable, and
+            is called for each epoch. Streams are encoded while they are read, others at once.
+        tokenizer: a `ModelFolder`, the path of such a folder or of a `tokenizer.json`, or an object
+            of tokenizers or transformers.
+        max_length: tokens of a row, at most; longer ones are cut, and counted in a warning. None:
+            as many as the model of the folder takes.
+        completion_only: whether only completions, and what the assistant says, are learnt; None:
+            they are, where there are any.
+        packing: write all texts one after another, cut into rows of `max_length`. A text then sees
+            those before it in its row, and may go on in the next.
+        column: of the texts, where it is not called "text".
+        by_line: whether each line of a plain text is a record; False: a file is one.
+
+    Returns:
+        A reader, which `fit`, `evaluate` and `predict` take as X.
+
+    Raises:
+        DataError: no text, a record of another form, a line that is no JSON, a prompt that is
+            longer than `max_length`, or the tokenizer of another model.
+        ImportError: the library `tokenizers` is not installed.
+        ValueError: a `max_length` below 2 or above that of the model, or packing without one.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from tokenizers import Tokenizer, models
+        >>> words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        >>> rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}]
+        >>> X, labels, _ = next(og.texts(rows, words).batches(2, None, 0))
+        >>> X["input_ids"].tolist(), labels.tolist()
+        ([[5, 6, 7], [8, 9, 0]], [[5, 6, 7], [-100, 9, -100]])
+    """
+    return _read(source, tokenizer, max_length, completion_only, packing, column, by_line)
+
+
+def _read(
+    source: Any,
+    tokenizer: Any,
+    max_length: int | None,
+    completion_only: bool | None,
+    packing: bool,
+    column: str | None,
+    by_line: bool,
+) -> Reader:
+    folder = tokenizer if isinstance(tokenizer, ModelFolder) else None
+    if folder is None and isinstance(tokenizer, (str, os.PathLike)) and is_folder(tokenizer):
+        with suppress(ModelError):  # it may have a tokenizer only
+            tokenizer = folder = load_folder(tokenizer)
+    own, most = as_tokenizer(tokenizer), None if folder is None else folder.context_length
+    if max_length is None:
+        max_length = most
+    elif max_length < 2:
+        given = argument("max_length", max_length)
+        raise ValueError(f"{given}: a row needs 2 tokens, one to predict another")
+    elif most and max_length > most:
+        given = argument("max_length", max_length)
+        raise ValueError(f"{given}, and the model takes {most} tokens")
+    if packing and max_length is None:
+        given = argument("packing", True)
+        raise ValueError(f"{given} needs {argument('max_length')}, the number of tokens of a row")
+    size = None if folder is None else folder.vocab_size
+    encoder = Encoder(own, None if packing else max_length, completion_only, column, size)
+    pad = own.pad_id if own.pad_id is not None and own.pad_id >= 0 else own.eos_id or 0
+    names = {} if folder is None else dict(folder.input_names)
+    block = max_length if packing else None
+    if is_stream(source):
+        return TextStream(source, encoder, pad, names, block)
+    rows = list(_encoded(source, encoder, block, by_line))
+    if not rows:
+        is_path = isinstance(source, (str, os.PathLike))
+        name = repr(str(source)) if is_path else f"the {type(source).__name__}"
+        raise DataError(f"{name} has no text to learn")
+    for note in encoder.notes():
+        warnings.warn(note, stacklevel=3)
+    return Texts(rows, pad, names, encoder.notes(), own if folder is None else folder)
+
+
+def _encoded(source: Any, encoder: Encoder, block: int | None, by_line: bool) -> Iterator[Row]:
+    rows = encoder.rows(records(source, by_line))
+    return rows if block is None else pack(rows, block)
+
+
+class _TextReader(Reader):
+    """Rows of tokens; inputs have the `names` of the model."""
+
+    def __init__(self, pad: int, names: Mapping[str, str]) -> None:
+        self.pad, self.names, self.masked = pad, names, True
+
+    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
+        """Leave the mask out where the model has no input for it."""
+        new = copy.copy(self)
+        new.masked = self.names.get(_MASK, _MASK) in shapes
+        return new
+
+    def _batch(self, X: Mapping[str, np.ndarray], labels: np.ndarray) -> tuple[Any, ...]:
+        kept = {self.names.get(n, n): a for n, a in X.items() if self.masked or n != _MASK}
+        return kept, labels, None
+
+
+class Texts(_TextReader):
+    """Texts in memory, as tokens.
+
+    Attributes:
+        rows: their number.
+        tokens: number of tokens of all.
+        learnt: number of those that are learnt.
+        notes: sentences about those that were not taken as they are.
+        tokenizer: the tokenizer, or its folder.
+    """
+
+    rows: int
+
+    def __init__(
+        self,
+        rows: list[Row],
+        pad: int,
+        names: Mapping[str, str],
+        notes: list[str],
+        tokenizer: Tokenizer | ModelFolder,
+    ) -> None:
+        super().__init__(pad, names)
+        self.tokenizer = tokenizer
+        self._rows, self.rows, self.notes = rows, len(rows), notes
+        self.tokens = sum(len(ids) for ids, _ in rows)
+        self.learnt = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass, as `by_length` does."""
+        ids, labels = [[row[k] for row in self._rows] for k in (0, 1)]
+        padded = by_length({_IDS: ids}, labels, mask=_MASK, value=self.pad, y_value=IGNORED)
+        for X, y, _ in padded.batches(size, seed, skip):
+            yield self._batch(X, y)
+
+    def subset(self, numbers: np.ndarray) -> Texts:
+        """Return some of the rows."""
+        rows = [self._rows[i] for i in numbers]
+        return Texts(rows, self.pad, self.names, [], self.tokenizer)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of rows and of tokens, and a digest."""
+        digest = hashlib.blake2b(digest_size=16)
+        for ids, labels in self._rows:
+            digest.update(ids.tobytes() + b"/" + labels.tobytes() + b";")
+        entries = {"rows": self.rows, "tokens": self.tokens, "digest": digest.hexdigest()}
+        return {"kind": "texts", **entries}
+
+
+class TextStream(_TextReader):
+    """Texts that are encoded while they are read.
+
+    With a seed, a stream of Hugging Face is shuffled by its files and a buffer of 1000 rows, and
+    rows of 50 batches are sorted by length, as `by_length` does.
+    """
+
+    def __init__(
+        self, source: Any, encoder: Encoder, pad: int, names: Mapping[str, str], block: int | None
+    ) -> None:
+        super().__init__(pad, names)
+        self.source, self.encoder, self.block, self._told = source, encoder, block, False
+
+    def first(self) -> Any:
+        """Return a batch of one row, without reading the source."""
+        ids = np.zeros((1, 2), np.int32)
+        return self._batch({_IDS: ids, _MASK: ids}, ids)
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass; the rows of those that are left out are read, too."""
+        yield from islice(self._all(size, seed), skip, None)
+        if not self._told:  # once, at the end of the first pass
+            for note in self.encoder.notes():
+                warnings.warn(note, stacklevel=2)
+        self._told = True
+
+    def _all(self, size: int, seed: int | None) -> Iterator[Any]:
+        source, rng = self.source, None if seed is None else np.random.default_rng(seed)
+        if seed is not None and is_hugging_face_stream(source):
+            source = source.shuffle(seed=seed % (1 << 32), buffer_size=_BUFFER)
+        rows = _encoded(source, self.encoder, self.block, True)
+        while pool := list(islice(rows, size * (1 if rng is None else _POOL))):
+            if rng is not None:
+                pool = [pool[i] for i in rng.permutation(len(pool))]
+                pool.sort(key=lambda row: len(row[0]))
+            cut = [pool[start : start + size] for start in range(0, len(pool), size)]
+            for i in range(len(cut)) if rng is None else rng.permutation(len(cut)):
+                ids, mask, _ = pad_sequences([row[0] for row in cut[i]], self.pad)
+                labels, _, _ = pad_sequences([row[1] for row in cut[i]], IGNORED)
+                yield self._batch({_IDS: ids, _MASK: mask}, labels)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the type of the source."""
+        return {"kind": "texts", "source": full_name(self.source)}

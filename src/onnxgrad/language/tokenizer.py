@@ -1,0 +1,149 @@
+"""Tokenizers of `tokenizer.json`, run by the library `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.language.chat import ChatTemplate, read_template
+
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL = ("pad", "bos", "eos")
+_NAMED = (*SPECIAL, "unk", "sep", "cls", "mask")
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as e:
+        raise ImportError("texts need tokenizers: pip install 'onnxgrad[text]'") from e
+    return tokenizers
+
+
+class Tokenizer:
+    """A tokenizer, and what its folder says of special tokens and chats.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`.
+        special: texts of special tokens by "pad", "bos", "eos" and others.
+        chat_template: how conversations are written.
+        ids: of special tokens that `special` lacks.
+
+    Attributes:
+        size: number of tokens, those that were added included.
+        pad_id, bos_id, eos_id: ids of special tokens, None for those that there are not.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        special: Mapping[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
+        ids: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self.backend, self.special = backend, dict(special or {})
+        self.chat_template = chat_template
+        backend.no_truncation()
+        backend.no_padding()
+        self.size = int(backend.get_vocab_size(with_added_tokens=True))
+        found = {name: backend.token_to_id(text) for name, text in self.special.items()}
+        given = {name: i for name, i in (ids or {}).items() if i is not None}
+        known = given | {name: i for name, i in found.items() if i is not None}
+        self.pad_id, self.bos_id, self.eos_id = (known.get(name) for name in SPECIAL)
+
+    @classmethod
+    def of_folder(
+        cls, folder: str | os.PathLike, ids: Mapping[str, int | None] | None = None
+    ) -> Tokenizer:
+        """Return the tokenizer of a folder, which encodes as `AutoTokenizer` of transformers does.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+            ValueError: there is no `tokenizer.json`, or it cannot be read.
+        """
+        home = Path(folder)
+        if not (home / FILE).is_file():
+            raise ValueError(
+                f"{os.fspath(folder)!r} has no {FILE}: let transformers write it, with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            )
+        try:
+            backend = _library().Tokenizer.from_file(str(home / FILE))
+        except ImportError:
+            raise
+        except Exception as e:  # the library raises nothing more precise
+            raise ValueError(f"{str(home / FILE)!r} cannot be read: {e}") from None
+        config = _config(home)
+        special = {n: t for n in _NAMED if (t := _text(config.get(f"{n}_token"))) is not None}
+        return cls(backend, special, read_template(home, config, special), ids)
+
+    def encode(
+        self, texts: Sequence[str], special: bool = True
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each text the ids of its tokens (T,) int32, and their characters (T, 2).
+
+        Args:
+            texts: the texts.
+            special: whether to add the special tokens that the tokenizer puts around a text.
+        """
+        found = self.backend.encode_batch(list(texts), add_special_tokens=special)
+        return [
+            (np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in found
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def as_tokenizer(source: Any) -> Tokenizer:
+    """Return the tokenizer that `source` is or has.
+
+    Args:
+        source: a `ModelFolder`; the path of a folder or of a `tokenizer.json`; a
+            `tokenizers.Tokenizer`; or a fast tokenizer of transformers.
+
+    Raises:
+        ValueError: it is none of these.
+        ImportError: the library `tokenizers` is not installed.
+    """
+    if isinstance(source, Tokenizer):
+        return source
+    if isinstance(own := getattr(source, "tokenizer", None), Tokenizer):
+        return own
+    if hasattr(source, "backend_tokenizer"):
+        backend, template = source.backend_tokenizer, source.chat_template
+        special = {n: t for n in _NAMED if (t := getattr(source, f"{n}_token", None)) is not None}
+        copy = type(backend).from_str(backend.to_str())
+        return Tokenizer(copy, special, template and ChatTemplate(template, special))
+    if hasattr(source, "encode_batch"):
+        return Tokenizer(type(source).from_str(source.to_str()))
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        return Tokenizer.of_folder(path.parent if path.name == FILE else path)
+    raise ValueError(
+        "a tokenizer is that of a folder, a path, or an object of tokenizers or transformers, not "
+        f"{type(source).__name__}"
+    )
+
+
+def _config(home: Path) -> dict[str, Any]:
+    """Return what the folder says of special tokens."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", CONFIG):
+        if (home / name).is_file():
+            try:
+                config |= json.loads((home / name).read_text(encoding="utf-8"))
+            except ValueError as e:
+                raise ValueError(f"{str(home / name)!r} cannot be read as JSON: {e}") from None
+    return config
+
+
+def _text(token: Any) -> str | None:
+    """Return the text of a special token, which may be an object with more about it."""
+    return token.get("content") if isinstance(token, dict) else token

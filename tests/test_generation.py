@@ -1,0 +1,66 @@
+"""Generation: an ordinary session says what onnxruntime-genai and transformers say."""
+
+import numpy as np
+import onnx
+import pytest
+from language_models import SENTENCES
+
+import onnxgrad as og
+from onnxgrad.errors import ModelError
+from onnxgrad.language import generation
+
+pytest.importorskip("tokenizers")
+
+
+def test_both_ways_say_what_transformers_says(genai_llama, monkeypatch):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, prompts = og.load_folder(genai_llama), [*SENTENCES, "x"]
+    by_genai = og.generate(folder, prompts, 12)
+    monkeypatch.setattr(generation, "_has_genai", lambda folder: False)
+    assert og.generate(folder, prompts, 12) == by_genai
+    assert og.generate(str(genai_llama), prompts[0], 12) == by_genai[0]
+    theirs = AutoModelForCausalLM.from_pretrained(genai_llama.parent / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(genai_llama.parent / "hf")
+    for prompt, text in zip(prompts, by_genai, strict=True):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        new = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )[0, ids.shape[1] :]
+        assert tokenizer.decode(new, skip_special_tokens=True) == text
+
+
+def test_draws_follow_a_seed_and_the_probabilities(genai_llama, monkeypatch):
+    monkeypatch.setattr(generation, "_has_genai", lambda folder: False)
+    folder = og.load_folder(genai_llama)
+    drawn = [og.generate(folder, "a", 8, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert og.generate(folder, "a", 8, temperature=1.0, top_p=1e-6) == og.generate(folder, "a", 8)
+    rng, scores = np.random.default_rng(0), np.log([0.5, 0.3, 0.15, 0.05])
+    counts = np.zeros(4)
+    for _ in range(4000):
+        counts[generation.Choice(1.0, 0.7).of(scores, rng)] += 1
+    np.testing.assert_allclose(counts / 4000, [0.625, 0.375, 0, 0], atol=0.03)
+
+
+def test_what_generation_refuses(genai_llama):
+    folder = og.load_folder(genai_llama)
+    for options, message in (
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
+        ({"top_p": 0.0}, "top_p=0.0 above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            og.generate(folder, "x", **options)
+    with pytest.raises(ValueError, match="pass the tokenizer, as its folder"):
+        og.generate(folder.model, "x")
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        og.generate(folder, [{"role": "user", "content": "x"}])
+    other = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]>
+        f (int64[N,T] input_ids, float[N,T,2] image) => (float[N,T,2] logits)
+        <float[2,2] w = {0, 1, 1, 0}>
+        { v = Gather(w, input_ids)  logits = Add(v, image) }""")
+    with pytest.raises(ModelError, match=r"the model has the inputs \['image'\], too"):
+        og.generate(other, "x", tokenizer=folder)

@@ -1,0 +1,455 @@
+"""Texts as batches: tokens, labels, order, and what is refused."""
+
+import json
+import re
+import warnings
+from itertools import chain
+
+import numpy as np
+import onnx
+import pytest
+from language_models import SENTENCES, bpe
+
+import onnxgrad as og
+from onnxgrad.data.arrays import DataError
+from onnxgrad.language.chat import ChatTemplate
+from onnxgrad.language.tokenizer import Tokenizer
+
+pytest.importorskip("tokenizers")
+
+IM = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+THINKING = IM.replace(  # as Qwen3: only the last turn has its thoughts
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
+)
+MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ m.content }}<|im_end|>{% endif %}
+{% endfor %}"""
+LLAMA = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim "
+    "+ '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+    "{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant"
+    "<|end_header_id|>\n\n' }}{% endif %}"
+)
+QWEN = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "<|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or \
+(message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not "
+    "supported') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != "
+    "(loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = "
+    "message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + "
+    "'<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}"
+    "{% endif %}"
+)
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + "
+    "message['content'] + '<|end|>\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\n' + "
+    "message['content'] + '<|end|>\n'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n'"
+    " + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "what is the cat"},
+    {"role": "assistant", "content": "the cat sat"},
+    {"role": "user", "content": " and the dog <b>&'\" "},
+    {"role": "assistant", "content": "jumps over\nit"},
+]
+MODEL = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (int64[N,T] input_ids, int64[N,T] attention_mask) => (float[N,T,%d] logits)
+    { m = Cast<to=1>(attention_mask)  two = Constant<value_ints=[-1]>()
+      u = Unsqueeze(m, two)  e = Gather(w, input_ids)  f = Mul(e, u)  logits = MatMul(f, v) }"""
+
+
+def tokenizer(template: str | None = None) -> Tokenizer:
+    special = {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}
+    return Tokenizer(bpe(), special, template and ChatTemplate(template, special))
+
+
+def rows(source, *arguments, **options):
+    """Return ids and labels of each row, in order, without padding."""
+    reader = og.texts(source, *arguments, **options)
+    found = []
+    for X, labels, _ in reader.batches(2, None, 0):
+        for ids, mask, own in zip(X["input_ids"], X["attention_mask"], labels, strict=True):
+            assert (own[~mask] == -100).all()
+            found.append((ids[mask].tolist(), own[mask].tolist()))
+    return found
+
+
+def learnt(tok: Tokenizer, row) -> str:
+    """Return the text of the tokens that are learnt."""
+    return tok.backend.decode([i for i in row[1] if i != -100], skip_special_tokens=False)
+
+
+# -- tokens and labels --------------------------------------------------------------------------
+
+
+def test_texts_end_and_prompts_are_not_learnt():
+    tok = tokenizer()
+    prompt, completion = "what is the capital of France?", " It is\n\n Paris. "
+    made = rows(
+        [SENTENCES[0], {"text": "a</s>"}, {"prompt": prompt, "completion": completion}], tok
+    )
+    ids, labels = made[0]
+    assert ids == labels == [*tok.backend.encode(SENTENCES[0]).ids, tok.eos_id]
+    assert made[1][0] == tok.backend.encode("a</s>").ids
+    ids, labels = made[2]
+    assert ids == [*tok.backend.encode(prompt + completion).ids, tok.eos_id]
+    assert learnt(tok, made[2]) == completion + "</s>"
+    count = len(tok.backend.encode(prompt).ids)
+    assert labels[:count] == [-100] * count
+    whole = {"prompt": prompt, "completion": completion}
+    (all_learnt,) = rows([whole], tok, completion_only=False)
+    assert all_learnt == (ids, ids)
+
+
+def test_trimmed_offsets_do_not_hide_spaces():
+    from tokenizers import processors
+
+    tok = tokenizer()
+    tok.backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    completion = "  \n \n it   is  "
+    (row,) = rows([{"prompt": "what", "completion": completion}], tok)
+    assert learnt(tok, row) == completion + "</s>"
+
+
+def test_a_token_across_the_edge_is_learnt_and_said():
+    with pytest.warns(UserWarning, match="in 1 rows, one token has the end of the prompt"):
+        (row,) = rows([{"prompt": "the ca", "completion": "t sat"}], tokenizer())
+    assert learnt(tokenizer(), row) in ("at sat</s>", " cat sat</s>")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (IM, "the cat sat<|im_end|>\njumps over\nit<|im_end|>\n"),
+        (MARKED, "the cat sat<|im_end|>jumps over\nit<|im_end|>"),
+        (THINKING, "the cat sat<|im_end|>\n<think>\n\n</think>\n\njumps over\nit<|im_end|>\n"),
+        (QWEN, "the cat sat<|im_end|>\njumps over\nit<|im_end|>\n"),
+        (LLAMA, "the cat sat<|eot_id|>jumps over\nit<|eot_id|>"),
+        (GEMMA, "the cat sat<end_of_turn>\njumps over\nit<end_of_turn>\n"),
+        (PHI, "the cat sat<|end|>\njumps over\nit<|end|>\n</s>"),
+    ],
+    ids=["im", "marked", "thinking", "qwen", "llama", "gemma", "phi"],
+)
+def test_only_the_assistant_is_learnt(template, expected):
+    tok = tokenizer(template)
+    (row,) = rows([{"messages": CHAT}], tok)
+    assert learnt(tok, row) == expected
+    assert tok.backend.decode(row[0], skip_special_tokens=False) == tok.chat_template.render(CHAT)
+    (row,) = rows([{"prompt": CHAT[:3], "completion": CHAT[3:]}], tok)
+    assert learnt(tok, row) in expected
+    assert "sat" not in learnt(tok, row)
+    (row,) = rows([{"messages": CHAT}], tok, completion_only=False)
+    assert row[0] == row[1]
+
+
+@pytest.mark.parametrize(
+    "template", [LLAMA, QWEN, GEMMA, PHI], ids=["llama", "qwen", "gemma", "phi"]
+)
+@pytest.mark.parametrize("prompt", [False, True])
+def test_templates_render_as_in_transformers(template, prompt):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe(), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    theirs.chat_template = template
+    messages = CHAT[:3] if prompt else CHAT
+    tools = [{"type": "function", "function": {"name": "f<é>", "parameters": {}}}]
+    for more in ({}, {"tools": tools}):
+        expected = theirs.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, **more
+        )
+        ours = tokenizer(template).chat_template.render(messages, prompt, **more)
+        assert ours == expected
+
+
+def test_templates_are_in_a_sandbox_and_may_refuse():
+    with pytest.raises(ValueError, match="refuses the conversation: System role not supported"):
+        ChatTemplate(GEMMA, {"bos": ""}).render([{"role": "system", "content": "x"}])
+    for attack in (
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['os'] }}",
+    ):
+        with pytest.raises(ValueError, match="refuses the conversation"):
+            ChatTemplate(attack).render(CHAT)
+    with pytest.raises(ValueError, match="is no template of jinja2"):
+        ChatTemplate("{% for")
+
+
+@pytest.mark.parametrize("around", [{}, {"add_bos_token": True}, {"add_eos_token": True}])
+@pytest.mark.parametrize("processor", [False, True])
+def test_a_folder_encodes_as_transformers(around, processor, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import processors
+
+    backend = bpe()
+    if processor:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+        )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | around))
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        Tokenizer.of_folder(tmp_path),
+    )
+    found = [ids.tolist() for ids, _ in ours.encode(SENTENCES)]
+    assert found == [theirs(text)["input_ids"] for text in SENTENCES]
+    assert (ours.bos_id, ours.eos_id, ours.pad_id) == (0, 1, 2)
+    assert rows(SENTENCES, theirs) == rows(SENTENCES, ours)
+
+
+# -- rows ---------------------------------------------------------------------------------------
+
+
+def test_long_rows_are_cut_and_counted():
+    with pytest.warns(UserWarning, match="3 texts are longer than max_length=12, and cut"):
+        made = rows(SENTENCES, tokenizer(), 12)
+    lengths = [len(ids) for ids, _ in made]
+    assert max(lengths) == 12
+    with pytest.raises(DataError, match=r"row 0: what comes before the first token to learn fills"):
+        og.texts([{"prompt": SENTENCES[0], "completion": " x"}], tokenizer(), 4)
+
+
+def test_packing_loses_nothing():
+    tok = tokenizer()
+    prompt = {"prompt": "the cat", "completion": " sat"}
+    single = rows([*SENTENCES, prompt], tok)
+    packed = rows([*SENTENCES, prompt], tok, 8, packing=True)
+    for part in (0, 1):
+        assert [*chain(*(row[part] for row in packed))] == [*chain(*(row[part] for row in single))]
+    assert {len(row[0]) for row in packed[:-1]} == {8}
+    stream = rows(lambda: iter([*SENTENCES, prompt]), tok, 8, packing=True)
+    assert stream == packed
+
+
+def test_sources_hold_the_same(tmp_path):
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    tok = tokenizer(IM)
+    lines = [*SENTENCES[:3], "x y"]
+    expected = rows(lines, tok)
+    (tmp_path / "a.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8-sig")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in lines) + "\n\n")
+    (tmp_path / "a.json").write_text(json.dumps([{"text": t} for t in lines]))
+    table = pyarrow.table({"text": lines})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    frame = pandas.DataFrame({"text": lines})
+    same = [tmp_path / f"a.{kind}" for kind in ("txt", "jsonl", "json", "parquet")]
+    same += [table, frame, frame["text"], frame.to_dict("list"), lambda: lines]
+    for source in same:
+        assert rows(source, tok) == expected
+    assert rows(frame.rename(columns={"text": "said"}), tok, column="said") == expected
+    halves = [tmp_path / "a.txt", tmp_path / "a.jsonl"]
+    assert rows(halves, tok) == expected + expected
+    (whole,) = rows(tmp_path / "a.txt", tok, by_line=False)
+    assert whole[0] == rows(["\n\n".join(lines) + "\n"], tok)[0][0]
+    chats = pandas.DataFrame({"messages": [CHAT, CHAT[:2]]})
+    assert rows(chats, tok) == rows([{"messages": CHAT}, {"messages": CHAT[:2]}], tok)
+    parquet.write_table(pyarrow.Table.from_pandas(chats), tmp_path / "chats.parquet")
+    assert rows(tmp_path / "chats.parquet", tok) == rows(chats, tok)
+
+
+def test_datasets_of_hugging_face(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    tok = tokenizer()
+    made = datasets.Dataset.from_dict({"text": SENTENCES})
+    assert rows(made, tok) == rows(SENTENCES, tok)
+    stream = og.texts(made.to_iterable_dataset(), tok)
+    assert rows(made.to_iterable_dataset(), tok) == rows(SENTENCES, tok)
+
+    def passed(seed, skip=0):
+        return [X["input_ids"].tolist() for X, _, _ in stream.batches(1, seed, skip)]
+
+    assert passed(3) == passed(3) != passed(4)
+    assert passed(3, 2) == passed(3)[2:]
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def model(size: int = 8) -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    vocabulary = tokenizer().size
+    made = onnx.parser.parse_model(MODEL % vocabulary)
+    for name, shape in (("w", (vocabulary, size)), ("v", (size, vocabulary))):
+        array = rng.normal(size=shape).astype(np.float32) / size
+        made.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return made
+
+
+def trainer(**options) -> og.Trainer:
+    return og.Trainer(
+        model(),
+        {"logits": "cross_entropy"},
+        loss_options={"logits": {"shift": True, "axis": -1, "ignore_index": -100}},
+        learning_rate=0.03,
+        **options,
+    )
+
+
+def many(count: int = 23) -> list[str]:
+    return [SENTENCES[i % 4][: 3 + i] for i in range(count)]
+
+
+def test_perplexity_is_of_all_tokens():
+    own, data = trainer(metrics=["perplexity"]).fit(og.texts(many(), tokenizer())), many()
+    sums, count = 0.0, 0
+    for ids, labels in rows(data, tokenizer()):
+        logits = own.predict({"input_ids": [ids], "attention_mask": [[1] * len(ids)]})[0, :-1]
+        logits = logits.astype(np.float64)
+        p = logits[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(axis=-1))
+        sums, count = sums - p.sum(), count + len(labels) - 1
+    for size in (1, 5):
+        result = own.evaluate(og.texts(data, tokenizer()), batch_size=size)
+        assert result["loss"] == pytest.approx(sums / count, rel=1e-5)
+        assert result["perplexity"] == pytest.approx(np.exp(sums / count), rel=1e-5)
+
+
+def test_a_training_goes_on_bit_for_bit(tmp_path):
+    def fit(epochs, **more):
+        made = trainer(callbacks=[og.Checkpoint(tmp_path / "c", every_steps=3)] if more else [])
+        return made.fit(og.texts(many(), tokenizer()), epochs=epochs, batch_size=4, **more)
+
+    whole, _ = fit(3), fit(2, resume=tmp_path / "c")
+    resumed = fit(3, resume=tmp_path / "c")
+    assert resumed.state.step == whole.state.step == 18
+    for name, weight in whole.state.weights.items():
+        np.testing.assert_array_equal(weight, resumed.state.weights[name])
+    other = og.texts([*many()[:-1], "else"], tokenizer())
+    with pytest.raises(ValueError, match="data"):
+        trainer().fit(other, epochs=4, batch_size=4, resume=tmp_path / "c")
+
+
+def test_a_share_is_held_out():
+    own = trainer().fit(og.texts(many(), tokenizer()), validation=0.2, epochs=2, batch_size=4)
+    assert own.state.step == 2 * 5  # of 18 rows
+    order = np.random.default_rng([0, 1]).permutation(23)
+    held = [many()[i] for i in np.sort(order[:5])]
+    loss = own.evaluate(og.texts(held, tokenizer()))["loss"]
+    assert own.history[-1]["validation_loss"] == pytest.approx(loss, rel=1e-6)
+    with pytest.raises(ValueError, match="needs arrays, tables or texts in memory"):
+        trainer().fit(og.texts(lambda: many(), tokenizer()), validation=0.2)
+
+
+def test_a_stream_trains_and_tells_once():
+    stream = og.texts(lambda: ["", *many()], tokenizer(), 12)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        own = trainer().fit(stream, epochs=3, batch_size=4)
+    texts = [str(w.message) for w in told if "texts are" in str(w.message)]
+    assert sorted(re.sub(r"\d+", "n", t) for t in texts) == [
+        "n texts are left out: they have no token to learn",
+        "n texts are longer than max_length=n, and cut",
+    ]
+    assert own.state.step == 18
+
+
+# -- misuse -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"input_ids": [1, 2], "labels": [1, 2, 3]}, "has 2 input_ids and 3 labels: each token"),
+        ({"input_ids": ["a"]}, "must be lists of whole numbers"),
+        ({"content": "x"}, "has ['content']: expected 'text', 'prompt' and 'completion'"),
+        ({"text": None}, "'text' must be a text, not None"),
+        ({"prompt": "x", "completion": 3}, "'completion' must be a text, not 3"),
+        (5, "is int, not a text or an object"),
+        ({"messages": CHAT}, "has messages, and the tokenizer has no chat template"),
+    ],
+)
+def test_records_of_other_forms(record, message):
+    with pytest.raises(DataError, match=f"row 1.*{re.escape(message)}"):
+        og.texts(["first", record], tokenizer())
+
+
+def test_chats_of_other_forms():
+    tok = tokenizer(IM)
+    with pytest.raises(DataError, match="row 0 has no message of the assistant"):
+        og.texts([{"messages": CHAT[:1]}], tok)
+    with pytest.raises(DataError, match="a message has 'role' and 'content', not"):
+        og.texts([{"messages": [{"from": "human", "value": "x"}]}], tok)
+
+
+def test_files_of_other_forms(tmp_path):
+    tok = tokenizer()
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"text": \n')
+    with pytest.raises(DataError, match=r"line 3 of '.*a\.jsonl' is no JSON"):
+        og.texts(tmp_path / "a.jsonl", tok)
+    for text in ("", "\n \n"):
+        (tmp_path / "b.txt").write_text(text)
+        with pytest.raises(DataError, match=r"b\.txt' has no text to learn"):
+            og.texts(tmp_path / "b.txt", tok)
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(DataError, match="is not UTF-8"):
+        og.texts(tmp_path / "c.txt", tok)
+    with pytest.raises(DataError, match="No such file or directory; texts themselves are passed"):
+        og.texts("Once upon a time", tok)
+
+
+def test_options_of_other_models(tmp_path):
+    tok = tokenizer()
+    for most, message in ((1, "a row needs 2 tokens"), (None, "packing=True needs max_length=")):
+        with pytest.raises(ValueError, match=message):
+            og.texts(SENTENCES, tok, most, packing=most is None)
+    with pytest.raises(DataError, match="and completion_only=True"):
+        og.texts(SENTENCES, tok, completion_only=True)
+    onnx.save(model(), tmp_path / "model.onnx")
+    config = {"vocab_size": 200, "max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tok.backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"the tokenizer gives the id \d+, and the model has 200"):
+        og.texts(SENTENCES, tmp_path)
+    with pytest.raises(ValueError, match="max_length=32, and the model takes 16 tokens"):
+        og.texts(SENTENCES, og.load_folder(tmp_path), 32)
+    with pytest.raises(ValueError, match="a tokenizer is that of a folder"):
+        og.texts(SENTENCES, 5)
+
+
+def test_without_the_library(monkeypatch, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json' cannot be read"):
+        Tokenizer.of_folder(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'onnxgrad\[text\]'"):
+        og.texts(SENTENCES, tmp_path)
