@@ -102,16 +102,20 @@ class TrainerBase(Settings):
         if train_ranges:
             self.proto, changes = with_ranges(self.proto, as_list(freeze))
             self.trained = [*self.trained, *changes]
-        self.state = TrainState(seed=seed)
+        self._take_weights()
+        self.members, self.optimizers, self.learning_rates = None, [], []
+        self.setup: Fit | None = None  # the last one that trained
+        self.built = BuildCache()
+
+    def _take_weights(self) -> None:
+        """Let the state have the weights of the model, in the dtypes in which they train."""
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
         self.constants = set(refs)
         self.narrow = {} if self.precision == "file" else narrow_dtypes(refs)
         self.proto, self.digest = without_weights(self.proto, self.trained)
         begun = {name: refs[name].array() for name in self.trained}
+        self.state = TrainState(seed=self.seed)
         self.state.values = Values({n: widened(a) if self.narrow else a for n, a in begun.items()})
-        self.members, self.optimizers, self.learning_rates = None, [], []
-        self.setup: Fit | None = None  # the last one that trained
-        self.built = BuildCache()
 
     # -- training -----------------------------------------------------------------------------
 

@@ -141,9 +141,8 @@ class TrainerStack(TrainerBase):
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        count = count_members(
-            members, weights=weights, learning_rate=learning_rate, optimizer=optimizer
-        )
+        given = {"weights": weights, "learning_rate": learning_rate, "optimizer": optimizer}
+        count = count_members(members, **given)
         optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
         rates = per_member("learning_rate", learning_rate, count)
         super().__init__(
