@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,11 +12,10 @@ from onnx import ModelProto
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
+from onnxgrad.model.caches import caches
 from onnxgrad.model.convert import to_ir
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
-
-_CACHE = re.compile("past(_key_values)?")
 
 
 class Cached:
@@ -38,13 +36,8 @@ class Cached:
         infer(graph)
         inputs = {str(x.name): x for x in graph.graph.inputs}
         outputs = {str(y.name): y for y in graph.graph.outputs}
-        self._caches: dict[str, str] = {}  # the output that follows each
-        self._empty: dict[str, np.ndarray] = {}
-        for name, x in inputs.items():
-            after = _CACHE.sub("present", name, count=1)
-            if after != name and after in outputs:
-                self._caches[name] = after
-                self._empty[name] = _empty(x, outputs[after])
+        self._caches = caches(model)
+        self._empty = {x: _empty(inputs[x], outputs[y]) for x, y in self._caches.items()}
         own = ("input_ids", "attention_mask", "position_ids", "use_cache_branch")
         self._names = {names.get(n, n): n for n in own if names.get(n, n) in inputs}
         known = {*self._names, *self._caches, *model_defaults(model)}
