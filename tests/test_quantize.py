@@ -225,6 +225,20 @@ def test_batch_normalization_becomes_a_part_of_convolutions(tmp_path):
     assert np.abs(run(saved, x=IMAGES)[0] - exact).max() < 0.03 * exact.max()
 
 
+def test_an_opset_without_an_axis_is_raised():
+    """As published files have it: onnxruntime would write what it does not load."""
+    model = parsed(
+        """g (float[N, 3, 8, 8] x) => (float[N, 4, 6, 6] y) {
+        c = Conv<kernel_shape=[3, 3]>(x, w) y = Relu(c) }""",
+        {"w": RNG.standard_normal((4, 3, 3, 3)).astype(F)},
+        11,
+    )
+    quantized = og.quantize(model, IMAGES)
+    saved = og.Trainer(quantized, "squared_error").model
+    assert set(integers(saved)) == {"w_quantized"}
+    assert (unoptimized(quantized, IMAGES) == unoptimized(saved, IMAGES)).all()
+
+
 def test_forms_of_data():
     """All say the same, of which the first rows are looked at, and labels are not."""
     batches = [(IMAGES[i : i + 30], LABELS[i : i + 30]) for i in range(0, 96, 30)]

@@ -13,21 +13,27 @@ from typing import Any
 import onnx
 from onnx import ModelProto
 
+from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model import external
+from onnxgrad.model.constants import opset_versions
 from onnxgrad.model.read import read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.write import save
 
+_PER_AXIS_OPSET = 13  # the first whose QuantizeLinear has an axis
 _PRODUCTS = ["MatMul", "Gemm"]  # whose weights onnxruntime reads in blocks
 
 
 def prepared(proto: ModelProto, folder: Path) -> ModelProto:
-    """Return `proto`, or what onnxruntime makes of it if it has BatchNormalization nodes.
+    """Return `proto` as it is quantized; mostly, it is so already.
 
-    These become a part of the convolutions in front of them: nodes in between would be rounded, and
-    then no kernel of integers would remain. Without them, the names of the file stay.
+    An opset whose QuantizeLinear has no axis is raised. BatchNormalization nodes become a part of
+    the convolutions in front of them, by onnxruntime: nodes in between would be rounded, and then
+    no kernel of integers would remain. Without them, the names of the file stay.
     """
+    if opset_versions(proto.opset_import).get("", 0) < _PER_AXIS_OPSET:
+        proto = raise_opset(proto)
     if not any(node.op_type == "BatchNormalization" for node in nodes_of(proto)):
         return proto
     from onnxruntime.quantization.shape_inference import quant_pre_process

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import read_names
 from onnxgrad.data.indices import tables
 from onnxgrad.losses.objectives import Written
-from onnxgrad.model import external
-from onnxgrad.model.convert import to_ir
 from onnxgrad.training.batches import rows_of
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.objective import Objective
 
 _LABELS = frozenset({"label", "weight"})  # what batches may have, and no input takes
@@ -27,9 +27,8 @@ def feeds(proto: ModelProto, data: Any, batch_size: int, rows: int) -> Iterator[
     Raises:
         ValueError: data that the inputs do not accept.
     """
-    model = to_ir(external.without_data(proto))
-    graph = model.graph
-    inputs = [x for x in graph.inputs if str(x.name) not in graph.initializers]
+    model = prepare(proto, batch=BATCH)  # which tells symbols of one name apart
+    graph, inputs = model.graph, list(model.graph.inputs)
     objective = Objective(
         model, inputs, [], Written(), {}, tables(graph, inputs), read_names(proto), {}
     )
