@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import dependent, sweep
-from onnxgrad.autodiff.rules.quantization import DEQUANTIZED, dequantized
+from onnxgrad.autodiff.rules.quantization import UNPACKED, unpacked_weight
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE, VIEWS
@@ -336,7 +336,7 @@ class _Head:
             self.written.append(made)
             if node.op_type == "MatMulNBits":
                 with self.op:
-                    made.meta[DEQUANTIZED] = dequantized(self.op, node, gate)
+                    made.meta[UNPACKED] = unpacked_weight(self.op, node, gate)
         return new[self.logits]
 
 
