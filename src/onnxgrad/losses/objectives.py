@@ -92,6 +92,7 @@ class Written:
             broadcast.
         gradients: for each output, values and the gradients of the sum with respect to them, where
             the loss writes these itself; else None.
+        needs_no_label: whether it is known that no input is a label.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Written:
     infos: dict[str, LossInfo] = field(default_factory=dict)
     weight: ir.Value | None = None
     gradients: list[Pairs | None] = field(default_factory=list)
+    needs_no_label: bool = False
 
     def add(
         self, total: ir.Value, count: ir.Value, factor: float = 1.0, own: Pairs | None = None
@@ -250,7 +252,7 @@ class TrainingLoss:
         kind, ignored = spec.label_kind, int(spec.all_options["ignore_index"])
         label = label_input(op, logits, kind, spec.name, label_name)
         if not self.labelled:
-            label = labels_of_tokens(op, ignored)
+            label, written.needs_no_label = labels_of_tokens(op, ignored), True
         wrt = self.wrt if self.in_chunks else None
         total, count, pairs = write_causal(op, logits, label, written.weight, ignored, wrt)
         written.add(total, count, float(self.factors.get(name, 1.0)), pairs)
