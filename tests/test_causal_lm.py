@@ -10,6 +10,7 @@ import onnxgrad as og
 from onnxgrad.losses import causal
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.run.row_parts import splits
 from running import run_named
 
 torch = pytest.importorskip("torch")
@@ -201,6 +202,14 @@ def test_logits_are_not_written():
     ]
     assert not wide
     assert any(node.op_type == "Scan" for node in step.model.graph)
+
+
+def test_rows_are_divided():
+    """Processes prove, by the plain formula, that the gradients of their rows add up."""
+    trainer = og.Trainer(model("softcap"), "causal_lm", train="*")
+    objective = Recipe(trainer, Facts.of(trainer, as_dataset(IDS, LABELS))).objective()
+    names = ("input_ids", "label")
+    assert splits(objective, dict.fromkeys(names, 0), dict.fromkeys(names, IDS.shape))
 
 
 def test_refused():

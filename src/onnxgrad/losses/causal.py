@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import dependent, sweep
-from onnxgrad.autodiff.rules.quantization import DEQUANTIZED, dequantized
+from onnxgrad.autodiff.rules.quantization import UNPACKED, unpacked_weight
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE, VIEWS
@@ -29,6 +29,7 @@ from onnxgrad.losses.sums import sum_and_count
 
 CAUSAL = "causal_lm"
 TOKENS, MASK = "input_ids", "attention_mask"
+PLAIN = "onnxgrad.plain"  # metadata key of a sum: the same by the plain formula, for proofs
 INT64 = ir.DataType.INT64
 _ELEMENTS = 1 << 24  # logits that are in memory together
 _END = np.iinfo(np.int64).max
@@ -131,6 +132,8 @@ def write_causal(
     outputs = op.emit_many("Scan", [*sums, *stacks], attributes, len(sums) + len(wanted))
     like = [*sums, *(leaves[x] for x in wanted)]
     total, *gradients = (op.set_type_like(y, v) for y, v in zip(outputs, like, strict=True))
+    plain = _without_scan(op, logits, label, weight, ignore_index)  # dropped, as no output needs it
+    total.meta[PLAIN], positions.total.meta[PLAIN] = plain
     of = [*shared, *(leaves[x] for x in wanted)]
     return total, positions.total, list(zip(of, gradients, strict=True))
 
@@ -336,7 +339,7 @@ class _Head:
             self.written.append(made)
             if node.op_type == "MatMulNBits":
                 with self.op:
-                    made.meta[DEQUANTIZED] = dequantized(self.op, node, gate)
+                    made.meta[UNPACKED] = unpacked_weight(self.op, node, gate)
         return new[self.logits]
 
 

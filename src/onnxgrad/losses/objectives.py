@@ -92,6 +92,7 @@ class Written:
             broadcast.
         gradients: for each output, values and the gradients of the sum with respect to them, where
             the loss writes these itself; else None.
+        needs_no_label: whether it is known that no input is a label.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Written:
     infos: dict[str, LossInfo] = field(default_factory=dict)
     weight: ir.Value | None = None
     gradients: list[Pairs | None] = field(default_factory=list)
+    needs_no_label: bool = False
 
     def add(
         self, total: ir.Value, count: ir.Value, factor: float = 1.0, own: Pairs | None = None
@@ -247,22 +249,20 @@ class TrainingLoss:
     ) -> None:
         """Write the loss of a language model, and add it to what is written."""
         name, logits = output
-        kind, ignored = spec.label_kind, int(spec.all_options["ignore_index"])
-        label = label_input(op, logits, kind, spec.name, label_name)
+        ignored = int(spec.all_options["ignore_index"])
+        label = label_input(op, logits, spec.label_kind, spec.name, label_name)
         if not self.labelled:
-            label = labels_of_tokens(op, ignored)
-        wrt = self.wrt if self.in_chunks else None
-        total, count, pairs = write_causal(op, logits, label, written.weight, ignored, wrt)
-        written.add(total, count, float(self.factors.get(name, 1.0)), pairs)
-        if self.labelled:
-            info = LossInfo.of(spec, logits)
-            info = replace(info, axis=2, from_logits=True, shift=True)
+            label, written.needs_no_label = labels_of_tokens(op, ignored), True
+        else:
+            info = replace(LossInfo.of(spec, logits), axis=2, from_logits=True, shift=True)
             written.add_label(label, name, info)
+        of = written.weight, ignored, self.wrt if self.in_chunks else None
+        total, count, pairs = write_causal(op, logits, label, *of)
+        written.add(total, count, float(self.factors.get(name, 1.0)), pairs)
 
     def _terms(self, op: Emit, prediction: ir.Value, name: str, label_name: str) -> OutputTerms:
         """Write the terms of one output."""
-        loss = self.losses[name if name in self.losses else None]
-        if not isinstance(loss, LossSpec):
+        if not isinstance(loss := self.losses[name if name in self.losses else None], LossSpec):
             return loss.output_terms(op, prediction, label_name)
         shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
         return formula_terms(op, loss, prediction, label_name, shape)

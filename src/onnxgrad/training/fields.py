@@ -44,8 +44,8 @@ class Fields:
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
         labels = dict(objective.labels)
-        unsaid = bool(objective.written.sums) and not labels and len(rest) > 1
-        if unsaid:  # of a loss in the model, which does not say which it is
+        unsaid = bool(objective.written.sums) and not objective.written.needs_no_label
+        if unsaid and not labels and len(rest) > 1:  # of a loss in the model, which names none
             labels[rest[-1]] = LossInfo()
         self.labels = list(labels)  # none if the loss needs no label
         self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}

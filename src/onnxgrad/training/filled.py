@@ -108,7 +108,9 @@ def _sizes(x: ir.Value) -> tuple[int | None, int | None]:
     """Return the number of heads and the size of a cache, its own or those of what it grows to."""
     found: list[list[Dim]] = [[*(dims(x) or ())]]
     for node in {use.node for use in x.uses()}:
-        found += [[*shape] for shape in (*map(dims, node.outputs), *result_shapes(node)) if shape]
+        beside = node.inputs if node.op_type == "Concat" else ()
+        shapes = (*map(dims, node.outputs), *map(dims, beside), *result_shapes(node))
+        found += [[*shape] for shape in shapes if shape]
     alike = [shape for shape in found if len(shape) == rank(x)]
     heads, size = (next((s[i] for s in alike if isinstance(s[i], int)), None) for i in (-3, -1))
     return heads, size  # type: ignore[return-value]

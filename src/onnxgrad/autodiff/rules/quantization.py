@@ -11,10 +11,10 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, gated, widened
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import dims, rank, static
 
-# metadata key of a MatMulNBits: its weight in floats, where it is known already
-DEQUANTIZED = "onnxgrad.dequantized"
+# metadata key of a MatMulNBits: what `unpacked_weight` returned for it, where it is known already
+UNPACKED = "onnxgrad.unpacked"
 
 _FROZEN = Unsupported(
     "it is part of a quantized weight, which stays as it is: train adapters beside it or other "
@@ -80,8 +80,8 @@ def matmul_n_bits(op, node, g):
     if node.inputs[1].dtype != ir.DataType.UINT8 or bits not in (2, 4, 8):
         return Unsupported("its quantized weight is not stored as uint8, in 2, 4 or 8 bits")
     dbias = None if bias is None else op.sum_to(g, bias)
-    weight = node.meta.get(DEQUANTIZED) or dequantized(op, node, g)
-    return op.MatMul(g, weight), None, _FROZEN, _FROZEN, None, dbias
+    parts = node.meta.get(UNPACKED) or unpacked_weight(op, node, g)
+    return _times(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
 
 
 @rule("GatherBlockQuantized", domain="com.microsoft")
@@ -90,21 +90,56 @@ def gather_block_quantized(op, node, g):
     return None, None, _FROZEN
 
 
-def dequantized(op, node, g):
-    """Return W of a MatMulNBits, of shape (N, K), computed when `g` is."""
+def unpacked_weight(op, node, g):
+    """Return W of a MatMulNBits, of shape (N, K), computed when `g` is, in parts.
+
+    Part i of n has the columns i, i + n, ...: a byte holds n of them, which are not brought beside
+    each other, as that copies them one by one.
+    """
     packed, scales, zeros, order = (*node.inputs, None, None, None)[1:5]
     get = node.attributes.get_int
     n, k, bits, block = get("N"), get("K"), get("bits", 4), get("block_size")
-    blocks = -(-k // block)
-    steps = op.Cast(op.Reshape(_unpacked(op, gated(op, packed, g), bits), [n, -1]), to=scales.dtype)
+    blocks, count = -(-k // block), 8 // bits
     scales = op.Reshape(scales, [n, blocks])
+    if zeros is not None and zeros.dtype != scales.dtype:
+        zeros = op.Slice(op.Reshape(_unpacked(op, zeros, bits), [n, -1]), [0], [blocks], [1])
+        zeros.type = packed.type
+    packed = gated(op, packed, g)
+    if order is not None or op.opset < 21 or (zeros is not None and zeros.dtype == scales.dtype):
+        return [_dequantized(op, _unpacked(op, packed, bits), scales, zeros, node)]
     if zeros is None:
-        zeros = float(2 ** (bits - 1))
-    elif zeros.dtype == scales.dtype:
-        zeros = op.Reshape(zeros, [n, blocks])
+        zeros = op.Expand(ir.DataType.UINT8.numpy().type(2 ** (bits - 1)), [n, blocks])
+    packed = op.Reshape(packed, [n, -1])
+    parts = []
+    for part in _shifted(op, packed, bits):
+        w = op.DequantizeLinear(part, scales, zeros, axis=1, block_size=block // count)
+        w.type, w.shape = scales.type, ir.Shape([n, blocks * block // count])
+        parts.append(w)
+    return parts
+
+
+def _times(op, g, parts, node):
+    """Return g W, W in the parts of `unpacked_weight`."""
+    products = [op.MatMul(g, part) for part in parts]
+    k = node.attributes.get_int("K")
+    n, width = rank(g), len(parts) * ((dims(parts[0]) or (None, k))[1])
+    every = products[0]
+    if len(parts) > 1:
+        beside = op.Concat(*(op.Unsqueeze(v, [n]) for v in products), axis=n)
+        every = op.Reshape(beside, [*[0] * (n - 1), width])
+    return every if width == k else op.Slice(every, [0], [k], [n - 1])
+
+
+def _dequantized(op, steps, scales, zeros, node):
+    """Return W as one matrix, by the formula."""
+    order, get = (*node.inputs, None, None, None)[4], node.attributes.get_int
+    n, k, block = get("N"), get("K"), get("block_size")
+    blocks = -(-k // block)
+    steps = op.Cast(op.Reshape(steps, [n, -1]), to=scales.dtype)
+    if zeros is None:
+        zeros = float(2 ** (get("bits", 4) - 1))
     else:
-        rows = op.Reshape(_unpacked(op, zeros, bits), [n, -1])
-        zeros = op.Cast(op.Slice(rows, [0], [blocks], [1]), to=scales.dtype)
+        zeros = op.Cast(op.Reshape(zeros, [n, blocks]), to=scales.dtype)
     if order is not None:  # the block of every column
         scales, zeros = (
             v if isinstance(v, float) else op.Gather(v, order, axis=1) for v in (scales, zeros)
@@ -121,7 +156,17 @@ def _unpacked(op, x, bits):
     """Return the numbers of `bits` bits in bytes, the lowest bits first, on a new last axis."""
     if bits == 8:
         return x
-    mask = op.const(ir.DataType.UINT8.numpy().type(2**bits - 1))
-    shifts = [op.const(ir.DataType.UINT8.numpy().type(i)) for i in range(0, 8, bits)]
-    parts = [op.BitwiseAnd(op.BitShift(x, s, direction="RIGHT"), mask) for s in shifts]
-    return op.Concat(*(op.Unsqueeze(part, [-1]) for part in parts), axis=-1)
+    return op.Concat(*(op.Unsqueeze(part, [-1]) for part in _shifted(op, x, bits)), axis=-1)
+
+
+def _shifted(op, x, bits):
+    """Return the numbers of `bits` bits in bytes, those of the lowest bits first."""
+    byte = ir.DataType.UINT8.numpy().type
+    if bits == 8:
+        return [x]
+    parts = [
+        x,
+        *(op.BitShift(x, op.const(byte(i)), direction="RIGHT") for i in range(bits, 8, bits)),
+    ]
+    mask = op.const(byte(2**bits - 1))  # the last has no other bits
+    return [op.BitwiseAnd(part, mask) for part in parts[:-1]] + parts[-1:]

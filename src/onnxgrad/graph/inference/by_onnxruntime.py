@@ -230,7 +230,7 @@ def _heads(node: ir.Node) -> _Shapes:
     total = new if not _is_given(node, past) else None
     if _is_given(node, buffer):
         total = None if before is None else before[2]
-    size = before[3] if before else _part(width, heads)
+    size = before[3] if before and isinstance(before[3], int) else _part(width, heads)
     cache_shape = (q[0], heads, total, size)
     scores = (q[0], heads, q[1], None if _is_given(node, buffer) else total)
     return [(*q[:2], width), cache_shape, cache_shape, scores]

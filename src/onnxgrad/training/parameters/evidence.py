@@ -93,7 +93,8 @@ def is_mask(array: np.ndarray) -> bool:
 
 def is_binary(array: np.ndarray) -> bool:
     """Return whether an array contains zeros and ones, and nothing else."""
-    return array.size > 1 and np.array_equal(np.unique(array), [0, 1])
+    few = array.ravel()[:1000]  # large arrays are rarely masks, and are slow to sort
+    return array.size > 1 and set(few.tolist()) <= {0, 1} and {*np.unique(array)} == {0, 1}
 
 
 def is_all(array: np.ndarray, number: float | None = None) -> bool:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.row_sums import NotASum, require_sums
 from onnxgrad.errors import ModelError
+from onnxgrad.losses.causal import PLAIN
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
 from onnxgrad.training.objective import Objective
@@ -30,7 +31,7 @@ def splits(objective: Objective, axes: Mapping[str, int | None], lengths: Shapes
     """
     if not mixes_no_rows(objective):
         return False
-    again = _with_outputs(objective, objective.reported)
+    again = _with_outputs(objective, [v.meta.get(PLAIN, v) for v in objective.reported])
     try:
         require_sums(again, axes, lengths, list(again.graph.outputs))
     except (NotASum, ModelError) as e:
