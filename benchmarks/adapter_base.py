@@ -2,7 +2,7 @@
 
 A random Llama by the builder of onnxruntime-genai; adapters beside all linear layers but the last.
 A prompt, and one token behind a past, as in generation. Each form takes its turn in each round; the
-columns are medians in milliseconds, and ratios to the file without adapters.
+columns are medians: milliseconds, and ratios to the file without adapters in the same round.
 
     python benchmarks/adapter_base.py [--hidden 512] [--layers 4] [--rounds 30] [--threads 1]
 
@@ -128,10 +128,11 @@ def main() -> None:
                         start = time.perf_counter()
                         served.run(None, data, options)
                         times[form].append(1000 * (time.perf_counter() - start))
-                first = median(times["without adapters"])
+                first = times["without adapters"]
                 print(f"{precision}, {tokens} tokens behind {past}")
                 for form, measured in times.items():
-                    print(f"  {form:32} {median(measured):8.2f} {median(measured) / first:6.2f}")
+                    ratio = median(a / b for a, b in zip(measured, first, strict=True))
+                    print(f"  {form:32} {median(measured):8.2f} {ratio:6.2f}")
 
 
 if __name__ == "__main__":

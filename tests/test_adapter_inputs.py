@@ -198,6 +198,28 @@ def test_what_is_no_adapter_of_the_model_is_refused(tmp_path):
     assert load_adapter(PLAIN, path)  # the failed call left it as it was
 
 
+def test_a_base_trains_only_with_an_adapter():
+    base = adapter_inputs(add_lora(PLAIN, "w", rank=2))
+    why = {t.name: t.why for t in og.trainable(base)}
+    assert "no elements" in why["w.lora_A.weight"]
+    with pytest.raises(ValueError, match="base whose adapters are inputs: add_lora"):
+        og.Trainer(base, "cross_entropy")
+
+
+def test_a_base_of_a_fused_layer_is_the_file_without_adapters():
+    """A session makes a Gemm of MatMul and Add, and sums a long axis in another order then."""
+    model = with_tensors(
+        parse("f (float[N,600] x) => (float[N,8] y) { h = MatMul(x, w) y = Add(h, b) }"),
+        w=(600, 8), b=(8,),
+    )  # fmt: skip
+    data = {"x": np.random.default_rng(3).normal(size=(40, 600)).astype(np.float32)}
+    base = adapter_inputs(add_lora(model, "w"))
+    expected, result = (
+        ort.InferenceSession(m.SerializeToString()).run(None, data)[0] for m in (model, base)
+    )
+    np.testing.assert_array_equal(result, expected)
+
+
 def test_half_precision_inputs_of_another_tool(tmp_path):
     half = {n: v.astype(np.float16) for n, v in arrays(PLAIN).items()}
     inputs = "float16[N,4] x, float16[4,R] lora_A, float16[R,3] lora_B"

@@ -18,11 +18,13 @@ from onnxruntime.quantization.matmul_nbits_quantizer import (
 )
 
 from adapter_cases import arrays, parse, shaken, with_tensors
+from onnxgrad.adapters.files import load_adapter, save_adapter
 from onnxgrad.adapters.lora import add_lora
 from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import read
 from onnxgrad.model.weights import replace
+from onnxgrad.training.parameters.defaults import trainable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
@@ -144,6 +146,24 @@ def test_a_convolution_and_the_bias_beside_it(tmp_path):
     np.testing.assert_allclose(result(merged), plain, atol=0.02 * np.abs(plain).max())
     expected = result(adapted)
     assert np.abs(plain - expected).mean() < 0.03 * np.abs(expected).mean()
+
+
+@pytest.mark.parametrize("form", ["int8", "QOperator", "4 bits", "4 bits in blocks"])
+def test_quantized_weights_have_the_names_of_their_floats(form, tmp_path):
+    """So the adapter of a float file is one of the quantized file, in both formats."""
+    trained = shaken(add_lora(floats(), "w", rank=2))
+    quantized = FORMS[form](tmp_path)
+    row = next(t for t in trainable(quantized) if t.alias == "w")
+    assert (row.trains, row.shape) == (False, arrays(read(quantized))[row.name].shape)
+    assert str(trainable(quantized)).endswith("quantized weights stay")
+    [note] = read_adapters(add_lora(quantized, "w", rank=2))
+    assert note["tensors"] == ["w.lora_A.weight", "w.lora_B.weight"]
+    for path in (tmp_path / "folder", tmp_path / "a.onnx_adapter"):
+        save_adapter(trained, path)
+        loaded = load_adapter(quantized, path)
+        assert read_adapters(loaded)[0]["weight"] == row.name
+        factor = arrays(loaded)["w.lora_A.weight"]
+        np.testing.assert_array_equal(factor, arrays(trained)["w.lora_A.weight"])
 
 
 def test_what_has_no_scales_of_its_own_is_refused(tmp_path):

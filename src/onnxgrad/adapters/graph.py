@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto
 
-from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Use, attributes
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Use, attributes
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.constants import standard
-from onnxgrad.model.traversal import graphs_of, keep_only, names, names_in
+from onnxgrad.model.traversal import all_nodes, graphs_of, keep_only, names, names_in, reads
+from onnxgrad.model.weights import constant_refs
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -40,6 +42,8 @@ class Additions:
 
     def __init__(self, model: ModelProto) -> None:
         self.model = model
+        constants = ((ref.graph_name, ref.read().dims) for ref in constant_refs(model))
+        self.vectors = {name: dims[0] for name, dims in constants if len(dims) == 1}
         self.taken = {*names(model.graph), *(t.name for t in model.graph.initializer)}
         opset = max((o.version for o in model.opset_import if not standard(o.domain)), default=18)
         self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), self.taken)
@@ -82,6 +86,22 @@ class Additions:
             proto.ClearField("name")  # onnx_ir's own, which the model may have, too
             use.graph.node.insert(position, proto)
         return base
+
+    def behind_bias(self, use: Use) -> Use:
+        """Return a use with its node behind the bias, which is added to the product alone.
+
+        So a session still fuses these two, and a base without adapter computes the same bits.
+        """
+        output, graph = use.node.output[0], use.graph
+        if use.form != LINEAR or output in names_in(graph.output):
+            return use
+        readers = [n for n in all_nodes(graph.node) if output in reads(n)]
+        if len(readers) != 1 or readers[0].op_type != "Add" or len({*readers[0].input}) < 2:
+            return use
+        [bias] = [name for name in readers[0].input if name != output]
+        own = any(node is readers[0] for node in graph.node)
+        fits = self.vectors.get(bias) == use.shape[-1]
+        return replace(use, node=readers[0]) if own and fits else use
 
     def emit(self, op_type: str, *inputs: ir.Value, **options: object) -> ir.Value:
         """Return the output of a new node, which is never shared."""

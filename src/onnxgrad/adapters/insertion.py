@@ -77,6 +77,7 @@ def insert(
     """
     target = slot.place(target) if slot else target
     first = target.uses[0]
+    uses = target.uses if options["use_dora"] else list(map(add.behind_bias, target.uses))
     order = (1, 0) if first.form == LEFT else (0, 1, 2)[: len(arrays)]  # A reads the data
     parts = tensor_names(first.form, options["use_dora"])
     names = list(slot.tensors) if slot else [add.name(f"{module}.{part}") for part in parts]
@@ -95,7 +96,7 @@ def insert(
     if slot is not None and slot.inputs and slot.layout:
         note["inputs"] = slot.layout
     factors = tuple(values[i] for i in range(len(arrays)))
-    note["uses"] = [_write_use(add, use, first, factors, options) for use in target.uses]
+    note["uses"] = [_write_use(add, use, first, factors, options) for use in uses]
     return note
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 from onnx import ModelProto
 
 from onnxgrad.adapters.uses import EMBEDDING, Target
 from onnxgrad.training.parameters.aliases import aliases
+from onnxgrad.training.parameters.integer_rows import name_of_floats
 
-_QUANTIZERS = re.compile(r"(_DQ)?_(quantized|[QU]\d+\w*)$")  # suffixes of onnxruntime's
 FACTORS = "ia3_l"  # of (IA)3
 _MAGNITUDE = "lora_magnitude_vector"
 
@@ -21,15 +20,6 @@ def tensor_names(form: str, use_dora: bool) -> tuple[str, ...]:
     if form == EMBEDDING:
         pair = ("lora_embedding_A", "lora_embedding_B")
     return (*pair, _MAGNITUDE) if use_dora else pair
-
-
-def name_of_floats(name: str) -> str:
-    """Return what a quantized weight was called before, or `name` if no quantizer renamed it.
-
-    >>> name_of_floats("query.weight_quantized"), name_of_floats("attn.q_proj.MatMul.weight_Q4")
-    ('query.weight', 'attn.q_proj.MatMul.weight')
-    """
-    return _QUANTIZERS.sub("", name)
 
 
 def module_names(proto: ModelProto, targets: dict[str, Target]) -> dict[str, str]:

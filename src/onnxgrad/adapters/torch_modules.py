@@ -82,9 +82,9 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
 
 
 def _attention(readers: Mapping[str, list[NodeProto]], name: str) -> NodeProto | None:
-    """Return the attention that reads `name`, perhaps behind a bias, as its packed q, k and v."""
+    """Return the attention that reads `name` as its packed q, k and v, or behind an adapter."""
     for node in readers[name]:
-        if node.op_type == "Add":
+        if node.op_type in ("Add", "Mul"):
             return _attention(readers, node.output[0])
         if node.op_type in _ATTENTION and not any(node.input[1:3]):
             return node

@@ -23,7 +23,7 @@ SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
 RANGES = "onnxgrad.ranges"  # a list of dicts, a scale that trains each; only while it trains
 LOSS = "onnxgrad.loss"  # of `add_loss_output`, a dict: names of label and prediction, and more
 
-_WORDS = ("kind", "form", "module")  # entries of an adapter that are no names of values
+_WORDS = ("kind", "form", "module", "path")  # entries of an adapter that are no names of values
 
 
 def read_note(proto: ModelProto, key: str) -> list[Any]:

@@ -7,7 +7,8 @@ from collections.abc import Collection
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import argument
+from onnxgrad.errors import argument, named
+from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
 from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
@@ -28,6 +29,11 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
         ValueError: a pattern that matches no float constant, or nothing is left to train.
     """
     train, freeze = None if train is None else as_list(train), as_list(freeze)
+    if train is None and read_note(proto, INPUTS) and not read_note(proto, ADAPTERS):
+        raise ValueError(
+            f"the model is a base whose adapters are inputs: {named('add_lora')} puts new ones in "
+            "their place, and load_adapter those of a file"
+        )
     floats = float_constants(proto)
     if train is not None and set(floats).issuperset([*train, *freeze]):
         names = [name for name in floats if name in train and name not in freeze]

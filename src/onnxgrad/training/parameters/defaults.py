@@ -15,6 +15,7 @@ from onnxgrad.model.traversal import nodes_of
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.aliases import read_aliases
 from onnxgrad.training.parameters.equal_constants import separate_merged, warn_of_merged
+from onnxgrad.training.parameters.integer_rows import integer_rows
 from onnxgrad.training.parameters.named_integers import with_named_integers
 from onnxgrad.training.parameters.patterns import choose, matching
 from onnxgrad.training.parameters.roles import QUANTIZED
@@ -57,7 +58,7 @@ def trainable(
     *,
     pattern: str | None = None,
 ) -> Tensors:
-    """Return the float constants of `model`, which of them train, and why.
+    """Return the float constants of `model`, which of them train, and why; and quantized weights.
 
     Without `train`, a tensor trains if its role in the graph is that of a weight: factor of a
     product with data, bias added to one, scale or bias of a normalization, table of an embedding,
@@ -74,11 +75,11 @@ def trainable(
         pattern: returns only the tensors whose name or alias matches it.
 
     Returns:
-        A list of tensors in the order of the graph, with attributes `name`, `alias`, `shape`,
-        `dtype`, `size`, `trains` and `why`. It prints as a table; so do its attributes `trained`
-        and `frozen`, and slices. Where an exporter numbered a weight, as `onnx::MatMul_137`, the
-        alias is its name in its module, as `encoder.query.weight`; `train`, `freeze` and `pattern`
-        match it, too.
+        A list of tensors in the order of the graph, quantized weights last, with attributes `name`,
+        `alias`, `shape`, `dtype`, `size`, `trains` and `why`. It prints as a table; so do its
+        attributes `trained` and `frozen`, and slices. Where an exporter numbered a weight, as
+        `onnx::MatMul_137`, the alias is its name in its module, as `encoder.query.weight`; `train`,
+        `freeze` and `pattern` match it, too. That of a quantized weight is the name of its floats.
 
     Raises:
         ModelError: `model` cannot be read, or computes with maps.
@@ -99,7 +100,9 @@ def trainable(
         ['units']
     """
     proto, train, freeze = with_named_integers(read(model), train, freeze)
-    rows = choose(default_rows(separate_merged(proto)), train, freeze)
+    separated = separate_merged(proto)
+    rows = choose(default_rows(separated), train, freeze)
+    rows.extend(integer_rows(separated))
     if pattern is not None:
         kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
         rows = Tensors(t for t in rows if t.name in kept)

@@ -195,7 +195,7 @@ def is_filter_bank(array: np.ndarray) -> bool:
 
 def is_transform(array: np.ndarray) -> bool:
     """Return whether a factor of an input may be a fixed transform: of Fourier, mel or wavelets."""
-    if is_wave(array) or is_filter_bank(array):
+    if array.size and (is_wave(array) or is_filter_bank(array)):
         return True
     length = max(array.shape[1:], default=0) if array.ndim > 2 else 0
     if length < 32 or array.size != len(array) * length:

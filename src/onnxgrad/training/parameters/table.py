@@ -20,7 +20,7 @@ class Tensor:
     Attributes:
         name: its name, as in `weights_to_train`.
         shape: its shape.
-        dtype: "float32", "float64", "float16" or "bfloat16".
+        dtype: "float32", "float64", "float16" or "bfloat16"; "int8", "uint4" or similar.
         size: number of its elements.
         trains: whether it trains.
         why: its role in the graph, or the reason why it does or does not train.
@@ -87,8 +87,11 @@ class Tensors(list[Tensor]):
 
     def _total(self) -> str:
         trained = self.trained
-        numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in self):,} numbers"
-        return f"{len(trained)} of {len(self)} float constants train: {numbers}"
+        floats = [t for t in self if "int" not in t.dtype and "float8" not in t.dtype]
+        numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in floats):,} numbers"
+        quantized = len(self) - len(floats)
+        stay = f"; {quantized} quantized weights stay" if quantized else ""
+        return f"{len(trained)} of {len(floats)} float constants train: {numbers}{stay}"
 
     def __str__(self) -> str:
         lines = self._cells()

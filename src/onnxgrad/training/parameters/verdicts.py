@@ -31,6 +31,8 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
             array, value = ref.array(), values.get(ref.name)
             if ref.name in noted:
                 verdict = Verdict(False, "part of a loss or of a gradient")
+            elif not array.size:
+                verdict = Verdict(False, "it has no elements: a place for an adapter")
             elif value is None:
                 verdict = Verdict(False, "no node reads it")
             else:
