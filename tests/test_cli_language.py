@@ -90,6 +90,11 @@ def test_adapters_and_chats(here):
     assert re.search("1 texts of (\\d+) tokens, of which (\\d+) are learnt", done.stderr)
     assert not os.path.exists("out.png")
     assert any("lora" in row.name for row in og.trainable("out/model.onnx"))
+    assert not run("merge", "out", "-o", "merged").exit_code
+    assert [row.name for row in og.trainable("merged/model.onnx")] == ["w", "v"]
+    assert sorted(os.listdir("merged")) == sorted(os.listdir("lm"))
+    assert og.generate("merged", "the cat", 3) == og.generate("out", "the cat", 3)
+    assert "exists, and is not empty" in run("merge", "out", "-o", "merged").stderr
     done = run("train", "lm", "chats.jsonl", *LOSS, *options, "--overwrite", "--no-completion-only")
     every = re.search("of (\\d+) tokens, of which (\\d+) are learnt", done.stderr)
     assert int(every[1]) == int(every[2]) + 1

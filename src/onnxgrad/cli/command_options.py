@@ -118,7 +118,8 @@ class MergeOptions(Common, Written):
     """Of `onnxgrad merge`."""
 
     model: str = argument(
-        'The .onnx file with adapters, "-" for standard input; or a folder of generate_artifacts.'
+        'The .onnx file with adapters, "-" for standard input; the folder of a language model with '
+        "adapters; or a folder of generate_artifacts."
     )
     checkpoint: str | None = option(
         "Of a folder: the .safetensors file with the trained weights.",

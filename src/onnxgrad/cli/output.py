@@ -47,7 +47,7 @@ class Output:
         """Raise if data that the model reads would be replaced."""
         if self.like is not None:
             check_folder(path, overwrite, self.like, proto)
-        elif overwrite:
+        else:
             check_not_data(path, model)
 
     def curves(self, path: Path) -> Path:
