@@ -16,8 +16,7 @@ from onnxgrad.cli import app
 pytest.importorskip("tokenizers")
 from test_texts import CHAT, IM, many, model, tokenizer
 
-LOSS = "--loss logits=cross_entropy --loss-option shift=true --loss-option axis=-1"
-LOSS = (LOSS + " --loss-option ignore_index=-100").split()
+LOSS = ("--loss", "causal_lm")
 
 
 def run(*arguments):
@@ -43,13 +42,7 @@ def here(tmp_path, monkeypatch):
 
 
 def trainer() -> og.Trainer:
-    return og.Trainer(
-        og.load_folder("lm"),
-        {"logits": "cross_entropy"},
-        loss_options={"logits": {"shift": True, "axis": -1, "ignore_index": -100}},
-        optimizer="adam",
-        metrics=["perplexity"],
-    )
+    return og.Trainer(og.load_folder("lm"), "causal_lm", optimizer="adam", metrics=["perplexity"])
 
 
 def test_a_folder_trains_as_in_python(here):
@@ -97,6 +90,11 @@ def test_adapters_and_chats(here):
     assert re.search("1 texts of (\\d+) tokens, of which (\\d+) are learnt", done.stderr)
     assert not os.path.exists("out.png")
     assert any("lora" in row.name for row in og.trainable("out/model.onnx"))
+    assert not run("merge", "out", "-o", "merged").exit_code
+    assert [row.name for row in og.trainable("merged/model.onnx")] == ["w", "v"]
+    assert sorted(os.listdir("merged")) == sorted(os.listdir("lm"))
+    assert og.generate("merged", "the cat", 3) == og.generate("out", "the cat", 3)
+    assert "exists, and is not empty" in run("merge", "out", "-o", "merged").stderr
     done = run("train", "lm", "chats.jsonl", *LOSS, *options, "--overwrite", "--no-completion-only")
     every = re.search("of (\\d+) tokens, of which (\\d+) are learnt", done.stderr)
     assert int(every[1]) == int(every[2]) + 1
@@ -113,6 +111,21 @@ def test_a_file_has_the_tokenizer_beside_it_or_a_named_one(here):
     ).exit_code
 
 
+def test_an_adapter_beside_its_base(here):
+    options = ("--lora", "v", "--epochs", 3, "--lr", 0.1, "--prompt", "the cat", "--json")
+    for name in ("one", "two"):
+        own = ("--adapter", name, "--seed", len(name), "-o", "out", "--overwrite")
+        done = run("train", "lm", "texts.txt", *LOSS, *options, *own)
+        assert not done.exit_code, done.stderr
+    assert sorted(os.listdir("out/adapters")) == ["one.onnx_adapter", "two.onnx_adapter"]
+    (sample,) = json.loads(done.stdout)["samples"]
+    text = run("generate", "out", "the cat", "--adapter", "two", "--json").stdout
+    assert json.loads(text) == sample
+    assert run("generate", "out", "the cat").stdout == run("generate", "lm", "the cat").stdout
+    done = run("train", "lm", "texts.txt", *LOSS, "--adapter", "x")
+    assert "pass --lora PATTERN, too" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,14 +136,15 @@ def test_a_file_has_the_tokenizer_beside_it_or_a_named_one(here):
         (("lm", "texts.txt", "-o", "old"), "'old' exists, and is not empty"),
         (("lm", "texts.txt", "-o", "old", "--overwrite"), "only a language model is overwritten"),
         (("lm", "texts.txt", "-o", "lm/new"), "is in the folder that is copied"),
+        (("lm", "texts.txt", "--lora", "v", "--adapter", "../x"), "must be a plain name of a file"),
         (("lm", "broken.jsonl"), "line 2 of 'broken.jsonl' is no JSON"),
         (("lm", "empty.txt"), "'empty.txt' has no text to learn"),
         (("lm", "texts.txt", "--max-length", 65), "--max-length 65, and the model takes 64 tokens"),
         (("old", "texts.txt"), "'old' holds no language model: it has neither"),
         (("lm", "texts.txt", "--completion-only"), "and --completion-only learns what follows one"),
         (
-            ("lm", "rows.csv", "--target", "y", "--prompt", "x"),
-            "Unknown column (every input of the model needs one)",
+            ("lm", "rows.csv", "--target", "y", "--prompt", "x", "--validation", 0),
+            "--prompt is for language models, and the data are no texts",
         ),
     ],
 )

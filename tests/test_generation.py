@@ -64,3 +64,36 @@ def test_what_generation_refuses(genai_llama):
         { v = Gather(w, input_ids)  logits = Add(v, image) }""")
     with pytest.raises(ModelError, match=r"the model has the inputs \['image'\], too"):
         og.generate(other, "x", tokenizer=folder)
+
+
+def test_adapters_on_one_base_say_what_their_models_say(genai_llama, tmp_path, monkeypatch):
+    folder, prompts = og.load_folder(genai_llama), SENTENCES[:2]
+    rng, expected = np.random.default_rng(0), {}
+    for name in ("one", "two"):
+        model = og.add_lora(folder, "*qkv_proj*", rank=4)
+        for tensor in model.graph.initializer:
+            if "lora_B" in tensor.name:
+                array = rng.normal(size=tuple(tensor.dims)).astype(np.float32)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+        alone = og.save_folder(model, tmp_path / name, like=folder)
+        expected[name] = og.generate(alone, prompts, 12)
+        base = og.save_folder(
+            model, tmp_path / "base", like=folder, adapter=name, overwrite=name == "two"
+        )
+    plain = og.generate(folder, prompts, 12)
+    for genai in (True, False):
+        monkeypatch.setattr(generation, "_has_genai", lambda folder, found=genai: found)
+        assert og.generate(base, prompts, 12) == plain
+        for name, text in expected.items():
+            assert og.generate(base, prompts, 12, adapter=name) == text != plain
+    with pytest.raises(ValueError, match="Unknown adapter 'three'"):
+        og.generate(base, "x", adapter="three")
+    other = og.save_folder(og.add_lora(folder, "*o_proj*"), tmp_path / "o", folder, adapter="one")
+    (base.path / "adapters" / "two.onnx_adapter").replace(other.path / "adapters/one.onnx_adapter")
+    with pytest.raises(ValueError, match="it is an adapter of another base"):
+        og.generate(other, "x", adapter="one")
+    with pytest.raises(ValueError, match="must be a plain name of a file"):
+        og.save_folder(model, tmp_path / "other", like=folder, adapter="../x")
+    with pytest.raises(ValueError, match="the model has no adapters"):
+        og.save_folder(folder, tmp_path / "other", like=folder, adapter="x")
+    assert not (tmp_path / "other").exists()

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from onnxgrad import OrtGradientOptimizer, add_loss_output
+from onnxgrad import OrtGradientOptimizer, Trainer, add_loss_output
 from onnxgrad.data import images
 from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
@@ -209,3 +209,13 @@ def test_images_of_more_than_eight_bits(tmp_path):
     Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(tmp_path / "a" / "1.tif")
     with pytest.raises(ValueError, match=r"1\.tif.*32 bits"):
         image_folder(tmp_path, 8, layout="NCHW").take(np.array([1]), None)
+
+
+def test_a_share_is_held_out_without_random_transforms(folder):
+    reader = image_folder(folder, (6, 8), transforms=[images.random_crop((6, 8))])
+    own = Trainer(model(), train=["w"], seed=3)
+    own.fit(reader, validation=0.4, epochs=1, batch_size=2)
+    order, count = np.random.default_rng([3, 1]).permutation(reader.rows), round(reader.rows * 0.4)
+    loss = own.evaluate(reader.subset(np.sort(order[:count])))["loss"]
+    assert own.history[-1]["validation_loss"] == pytest.approx(loss, rel=1e-6)
+    assert own.state.step == -(-(reader.rows - count) // 2)

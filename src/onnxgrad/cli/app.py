@@ -140,8 +140,9 @@ def check(options: CheckOptions) -> None:
 def merge(options: MergeOptions) -> None:
     """Write MODEL with what was trained beside it put into its weights: a plain model, as fast.
 
-    Of a file, these are its LoRA adapters. Of a folder that generate_artifacts wrote, they are the
-    weights and running statistics of a checkpoint, which a device may have written.
+    Of a file or a language model, these are its LoRA adapters. Of a folder that generate_artifacts
+    wrote, they are the weights and running statistics of a checkpoint, which a device may have
+    written.
     """
 
 

@@ -56,6 +56,7 @@ class GenerateOptions(Common):
 
     model: str = argument("The folder of a language model.")
     text: str = argument("The text to go on with.")
+    adapter: str | None = option("Adapter of the folder, by its name.", metavar="NAME")
     max_new_tokens: int = option("How many tokens to generate, at most.", 64, min=1)
     temperature: float = option("0 takes the most probable token; others draw.", 0.0, min=0)
     top_p: float = option(
@@ -117,7 +118,8 @@ class MergeOptions(Common, Written):
     """Of `onnxgrad merge`."""
 
     model: str = argument(
-        'The .onnx file with adapters, "-" for standard input; or a folder of generate_artifacts.'
+        'The .onnx file with adapters, "-" for standard input; the folder of a language model with '
+        "adapters; or a folder of generate_artifacts."
     )
     checkpoint: str | None = option(
         "Of a folder: the .safetensors file with the trained weights.",

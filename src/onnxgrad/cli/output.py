@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx import ModelProto
 
 from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output
-from onnxgrad.language.folders import ModelFolder
+from onnxgrad.language.folders import ModelFolder, file_of_adapter
 from onnxgrad.language.save import check_folder, save_folder
 from onnxgrad.model.files import check_writable
 from onnxgrad.model.write import save
@@ -20,6 +20,7 @@ class Output:
     """What `--output` names: a file, or a folder like that of the model."""
 
     like: ModelFolder | None
+    adapter: str | None = None
 
     @property
     def default(self) -> str:
@@ -28,6 +29,13 @@ class Output:
 
     def check(self, path: str, overwrite: bool, inputs: Iterable[Path], json: bool) -> None:
         """Raise if a model cannot be written, before anything is computed."""
+        if self.adapter is not None:
+            file_of_adapter(Path(), self.adapter)
+        if self.like is None and self.adapter is not None:
+            raise ValueError(
+                "--adapter writes into a folder, and MODEL is a file: `onnxgrad.save_adapter` and "
+                "`onnxgrad.adapter_inputs` write its adapter and its base"
+            )
         if self.like is None:
             check_output(path, overwrite, inputs, json)
         elif path == STDOUT:
@@ -39,7 +47,7 @@ class Output:
         """Raise if data that the model reads would be replaced."""
         if self.like is not None:
             check_folder(path, overwrite, self.like, proto)
-        elif overwrite:
+        else:
             check_not_data(path, model)
 
     def curves(self, path: Path) -> Path:
@@ -49,7 +57,7 @@ class Output:
     def save(self, model: ModelProto, path: Path, overwrite: bool) -> None:
         """Write the model."""
         if self.like is not None:
-            save_folder(model, path, self.like, overwrite=overwrite)
+            save_folder(model, path, self.like, adapter=self.adapter, overwrite=overwrite)
             return
         check_writable(path, overwrite)  # it may have been created during training
         save(model, path)

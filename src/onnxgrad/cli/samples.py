@@ -26,6 +26,7 @@ def generate(options: GenerateOptions) -> None:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
+        adapter=options.adapter,
     )
     if options.json:
         print_json({"prompt": options.text, "text": text})

@@ -52,7 +52,7 @@ class Outcome:
 
 def train(options: TrainOptions) -> None:
     """Train a model on data, write the result, and report."""
-    output = Output(folder_of(options.model))
+    output = Output(folder_of(options.model), options.adapter)
     if not options.output:
         options = replace(options, output=output.default)
     if options.dry_run:
@@ -100,6 +100,8 @@ def train(options: TrainOptions) -> None:
 
 def _check_files(options: TrainOptions, output: Output) -> None:
     """Raise if the results cannot be written, or would replace something that they must not."""
+    if options.adapter is not None and not options.lora:
+        raise ValueError("--adapter names what --lora trains: pass --lora PATTERN, too")
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
     output.check(options.output, options.overwrite, inputs, options.json)
     for file in _files(options, output)[1:]:

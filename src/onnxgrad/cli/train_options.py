@@ -247,6 +247,11 @@ class ResultOptions:
         show_default="trained.onnx, or the folder trained",
     )
     overwrite: bool = option("Replace files that exist.", False)
+    adapter: str | None = option(
+        "With --lora, for a folder: write the base with adapters as inputs, and the trained one as "
+        "adapters/NAME.onnx_adapter.",
+        metavar="NAME",
+    )
     curves: bool = option("Draw the losses, as PATH with .png.", True)
     history: str | None = option(
         "File (.csv or .json) of losses, rates and metrics by epoch.", metavar="FILE"

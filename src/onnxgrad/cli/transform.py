@@ -22,7 +22,9 @@ from onnxgrad.cli.model_files import (
     read_model,
     write_model,
 )
+from onnxgrad.cli.output import Output
 from onnxgrad.errors import printable
+from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 
 
 def grad(options: GradOptions) -> None:
@@ -76,7 +78,8 @@ def _family(options: GradOptions, path: str) -> None:
 
 def merge(options: MergeOptions) -> None:
     """Write the model with its adapters merged, or with the weights of a checkpoint."""
-    if Path(options.model).is_dir():
+    language = is_folder(options.model)
+    if Path(options.model).is_dir() and not language:
         _merge_folder(options, options.model)
         return
     if options.checkpoint is not None or options.prefix:
@@ -86,7 +89,8 @@ def merge(options: MergeOptions) -> None:
         )
     from onnxgrad.adapters.merge import merge_lora
 
-    _write(options, options.model, merge_lora)
+    like = load_folder(options.model) if language else None
+    _write(options, options.model, merge_lora, like=like)
 
 
 def _merge_folder(options: MergeOptions, folder: str) -> None:
@@ -109,6 +113,7 @@ def _write(
     model: str,
     change: Callable[[ModelProto], ModelProto],
     inputs: Sequence[Path] = (),
+    like: ModelFolder | None = None,
 ) -> None:
     """Write what a model is changed to, if that replaces none of the inputs, and report."""
     output = options.output
@@ -116,11 +121,15 @@ def _write(
         raise ValueError(
             "--output says where the model goes: name a file, or - for standard output"
         )
-    check_output(output, options.overwrite, [*inputs_of(model), *inputs], options.json)
+    place = Output(like)
+    place.check(output, options.overwrite, [*inputs_of(model), *inputs], options.json)
     proto = read_model(model)
-    check_not_data(output, model)
+    place.check_data(output, options.overwrite, model, proto)
     changed = change(proto)
-    write_model(changed, output)
+    if like is None:
+        write_model(changed, output)
+    else:
+        place.save(changed, Path(output), options.overwrite)
     _report(options, proto, changed, output)
 
 

@@ -11,11 +11,12 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.model.caches import caches
 from onnxgrad.model.convert import to_ir
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
+from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes
 
 
 class Cached:
@@ -36,11 +37,12 @@ class Cached:
         infer(graph)
         inputs = {str(x.name): x for x in graph.graph.inputs}
         outputs = {str(y.name): y for y in graph.graph.outputs}
-        self._caches = caches(model)
-        self._empty = {x: _empty(inputs[x], outputs[y]) for x, y in self._caches.items()}
-        own = ("input_ids", "attention_mask", "position_ids", "use_cache_branch")
+        self._caches = caches(model)  # the output that follows each
+        self._empty = {name: _empty(inputs[name]) for name in self._caches}
+        own = ("input_ids", MASK, POSITIONS, BRANCH)
         self._names = {names.get(n, n): n for n in own if names.get(n, n) in inputs}
-        known = {*self._names, *self._caches, *model_defaults(model)}
+        defaults = {tensor.name for tensor in model.graph.initializer}
+        known = {*self._names, *self._caches, *defaults}
         if unknown := [name for name in inputs if name not in known]:
             raise ModelError(
                 f"generation feeds tokens, masks, positions and caches, and the model has the "
@@ -62,9 +64,9 @@ class Cached:
         total, first = len(self._tokens), len(self._tokens) - len(new)
         given = {
             "input_ids": [new],
-            "attention_mask": np.ones((1, total)),
-            "position_ids": [np.arange(first, total)],
-            "use_cache_branch": [first > 0],
+            MASK: np.ones((1, total)),
+            POSITIONS: [np.arange(first, total)],
+            BRANCH: [first > 0],
         }
         feeds = {name: np.asarray(given[n], self._types[name]) for name, n in self._names.items()}
         read = [self._scores, *self._caches.values()]
@@ -73,22 +75,9 @@ class Cached:
         return scores[0, -1]
 
 
-def model_defaults(model: ModelProto) -> set[str]:
-    """Return the names of the inputs that have a default."""
-    return {tensor.name for tensor in model.graph.initializer}
-
-
-def _empty(x: ir.Value, after: ir.Value) -> np.ndarray:
-    """Return a cache of no token, whose sizes the input states, or what it becomes."""
-    stated, proven = dims(x) or (), dims(after) or ()
-    if len(stated) not in (4, 5) or x.dtype is None:
-        raise ModelError(f"the cache {x.name!r} has shape {stated}, not (rows, heads, past, size)")
-    shape = [
-        next((d for d in pair if isinstance(d, int)), None)
-        for pair in zip(stated, proven or stated, strict=True)
-    ]
-    rows = len(stated) - 4
-    shape[rows], shape[rows + 2] = 1, 0
-    if None in shape:
-        raise ModelError(f"the sizes of the cache {x.name!r} are not known: {stated}")
-    return np.zeros([int(d or 0) for d in shape], x.dtype.numpy())
+def _empty(x: ir.Value) -> np.ndarray:
+    """Return a cache of no token."""
+    heads, size = cache_sizes(x)
+    if heads is None or size is None or x.dtype is None:
+        raise ModelError(f"the sizes of the cache {x.name!r} are not known: {dims(x)}")
+    return np.zeros([*[2] * (rank(x) == 5), 1, heads, 0, size], x.dtype.numpy())

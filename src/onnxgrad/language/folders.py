@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, argument
 from onnxgrad.language.chat import ChatTemplate
 from onnxgrad.language.tokenizer import SPECIAL, Tokenizer
 
@@ -118,6 +118,17 @@ def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder
         f"{os.fspath(path)!r} holds no language model: it has neither {GENAI}, as "
         f"onnxruntime-genai writes it, nor {OPTIMUM}, as optimum does"
     )
+
+
+def file_of_adapter(home: Path, name: str) -> Path:
+    """Return the file of an adapter in a folder.
+
+    Raises:
+        ValueError: the name is no plain name of a file.
+    """
+    if not name or Path(name).name != name or not name.isprintable():
+        raise ValueError(f"{argument('adapter', name)} must be a plain name of a file")
+    return home / "adapters" / f"{name}.onnx_adapter"
 
 
 def is_folder(path: str | os.PathLike) -> bool:

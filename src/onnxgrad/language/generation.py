@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, load_model_from_string
 
+from onnxgrad.adapters.files import load_adapter
+from onnxgrad.adapters.session_files import read_arrays
+from onnxgrad.errors import argument, unknown
 from onnxgrad.language.cached import Cached
-from onnxgrad.language.folders import ModelFolder, load_folder
+from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 from onnxgrad.model.read import read
 from onnxgrad.training.trainer import Trainer
@@ -54,6 +58,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     tokenizer: Any = None,
+    adapter: str | None = None,
 ) -> Any:
     """Return how a language model goes on with prompts.
 
@@ -69,6 +74,7 @@ def generate(
         top_p: draw from the most probable tokens that have this probability together.
         seed: of the draws.
         tokenizer: as for `texts`; None: that of the folder.
+        adapter: name of an adapter of the folder, as `save_folder(..., adapter=...)` wrote it.
 
     Returns:
         The new text, without the prompt and without special tokens; a list for a list.
@@ -90,20 +96,34 @@ def generate(
     choice = Choice(temperature, top_p, seed)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more")
+    several = isinstance(prompts, (list, tuple)) and not _is_chat(prompts)
+    given = [*prompts] if several else [prompts]
+    found = _generate(model, given, max_new_tokens, choice, tokenizer, adapter)
+    return found if several else found[0]
+
+
+def _generate(
+    model: Any,
+    prompts: list[Any],
+    count: int,
+    choice: Choice,
+    tokenizer: Any,
+    adapter: str | None,
+) -> list[str]:
     folder = _folder(model)
     if tokenizer is None and folder is None:
         raise ValueError("pass the tokenizer, as its folder: this model is not in one")
     own = as_tokenizer(folder if tokenizer is None else tokenizer)
-    about = _folder(tokenizer) if folder is None else folder
-    several = isinstance(prompts, (list, tuple)) and not _is_chat(prompts)
-    ids = [_encode(own, prompt) for prompt in (prompts if several else [prompts])]
+    ids = [_encode(own, prompt) for prompt in prompts]
     if folder is not None and _has_genai(folder):
-        tokens = _by_genai(folder, ids, max_new_tokens, choice)
+        tokens = _by_genai(folder, ids, count, choice, adapter)
     else:
         proto = read(model.model if isinstance(model, Trainer) else folder or model)
-        tokens = _by_session(proto, own, about, ids, max_new_tokens, choice)
-    found = [own.decode(each) for each in tokens]
-    return found if several else found[0]
+        if adapter is not None:
+            proto = load_adapter(proto, _adapter_of(folder, adapter))
+        about = _folder(tokenizer) if folder is None else folder
+        tokens = _by_session(proto, own, about, ids, count, choice)
+    return [own.decode(each) for each in tokens]
 
 
 def _folder(model: Any) -> ModelFolder | None:
@@ -111,6 +131,22 @@ def _folder(model: Any) -> ModelFolder | None:
         return model
     is_path = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
     return load_folder(model) if is_path else None
+
+
+def _adapter_of(folder: ModelFolder | None, name: str) -> Path:
+    """Return the file of an adapter; raise ValueError if there is none."""
+    if folder is None:
+        raise ValueError(f"{argument('adapter', name)} is of a folder, which this model is not in")
+    file = file_of_adapter(folder.path, name)
+    if not file.is_file():
+        raise unknown("adapter", name, sorted(f.stem for f in file.parent.glob("*.onnx_adapter")))
+    inputs = {x.name for x in load_model_from_string(folder.model.read_bytes()).graph.input}
+    if other := [tensor for tensor in read_arrays(file) if tensor not in inputs]:
+        raise ValueError(
+            f"{str(file)!r} has {other[0]!r}, which is no input of {folder.model.name}: it is an "
+            "adapter of another base"
+        )
+    return file
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -145,12 +181,19 @@ def _has_genai(folder: ModelFolder) -> bool:
 
 
 def _by_genai(
-    folder: ModelFolder, prompts: list[list[int]], count: int, choice: Choice
+    folder: ModelFolder,
+    prompts: list[list[int]],
+    count: int,
+    choice: Choice,
+    adapter: str | None,
 ) -> Iterator[list[int]]:
     """Yield the new tokens for each prompt."""
     import onnxruntime_genai as genai
 
     model = genai.Model(str(folder.path))
+    adapters = genai.Adapters(model)
+    if adapter is not None:
+        adapters.load(str(_adapter_of(folder, adapter)), adapter)
     for ids in prompts:
         most = min(len(ids) + count, folder.context_length or len(ids) + count)
         options: dict[str, Any] = {"do_sample": False}
@@ -165,6 +208,8 @@ def _by_genai(
         params = genai.GeneratorParams(model)
         params.set_search_options(max_length=most, **options)
         generator = genai.Generator(model, params)
+        if adapter is not None:
+            generator.set_active_adapter(adapters, adapter)
         generator.append_tokens(ids)
         while not generator.is_done():
             generator.generate_next_token()

@@ -13,8 +13,10 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TensorProto
 
+from onnxgrad.adapters.files import save_adapter
+from onnxgrad.adapters.inputs import adapter_inputs
 from onnxgrad.errors import ModelError, argument
-from onnxgrad.language.folders import ModelFolder, load_folder
+from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.read import read
 from onnxgrad.model.write import data_files
@@ -22,7 +24,12 @@ from onnxgrad.training.trainer import Trainer
 
 
 def save_folder(
-    model: Any, path: str | os.PathLike, like: Any, *, overwrite: bool = False
+    model: Any,
+    path: str | os.PathLike,
+    like: Any,
+    *,
+    adapter: str | None = None,
+    overwrite: bool = False,
 ) -> ModelFolder:
     """Write a folder like another, with another model in it, completely or not at all.
 
@@ -34,6 +41,9 @@ def save_folder(
         model: a `Trainer`, or a model, serialized model or path; never modified.
         path: the new folder. Folders that lead there are created.
         like: a `ModelFolder`, or its path.
+        adapter: of a model with adapters, write the base with adapters as its inputs, and their
+            values to the file `adapters/<this name>.onnx_adapter`: one base serves several. See
+            `adapter_inputs`.
         overwrite: whether `path` may be a folder of a language model, whose files are replaced by
             those of the same name; others stay.
 
@@ -44,6 +54,7 @@ def save_folder(
         FileExistsError: `path` exists, and is no empty folder.
         ModelError: `like` is no folder of a language model, or `model` cannot be read.
         OSError: the folder cannot be written.
+        ValueError: `adapter` is no name of a file, or `model` has no adapters.
         ValueError: `path` is `like`, or is in it, and the model reads its data from there.
 
     Examples:
@@ -63,23 +74,41 @@ def save_folder(
         ['config.json', 'model.onnx']
     """
     origin = load_folder(like)
-    proto = read(model.model if isinstance(model, Trainer) else model)
+    proto = adapted = read(model.model if isinstance(model, Trainer) else model)
+    if adapter is not None:
+        file_of_adapter(Path(), adapter)  # raises for a name that is none
+        proto = adapter_inputs(adapted)
     target = check_folder(path, overwrite, origin, proto)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(target)
+    _save(proto, origin, target, adapter, adapted)
+    return load_folder(target, origin.model.relative_to(origin.path).as_posix())
+
+
+def _save(
+    proto: ModelProto, origin: ModelFolder, target: Path, adapter: str | None, adapted: ModelProto
+) -> None:
+    """Write a folder beside `target`, and move it there; an adapter is that of `adapted`."""
+    temporary, file = _beside(target), origin.model.relative_to(origin.path)
     temporary.mkdir()
     try:
         _copy_others(origin, temporary, target)
-        file = temporary / origin.model.relative_to(origin.path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _write(proto, file, origin.model)
-        for written in (each for each in temporary.rglob("*") if each.is_file()):
-            with written.open("rb+") as opened:
-                os.fsync(opened.fileno())
+        (temporary / file).parent.mkdir(parents=True, exist_ok=True)
+        _write(proto, temporary / file, origin.model)
+        if adapter is not None:
+            placed = file_of_adapter(temporary, adapter)
+            placed.parent.mkdir(exist_ok=True)
+            save_adapter(adapted, placed)
+        _flush(temporary)
         _put(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return load_folder(target, str(file.relative_to(temporary)))
+
+
+def _flush(folder: Path) -> None:
+    """Write the files of a folder to the disk, in case of a power cut."""
+    for file in (each for each in folder.rglob("*") if each.is_file()):
+        with suppress(PermissionError), file.open("rb+") as opened:  # of one that is read-only
+            os.fsync(opened.fileno())
 
 
 def check_folder(

@@ -82,7 +82,7 @@ def _computed(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) ->
     if x.name == BRANCH:
         return op.const(np.zeros(1, bool))
     if is_cache(str(x.name)):
-        heads, size = _sizes(x)
+        heads, size = cache_sizes(x)
         if heads is None or size is None:
             return None
         lengths = [rows, heads, 0, size]
@@ -104,7 +104,7 @@ def _computed(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) ->
     return y
 
 
-def _sizes(x: ir.Value) -> tuple[int | None, int | None]:
+def cache_sizes(x: ir.Value) -> tuple[int | None, int | None]:
     """Return the number of heads and the size of a cache, its own or those of what it grows to."""
     found: list[list[Dim]] = [[*(dims(x) or ())]]
     for node in {use.node for use in x.uses()}:
