@@ -352,6 +352,9 @@ from .training.parameters.defaults import (
 from .training.parameters.equal_constants import (
     separate_merged as separate_merged,
 )
+from .training.parameters.ties import (
+    tie_copies as tie_copies,
+)
 from .training.progress import (
     FitProgress as FitProgress,
 )
