@@ -146,6 +146,14 @@ from .finetune.preprocess import (
 from .graph.emit import (
     Emit as Emit,
 )
+from .language.encoder_decoder import (
+    greedy_decode as greedy_decode,
+    join_encoder_decoder as join_encoder_decoder,
+    shift_right as shift_right,
+)
+from .language.encoder_decoder_files import (
+    split_encoder_decoder as split_encoder_decoder,
+)
 from .language.folders import (
     ModelFolder as ModelFolder,
     load_folder as load_folder,

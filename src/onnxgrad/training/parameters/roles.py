@@ -308,7 +308,8 @@ class _UseAs:
         if evidence.is_binary(array):
             return self._no("mask of zeros and ones")
         if adds and (evidence.is_mask(array) or around.reaches_softmax(node.outputs[0])):
-            computed = use.at_positions and use.via & ARITHMETIC
+            masked = "Gather" in use.via and use.via & ARITHMETIC <= {"Add"}  # added to a mask
+            computed = use.at_positions and use.via & ARITHMETIC and not masked
             return self._at_positions() if computed else self._added_to_scores()
         if use.at_positions and not use.via <= MOVES | {"Concat"} and "MatMul" not in use.via:
             return self._at_positions()
