@@ -254,6 +254,17 @@ def test_copies_of_an_embedding_are_named(transposed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         og.Trainer(proto, "squared_error", freeze=["embed.weight", "onnx::MatMul_9"])
+        tied = og.Trainer(og.tie_copies(proto), "squared_error", learning_rate=0.1, optimizer="sgd")
+    with pytest.warns(UserWarning, match="tie_copies"):
+        apart = og.Trainer(proto, "squared_error", learning_rate=0.1, optimizer="sgd")
+    X, y = np.arange(5), np.random.default_rng(1).normal(size=(5, 5)).astype(np.float32)
+    assert tied.trained == ["embed.weight", "A"]
+    np.testing.assert_array_equal(tied.predict(X), apart.predict(X))
+    moved = [trainer.fit(X, y, epochs=1, batch_size=5).state.weights for trainer in (tied, apart)]
+    last_copy = moved[1]["onnx::MatMul_9"]
+    other = last_copy.T if transposed else last_copy
+    expected = moved[1]["embed.weight"] + other - array  # both steps
+    np.testing.assert_allclose(moved[0]["embed.weight"], expected, rtol=1e-5, atol=1e-6)
     ones = numpy_helper.from_array(np.ones(array.shape, np.float32), "embed.weight")
     table.CopyFrom(ones)
     last.CopyFrom(numpy_helper.from_array(np.ones(tuple(last.dims), np.float32), last.name))

@@ -5,13 +5,21 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import ModelError, Trainer, save
+from onnxgrad import (
+    ModelError,
+    Trainer,
+    add_lora,
+    merge_lora,
+    replace_initializers_into_onnx,
+    save,
+    trainable,
+)
 from onnxgrad.finetune.add_head import add_head
 from onnxgrad.finetune.attach import attach
 from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.model import external
-from onnxgrad.model.notes import HEAD, read_note
+from onnxgrad.model.notes import HEAD, read_adapters, read_note
 from running import run, run_named
 from small_models import parse
 
@@ -117,6 +125,26 @@ def test_attach_keeps_other_outputs_and_inputs():
     results = run_named(joined, x=X, m=m, t=t)
     np.testing.assert_allclose(results["a"], np.maximum(X * m, 0), rtol=1e-6)
     np.testing.assert_allclose(results["y"], results["a"] @ W * m + t, rtol=1e-5, atol=1e-6)
+
+
+def test_attach_keeps_the_adapters_of_both():
+    """Also where their names are the same; merged, both are what each was by itself."""
+    body = add_lora(parse(BODY, w=W), ["w"], rank=2)
+    head = add_lora(above("head (float[N,3] h) => (float[N,2] y) { y = MatMul(h, w) }", w=V), ["w"])
+    parts = []
+    for part in (body, head):
+        adapters = [name for a in read_adapters(part) for name in a["tensors"]]
+        shapes = {t.name: tuple(t.dims) for t in part.graph.initializer}
+        values = {name: RNG.normal(size=shapes[name]) for name in adapters}
+        parts.append(replace_initializers_into_onnx(part, values))
+    joined = attach(*parts)
+    trained = {t.name for t in trainable(joined).trained}
+    assert len(trained) == 4
+    assert trained == {name for a in read_adapters(joined) for name in a["tensors"]}
+    [h] = run(parts[0], x=X)
+    [expected] = run(parts[1], h=h)
+    for model in (joined, merge_lora(joined)):
+        np.testing.assert_allclose(run_named(model, x=X)["y"], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_attach_values_of_subgraphs():

@@ -62,6 +62,14 @@ CASES = {
         model(ATTENTION, W=normal(3, 3), scale=0.5, mask=(np.tri(4) - 1) * 100), {"W"}),
     "learned bias of scores": (
         model(ATTENTION, W=normal(3, 3), scale=0.57735026, mask=normal(4, 4)), {"W", "mask"}),
+    "learned bias by distance, where nothing is masked": (
+        model("""agraph (float[N, T, 3] X, bool[N, 1, T] seen) => (float[N, T, 3] Y) {
+            K = MatMul(X, W) R = Transpose<perm=[0, 2, 1]>(X) S = MatMul(K, R) n = Shape(S)
+            t = Gather(n, two) r = Range(zero, t, one) c = Unsqueeze(r, two) u = Unsqueeze(r, none)
+            d = Sub(c, u) e = Abs(d) B = Gather(bias, e) M = Where(seen, B, low) A = Add(S, M)
+            P = Softmax(A) Y = MatMul(P, X) }""",
+              W=normal(3, 3), bias=normal(9), low=-1e9, zero=np.array(0), one=np.array(1),
+              two=np.array(1), none=np.array([0])), {"W", "bias"}),
     "factor on the left": (
         model("agraph (float[3, N] X) => (float[2, N] Y) { Z = MatMul(W, X) Y = Add(Z, b) }",
               W=normal(2, 3), b=normal(2, 1)), {"W", "b"}),

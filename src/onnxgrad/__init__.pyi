@@ -146,6 +146,14 @@ from .finetune.preprocess import (
 from .graph.emit import (
     Emit as Emit,
 )
+from .language.encoder_decoder import (
+    greedy_decode as greedy_decode,
+    join_encoder_decoder as join_encoder_decoder,
+    shift_right as shift_right,
+)
+from .language.encoder_decoder_files import (
+    split_encoder_decoder as split_encoder_decoder,
+)
 from .language.folders import (
     ModelFolder as ModelFolder,
     load_folder as load_folder,
@@ -351,6 +359,9 @@ from .training.parameters.defaults import (
 )
 from .training.parameters.equal_constants import (
     separate_merged as separate_merged,
+)
+from .training.parameters.ties import (
+    tie_copies as tie_copies,
 )
 from .training.progress import (
     FitProgress as FitProgress,

@@ -15,7 +15,7 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
-from onnxgrad.model.notes import HEAD, read_note, write_note
+from onnxgrad.model.notes import HEAD, LISTS, read_note, rename_notes, write_note
 from onnxgrad.model.opsets import convert
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
@@ -71,11 +71,21 @@ def attach(
         if lost := [y.name for y in proto.graph.output if non_tensor(y)]:
             raise ValueError(f"the outputs {lost} are no tensors: they cannot be joined")
     below, above = to_ir(first), to_ir(second)
-    _join(below, above, mapping, prefix, rename or {})
+    new_names = _join(below, above, mapping, prefix, rename or {})
     joined = to_proto(below)
     names = {t.name for t in joined.graph.initializer}
-    write_note(joined, HEAD, [n for n in read_note(joined, HEAD) if n in names])
+    notes = list(map(_notes, (first, second), new_names))
+    for key in LISTS:
+        every = [entry for note in notes for entry in read_note(note, key)]
+        write_note(joined, key, [e for e in every if key != HEAD or e in names])
     return read(joined)
+
+
+def _notes(proto: ModelProto, new_names: Mapping[str, str]) -> ModelProto:
+    """Return a model that has only the metadata of `proto`, with new names of values."""
+    notes = ModelProto(metadata_props=proto.metadata_props)
+    rename_notes(notes, new_names)
+    return notes
 
 
 def _join(
@@ -84,8 +94,8 @@ def _join(
     mapping: Mapping[str, str] | None,
     prefix: str,
     rename: Mapping[str, str],
-) -> None:
-    """Put the nodes of `above` behind those of `below`, in place."""
+) -> list[dict[str, str]]:
+    """Put the nodes of `above` behind those of `below`, in place; return the new names of each."""
     before = stated_types(below.graph) | stated_types(above.graph)
     infer(below)
     infer(above)
@@ -99,10 +109,16 @@ def _join(
             raise ValueError(f"both models have an output {y.name!r}: rename one")
     _rename(below.graph, above.graph, prefix, fed | {x.name for x, _ in shared})
     joints = [*pairs, *((own, x) for x, own in shared)]
+    own = {x: y for y, x in joints}
+    new_names = [
+        {str(before[v].name): str(own.get(v, v).name) for v in all_values(graph) if v in before}
+        for graph in (below.graph, above.graph)
+    ]
     restore(before)
     _unify_symbols(before, below.graph, above.graph, joints, prefix)
     _move(below, above, joints, kept)
     _shape_outputs(below)
+    return new_names
 
 
 def _of_one_opset(first: ModelProto, second: ModelProto) -> tuple[ModelProto, ModelProto]:

@@ -21,6 +21,7 @@ HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
 CONSTANTS = "onnxgrad.constants"  # a list of names: initializers that are no weights
 SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
 RANGES = "onnxgrad.ranges"  # a list of dicts, a scale that trains each; only while it trains
+LISTS = ADAPTERS, INPUTS, HEAD, CONSTANTS, SPARSE
 LOSS = "onnxgrad.loss"  # of `add_loss_output`, a dict: names of label and prediction, and more
 
 _WORDS = ("kind", "form", "module", "path")  # entries of an adapter that are no names of values
@@ -97,7 +98,7 @@ def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:
         return new_names.get(note, note) if isinstance(note, str) else note
 
     for entry in proto.metadata_props:
-        if entry.key in (ADAPTERS, INPUTS, HEAD, CONSTANTS, SPARSE):
+        if entry.key in LISTS:
             entry.value = json.dumps(renamed(read_note(proto, entry.key)))
         elif entry.key == LOSS:
             loss = json.loads(entry.value)

@@ -276,6 +276,9 @@ class _UseAs:
 
     def _of_where(self) -> Verdict:
         array, fixed = self.array, evidence.is_all(self.array) and self.counted
+        masked = self.moved and self.around.reaches_softmax(self.node.outputs[0])
+        if array.size > 1 and self.use.at_positions and masked:
+            return self._added_to_scores()  # a bias by distance, -inf at padding
         if array.size == 1 or fixed or evidence.is_mask(array) or self.use.at_positions:
             return Verdict(False, f"a fixed value or mask of {self.where}")
         return Verdict(True, f"learned values that {self.where} chooses (a mask token)")
@@ -305,7 +308,8 @@ class _UseAs:
         if evidence.is_binary(array):
             return self._no("mask of zeros and ones")
         if adds and (evidence.is_mask(array) or around.reaches_softmax(node.outputs[0])):
-            computed = use.at_positions and use.via & ARITHMETIC
+            masked = "Gather" in use.via and use.via & ARITHMETIC <= {"Add"}  # added to a mask
+            computed = use.at_positions and use.via & ARITHMETIC and not masked
             return self._at_positions() if computed else self._added_to_scores()
         if use.at_positions and not use.via <= MOVES | {"Concat"} and "MatMul" not in use.via:
             return self._at_positions()

@@ -9,9 +9,71 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.model.weights import constant_refs
+from onnxgrad.graph.emit import Emit
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.notes import read_adapters
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.weights import constant_refs, lift
 from onnxgrad.training.parameters.operands import MOVES, letter, readers
 from onnxgrad.training.parameters.table import Tensor
+from onnxgrad.training.parameters.verdicts import judge
+
+
+def tie_copies(model: ModelLike) -> ModelProto:
+    """Return `model` with one tensor for each weight that its exporter stored several times.
+
+    These are copies of the table of an embedding, maybe transposed: that of a decoder beside that
+    of its encoder, or the weight of the last layer of a language model. `trainable` lists them as
+    copies. Each trains by itself, and they part; here they are one weight, with the sum of the
+    gradients, as in the network that was exported. The opposite is `separate_merged`.
+
+    Args:
+        model: model, serialized model or path; never modified.
+
+    Returns:
+        A model that computes the same; `model` itself, as read, if it has no copies. Where a copy
+        is transposed, a Transpose computes it, once when a session is made.
+
+    Raises:
+        ValueError: the model has adapters, which may be beside a copy: tie before `add_lora`.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (int64[N] x) => (float[N,3] y)
+        ...     <float[3,2] table = {1, 2, 3, 4, 5, 6}, float[2,3] last = {1, 3, 5, 2, 4, 6}>
+        ...     { h = Gather(table, x) y = MatMul(h, last) }''')
+        >>> tied = og.tie_copies(model)
+        >>> [tensor.name for tensor in tied.graph.initializer]
+        ['table']
+        >>> [node.op_type for node in tied.graph.node]
+        ['Transpose', 'Gather', 'MatMul']
+    """
+    proto = read(model)
+    graph, rows = judge(proto)
+    originals = copies(proto, graph, rows)
+    if not originals:
+        return proto
+    if read_adapters(proto):
+        raise ValueError("the model has adapters, which may be beside a copy: tie before add_lora")
+    tied = ModelProto()
+    tied.CopyFrom(proto)
+    concerned = {*originals, *originals.values()}
+    refs = [ref for ref in constant_refs(tied) if ref.name in concerned]
+    arrays = {ref.name: ref.array() for ref in refs}
+    lift(tied, refs)
+    made = to_ir(tied)
+    values = made.graph.initializers
+    op = Emit(made.graph)
+    with op.at(next(iter(made.graph))):
+        for name, table in originals.items():
+            same = np.array_equal(arrays[name], arrays[table])
+            new = values[table] if same else op.Transpose(values[table], perm=[1, 0])
+            ir.convenience.replace_all_uses_with(values[name], new, replace_graph_outputs=True)
+            made.graph.inputs[:] = [x for x in made.graph.inputs if x is not values[name]]
+            del values[name]
+    return to_proto(made)
 
 
 def copies(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:

@@ -1,0 +1,266 @@
+"""An encoder and a decoder in two files: joined for teacher forcing, and run by greedy decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.finetune.attach import attach
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import release, remove_node
+from onnxgrad.graph.traversal import all_names
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.feeds import names_without_default, session_dtype
+from onnxgrad.model.notes import read_adapters
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded
+from onnxgrad.training.parameters.equal_constants import separate_merged
+from onnxgrad.training.parameters.ties import tie_copies
+
+PREFIX = "decoder."  # of names that the decoder and the encoder have
+STATES, _MASK, _FEEDS_MASK = "encoder_hidden_states", "attention_mask", "encoder_attention_mask"
+CACHED = "use_cache_branch"  # which branch of a merged decoder runs
+_TOKENS = "decoder_input_ids"
+_Names = dict[str, str]
+
+
+def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
+    """Return one model of the two files of an encoder-decoder, as optimum lays them out.
+
+    It is trained with teacher forcing: its inputs are those of the encoder, such as `input_ids` and
+    `attention_mask`, and `decoder_input_ids`, see `shift_right`; its output `logits` has the scores
+    of the next token at each position. A weight that both files store, as the table of words, is
+    one tensor: see `tie_copies`. `split_encoder_decoder` writes the files again.
+
+    Args:
+        encoder: `encoder_model.onnx`: model, serialized model or path; never modified. Its output
+            `last_hidden_state`, or its only one, feeds the decoder.
+        decoder: `decoder_model.onnx`, likewise, whose inputs are `encoder_hidden_states`,
+            `input_ids` and maybe `encoder_attention_mask`; or `decoder_model_merged.onnx`, of which
+            the branch without a cache is taken.
+
+    Raises:
+        ValueError: inputs and outputs do not fit, or the decoder needs a cache.
+        ModelError: a model cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> encoder = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     e (int64[N,S] input_ids) => (float[N,S,2] last_hidden_state)
+        ...     <float[3,2] table = {1, 2, 3, 4, 5, 6}>
+        ...     { last_hidden_state = Gather(table, input_ids) }''')
+        >>> decoder = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     d (int64[N,T] input_ids, float[N,S,2] encoder_hidden_states)
+        ...     => (float[N,T,2] logits)
+        ...     <float[3,2] table = {1, 2, 3, 4, 5, 6}, int64[1] axis = {1}> {
+        ...         h = Gather(table, input_ids)
+        ...         m = ReduceMean(encoder_hidden_states, axis)  logits = Add(h, m) }''')
+        >>> model = og.join_encoder_decoder(encoder, decoder)
+        >>> [x.name for x in model.graph.input], [t.name for t in og.trainable(model).trained]
+        (['input_ids', 'decoder_input_ids'], ['table'])
+    """
+    first, second = separate_merged(read(encoder)), separate_merged(without_cache(read(decoder)))
+    mapping, rename = _wiring(first, second)
+    joined = attach(first, second, mapping, prefix=PREFIX, rename=rename)
+    kept = [y.name for y in second.graph.output if not y.name.startswith("present.")]
+    joined = select_model_inputs_outputs(joined, kept)
+    return joined if read_adapters(joined) else tie_copies(joined)
+
+
+def _wiring(encoder: ModelProto, decoder: ModelProto) -> tuple[dict[str, str] | None, _Names]:
+    """Return which outputs of the encoder feed which inputs of the decoder, by name, and what the
+    others are called in the joined model.
+
+    Raises:
+        ValueError: the decoder needs a cache.
+    """
+    own, theirs = names_without_default(encoder), names_without_default(decoder)
+    if past := [name for name in theirs if name.startswith("past")]:
+        raise ValueError(
+            f"the decoder has the inputs {past[:2]}, a cache: pass decoder_model.onnx, without one"
+        )
+    outputs = _output_names(encoder)
+    mapping = {name: name for name in outputs if name in theirs}
+    if not mapping and STATES in theirs:
+        mapping = {"last_hidden_state" if "last_hidden_state" in outputs else outputs[0]: STATES}
+    others = [x for x in theirs if x not in mapping.values()]
+    rename = {x: f"decoder_{x}" for x in others if x in own or x == "input_ids"}
+    if _MASK in own and _FEEDS_MASK in theirs:
+        rename[_FEEDS_MASK] = _MASK
+    return mapping or None, rename
+
+
+def _output_names(model: ModelProto) -> list[str]:
+    return [y.name for y in model.graph.output]
+
+
+def without_cache(decoder: ModelProto) -> ModelProto:
+    """Return a merged decoder as its branch without a cache; another decoder as it is."""
+    if CACHED not in names_without_default(decoder):
+        return decoder
+    model = to_ir(decoder)
+    graph = model.graph
+    for node in [n for n in graph if n.op_type == "If" and _reads(n, CACHED)]:
+        taken, left = (node.attributes[name].as_graph() for name in ("else_branch", "then_branch"))
+        release([left])
+        with Emit(taken, all_names(graph)) as op:
+            results = [op.Identity(y) for y in taken.outputs]  # which get the names outside
+            for y in taken.outputs:
+                y.name = op.name(str(y.name)) if y.producer() in set(taken) else y.name
+        nodes, constants = list(taken), list(taken.initializers.values())
+        taken.outputs.clear()
+        taken.initializers.clear()
+        taken.remove(nodes)
+        for value in constants:
+            graph.register_initializer(value)
+        graph.insert_before(node, nodes)
+        for y, new in zip(list(node.outputs), results, strict=True):
+            name, y.name = y.name, None
+            ir.convenience.replace_all_uses_with(y, new, replace_graph_outputs=True)
+            new.name, new.type, new.shape = name, y.type, y.shape
+        remove_node(node)
+    graph.inputs[:] = [x for x in graph.inputs if x.uses() or x.const_value is not None]
+    return to_proto(model)
+
+
+def _reads(node: ir.Node, name: str) -> bool:
+    return node.inputs[0] is not None and node.inputs[0].name == name
+
+
+def shift_right(labels: Any, start: int, pad: int = 0, ignore_index: int = -100) -> np.ndarray:
+    """Return what a decoder reads while it learns to write the labels: teacher forcing.
+
+    Args:
+        labels: tokens (N, T), integers; `ignore_index` at padding.
+        start: the token that a decoder begins with: `decoder_start_token_id` of its configuration.
+        pad: the token in place of `ignore_index`: `pad_token_id`.
+        ignore_index: the label that no loss is computed of.
+
+    Returns:
+        int64 (N, T): `start`, and the labels but the last ones.
+
+    Raises:
+        ValueError: labels that are no integers, or not (N, T).
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.shift_right([[5, 6, 1], [7, 1, -100]], start=0).tolist()
+        [[0, 5, 6], [0, 7, 1]]
+    """
+    array = np.asarray(labels)
+    if array.ndim != 2 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"labels of the shape {array.shape} and {array.dtype} must be tokens (N, T), integers"
+        )
+    first = np.full((len(array), 1), start)
+    shifted = np.concatenate([first, array[:, :-1]], axis=1).astype(np.int64)
+    return np.where(shifted == ignore_index, pad, shifted)
+
+
+def greedy_decode(
+    encoder: ModelLike,
+    decoder: ModelLike,
+    inputs: Any,
+    *,
+    start: int,
+    end: int | None = None,
+    pad: int = 0,
+    max_new_tokens: int = 64,
+) -> np.ndarray:
+    """Return what an encoder-decoder writes: the most probable token, again and again.
+
+    Two sessions compute it, without a cache: a token costs a run of the decoder on all before it.
+    `start`, `end` and `pad` are in the configuration of the model, as `decoder_start_token_id`,
+    `eos_token_id` and `pad_token_id`; tokens that it forces or suppresses have no effect here.
+
+    Args:
+        encoder: model, serialized model or path.
+        decoder: `decoder_model.onnx` or `decoder_model_merged.onnx`, likewise.
+        inputs: tokens (N, S), with `pad` behind them; or all inputs of the encoder by name.
+        start: the token that a row begins with.
+        end: the token that ends a row, or None.
+        pad: the token at padding, also behind `end` in the result.
+        max_new_tokens: how many tokens to write, at most.
+
+    Returns:
+        int64 (N, T), without `start`; T is at most `max_new_tokens`.
+
+    Raises:
+        ValueError: inputs that the models do not have, or that they need.
+        ModelError: a model cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> encoder = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     e (int64[N,S] input_ids) => (int64[N,S] last_hidden_state)
+        ...     { last_hidden_state = Identity(input_ids) }''')
+        >>> decoder = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     d (int64[N,T] input_ids, int64[N,S] encoder_hidden_states)
+        ...     => (float[N,T,3] logits) <float[3,3] w = {0, 1, 0, 0, 0, 1, 1, 0, 0}>
+        ...     { logits = Gather(w, input_ids) }''')
+        >>> og.greedy_decode(encoder, decoder, [[1]], start=0, end=2).tolist()
+        [[1, 2]]
+    """
+    first, second = read(encoder), without_cache(read(decoder))
+    inputs = inputs if isinstance(inputs, Mapping) else _ids_and_mask(first, inputs, pad)
+    scores = _scores(first, second, inputs)
+    tokens = np.full((len(next(iter(inputs.values()))), 1), start, np.int64)
+    done = np.zeros(len(tokens), bool)
+    while tokens.shape[1] <= max_new_tokens and not done.all():
+        new = np.where(done, pad, scores(tokens).argmax(axis=-1))
+        tokens = np.concatenate([tokens, new[:, None]], axis=1)
+        done |= new == end
+    return tokens[:, 1:]
+
+
+def _scores(
+    encoder: ModelProto, decoder: ModelProto, inputs: Mapping[str, Any]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function from tokens (N, T) to the scores (N, V) of the next one."""
+    mapping, rename = _wiring(encoder, decoder)
+    fed = dict(mapping or {})
+    encoded = _run(_session(encoder), inputs, [*fed])
+    known = {**inputs, **dict(zip(fed.values(), encoded, strict=True))}
+    running, outputs = _session(decoder), _output_names(decoder)
+    chosen = ["logits"] if "logits" in outputs else outputs[:1]
+
+    def scores(tokens: np.ndarray) -> np.ndarray:
+        given = {**known, _TOKENS: tokens}
+        feed = {x.name: given.get(rename.get(x.name, x.name)) for x in running.get_inputs()}
+        [found] = _run(running, feed, chosen)
+        return found[:, -1]
+
+    return scores
+
+
+def _ids_and_mask(encoder: ModelProto, tokens: Any, pad: int) -> dict[str, np.ndarray]:
+    ids = np.asarray(tokens)
+    given = {"input_ids": ids, _MASK: ids != pad}
+    return {k: v for k, v in given.items() if k in names_without_default(encoder)}
+
+
+def _session(model: ModelProto) -> ort.InferenceSession:
+    return loaded(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
+
+
+def _run(
+    running: ort.InferenceSession, feed: Mapping[str, Any], outputs: Sequence[str]
+) -> list[np.ndarray]:
+    kinds = {x.name: session_dtype(x.type) for x in running.get_inputs()}
+    if missing := [name for name in kinds if feed.get(name) is None]:
+        raise ValueError(f"the model needs the inputs {missing}, and got {list(feed)}")
+    if unknown := [name for name in feed if name not in kinds]:
+        raise ValueError(f"the model has the inputs {list(kinds)}, and not {unknown}")
+    arrays = {n: np.asarray(feed[n], k.numpy() if k else None) for n, k in kinds.items()}
+    return running.run(outputs, arrays)
