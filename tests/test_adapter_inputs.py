@@ -206,13 +206,16 @@ def test_a_base_trains_only_with_an_adapter():
         og.Trainer(base, "cross_entropy")
 
 
-def test_a_base_of_a_fused_layer_is_the_file_without_adapters():
-    """A session makes a Gemm of MatMul and Add, and sums a long axis in another order then."""
-    model = with_tensors(
-        parse("f (float[N,600] x) => (float[N,8] y) { h = MatMul(x, w) y = Add(h, b) }"),
-        w=(600, 8), b=(8,),
-    )  # fmt: skip
-    data = {"x": np.random.default_rng(3).normal(size=(40, 600)).astype(np.float32)}
+@pytest.mark.parametrize("shape", ["N", "N,7"])
+def test_a_base_of_fused_layers_is_the_file_without_adapters(shape):
+    """A session makes a Gemm of MatMul and Add, or of Add and Gelu a BiasGelu, by the rank."""
+    text = """f (float[SHAPE,600] x) => (float[SHAPE,64] y)
+        <float s = {1.4142135}, float i = {1.0}> {
+        t = Tanh(x) h = MatMul(t, w) z = Add(h, b)
+        d = Div(z, s) e = Erf(d) p = Add(e, i) y = Mul(z, p) }"""
+    model = with_tensors(parse(text.replace("SHAPE", shape)), w=(600, 64), b=(64,))
+    size = (40, 7, 600) if "7" in shape else (40, 600)
+    data = {"x": np.random.default_rng(3).normal(size=size).astype(np.float32)}
     base = adapter_inputs(add_lora(model, "w"))
     expected, result = (
         ort.InferenceSession(m.SerializeToString()).run(None, data)[0] for m in (model, base)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +18,11 @@ from onnx import GraphProto, ModelProto, NodeProto
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Use, attributes
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import rank
+from onnxgrad.model import external
 from onnxgrad.model.constants import standard
+from onnxgrad.model.convert import to_ir
 from onnxgrad.model.traversal import all_nodes, graphs_of, keep_only, names, names_in, reads
 from onnxgrad.model.weights import constant_refs
 
@@ -47,6 +52,14 @@ class Additions:
         self.taken = {*names(model.graph), *(t.name for t in model.graph.initializer)}
         opset = max((o.version for o in model.opset_import if not standard(o.domain)), default=18)
         self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), self.taken)
+
+    @cached_property
+    def ranks(self) -> dict[str, int | None]:
+        """The ranks of the values of the main graph, as it was."""
+        model = to_ir(external.without_data(self.model))
+        infer(model)
+        values = [*model.graph.inputs, *(y for node in model.graph for y in node.outputs)]
+        return {str(value.name): rank(value) for value in values}
 
     def name(self, wanted: str) -> str:
         """Return `wanted`, with a numeric suffix if the model has that name, and reserve it."""
@@ -88,9 +101,10 @@ class Additions:
         return base
 
     def behind_bias(self, use: Use) -> Use:
-        """Return a use with its node behind the bias, which is added to the product alone.
+        """Return a use with its node behind the bias, which is added to a matrix alone.
 
-        So a session still fuses these two, and a base without adapter computes the same bits.
+        So a session still makes a Gemm of these two, and a base without adapter computes the same
+        bits. Of other ranks it fuses the bias with what follows, such as Gelu.
         """
         output, graph = use.node.output[0], use.graph
         if use.form != LINEAR or output in names_in(graph.output):
@@ -100,8 +114,9 @@ class Additions:
             return use
         [bias] = [name for name in readers[0].input if name != output]
         own = any(node is readers[0] for node in graph.node)
-        fits = self.vectors.get(bias) == use.shape[-1]
-        return replace(use, node=readers[0]) if own and fits else use
+        if not own or self.vectors.get(bias) != use.shape[-1] or self.ranks.get(use.x) != 2:
+            return use
+        return replace(use, node=readers[0])
 
     def emit(self, op_type: str, *inputs: ir.Value, **options: object) -> ir.Value:
         """Return the output of a new node, which is never shared."""
