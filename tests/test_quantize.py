@@ -239,6 +239,17 @@ def test_an_opset_without_an_axis_is_raised():
     assert (unoptimized(quantized, IMAGES) == unoptimized(saved, IMAGES)).all()
 
 
+def test_ranges_of_masks_are_warned_of():
+    model = parsed(
+        """g (float[N, 3] x, float[N, 3] m) => (float[N, 3] y) { a = MatMul(x, w) b = Add(a, m)
+        y = Softmax(b) }""",
+        {"w": np.eye(3, dtype=F)},
+    )
+    data = {"x": IMAGES[:, 0, 0, :3], "m": np.full((96, 3), -1e30, F)}
+    with pytest.warns(UserWarning, match="those of a mask"):
+        og.quantize(model, data)
+
+
 def test_forms_of_data():
     """All say the same, of which the first rows are looked at, and labels are not."""
     batches = [(IMAGES[i : i + 30], LABELS[i : i + 30]) for i in range(0, 96, 30)]

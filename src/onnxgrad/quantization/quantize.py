@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +24,7 @@ from onnxgrad.training.parameters.patterns import as_list
 _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt4"}
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
 _CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+_WIDEST = 1e6  # scale of an activation
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
@@ -129,7 +131,22 @@ def _quantized(
                 "onnxruntime found no weight to quantize: it quantizes constant operands of MatMul,"
                 " Gemm, Conv and others in the main graph, of known type"
             )
+        _warn_of_masks(quantized)
         return _in_memory(as_floats(quantized, names, floats), Path(folder))
+
+
+def _warn_of_masks(proto: ModelProto) -> None:
+    """Warn of ranges that the huge numbers of a mask make so wide that all else is zero."""
+    scales = [t for t in proto.graph.initializer if t.data_type in _FLOATS and not t.dims]
+    wide = [t.name for t in scales if "scale" in t.name and external.array(t) > _WIDEST]
+    if wide:
+        names = ", ".join(map(printable, wide[:3]))
+        warnings.warn(
+            f"the ranges of {len(wide)} values, as {names}, are those of a mask: nothing else is "
+            'left of them. Quantize products alone, operators=["MatMul", "Gemm", "Gather"], or '
+            "exclude the nodes",
+            stacklevel=4,
+        )
 
 
 def _check_block_size(size: int, activations: str | None) -> None:
