@@ -51,8 +51,11 @@ def configurations(vocab_size: int, hidden: int = 64, layers: int = 2) -> dict:
     return {
         "llama": (t.LlamaConfig(**common, **own), t.LlamaForCausalLM),
         "qwen": (t.Qwen2Config(**common), t.Qwen2ForCausalLM),
-        "phi": (t.Phi3Config(**common), t.Phi3ForCausalLM),
-        "gemma": (t.Gemma2Config(**common, **own), t.Gemma2ForCausalLM),
+        "phi": (
+            t.Phi3Config(**common, original_max_position_embeddings=256),  # else of two caches
+            t.Phi3ForCausalLM,
+        ),
+        "gemma": (t.Gemma2Config(**common, **own, sliding_window=64), t.Gemma2ForCausalLM),
     }
 
 

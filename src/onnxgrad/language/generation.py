@@ -194,6 +194,7 @@ def _by_genai(
     adapters = genai.Adapters(model)
     if adapter is not None:
         adapters.load(str(_adapter_of(folder, adapter)), adapter)
+    window = _window(folder)
     for ids in prompts:
         most = min(len(ids) + count, folder.context_length or len(ids) + count)
         options: dict[str, Any] = {"do_sample": False}
@@ -206,14 +207,21 @@ def _by_genai(
                 "random_seed": choice.seed,
             }
         params = genai.GeneratorParams(model)
-        params.set_search_options(max_length=most, **options)
+        params.set_search_options(max_length=max(most, window), **options)
         generator = genai.Generator(model, params)
         if adapter is not None:
             generator.set_active_adapter(adapters, adapter)
         generator.append_tokens(ids)
-        while not generator.is_done():
+        while not generator.is_done() and generator.token_count() < most:
             generator.generate_next_token()
         yield [int(i) for i in generator.get_sequence(0)[len(ids) :]]
+
+
+def _window(folder: ModelFolder) -> int:
+    """Return the longest window of attention: the caches must have room for it."""
+    nodes = load_model_from_string(folder.model.read_bytes()).graph.node
+    attributes = (a for node in nodes for a in node.attribute)
+    return max((a.i for a in attributes if a.name == "local_window_size"), default=0)
 
 
 def _by_session(
