@@ -18,7 +18,7 @@ from pages import DOCS, TUTORIALS, code_of
 RECIPES = sorted((DOCS / "recipes").glob("*.py"))
 SCRIPTS = [*RECIPES, TUTORIALS / "first_training.py", TUTORIALS / "finetune.py"]
 PAGES = [*sorted(f"guides/{path.name}" for path in (DOCS / "guides").glob("*.md")), "concepts.md"]
-OPTIONAL = ("jax", "optax", "pandas", "scipy", "skl2onnx", "sklearn", "torch")
+OPTIONAL = ("jax", "optax", "pandas", "scipy", "skl2onnx", "sklearn", "torch", "transformers")
 
 
 def require(code: str) -> None:
