@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
@@ -174,6 +175,15 @@ def test_what_does_not_decide_the_axis(case):
 def test_a_prediction_that_no_linear_operator_precedes():
     y = prediction("y = Mul(x, x)", LAST)
     assert class_axis(y, otherwise=1) == 1
+
+
+def test_a_constant_node_in_a_file_as_it_is():
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,3] y)
+        <int64[1] last = {1}> { t = ReduceSum(x, last) g = Add(t, c) y = Div(x, g)
+            c = Constant <value_floats = [1.0, 2.0, 3.0]>() }"""
+    )
+    assert value_range(ir.from_proto(model).graph.outputs[0]) == (-np.inf, np.inf)
 
 
 def test_a_deep_network():

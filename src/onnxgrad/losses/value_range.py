@@ -182,7 +182,7 @@ def _is_guard(x: ir.Value) -> bool:
     if (value := number(x)) is not None:
         return value[0] >= 0
     node = x.producer()
-    if node is None or node.domain or node.inputs[0] is None:
+    if node is None or node.domain or not node.inputs or node.inputs[0] is None:
         return False
     if node.op_type == "Cast":
         return node.inputs[0].dtype == ir.DataType.BOOL
