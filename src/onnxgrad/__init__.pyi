@@ -161,6 +161,9 @@ from .language.folders import (
 from .language.generation import (
     generate as generate,
 )
+from .language.log_probs import (
+    sequence_log_probs as sequence_log_probs,
+)
 from .language.save import (
     save_folder as save_folder,
 )

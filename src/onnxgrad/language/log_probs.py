@@ -1,0 +1,116 @@
+"""The probability of a text by a language model, as the output that losses of preferences read."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.losses.causal import causal_terms
+from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.weights import note_constants
+from onnxgrad.training.filled import MASK, fill, fillable
+
+LABELS, LOG_PROBS = "labels", "log_probs"
+
+
+def sequence_log_probs(
+    model: ModelLike, alternatives: int | None = None, *, output: str | None = None
+) -> ModelProto:
+    """Return a language model whose output is the log-probability of each text.
+
+    That is the sum of log p of its tokens, each given those before it. Losses of preferences are
+    functions of it: see the recipe of DPO. The logits of all positions are in memory.
+
+    Args:
+        model: inputs (rows, tokens) such as `input_ids` and `attention_mask`; output: logits (rows,
+            tokens, vocabulary). Never modified. Caches among the inputs are empty, and
+            `position_ids` are computed from the mask: they are no inputs of the result.
+        alternatives: k texts in each row, such as 2, the chosen and the rejected one: all inputs
+            are (rows, k, tokens). None: a row is a text.
+        output: the logits; None: `logits`, or the only float output.
+
+    Returns:
+        A model with one more input, `labels`, int64: the tokens, and -100 where none counts, as at
+        padding and in the prompt; and one output, `log_probs` (rows,) or (rows, k). Weights and
+        adapters have the names that they had.
+
+    Raises:
+        ValueError: an input that has not the rows on its first axis, logits of another shape, or an
+            input that is called `labels`.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og, onnxruntime as ort
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (int64[N,T] input_ids) => (float[N,T,2] logits) <float[2,2] w = {0.0, 9, 9, 0}>
+        ...     { logits = Gather(w, input_ids) }''')
+        >>> pairs = og.sequence_log_probs(model, 2)
+        >>> ids = np.array([[[0, 1, 0], [0, 1, 1]]])
+        >>> session = ort.InferenceSession(pairs.SerializeToString())
+        >>> session.run(None, {"input_ids": ids, "labels": ids})[0].round(1).tolist()
+        [[-0.0, -9.0]]
+    """
+    proto = read(model)
+    names = [y.name for y in proto.graph.output]
+    chosen = choose_output(proto, "logits" if output is None and "logits" in names else output)
+    made = to_ir(raise_opset(inlined(proto)))
+    graph = made.graph
+    fill(made, fillable(proto, language=True) - {MASK})
+    infer(made)
+    logits = ir.convenience.create_value_mapping(graph, include_subgraphs=False)[chosen]
+    shape = dims(logits)
+    if shape is None or len(shape) != 3:
+        raise ValueError(f"{chosen!r} has the shape {shape}: logits are (rows, tokens, vocabulary)")
+    if any(x.name == LABELS for x in graph.inputs):
+        raise ValueError(f"the model has an input {LABELS!r} already: rename it")
+    op = Emit(graph, [LABELS, LOG_PROBS])
+    _write_sum(op, logits, alternatives)
+    if alternatives is not None:
+        _take_alternatives(op, alternatives)
+    tidy(made)
+    note_constants(made, proto)
+    return to_proto(made)
+
+
+def _write_sum(op: Emit, logits: ir.Value, alternatives: int | None) -> None:
+    """Add the input of labels, and replace the outputs by the log-probability of each text."""
+    shape = ir.Shape((dims(logits) or ())[:2])
+    label = ir.Value(name=LABELS, type=ir.TensorType(ir.DataType.INT64), shape=shape)
+    op.graph.inputs.append(label)
+    with op:
+        terms = causal_terms(op, wide(op, logits), label)
+        total = op.Neg(op.ReduceSum(terms.losses, [1], keepdims=0))
+        if alternatives is not None:
+            total = op.Reshape(total, [-1, alternatives])
+    total.name = LOG_PROBS
+    total.shape = ir.Shape(["rows"] if alternatives is None else ["rows", alternatives])
+    op.graph.outputs[:] = [total]
+
+
+def _take_alternatives(op: Emit, count: int) -> None:
+    """Give each input an axis behind the rows, and let the graph have so many times the rows."""
+    graph = op.graph
+    for x in [x for x in graph.inputs if x.name not in graph.initializers]:
+        shape = dims(x)
+        if not shape or isinstance(shape[0], int):
+            raise ValueError(
+                f"the input {x.name!r} has the shape {shape}: its first axis must be that of the "
+                "rows, of any length"
+            )
+        taken = ir.Value(name=x.name, type=x.type, shape=ir.Shape(["rows", count, *shape[1:]]))
+        x.name = op.name(f"{x.name}_of_each")
+        graph.inputs[graph.inputs.index(x)] = taken
+        with op.at(next(iter(graph))):
+            lengths = [op.dim(taken, i) for i in range(2, (rank(taken) or 0))]
+            each = op.Reshape(taken, op.vector(-1, *lengths))
+        each.shape = x.shape
+        ir.convenience.replace_all_uses_with(x, each)
