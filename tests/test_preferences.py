@@ -173,3 +173,28 @@ def test_models_that_are_refused():
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
     with pytest.raises(ValueError, match=r"'input_ids' has the shape \(1, 'T'\).*of any length"):
         og.sequence_log_probs(model, 2)
+
+
+@pytest.mark.sweep
+def test_a_model_of_genai(genai_llama):
+    """Grouped queries, a cache and positions; texts of other lengths; against transformers."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    net = transformers.AutoModelForCausalLM.from_pretrained(genai_llama.parent / "hf").eval()
+    ids = torch.tensor(RNG.integers(3, 100, (4, 2, 6)))
+    mask = torch.ones_like(ids)
+    mask[:, 1, 4:] = 0
+    labels = torch.where(mask == 1, ids, -100)
+    with torch.no_grad():
+        logits = net(ids.reshape(8, 6), attention_mask=mask.reshape(8, 6)).logits
+    log_p = logits.log_softmax(-1)[:, :-1].gather(-1, ids.reshape(8, 6)[:, 1:, None])[..., 0]
+    expected = (log_p * mask.reshape(8, 6)[:, 1:]).sum(-1).reshape(4, 2)
+    model = og.add_lora(genai_llama / "model.onnx", "*proj*", rank=4)
+    policy = og.sequence_log_probs(model, 2)
+    data = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    data = {name: x.numpy() for name, x in data.items()}
+    trainer = og.Trainer(policy, dpo, learning_rate=0.01)
+    reference = trainer.predict(data)
+    np.testing.assert_allclose(reference, expected.numpy(), rtol=1e-4)
+    trainer.fit(data, reference, epochs=20, batch_size=2)
+    assert ((trainer.predict(data) - reference) @ [1, -1] > 1).all()
