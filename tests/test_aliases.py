@@ -269,3 +269,21 @@ def test_copies_of_an_embedding_are_named(transposed):
     table.CopyFrom(ones)
     last.CopyFrom(numpy_helper.from_array(np.ones(tuple(last.dims), np.float32), last.name))
     assert not [t for t in og.trainable(proto) if t.copy_of]
+
+
+def test_an_adapter_of_a_tied_embedding_is_one_in_training():
+    """It begins with zeros, which are no parameters that an exporter merged."""
+    text = """f (int64[N] x) => (float[N, 5] y) {
+        a = Gather(E, x) t = Transpose(E) y = MatMul(a, t) }"""
+    proto = model(text, [], {"E": "embed.weight"}, {"E": (5, 3)})
+    adapted = og.add_lora(proto, "embed.weight", rank=2)
+    X, y = np.arange(5), np.random.default_rng(1).normal(size=(5, 5)).astype(np.float32)
+    trainer = og.Trainer(adapted, "squared_error", learning_rate=0.05)
+    trainer.fit(X, y, epochs=3, batch_size=5)
+    trained = trainer.model
+    assert [t.name for t in trained.graph.initializer] == [
+        t.name for t in adapted.graph.initializer
+    ]
+    merged = og.Trainer(og.merge_lora(trained), "squared_error").predict(X)
+    np.testing.assert_allclose(merged, trainer.predict(X), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(merged, og.Trainer(proto, "squared_error").predict(X))

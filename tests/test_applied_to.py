@@ -49,6 +49,10 @@ IMAGE = "float[N,3,H,V] x"
 AXES = {
     "MatMul": ("y = MatMul(x, w)", LAST, 2),
     "bias": ("a = MatMul(x, w) y = Add(b, a)", LAST, 2),
+    "scale of the data": (
+        """t = Transpose <perm = [0, 2, 1]>(x) p = MatMul(x, t) m = ReduceMax <keepdims = 0>(p)
+        a = MatMul(x, w) y = Mul(a, m)""", LAST, 2,
+    ),
     "Softmax": ("a = MatMul(x, w) y = Softmax <axis = 1>(a)", LAST, 1),
     "LogSoftmax": ("a = MatMul(x, w) y = LogSoftmax(a)", LAST, 2),
     "Transpose": ("a = MatMul(x, w) y = Transpose <perm = [2, 0, 1]>(a)", LAST, 0),

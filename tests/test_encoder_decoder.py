@@ -43,6 +43,8 @@ class T5:
         )  # fmt: skip
         self.net = net = transformers.T5ForConditionalGeneration(config).eval()
         net.config._attn_implementation = "eager"
+        if not tied:
+            net.lm_head.weight = torch.nn.Parameter(0.1 * torch.randn(VOCABULARY, 16))
 
         class Encoder(torch.nn.Module):
             def __init__(self):

@@ -125,7 +125,7 @@ class _Walk:
         if node.op_type == "Where":
             return inputs[1:]
         if node.op_type == "Concat" or node.op_type in ELEMENTWISE - UNARY:
-            return inputs
+            return [v for v in inputs if dims(v) != ()] or inputs  # a scale has no axis
         is_selection = node.op_type == "Gather" and inputs[0] in self.data
         return inputs[:1] if node.op_type in _FIRST or is_selection else []
 

@@ -14,6 +14,7 @@ from onnx import ModelProto, NodeProto
 from onnxgrad.errors import printable
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS
+from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
@@ -73,7 +74,8 @@ def separate_merged(model: ModelLike) -> ModelProto:
     groups = {name: parts for name in merged.uses if len(parts := merged.groups(name)) > 1}
     if not groups:
         return separated
-    trains = {row.name for row in judge(separated)[1].trained}
+    adapters = {name for adapter in read_adapters(proto) for name in adapter["tensors"]}
+    trains = {row.name for row in judge(separated)[1].trained} - adapters  # one for all its uses
     groups = {name: parts for name, parts in groups.items() if name in trains}
     return _separate(separated, merged, groups) if groups else separated
 
