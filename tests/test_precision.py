@@ -281,6 +281,24 @@ def test_an_export_of_a_module_of_halves():
         np.testing.assert_allclose(w, theirs[name], 1e-3, 1e-4)
 
 
+def test_caches_of_16_bits_are_filled():
+    """Their sizes are those of what they grow to, which is computed in float32."""
+    text = """f (int64[N,T] input_ids, float16[N,2,P,4] past_0)
+        => (float16[N,T,7] logits, float16[N,2,Q,4] present_0) {
+        e = Gather(table, input_ids) r = Reshape(e, parts) k = Transpose<perm = [0, 2, 1, 3]>(r)
+        present_0 = Concat<axis = 2>(past_0, k)
+        t = Transpose<perm = [0, 2, 1, 3]>(present_0) f = Reshape(t, whole)
+        logits = MatMul(f, head) }"""
+    proto = model(HALF, text, {"table": (7, 8), "head": (8, 7)})
+    for name, lengths in (("parts", [0, 0, 2, 4]), ("whole", [0, -1, 8])):
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(lengths), name))
+    for axis in (1, 3):
+        proto.graph.input[1].type.tensor_type.shape.dim[axis].ClearField("dim_value")
+    ids = np.arange(24).reshape(8, 3) % 7
+    half, full = both(proto, ids, None, loss="causal_lm")
+    assert_follows(half, full)
+
+
 def test_float64_stays():
     proto = in_precision(wide(model()), ir.DataType.DOUBLE)
     trainer = og.Trainer(proto, "cross_entropy").fit(X.astype(np.float64), Y)

@@ -266,3 +266,15 @@ def test_one_walk_infers_a_model(monkeypatch):
     assert len(inferred) > 10
     assert sum(inferred.values()) <= 2 * len(inferred)
     assert all(dims(y) == ("N", 4, 8, 8) for y in prepared.outputs)
+
+
+def test_the_stated_shape_of_a_constant_is_not_believed():
+    """As onnxruntime-genai's builder writes its constants: vectors that it states to be scalars."""
+    made = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[N,4] x) => (float[A,B,C] y) {
+            two = Constant<value = int64[1] {2}>()
+            n = Shape<end = 1>(x)  l = Concat<axis = 0>(n, two, two)  y = Reshape(x, l) }""")
+    made.graph.value_info.append(
+        onnx.helper.make_tensor_value_info("two", onnx.TensorProto.INT64, [])
+    )
+    assert dims(prepare(made).graph.outputs[0]) == ("N", 2, 2)

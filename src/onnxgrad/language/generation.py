@@ -143,7 +143,7 @@ def _adapter_of(folder: ModelFolder | None, name: str) -> Path:
     inputs = {x.name for x in load_model_from_string(folder.model.read_bytes()).graph.input}
     if other := [tensor for tensor in read_arrays(file) if tensor not in inputs]:
         raise ValueError(
-            f"{str(file)!r} has {other[0]!r}, which is no input of {folder.model.name}: it is an "
+            f"{str(file)!r} has {other[0]!r}, which is no input of {folder.model.name!r}: it is an "
             "adapter of another base"
         )
     return file

@@ -166,7 +166,7 @@ def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
                 stale.append(relative.as_posix())
                 if shared := own & {os.path.realpath(data) for data in data_files(file)}:
                     raise ModelError(
-                        f"{str(file)!r} reads {shared.pop()!r}, as {origin.model.name} does, which "
+                        f"{str(file)!r} reads {shared.pop()!r}, as {origin.model.name!r} does, which "
                         "would be replaced: remove one of both models from a copy of the folder"
                     )
             (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
     if stale:
         warnings.warn(
             f"of {sorted(stale)}, which are copied as they are, the weights are not those of the "
-            f"model that was written, {origin.model.name}",
+            f"model that was written, {origin.model.name!r}",
             stacklevel=3,
         )
 

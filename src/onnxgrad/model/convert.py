@@ -47,9 +47,24 @@ def to_ir(proto: ModelProto) -> ir.Model:
                 "give the model without this node"
             )
     try:
-        return ir.from_proto(kept)
+        model = ir.from_proto(kept)
     except ir.serde.SerdeError as e:
         raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e
+    _type_constants(model)
+    return model
+
+
+def _type_constants(model: ir.Model) -> None:
+    """Let constants have the shapes that they have: onnxruntime-genai's builder states others."""
+    for outer in (model.graph, *(function.graph for function in model.functions.values())):
+        for graph in (outer, *outer.subgraphs()):
+            stored = [(v, v.const_value) for v in graph.initializers.values()]
+            nodes = [n for n in graph if n.op_type == "Constant" and not n.domain]
+            values = ((n.outputs[0], n.attributes.get("value")) for n in nodes)
+            stored += [(y, a.as_tensor()) for y, a in values if a is not None and not a.is_ref()]
+            for value, tensor in stored:
+                if tensor is not None and value.shape != tensor.shape:
+                    value.shape = ir.Shape(tensor.shape.numpy())
 
 
 def in_precision(

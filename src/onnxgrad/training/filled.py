@@ -107,7 +107,8 @@ def _computed(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) ->
 def cache_sizes(x: ir.Value) -> tuple[int | None, int | None]:
     """Return the number of heads and the size of a cache, its own or those of what it grows to."""
     found: list[list[Dim]] = [[*(dims(x) or ())]]
-    for node in {use.node for use in x.uses()}:
+    casts = [use.node.outputs[0] for use in x.uses() if use.node.op_type == "Cast"]  # see `widen`
+    for node in {use.node for value in (x, *casts) for use in value.uses()}:
         beside = node.inputs if node.op_type == "Concat" else ()
         shapes = (*map(dims, node.outputs), *map(dims, beside), *result_shapes(node))
         found += [[*shape] for shape in shapes if shape]
