@@ -166,8 +166,9 @@ def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
                 stale.append(relative.as_posix())
                 if shared := own & {os.path.realpath(data) for data in data_files(file)}:
                     raise ModelError(
-                        f"{str(file)!r} reads {shared.pop()!r}, as {origin.model.name!r} does, which "
-                        "would be replaced: remove one of both models from a copy of the folder"
+                        f"{str(file)!r} reads {shared.pop()!r}, as {origin.model.name!r} does: "
+                        "that would be replaced. Remove one of both models from a copy of the "
+                        "folder"
                     )
             (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, temporary / relative)
