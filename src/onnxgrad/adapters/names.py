@@ -7,8 +7,8 @@ from collections import Counter
 from onnx import ModelProto
 
 from onnxgrad.adapters.uses import EMBEDDING, Target
+from onnxgrad.model.quantizer_names import name_of_floats
 from onnxgrad.training.parameters.aliases import aliases
-from onnxgrad.training.parameters.integer_rows import name_of_floats
 
 FACTORS = "ia3_l"  # of (IA)3
 _MAGNITUDE = "lora_magnitude_vector"

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
+from onnxgrad.model.quantizer_names import name_of_floats
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.training.parameters.table import Tensor
 
-_QUANTIZERS = re.compile(r"(_DQ)?_(quantized|[QU]\d+\w*)$")  # suffixes of onnxruntime's
 _TYPES = frozenset(
     TensorProto.DataType.Value(name)
     for name in "INT4 UINT4 INT8 UINT8 FLOAT8E4M3FN FLOAT8E5M2".split()
 )
 WHY = "a quantized weight: it stays; adapters train beside it"
-
-
-def name_of_floats(name: str) -> str:
-    """Return what a quantized weight was called before, or `name` if no quantizer renamed it.
-
-    >>> name_of_floats("query.weight_quantized"), name_of_floats("attn.q_proj.MatMul.weight_Q4")
-    ('query.weight', 'attn.q_proj.MatMul.weight')
-    """
-    return _QUANTIZERS.sub("", name)
 
 
 def integer_rows(proto: ModelProto) -> Iterator[Tensor]:
