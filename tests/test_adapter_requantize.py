@@ -206,6 +206,28 @@ def test_rows_of_a_dynamic_file(tmp_path):
     assert np.abs(result - expected).mean() < 0.08 * np.abs(expected - plain).mean()
 
 
+def test_a_weight_of_two_branches_with_the_same_names(tmp_path):
+    model = with_tensors(
+        parse("""f (float[N,48] x, bool c) => (float[N,8] y) {
+            h = MatMul(x, w)
+            y = If(c) <
+                then_branch = a () => (float[N,8] z) { u = Tanh(h) z = MatMul(u, v) },
+                else_branch = b () => (float[N,8] z) { u = Relu(h) z = MatMul(u, v) }> }"""),
+        w=(48, 32), v=(32, 8),
+    )  # fmt: skip
+    path = str(tmp_path / "q.onnx")
+    quantize_dynamic(model, path, extra_options={"EnableSubgraph": True})
+    adapted = shaken(add_lora(path, "v", rank=2))
+    with ANEW:
+        merged = merge_lora(adapted, requantize=True)
+    for c in np.array([True, False]):
+        plain, expected, result = (
+            ReferenceEvaluator(m).run(None, {"x": X, "c": c})[0]
+            for m in (without_change(adapted), adapted, merged)
+        )
+        assert np.abs(result - expected).mean() < 0.08 * np.abs(expected - plain).mean()
+
+
 @pytest.mark.parametrize("form", [dynamic, static])
 def test_constants_that_weights_share_stay_those_of_the_others(form, tmp_path):
     """onnxruntime stores equal scalars once in the files that it optimizes."""
