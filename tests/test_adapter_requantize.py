@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 
 import numpy as np
 import onnxruntime as ort
@@ -185,6 +186,30 @@ def test_quantized_weights_have_the_names_of_their_floats(form, tmp_path):
         assert read_adapters(loaded)[0]["weight"] == row.name
         factor = arrays(loaded)["w.lora_A.weight"]
         np.testing.assert_array_equal(factor, arrays(trained)["w.lora_A.weight"])
+
+
+@pytest.mark.parametrize("form", [dynamic, static])
+def test_numbered_weights_have_the_names_of_their_modules(form, tmp_path, monkeypatch):
+    """As PyTorch's exporter numbers what it transposes: only the node tells of the module."""
+    model = with_tensors(
+        parse("""f (float[N,48] x) => (float[N,8] y) {
+            [query] h = MatMul(x, w) t = Tanh(h) [value] y = MatMul(t, v) }"""),
+        w=(48, 32), v=(32, 8),
+    )  # fmt: skip
+    for name, new in {"w": "onnx::MatMul_12", "v": "onnx::MatMul_13"}.items():
+        next(t for t in model.graph.initializer if t.name == name).name = new
+        for node in model.graph.node:
+            node.input[:] = [new if x == name else x for x in node.input]
+            node.name = {"query": "/layers.0/query/MatMul", "value": "/layers.0/value/MatMul"}.get(
+                node.name, node.name
+            )
+    monkeypatch.setattr(f"{__name__}.floats", lambda: deepcopy(model))
+    path = form(tmp_path)
+    aliases = {row.alias for row in trainable(path) if row.why.startswith("a quantized")}
+    assert aliases == {"layers.0.query.weight", "layers.0.value.weight"}
+    [note] = read_adapters(add_lora(path, "*query*", rank=2))
+    assert note["module"] == "layers.0.query"
+    assert read_adapters(add_lora(model, "*query*", rank=2))[0]["module"] == note["module"]
 
 
 def test_rows_of_a_dynamic_file(tmp_path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 
 import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
-from onnxgrad.model.quantizer_names import name_of_floats
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.training.parameters.aliases import integer_aliases
 from onnxgrad.training.parameters.table import Tensor
 
 _TYPES = frozenset(
@@ -20,8 +20,8 @@ _TYPES = frozenset(
 WHY = "a quantized weight: it stays; adapters train beside it"
 
 
-def integer_rows(proto: ModelProto) -> Iterator[Tensor]:
-    """Yield the quantized weights of `proto`: the first integers with two axes of their readers."""
+def integer_rows(proto: ModelProto) -> list[Tensor]:
+    """Return the quantized weights of `proto`: the first integers with two axes of their readers"""
     refs = list(constant_refs(proto))
     found = {r.graph_name for r in refs if r.read().data_type in _TYPES and len(r.read().dims) > 1}
     weights = {
@@ -29,9 +29,11 @@ def integer_rows(proto: ModelProto) -> Iterator[Tensor]:
         for node in nodes_of(proto)
         if found.intersection(node.input)
     }
+    rows = []
     for ref in refs:
         if ref.graph_name in weights:
-            tensor, alias = ref.read(), name_of_floats(ref.name)
+            tensor = ref.read()
             dtype, size = ir.DataType(tensor.data_type).name.lower(), math.prod(tensor.dims)
-            alias = alias if alias != ref.name else ""
-            yield Tensor(ref.name, tuple(tensor.dims), dtype, size, False, WHY, alias=alias)
+            rows.append(Tensor(ref.name, tuple(tensor.dims), dtype, size, False, WHY))
+    aliases = integer_aliases(proto, rows)
+    return [replace(row, alias=aliases.get(row.name, "")) for row in rows]
