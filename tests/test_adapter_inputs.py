@@ -96,6 +96,9 @@ def test_a_base_serves_what_is_trained_on_it(tmp_path):
     )  # fmt: skip
     adapted = add_lora(og.replace_head(model, units=3), "w", rank=2)
     base = adapter_inputs(adapted, weights="norm")
+    assert adapter_inputs(base) == base
+    later = adapter_inputs(adapter_inputs(adapted), weights="norm")
+    assert {x.name for x in later.graph.input} == {x.name for x in base.graph.input}
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(32, 4)).astype(np.float32), rng.integers(0, 3, 32)
     names = [t.name for t in og.trainable(adapted).trained]
@@ -144,6 +147,28 @@ def test_inputs_of_other_tools_train_and_are_served(a_transposed, scale, tmp_pat
     np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="that file is the base"):
         adapter_inputs(loaded)
+    with_defaults = adapter_inputs(base, weights="b")
+    assert [x.name for x in with_defaults.graph.input] == ["x", "lora_A", "lora_B", "b"]
+    served = session(with_defaults)
+    plain = session(PLAIN).run(None, {"x": X})[0]
+    np.testing.assert_array_equal(served.run(None, {"x": X})[0], plain)
+    np.testing.assert_array_equal(run_with(served, path, {"x": X}), result)
+    assert adapter_inputs(with_defaults, weights="b") == with_defaults
+    again = load_adapter(with_defaults, path)
+    np.testing.assert_array_equal(arrays(again)["lora_A"], arrays(loaded)["lora_A"])
+
+
+def test_inputs_of_one_rank_get_zeros_of_it():
+    base = peft_form(PLAIN)
+    for x, sizes in zip(base.graph.input[1:], ([4, 2], [2, 3]), strict=True):
+        x.CopyFrom(onnx.helper.make_tensor_value_info(x.name, 1, sizes))
+    with_defaults = adapter_inputs(base)
+    assert {n: a.shape for n, a in arrays(with_defaults).items() if "lora" in n} == {
+        "lora_A": (4, 2), "lora_B": (2, 3),
+    }  # fmt: skip
+    X = np.ones((2, 4), np.float32)
+    expected = session(PLAIN).run(None, {"x": X})[0]
+    np.testing.assert_array_equal(session(with_defaults).run(None, {"x": X})[0], expected)
 
 
 def test_adapters_that_another_tool_stored_as_constants_are_adapters(tmp_path):

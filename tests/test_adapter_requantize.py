@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from copy import deepcopy
+
 import numpy as np
 import onnxruntime as ort
 import pytest
+from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import (
     CalibrationDataReader,
     QuantFormat,
@@ -64,6 +68,12 @@ def weight_only(bits, symmetric, form):
     return quantizer.model.model
 
 
+def dynamic(folder, **options):
+    path = str(folder / "q.onnx")
+    quantize_dynamic(floats(), path, **options)
+    return path
+
+
 FORMS = {
     "int8": lambda d: static(d, weight_type=QuantType.QInt8),
     "7 bits": lambda d: static(d, weight_type=QuantType.QInt8, reduce_range=True),
@@ -71,6 +81,13 @@ FORMS = {
     "uint8": lambda d: static(d, weight_type=QuantType.QUInt8),
     "QOperator": lambda d: static(
         d, weight_type=QuantType.QInt8, quant_format=QuantFormat.QOperator
+    ),
+    "dynamic": lambda d: dynamic(d),
+    "dynamic, of 7 bits": lambda d: dynamic(d, reduce_range=True),
+    "dynamic by column": lambda d: dynamic(d, per_channel=True),
+    "dynamic, uint8": lambda d: dynamic(d, weight_type=QuantType.QUInt8),
+    "dynamic, uint8 of 7 bits": lambda d: dynamic(
+        d, weight_type=QuantType.QUInt8, per_channel=True, reduce_range=True
     ),
     "4 bits": lambda d: weight_only(4, True, QuantFormat.QOperator),
     "4 bits with zero points": lambda d: weight_only(4, False, QuantFormat.QOperator),
@@ -89,7 +106,9 @@ def forms_of(model):
 
 
 def run(model):
-    """Run a model as its nodes say: fused products of integers saturate on some processors."""
+    """Run a model as its nodes say: products of integers saturate on some processors."""
+    if any(node.op_type == "MatMulInteger" for node in model.graph.node):
+        return ReferenceEvaluator(model).run(None, {"x": X})[0]
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return ort.InferenceSession(model.SerializeToString(), options).run(None, {"x": X})[0]
@@ -98,9 +117,12 @@ def run(model):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_merged_model_is_as_close_as_the_quantized_one(form, tmp_path):
     adapted = add_lora(FORMS[form](tmp_path), "w*", rank=2)
-    factors = {n: v for n, v in arrays(adapted).items() if ".lora_" in n}
+    rng, factors = (
+        np.random.default_rng(1),
+        {n: v for n, v in arrays(adapted).items() if ".lora_" in n},
+    )
     adapted = replace(
-        adapted, {n: RNG.normal(size=v.shape).astype(np.float32) * 0.4 for n, v in factors.items()}
+        adapted, {n: rng.normal(size=v.shape).astype(np.float32) * 0.4 for n, v in factors.items()}
     )
     with ANEW:
         merged = merge_lora(adapted, requantize=True)
@@ -148,7 +170,7 @@ def test_a_convolution_and_the_bias_beside_it(tmp_path):
     assert np.abs(plain - expected).mean() < 0.03 * np.abs(expected).mean()
 
 
-@pytest.mark.parametrize("form", ["int8", "QOperator", "4 bits", "4 bits in blocks"])
+@pytest.mark.parametrize("form", ["int8", "QOperator", "dynamic", "4 bits", "4 bits in blocks"])
 def test_quantized_weights_have_the_names_of_their_floats(form, tmp_path):
     """So the adapter of a float file is one of the quantized file, in both formats."""
     trained = shaken(add_lora(floats(), "w", rank=2))
@@ -166,10 +188,109 @@ def test_quantized_weights_have_the_names_of_their_floats(form, tmp_path):
         np.testing.assert_array_equal(factor, arrays(trained)["w.lora_A.weight"])
 
 
+@pytest.mark.parametrize("form", [dynamic, static])
+def test_numbered_weights_have_the_names_of_their_modules(form, tmp_path, monkeypatch):
+    """As PyTorch's exporter numbers what it transposes: only the node tells of the module."""
+    model = with_tensors(
+        parse("""f (float[N,48] x) => (float[N,8] y) {
+            [query] h = MatMul(x, w) t = Tanh(h) [value] y = MatMul(t, v) }"""),
+        w=(48, 32), v=(32, 8),
+    )  # fmt: skip
+    for name, new in {"w": "onnx::MatMul_12", "v": "onnx::MatMul_13"}.items():
+        next(t for t in model.graph.initializer if t.name == name).name = new
+        for node in model.graph.node:
+            node.input[:] = [new if x == name else x for x in node.input]
+            node.name = {"query": "/layers.0/query/MatMul", "value": "/layers.0/value/MatMul"}.get(
+                node.name, node.name
+            )
+    monkeypatch.setattr(f"{__name__}.floats", lambda: deepcopy(model))
+    path = form(tmp_path)
+    aliases = {row.alias for row in trainable(path) if row.why.startswith("a quantized")}
+    assert aliases == {"layers.0.query.weight", "layers.0.value.weight"}
+    [note] = read_adapters(add_lora(path, "*query*", rank=2))
+    assert note["module"] == "layers.0.query"
+    assert read_adapters(add_lora(model, "*query*", rank=2))[0]["module"] == note["module"]
+
+
+def test_rows_of_a_dynamic_file(tmp_path):
+    """Its table stays in integers up to the rows, which DequantizeLinear scales."""
+    model = with_tensors(
+        parse("""f (int64[N,5] x) => (float[N,5,4] y) {
+            e = Gather(w, x) t = Tanh(e) y = MatMul(t, v) }"""),
+        w=(12, 16), v=(16, 4),
+    )  # fmt: skip
+    quantize_dynamic(model, str(tmp_path / "q.onnx"))
+    adapted = shaken(add_lora(str(tmp_path / "q.onnx"), ["w", "v"], rank=2))
+    with ANEW:
+        merged = merge_lora(adapted, requantize=True)
+    ids = {"x": np.random.default_rng(0).integers(0, 12, (8, 5))}
+    assert forms_of(merged) == forms_of(str(tmp_path / "q.onnx"))
+    plain, expected, result = (
+        ReferenceEvaluator(m).run(None, ids)[0] for m in (without_change(adapted), adapted, merged)
+    )
+    assert np.abs(result - expected).mean() < 0.08 * np.abs(expected - plain).mean()
+
+
+def test_a_weight_of_two_branches_with_the_same_names(tmp_path):
+    model = with_tensors(
+        parse("""f (float[N,48] x, bool c) => (float[N,8] y) {
+            h = MatMul(x, w)
+            y = If(c) <
+                then_branch = a () => (float[N,8] z) { u = Tanh(h) z = MatMul(u, v) },
+                else_branch = b () => (float[N,8] z) { u = Relu(h) z = MatMul(u, v) }> }"""),
+        w=(48, 32), v=(32, 8),
+    )  # fmt: skip
+    path = str(tmp_path / "q.onnx")
+    quantize_dynamic(model, path, extra_options={"EnableSubgraph": True})
+    adapted = shaken(add_lora(path, "v", rank=2))
+    with ANEW:
+        merged = merge_lora(adapted, requantize=True)
+    for c in np.array([True, False]):
+        plain, expected, result = (
+            ReferenceEvaluator(m).run(None, {"x": X, "c": c})[0]
+            for m in (without_change(adapted), adapted, merged)
+        )
+        assert np.abs(result - expected).mean() < 0.08 * np.abs(expected - plain).mean()
+
+
+@pytest.mark.parametrize("form", [dynamic, static])
+def test_constants_that_weights_share_stay_those_of_the_others(form, tmp_path):
+    """onnxruntime stores equal scalars once in the files that it optimizes."""
+    model = read(form(tmp_path, weight_type=QuantType.QUInt8))
+    held = arrays(model)
+    for node in model.graph.node:
+        shared = [re.sub("^v(_Transposed)?_(scale|zero_point)$", r"w_\2", x) for x in node.input]
+        node.input[:] = shared
+    assert sum("w_scale" in node.input for node in model.graph.node) == 2
+    adapted = shaken(add_lora(model, "w", rank=2))
+    with ANEW:
+        merged = merge_lora(adapted, requantize=True)
+    plain, expected, result = (run(m) for m in (without_change(adapted), adapted, merged))
+    assert np.abs(result - expected).mean() < 0.08 * np.abs(expected - plain).mean()
+    for name in ("w_scale", "w_zero_point"):
+        np.testing.assert_array_equal(arrays(merged)[name], held[name])
+
+
 def test_what_has_no_scales_of_its_own_is_refused(tmp_path):
-    quantize_dynamic(floats(), str(tmp_path / "q.onnx"))
-    adapted = add_lora(str(tmp_path / "q.onnx"), "w*", rank=2)
+    model = with_tensors(
+        parse("""f (float[N,3] x) => (float[N,2] y) {
+            c = Cast<to = 1>(q) w = Mul(c, s) y = MatMul(x, w) }"""),
+        q=np.array([[1, -2], [3, 4], [-5, 6]], np.int8), s=np.float32([0.1]),
+    )  # fmt: skip
+    adapted = add_lora(model, "q", rank=2)
     with pytest.raises(ValueError, match="quantizing anew"):
         merge_lora(adapted, requantize=True)
     with pytest.raises(ValueError, match="requantize=True"):
         merge_lora(adapted)
+
+
+def test_scales_of_several_steps_get_no_adapter():
+    """An adapter between the two scales would be multiplied by the second one."""
+    model = with_tensors(
+        parse("""f (float[N,3] x) => (float[N,2] y) {
+            a, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(a, q, z) c = Cast<to = 1>(i)
+            d = Mul(c, s) y = Mul(d, t) }"""),
+        q=np.array([[1, -2], [3, 4], [-5, 6]], np.int8), t=np.float32([0.1]),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="factors of their own"):
+        add_lora(model, "q", rank=2)

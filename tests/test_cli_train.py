@@ -10,6 +10,7 @@ import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from commands import HEADER, as_json, features, invoke, refused, save, succeed, weights, write_all
 from onnxgrad import Trainer
@@ -144,6 +145,23 @@ def test_adapters_train_and_merge(here):
     expected = before["V"] + 4 / 2 * down.reshape(2, 2) @ up.reshape(2, 4)
     np.testing.assert_allclose(weights("plain.onnx")["V"], expected, rtol=1e-5, atol=1e-6)
     assert "`onnxgrad train --lora PATTERN`" in refused("merge", "plain.onnx", "-o", "no.onnx")
+
+
+def test_adapters_of_a_quantized_model_are_merged_in_its_form(here):
+    quantize_dynamic("layers.onnx", "integers.onnx", weight_type=QuantType.QUInt8)
+    options = ("--lora", "V", "--lora-rank", 2, "--lr", 0.05, "-o", "adapted.onnx")
+    succeed("train", "integers.onnx", *KINDS[1:], *FAST, *options)
+    assert "(--requantize)" in refused("merge", "adapted.onnx", "-o", "no.onnx")
+    assert "of adapters" in refused("merge", ".", "-o", "no.onnx", "--requantize")
+    merged = succeed("merge", "adapted.onnx", "-o", "plain.onnx", "--requantize")
+    assert re.search(r"'V\S*' \S+ \(\S+ on average, \S+% of its size\)", merged.stderr)
+    x = features()
+    [untrained], [one], [other] = (
+        list(run_named(f, x=x).values()) for f in ("integers.onnx", "adapted.onnx", "plain.onnx")
+    )
+    assert abs(other - one).mean() < 0.1 * abs(one - untrained).mean()
+    before, after = weights("integers.onnx"), weights("plain.onnx")
+    assert {n: a.dtype for n, a in before.items()} == {n: a.dtype for n, a in after.items()}
 
 
 # -- weights that train -----------------------------------------------------------------------

@@ -98,10 +98,37 @@ def test_a_layer_is_named_once():
         add_ia3(NETWORKS["matmul"], "w", "w")
 
 
+def test_peft_and_we_read_what_the_other_writes(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(x)))
+
+    net = Net().eval()
+    model = parse("""f (float[N,4] x) => (float[N,3] y) {
+        h = Gemm<transB = 1>(x, up_weight, up_bias) t = Tanh(h)
+        y = Gemm<transB = 1>(t, down_weight, down_bias) }""")
+    for node in model.graph.node:
+        node.input[:] = [name.replace("_", ".") for name in node.input]
+    with_tensors(model, **{name: value.numpy() for name, value in net.state_dict().items()})
+    _check_files(net, model, torch.randn(8, 4), tmp_path)
+
+
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_peft_and_we_read_what_the_other_writes(exported, tmp_path):  # noqa: F811
+def test_files_of_exported_models(exported, tmp_path):  # noqa: F811
+    torch = pytest.importorskip("torch")
+    _check_files(torch_networks(torch)[0], exported, torch.randint(0, 11, (4, 5)), tmp_path)
+
+
+def _check_files(net, model, x, folder):
+    """Assert that PEFT's file means for `model` what it means for `net`, and ours the same."""
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    net, _ = torch_networks(torch)
     linear = [n for n, m in net.named_modules() if isinstance(m, torch.nn.Linear)]
     config = peft.IA3Config(target_modules=linear, feedforward_modules=linear[-1:])
     wrapped = peft.get_peft_model(copy.deepcopy(net), config).eval()
@@ -109,12 +136,11 @@ def test_peft_and_we_read_what_the_other_writes(exported, tmp_path):  # noqa: F8
         for name, parameter in wrapped.named_parameters():
             if "ia3" in name:
                 parameter.normal_()
-    wrapped.save_pretrained(tmp_path / "peft")
-    adapted = load_adapter(exported, tmp_path / "peft")
+    wrapped.save_pretrained(folder / "peft")
+    adapted = load_adapter(model, folder / "peft")
     assert len(read_adapters(adapted)) == len(linear)
-    x = torch.randint(0, 11, (4, 5))
-    fed, expected = {exported.graph.input[0].name: x.numpy()}, wrapped(x).detach().numpy()
+    fed, expected = {model.graph.input[0].name: x.numpy()}, wrapped(x).detach().numpy()
     np.testing.assert_allclose(run(adapted, fed)[0], expected, rtol=1e-4, atol=1e-5)
-    save_adapter(adapted, tmp_path / "ours")
-    loaded = peft.PeftModel.from_pretrained(net, tmp_path / "ours").eval()
+    save_adapter(adapted, folder / "ours")
+    loaded = peft.PeftModel.from_pretrained(net, folder / "ours").eval()
     np.testing.assert_allclose(loaded(x).detach().numpy(), expected, rtol=1e-4, atol=1e-5)

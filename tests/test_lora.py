@@ -527,3 +527,20 @@ def test_modules_of_a_sequential_are_named_as_in_pytorch(tmp_path):
 def test_the_note_is_json_that_other_parts_read():
     adapted = add_lora(NETWORKS["gemm"], "w", rank=2, alpha=4)
     assert [entry.key for entry in adapted.metadata_props] == [ADAPTERS]
+
+
+@pytest.mark.parametrize("at", [None, "w"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "base"])
+def test_a_layer_with_an_adapter_is_no_head_to_be_replaced(kind, at):
+    model = NETWORKS["gemm"]
+    adapted = {
+        "lora": lambda: add_lora(model, "w"),
+        "dora": lambda: add_lora(model, "w", use_dora=True),
+        "ia3": lambda: og.add_ia3(model, "w"),
+        "base": lambda: og.adapter_inputs(add_lora(model, "w")),
+    }[kind]()
+    with pytest.raises(ValueError, match=r"layer with an adapter.*merge them"):
+        og.replace_head(adapted, units=5, at=at)
+    if kind != "base":
+        [y] = og.replace_head(merge_lora(adapted), units=5).graph.output
+        assert y.type.tensor_type.shape.dim[1].dim_value == 5

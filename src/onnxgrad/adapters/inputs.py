@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes, remove
-from onnxgrad.adapters.insertion import adopted, insert, plain_options
+from onnxgrad.adapters.insertion import adopted, insert, plain_options, writable
 from onnxgrad.adapters.session_files import refuse_dora
 from onnxgrad.adapters.slots import Slot
 from onnxgrad.adapters.uses import CONV, LEFT, Target, targets
@@ -35,8 +35,11 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     are inputs too. Their default is their value in `model`: pass the adapted model before its
     training for the untrained head as the default.
 
+    Of a base already, as Olive writes it, inputs without a default get one that changes nothing.
+
     Args:
-        model: model with adapters, trained or not, serialized model or path; never modified.
+        model: model with adapters, trained or not, or a base; serialized model or path; never
+            modified.
         weights: names and patterns of other tensors that adapters replace, such as "*norm*".
 
     Raises:
@@ -55,13 +58,14 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
         >>> session.run(None, {"x": np.float32([[1]])})[0].tolist()
         [[1.0, 2.0]]
     """
-    proto, _ = adopted(model)
+    proto, slots = adopted(model)
     notes = read_adapters(proto)
-    chosen = list(read_note(proto, HEAD))
-    if weights:
-        chosen += matching_weights(proto, weights, "weight for an input (weights=)")
+    if slots and not notes:
+        proto = _with_defaults(model, targets(proto), slots)
+        _make_inputs(proto, _chosen(proto, weights))
+        return proto
     tensors = [name for note in notes for name in note["tensors"]]
-    chosen = [name for name in dict.fromkeys(chosen) if name not in tensors]
+    chosen = [name for name in _chosen(proto, weights) if name not in tensors]
     if not tensors and not chosen:
         raise ValueError(f"the model has no adapters: {named('add_lora')} adds them")
     _check_served(notes)
@@ -75,6 +79,36 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     _make_inputs(proto, [*neutral, *chosen])
     shapes = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
     return replace(proto, {name: np.ones(shapes[name], np.float32) for name in neutral})
+
+
+def _chosen(proto: ModelProto, weights: str | Iterable[str]) -> list[str]:
+    """Return the tensors of a new head, and those that the patterns name."""
+    named_ones = (
+        matching_weights(proto, weights, "weight for an input (weights=)") if weights else ()
+    )
+    return list(dict.fromkeys([*read_note(proto, HEAD), *named_ones]))
+
+
+def _with_defaults(
+    model: ModelLike, every: Mapping[str, Target], slots: Mapping[str, Slot]
+) -> ModelProto:
+    """Return a base whose inputs for adapters all have a default, zeros, of rank 0 if they can."""
+    proto = writable(model)
+    held = {tensor.name for tensor in proto.graph.initializer}
+    sizes = {x.name: x.type.tensor_type.shape.dim for x in proto.graph.input}
+    for name, slot in slots.items():
+        if held.issuperset(slot.tensors):
+            continue
+        flips = slot.layout["transposed"]
+        a = sizes[slot.tensors[0]]
+        rank = a[-2 if flips[0] else -1].dim_value if len(a) > 1 else 0  # 0: of any rank
+        shapes = factor_shapes(every[name].uses[0], rank)
+        for i, tensor in enumerate(slot.tensors):
+            if tensor not in held:
+                dtype = ir.DataType(slot.layout["dtypes"][i])
+                zeros = np.zeros(shapes[i][::-1] if flips[i] else shapes[i], dtype.numpy())
+                proto.graph.initializer.append(ir.to_proto(ir.tensor(zeros, dtype, name=tensor)))
+    return proto
 
 
 def _check_served(notes: Iterable[Mapping[str, Any]]) -> None:

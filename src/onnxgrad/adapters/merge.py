@@ -9,6 +9,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.adapters import dora, ia3
+from onnxgrad.adapters.constant_operands import ConstantOperands
 from onnxgrad.adapters.graph import remove
 from onnxgrad.adapters.insertion import adopted
 from onnxgrad.adapters.requantize import Loss, report, requantize as quantize_anew
@@ -31,7 +32,8 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
         model: model with adapters, serialized model or path; never modified.
         requantize: whether a quantized weight gets new integers and scales that hold the sum, in
             the form of the file. A warning says how much they differ from the sum: evaluate the
-            result. Weights that DequantizeLinear, MatMulNBits or QLinearMatMul reads.
+            result. Weights that DequantizeLinear, MatMulNBits, QLinearMatMul or
+            MatMulInteger reads.
 
     Raises:
         ValueError: `model` has no adapters, or has them beside quantized weights.
@@ -72,7 +74,7 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
 def _merge(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[Loss]:
     """Add adapters to their weights, in place; return what that costs quantized ones."""
     refs = {ref.name: ref for ref in constant_refs(merged)}
-    stored = {ref.graph_name: ref for ref in refs.values()}
+    operands = None
     losses: list[Loss] = []
     for note in notes:
         if note["weight"] not in refs:
@@ -86,7 +88,8 @@ def _merge(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[Loss]:
         ref = refs[note["weight"]]
         pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
         if note["quantized"]:
-            losses.append(quantize_anew(merged, note, stored, _change(note, pair)))
+            operands = operands or ConstantOperands(merged, refs.values())
+            losses.append(quantize_anew(operands, note, ref, _change(note, pair)))
             continue
         old = ref.array()
         used = old.astype(np.float64).transpose(note["perm"]) + _change(note, pair)

@@ -7,8 +7,9 @@ from collections import Counter
 from onnx import ModelProto
 
 from onnxgrad.adapters.uses import EMBEDDING, Target
+from onnxgrad.model.quantizer_names import name_of_floats
 from onnxgrad.training.parameters.aliases import aliases
-from onnxgrad.training.parameters.integer_rows import name_of_floats
+from onnxgrad.training.parameters.integer_rows import integer_rows
 
 FACTORS = "ia3_l"  # of (IA)3
 _MAGNITUDE = "lora_magnitude_vector"
@@ -30,6 +31,8 @@ def module_names(proto: ModelProto, targets: dict[str, Target]) -> dict[str, str
     names.
     """
     aliased = aliases(proto)
+    if any(target.quantized for target in targets.values()):
+        aliased |= {row.name: row.alias for row in integer_rows(proto) if row.alias}
     modules = {
         name: aliased.get(name, name_of_floats(name)).removesuffix(".weight") for name in targets
     }

@@ -13,9 +13,10 @@ from onnxgrad.adapters.dora import unfit
 from onnxgrad.adapters.uses import Target
 from onnxgrad.errors import argument, printable
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
+from onnxgrad.model.quantizer_names import name_of_floats
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.choice import matching_weights
-from onnxgrad.training.parameters.integer_rows import name_of_floats
+from onnxgrad.training.parameters.integer_rows import integer_rows
 from onnxgrad.training.parameters.table import more
 
 _LISTED = 4  # reasons that a message gives
@@ -34,10 +35,11 @@ def chosen_targets(
     """
     reasons = _reasons(proto, targets, options)
     quantized = [name for name, target in targets.items() if target.quantized]
+    aliases = {row.name: row.alias for row in integer_rows(proto)} if quantized else {}
     own = {name for note in read_adapters(proto) for name in note["tensors"]}
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matched = {n for n in quantized if _matches(n, pattern)}
+        matched = {n for n in quantized if _matches(pattern, n, aliases.get(n, ""))}
         try:
             matched |= set(matching_weights(proto, [pattern], "weight for an adapter")) - own
         except ValueError:
@@ -68,9 +70,10 @@ def chosen_targets(
     return {name: target for name, target in targets.items() if name in chosen}
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches(pattern: str, *names: str) -> bool:
     """Return whether a pattern means a quantized weight, by its name or by that of its floats."""
-    return any(n == pattern or fnmatchcase(n, pattern) for n in (name, name_of_floats(name)))
+    names = (*names, *map(name_of_floats, names))
+    return any(n == pattern or fnmatchcase(n, pattern) for n in names if n)
 
 
 def _reasons(

@@ -116,7 +116,7 @@ def attributes(node: NodeProto) -> dict[str, Any]:
     return {a.name: ir.serde.deserialize_attribute(a).value for a in node.attribute}
 
 
-def _readers(graph: GraphProto) -> dict[Key, list[Reader]]:
+def readers(graph: GraphProto) -> dict[Key, list[Reader]]:
     """Return what reads each value, in subgraphs too."""
     table: dict[Key, list[Reader]] = defaultdict(list)
 
@@ -152,7 +152,7 @@ class _Search:
 
     def __init__(self, proto: ModelProto) -> None:
         self.refs = list(constant_refs(proto))
-        self.readers = _readers(proto.graph)
+        self.readers = readers(proto.graph)
         self.constants = {ref.graph_name: ref for ref in self.refs}
         self.dtypes = {ref.graph_name: ref.read().data_type for ref in self.refs}
         self.fixed = set(self.constants)
@@ -205,7 +205,9 @@ class _Search:
         waiting = [key]
         for name in waiting:  # the loop appends to it
             for graph, node, index in self.readers.get(name, ()):
-                scales = node is not None and node.op_type == _NBITS and index > 1
+                scales = node is not None and (
+                    node.op_type == "DequantizeLinear" or (node.op_type == _NBITS and index > 1)
+                )
                 if node is not None and not scales and letter(node, index) in ("f", "q"):
                     return True
                 if node is not None and node.op_type in _MOVES_OR_JOINS:
@@ -248,12 +250,15 @@ class _Search:
                 elif node.op_type == "Identity":
                     waiting.append(onward)
                 elif node.op_type == "DequantizeLinear":
-                    dtype = options.get("output_dtype") or self.dtypes.get(
-                        node.input[1], TensorProto.FLOAT
-                    )
+                    dtype = self._dequantized(node)
                     waiting.append(replace(onward, dtype=dtype, quantized=True, scaled=True))
                 else:
                     yield path, reader
+
+    def _dequantized(self, node: NodeProto) -> ir.DataType:
+        """Return the dtype of the result of a DequantizeLinear."""
+        stated = attributes(node).get("output_dtype")
+        return ir.DataType(stated or self.dtypes.get(node.input[1], TensorProto.FLOAT))
 
     def _use(self, path: _Path, graph: GraphProto, node: NodeProto, index: int) -> Use | str:
         """Return the use of a weight by `node`, or why it cannot have an adapter."""
@@ -299,6 +304,9 @@ class _Search:
                 break
             others = set(after.input) - {node.output[0]}
             scales = after.op_type in (_AFFINE if rows else _SCALES)
+            if rows and after.op_type == "DequantizeLinear":
+                node, dtype = after, self._dequantized(after)
+                break
             if rows and after.op_type == "Cast":
                 dtype = ir.DataType(attributes(after)["to"])
             elif not scales or not others or not others <= factors:
@@ -335,6 +343,10 @@ def _float_use(use: Use) -> Use | str:
         if after is None or after.op_type != op_type:
             return f"the result of {_label(use.node)} stays in integers: use the QDQ format"
         node = after
+    makers = {name: n.op_type for n in use.graph.node for name in n.output}
+    dynamic = before.op_type == "DynamicQuantizeLinear"
+    if dynamic and "Mul" not in {makers.get(name) for name in node.input}:
+        return f"the scales of {_label(use.node)} are factors of their own: use the QDQ format"
     return replace(use, node=node, x=before.input[0], dtype=ir.DataType.FLOAT)
 
 

@@ -127,6 +127,11 @@ class MergeOptions(Common, Written):
         show_default="that of the folder",
     )
     prefix: str = option("Of a folder: what the names of its files begin with.", "")
+    requantize: bool = option(
+        "Round the sum of a quantized weight and its adapter to integers again, and say what this "
+        "changes.",
+        False,
+    )
 
 
 @options()

@@ -80,6 +80,8 @@ def merge(options: MergeOptions) -> None:
     """Write the model with its adapters merged, or with the weights of a checkpoint."""
     language = is_folder(options.model)
     if Path(options.model).is_dir() and not language:
+        if options.requantize:
+            raise ValueError(f"--requantize is of adapters, and {options.model} has a checkpoint")
         _merge_folder(options, options.model)
         return
     if options.checkpoint is not None or options.prefix:
@@ -89,8 +91,11 @@ def merge(options: MergeOptions) -> None:
         )
     from onnxgrad.adapters.merge import merge_lora
 
+    def merge_adapters(proto: ModelProto) -> ModelProto:
+        return merge_lora(proto, requantize=options.requantize)
+
     like = load_folder(options.model) if language else None
-    _write(options, options.model, merge_lora, like=like)
+    _write(options, options.model, merge_adapters, like=like)
 
 
 def _merge_folder(options: MergeOptions, folder: str) -> None:

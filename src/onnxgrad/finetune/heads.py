@@ -200,8 +200,8 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
         outputs = [y for y in outputs if y.name == output]
         if not outputs:
             raise unknown("output", output, [str(y.name) for y in graph.outputs])
-    search = Search(graph)
-    return search.last(outputs) if at is None else search.layer_called(proto, at)
+    search = Search(graph, proto)
+    return search.last(outputs) if at is None else search.layer_called(at)
 
 
 def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:

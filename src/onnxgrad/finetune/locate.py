@@ -11,6 +11,7 @@ from onnxgrad.errors import argument, named, node_text, unknown
 from onnxgrad.finetune.layers import Layer, data_values, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
+from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.operands import value_operands
 
@@ -23,11 +24,14 @@ class Search:
 
     Args:
         graph: the main graph of the model.
+        proto: the model.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: ir.Graph, proto: ModelProto) -> None:
+        self.graph, self.proto = graph, proto
         self.data = data_values(graph)
+        notes = [*read_note(proto, ADAPTERS), *read_note(proto, INPUTS)]
+        self.adapted = {name for note in notes for name in (note["weight"], *note["tensors"])}
 
     def last(self, outputs: Iterable[ir.Value]) -> Layer:
         """Return the only layer that is the last one before each of `outputs`.
@@ -37,6 +41,7 @@ class Search:
         """
         chosen = list(outputs)
         layers, reasons = self._last(chosen)
+        self._refuse_adapted(layers)
         if len(layers) == 1 and not reasons:
             return layers[0]
         names = ", ".join(repr(y.name) for y in chosen)
@@ -86,7 +91,17 @@ class Search:
         order = {node: i for i, node in enumerate(self.graph)}
         return sorted(layers.values(), key=lambda layer: order[layer.node]), reasons
 
-    def layer_called(self, proto: ModelProto, at: str) -> Layer:
+    def _refuse_adapted(self, layers: Iterable[Layer]) -> None:
+        """Raise `ValueError` for a layer that has an adapter, or is one of its products."""
+        for layer in layers:
+            if not self.adapted.isdisjoint(_constants_of(layer)):
+                raise ValueError(
+                    f"{node_text(layer.node)} is part of a layer with an adapter: replace the head "
+                    "of the model without adapters, and add them then; or merge them "
+                    f"({named('merge_lora')}) before"
+                )
+
+    def layer_called(self, at: str) -> Layer:
         """Return the layer of a node, a result or a weight called `at`.
 
         Raises:
@@ -95,7 +110,7 @@ class Search:
         nodes = [n for n in self.graph if n.name == at] or [
             n for n in self.graph if at in [y.name for y in n.outputs]
         ]
-        nodes = nodes or self._readers_of(proto, at)
+        nodes = nodes or self._readers_of(at)
         layers = dict.fromkeys(self._behind_add(node) for node in nodes)
         if len(layers) > 1:
             listed = ", ".join(node_text(node) for node in list(layers)[:_LISTED])
@@ -103,15 +118,16 @@ class Search:
         [node] = layers
         layer = layer_of(node, self.data)
         if isinstance(layer, Layer):
+            self._refuse_adapted([layer])
             return layer
         reason = layer or "it is no linear or convolutional layer with constant weights"
         raise ValueError(f"{argument('at', at)} names {node_text(node)}, which stays: {reason}")
 
-    def _readers_of(self, proto: ModelProto, at: str) -> list[ir.Node]:
+    def _readers_of(self, at: str) -> list[ir.Node]:
         """Return the layers that read the float constants called `at`, perhaps moved or cast."""
         layers = {n: y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)}
         try:
-            constants = set(matching_weights(proto, [at], f"layer ({argument('at')})"))
+            constants = set(matching_weights(self.proto, [at], f"layer ({argument('at')})"))
         except ValueError as e:
             known = [str(n.name or n.outputs[0].name) for n in layers]
             raise unknown(f"layer ({argument('at')})", at, known) from e

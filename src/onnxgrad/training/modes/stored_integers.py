@@ -6,7 +6,6 @@ stand. A stored one is what QuantizeLinear returns.
 
 from __future__ import annotations
 
-import re
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -30,6 +29,7 @@ from onnxgrad.model import external
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import fine_tuned
 from onnxgrad.model.opsets import min_ir_version
+from onnxgrad.model.quantizer_names import name_of_floats
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, reads, subgraphs
 from onnxgrad.runtime.device import Device
@@ -38,8 +38,6 @@ from onnxgrad.training.modes.bias_scales import leave_room_for_biases
 
 _DOMAINS = ("", "com.microsoft")
 _MOVES = REORDERS | VIEWS | {"Cast"}  # of a weight, in front of its QuantizeLinear
-# what quantizers append to the name of a weight to name its integers
-_SUFFIXES = re.compile(r"(_quantized|_QuantizeLinear_Output|_DQ_Q\d|_quantized_\d+)$")
 
 # integers that stand for a weight or, the last one, for a bias
 _STORED = frozenset(
@@ -296,7 +294,7 @@ def stored(proto: ModelProto) -> list[Stored]:
             continue
         weight = users[0].output[0]
         if tensor.data_type != TensorProto.INT32:
-            base = _SUFFIXES.sub("", tensor.name)
+            base = name_of_floats(tensor.name)
             weight = base if base not in taken else unused(f"{base}.float", taken)
         elif len(users) > 1 or None in readers[weight]:
             continue

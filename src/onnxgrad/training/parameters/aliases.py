@@ -9,12 +9,13 @@ and the node's metadata keep what the alias is read from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.model.quantizer_names import name_of_floats
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
 from onnxgrad.training.parameters.operands import (
@@ -60,15 +61,35 @@ def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
     numbered = [row for row in rows if row.trains and not readable(row.name)]
     reader = _Reader(graph, rows) if numbered else None
     taken = {row.name for row in rows}
+    return _unique({row.name: reader.read(row) for row in numbered if reader}, taken)
+
+
+def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]:
+    """Return the aliases of quantized weights: what their floats were called.
+
+    If an exporter numbered these, it is read from the file as the alias of floats is.
+    """
+    floats = {row.name: name_of_floats(row.name) for row in rows}
+    numbered = [row for row in rows if not readable(floats[row.name])]
+    aliases = {name: base for name, base in floats.items() if base != name}
+    if not numbered:
+        return aliases
+    graph, judged = judge(proto)
+    reader, taken = _Reader(graph, judged), {row.name for row in (*judged, *rows)}
+    read = {row.name: reader.read(row, quantized=True) for row in numbered}
+    return aliases | _unique(read, taken)
+
+
+def _unique(bases: Mapping[str, str], taken: set[str]) -> dict[str, str]:
+    """Return aliases that are not in `taken`, with a suffix where they are; "" is none."""
     result: dict[str, str] = {}
-    for row in numbered:
-        base = reader.read(row) if reader else ""
+    for name, base in bases.items():
         alias, i = base, 0
         while alias in taken:
             i += 1
             alias = f"{base}_{i}"
         if alias:
-            result[row.name] = alias
+            result[name] = alias
             taken.add(alias)
     return result
 
@@ -91,14 +112,18 @@ class _Reader:
             if _is_recurrent(node):
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 
-    def read(self, row: Tensor) -> str:
-        """Return the alias of a constant, which need not be unique yet; "" if there is none."""
-        uses = readers([self.values[row.name]], _ONLY_MOVES)
-        use = next(((n, i) for n, i in uses if n.op_type not in _ONLY_MOVES), None)
+    def read(self, row: Tensor, quantized: bool = False) -> str:
+        """Return the alias of a constant, which need not be unique yet; "" if there is none.
+
+        That of `quantized` integers is a weight, whatever operator reads them.
+        """
+        moves = _ONLY_MOVES | {"DequantizeLinear"} if quantized else _ONLY_MOVES
+        uses = readers([self.values[row.name]], moves)
+        use = next(((n, i) for n, i in uses if n.op_type not in moves), None)
         if use is None:
             return ""
         node, index = use
-        role = self._role(node, index, row.shape)
+        role = "weight" if quantized else self._role(node, index, row.shape)
         beside = self._from_beside(node, role)
         noted = self.modules.parameters(node.metadata_props)
         noted = [] if _is_recurrent(node) else noted  # there, of all gates

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
+from dataclasses import replace
 
 import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.training.parameters.aliases import integer_aliases
 from onnxgrad.training.parameters.table import Tensor
 
-_QUANTIZERS = re.compile(r"(_DQ)?_(quantized|[QU]\d+\w*)$")  # suffixes of onnxruntime's
 _TYPES = frozenset(
     TensorProto.DataType.Value(name)
     for name in "INT4 UINT4 INT8 UINT8 FLOAT8E4M3FN FLOAT8E5M2".split()
@@ -21,17 +20,8 @@ _TYPES = frozenset(
 WHY = "a quantized weight: it stays; adapters train beside it"
 
 
-def name_of_floats(name: str) -> str:
-    """Return what a quantized weight was called before, or `name` if no quantizer renamed it.
-
-    >>> name_of_floats("query.weight_quantized"), name_of_floats("attn.q_proj.MatMul.weight_Q4")
-    ('query.weight', 'attn.q_proj.MatMul.weight')
-    """
-    return _QUANTIZERS.sub("", name)
-
-
-def integer_rows(proto: ModelProto) -> Iterator[Tensor]:
-    """Yield the quantized weights of `proto`: the first integers with two axes of their readers."""
+def integer_rows(proto: ModelProto) -> list[Tensor]:
+    """Return the quantized weights of `proto`: the first integers with two axes of their readers"""
     refs = list(constant_refs(proto))
     found = {r.graph_name for r in refs if r.read().data_type in _TYPES and len(r.read().dims) > 1}
     weights = {
@@ -39,9 +29,11 @@ def integer_rows(proto: ModelProto) -> Iterator[Tensor]:
         for node in nodes_of(proto)
         if found.intersection(node.input)
     }
+    rows = []
     for ref in refs:
         if ref.graph_name in weights:
-            tensor, alias = ref.read(), name_of_floats(ref.name)
+            tensor = ref.read()
             dtype, size = ir.DataType(tensor.data_type).name.lower(), math.prod(tensor.dims)
-            alias = alias if alias != ref.name else ""
-            yield Tensor(ref.name, tuple(tensor.dims), dtype, size, False, WHY, alias=alias)
+            rows.append(Tensor(ref.name, tuple(tensor.dims), dtype, size, False, WHY))
+    aliases = integer_aliases(proto, rows)
+    return [replace(row, alias=aliases.get(row.name, "")) for row in rows]

@@ -1,0 +1,154 @@
+"""How integers of quantized weights are stored, and which of them share a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import NodeProto
+
+from onnxgrad.adapters.uses import attributes
+from onnxgrad.errors import printable
+from onnxgrad.model.constants import ConstantRef
+
+
+@dataclass
+class Layout:
+    """How integers are stored: of `bits`, from `low` to `high`, with a scale for each group.
+
+    A group is all (`axis` None), an index of an axis (`block` 0), or a block along it. `shape` is
+    that of the integers, without padding of the last block; those of MatMulNBits are `packed`.
+    """
+
+    shape: tuple[int, ...]
+    low: int
+    high: int
+    axis: int | None = None
+    block: int = 0
+    packed: bool = False
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of an integer."""
+        return (self.high - self.low).bit_length()
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric integers."""
+        return 0 if self.low < 0 else 1 << (self.bits - 1)
+
+    def split(self, array: np.ndarray) -> np.ndarray:
+        """Return an array in the layout of the weight as (groups, elements)."""
+        if self.axis is None:
+            return array.reshape(1, -1)
+        if not self.block:
+            return np.moveaxis(array, self.axis, 0).reshape(array.shape[self.axis], -1)
+        last = np.moveaxis(array, self.axis, -1)
+        pad = [(0, 0)] * (last.ndim - 1) + [(0, -last.shape[-1] % self.block)]
+        return np.pad(last, pad).reshape(-1, self.block)
+
+    def join(self, groups: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return (groups, elements) as an array of the layout of the weight."""
+        if self.axis is None:
+            return groups.reshape(shape)
+        moved = np.moveaxis(np.empty(shape, bool), self.axis, -1 if self.block else 0).shape
+        if not self.block:
+            return np.moveaxis(groups.reshape(moved), 0, self.axis)
+        rows = groups.reshape(*moved[:-1], -1)[..., : moved[-1]]
+        return np.moveaxis(rows, -1, self.axis)
+
+    def per_group(self, values: np.ndarray) -> np.ndarray:
+        """Return scales or zero points as (groups, 1)."""
+        blocked = self.block and not self.packed
+        values = np.moveaxis(values, self.axis or 0, -1) if blocked else values
+        return values.astype(np.float64).reshape(-1, 1)
+
+    def as_stored(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Return (groups, 1) in the layout of stored scales or zero points."""
+        if not self.block or self.packed:
+            return values.reshape(like.shape)
+        moved = np.moveaxis(like, self.axis or 0, -1).shape
+        return np.moveaxis(values.reshape(moved), -1, self.axis or 0)
+
+    def unpack(self, array: np.ndarray) -> np.ndarray:
+        """Return stored integers as floats."""
+        if not self.packed:
+            return array.astype(np.float64)
+        shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
+        values = (array[..., None] >> shifts) & self.high
+        return values.reshape(self.shape[0], -1).astype(np.float64)
+
+    def unpack_zeros(self, array: np.ndarray) -> np.ndarray:
+        """Return zero points as floats; those of MatMulNBits fill bytes row by row."""
+        values = self.unpack(array)
+        return values[:, : self.shape[1] // self.block] if self.packed else values
+
+    def pack(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """Return integers as they are stored, in the shape and dtype of `like`."""
+        if not self.packed:
+            return values.astype(like.dtype)
+        count = 8 // self.bits
+        rows = np.pad(values, [(0, 0), (0, -values.shape[1] % count)]).astype(np.uint8)
+        parts = rows.reshape(*rows.shape[:-1], -1, count)
+        shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
+        return np.bitwise_or.reduce(parts << shifts, -1).astype(np.uint8).reshape(like.shape)
+
+
+def layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> Layout:
+    """Return the layout of a quantized weight that `node` reads.
+
+    Raises:
+        ValueError: its integers are of another dtype.
+    """
+    if node.op_type == "MatMulNBits":
+        return _packed_layout(node)
+    q, scale, options = ref.array(), scales.array(), attributes(node)
+    ends = {"int4": (-8, 7), "uint4": (0, 15)}.get(q.dtype.name)
+    if ends is None and q.dtype.kind not in "iu":
+        raise ValueError(
+            f"{printable(ref.name)!r} holds {q.dtype.name}, which is not quantized anew"
+        )
+    low, high = ends or (int(np.iinfo(q.dtype).min), int(np.iinfo(q.dtype).max))
+    if scale.size == 1:
+        return Layout(q.shape, low, high)
+    dequantizes = node.op_type == "DequantizeLinear"
+    axis = int(options.get("axis", 1)) if dequantizes else -1
+    blocked = dequantizes and scale.ndim == q.ndim > 1
+    block = -(-q.shape[axis] // scale.shape[axis]) if blocked else 0
+    return Layout(
+        q.shape, low, high, axis, int(options.get("block_size") or block) if blocked else 0
+    )
+
+
+def _packed_layout(node: NodeProto) -> Layout:
+    """Return the layout of the weight of a MatMulNBits: rows are columns of the matrix."""
+    options = attributes(node)
+    block, bits = int(options["block_size"]), int(options.get("bits", 4))
+    shape = int(options["N"]), -(-int(options["K"]) // block) * block
+    return Layout(shape, 0, (1 << bits) - 1, 1, block, packed=True)
+
+
+def quantized(
+    exact: np.ndarray,
+    q: np.ndarray,
+    scale: np.ndarray,
+    zero: np.ndarray,
+    layout: Layout,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return integers, scales and zero points of a weight, as those before: symmetric or not."""
+    low, high = layout.low, layout.high
+    symmetric = bool(np.all(zero == layout.middle))
+    ends = (-64, 64) if low < 0 else (0, 127)
+    if layout.bits == 8 and ends[0] <= q.min() and q.max() <= ends[1]:
+        low, high = ends  # 7 bits, which saturate less
+    if symmetric and layout.bits <= 4:  # the largest number is where the integers reach further
+        most = np.take_along_axis(exact, np.abs(exact).argmax(1)[:, None], 1)
+        new = -most / (1 << (layout.bits - 1))
+    elif symmetric:
+        new = np.abs(exact).max(1)[:, None] / ((high - low) // 2)
+    else:
+        new = (exact.max(1, initial=0) - exact.min(1, initial=0))[:, None] / (high - low)
+    new = np.where(new == 0, scale, new)
+    if not symmetric:
+        zero = np.clip(np.rint(low - exact.min(1, initial=0)[:, None] / new), low, high)
+    return np.clip(np.rint(exact / new) + zero, low, high), new, zero
