@@ -239,15 +239,99 @@ def test_an_opset_without_an_axis_is_raised():
     assert (unoptimized(quantized, IMAGES) == unoptimized(saved, IMAGES)).all()
 
 
-def test_ranges_of_masks_are_warned_of():
+MASKS = {
+    "add": "n = Sub(one, c) p = Mul(n, fill) s = Add(d, p)",
+    "where": "b = Cast<to=9>(c) s = Where(b, d, fill)",
+    "where, add": "b = Cast<to=9>(c) p = Where(b, zero, fill) s = Add(d, p)",
+    "scaled behind": "b = Cast<to=9>(c) t = Mul(d, two) v = Where(b, t, fill) s = Div(v, two)",
+    "two sums": "n = Sub(one, c) p = Mul(n, fill) o = Add(p, bias) s = Add(d, o)",
+    "stored": "g = Gather(table, m) u = Unsqueeze(g, axis) s = Add(d, u)",
+}
+IDS = np.random.default_rng(3).integers(0, 50, (64, 10))
+PADDED = (np.arange(10) < np.random.default_rng(4).integers(2, 11, 64)[:, None]).astype(np.int64)
+
+
+def attention(how: str, fill: float, dtype: type = F) -> onnx.ModelProto:
+    """Return a layer of attention over tokens that `m` masks; its nodes have no names."""
+    rng = np.random.default_rng(2)
+    kind = {np.float16: "float16"}.get(dtype, "float")
+    arrays = {name: rng.standard_normal((16, 16)) / 8 for name in ("wq", "wk", "wv", "wo")}
+    arrays |= {"e": rng.standard_normal((50, 16)), "fill": fill, "one": 1, "zero": 0, "two": 2}
+    arrays |= {"bias": rng.standard_normal((10, 10)), "table": [fill, 0]}
     model = parsed(
-        """g (float[N, 3] x, float[N, 3] m) => (float[N, 3] y) { a = MatMul(x, w) b = Add(a, m)
-        y = Softmax(b) }""",
-        {"w": np.eye(3, dtype=F)},
+        f"""g (int64[N, 10] i, int64[N, 10] m) => ({kind}[N, 10, 16] y) {{
+        x = Gather(e, i) q = MatMul(x, wq) k = MatMul(x, wk) v0 = MatMul(x, wv)
+        kt = Transpose<perm=[0, 2, 1]>(k) d = MatMul(q, kt) r = Unsqueeze(m, axis)
+        c = Cast<to={getattr(TensorProto, kind.upper())}>(r) {MASKS[how]}
+        w = Softmax(s) a = MatMul(w, v0) y = MatMul(a, wo) }}""",
+        {n: np.asarray(a, dtype) for n, a in arrays.items()} | {"axis": np.array([1])},
     )
-    data = {"x": IMAGES[:, 0, 0, :3], "m": np.full((96, 3), -1e30, F)}
-    with pytest.warns(UserWarning, match="those of a mask"):
-        og.quantize(model, data)
+    read = {name for node in model.graph.node for name in node.input}
+    kept = [t for t in model.graph.initializer if t.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    return model
+
+
+MASKED = [("add", np.finfo(F).min), ("where", -np.inf), ("two sums", -1e4)]
+MORE = [(how, fill) for how in MASKS for fill in (-np.inf, np.finfo(F).min, -1e4, -100)]
+MORE = [(h, f) for h, f in MORE if (h, f) not in MASKED and (f > -np.inf or "where" in h)]
+
+
+@pytest.mark.parametrize(("how", "fill"), [*MASKED, *(in_sweep(*case) for case in MORE)])
+def test_masks(how, fill, tmp_path, caplog):
+    """Scores with masks stay floats, and products not; padding need not be in the rows seen."""
+    model = attention(how, fill)
+    exact = run(model, i=IDS, m=PADDED)[0]
+    with caplog.at_level(logging.INFO, "onnxgrad"):
+        for mask in (PADDED, np.ones_like(PADDED)):
+            quantized = og.quantize(model, {"i": IDS, "m": mask}, reduce_range=True)
+            saved = og.Trainer(quantized, "squared_error").model
+            found = run(saved, i=IDS, m=PADDED)[0]
+            assert np.linalg.norm(found - exact) < 0.06 * np.linalg.norm(exact)
+            kernels = optimized_operators(saved, tmp_path)
+            assert kernels["QLinearMatMul"] == 6
+            assert kernels["Softmax"] == 1
+    assert "nodes with masks stay floats: " in caplog.text
+    assert "Softmax_1" in caplog.text
+
+
+def test_scores_without_masks_become_integers(tmp_path):
+    quantized = og.quantize(attention("add", -5), {"i": IDS, "m": PADDED}, reduce_range=True)
+    kernels = optimized_operators(og.Trainer(quantized, "squared_error").model, tmp_path)
+    assert kernels["QLinearSoftmax"] == kernels["QLinearAdd"] == 1
+
+
+OTHERS = {
+    "entropy": {"calibration": "entropy"},
+    "percentile": {"calibration": "percentile"},
+    "uint16": {"activations": "uint16"},
+    "float16": {},
+}
+
+
+@pytest.mark.parametrize("form", ["entropy", *map(in_sweep, [*OTHERS][1:])])
+def test_masks_by_other_ranges(form):
+    fill, dtype = (-65504, np.float16) if form == "float16" else (-np.inf, F)
+    model = attention("where", fill, dtype)
+    exact = run(model, i=IDS, m=PADDED)[0].astype(F)
+    saved = og.quantize(model, {"i": IDS, "m": PADDED}, reduce_range=True, **OTHERS[form])
+    found = run(saved, i=IDS, m=PADDED)[0]
+    assert np.linalg.norm(found - exact) < 0.1 * np.linalg.norm(exact)
+
+
+def test_infinite_values_of_other_nodes():
+    """As of a padding in front of MaxPool."""
+    model = parsed(
+        """g (float[N, 3, 8, 8] x) => (float[N, 4, 5, 5] y) { p = Pad(x, pads, low)
+        m = MaxPool<kernel_shape=[2, 2], strides=[2, 2]>(p)
+        y = Conv<kernel_shape=[1, 1]>(m, w) }""",
+        {"pads": [0, 0, 1, 1, 0, 0, 1, 1], "low": F(-np.inf),
+         "w": np.random.default_rng(5).standard_normal((4, 3, 1, 1)).astype(F)},
+    )  # fmt: skip
+    exact = run(model, x=IMAGES)[0]
+    found = run(og.quantize(model, IMAGES, reduce_range=True), x=IMAGES)[0]
+    assert np.abs(found - exact).max() < 0.03 * np.abs(exact).max()
 
 
 def test_forms_of_data():
