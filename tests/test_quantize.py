@@ -534,6 +534,16 @@ def test_large_weights_are_folded_too(monkeypatch, tmp_path):
     assert integers(saved) == integers(expected)
 
 
+def test_adapters_need_the_file_with_integers():
+    quantized = og.quantize(network(), IMAGES)
+    with pytest.raises(ValueError, match=r"QuantizeLinear.*file with its integers.*Trainer"):
+        og.add_lora(quantized, "head*")
+    adapted = og.add_lora(og.Trainer(quantized, "cross_entropy").model, "head*", rank=1)
+    assert {t.name for t in og.trainable(adapted).trained} == {
+        "head_weight.lora_A.weight", "head_weight.lora_B.weight"
+    }  # fmt: skip
+
+
 def test_stack():
     quantized = og.quantize(network(), IMAGES)
     arguments = {"optimizer": "sgd", "train_ranges": True}
