@@ -239,15 +239,99 @@ def test_an_opset_without_an_axis_is_raised():
     assert (unoptimized(quantized, IMAGES) == unoptimized(saved, IMAGES)).all()
 
 
-def test_ranges_of_masks_are_warned_of():
+MASKS = {
+    "add": "n = Sub(one, c) p = Mul(n, fill) s = Add(d, p)",
+    "where": "b = Cast<to=9>(c) s = Where(b, d, fill)",
+    "where, add": "b = Cast<to=9>(c) p = Where(b, zero, fill) s = Add(d, p)",
+    "scaled behind": "b = Cast<to=9>(c) t = Mul(d, two) v = Where(b, t, fill) s = Div(v, two)",
+    "two sums": "n = Sub(one, c) p = Mul(n, fill) o = Add(p, bias) s = Add(d, o)",
+    "stored": "g = Gather(table, m) u = Unsqueeze(g, axis) s = Add(d, u)",
+}
+IDS = np.random.default_rng(3).integers(0, 50, (64, 10))
+PADDED = (np.arange(10) < np.random.default_rng(4).integers(2, 11, 64)[:, None]).astype(np.int64)
+
+
+def attention(how: str, fill: float, dtype: type = F) -> onnx.ModelProto:
+    """Return a layer of attention over tokens that `m` masks; its nodes have no names."""
+    rng = np.random.default_rng(2)
+    kind = {np.float16: "float16"}.get(dtype, "float")
+    arrays = {name: rng.standard_normal((16, 16)) / 8 for name in ("wq", "wk", "wv", "wo")}
+    arrays |= {"e": rng.standard_normal((50, 16)), "fill": fill, "one": 1, "zero": 0, "two": 2}
+    arrays |= {"bias": rng.standard_normal((10, 10)), "table": [fill, 0]}
     model = parsed(
-        """g (float[N, 3] x, float[N, 3] m) => (float[N, 3] y) { a = MatMul(x, w) b = Add(a, m)
-        y = Softmax(b) }""",
-        {"w": np.eye(3, dtype=F)},
+        f"""g (int64[N, 10] i, int64[N, 10] m) => ({kind}[N, 10, 16] y) {{
+        x = Gather(e, i) q = MatMul(x, wq) k = MatMul(x, wk) v0 = MatMul(x, wv)
+        kt = Transpose<perm=[0, 2, 1]>(k) d = MatMul(q, kt) r = Unsqueeze(m, axis)
+        c = Cast<to={getattr(TensorProto, kind.upper())}>(r) {MASKS[how]}
+        w = Softmax(s) a = MatMul(w, v0) y = MatMul(a, wo) }}""",
+        {n: np.asarray(a, dtype) for n, a in arrays.items()} | {"axis": np.array([1])},
     )
-    data = {"x": IMAGES[:, 0, 0, :3], "m": np.full((96, 3), -1e30, F)}
-    with pytest.warns(UserWarning, match="those of a mask"):
-        og.quantize(model, data)
+    read = {name for node in model.graph.node for name in node.input}
+    kept = [t for t in model.graph.initializer if t.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    return model
+
+
+MASKED = [("add", np.finfo(F).min), ("where", -np.inf), ("two sums", -1e4)]
+MORE = [(how, fill) for how in MASKS for fill in (-np.inf, np.finfo(F).min, -1e4, -100)]
+MORE = [(h, f) for h, f in MORE if (h, f) not in MASKED and (f > -np.inf or "where" in h)]
+
+
+@pytest.mark.parametrize(("how", "fill"), [*MASKED, *(in_sweep(*case) for case in MORE)])
+def test_masks(how, fill, tmp_path, caplog):
+    """Scores with masks stay floats, and products not; padding need not be in the rows seen."""
+    model = attention(how, fill)
+    exact = run(model, i=IDS, m=PADDED)[0]
+    with caplog.at_level(logging.INFO, "onnxgrad"):
+        for mask in (PADDED, np.ones_like(PADDED)):
+            quantized = og.quantize(model, {"i": IDS, "m": mask}, reduce_range=True)
+            saved = og.Trainer(quantized, "squared_error").model
+            found = run(saved, i=IDS, m=PADDED)[0]
+            assert np.linalg.norm(found - exact) < 0.06 * np.linalg.norm(exact)
+            kernels = optimized_operators(saved, tmp_path)
+            assert kernels["QLinearMatMul"] == 6
+            assert kernels["Softmax"] == 1
+    assert "nodes with masks stay floats: " in caplog.text
+    assert "Softmax_1" in caplog.text
+
+
+def test_scores_without_masks_become_integers(tmp_path):
+    quantized = og.quantize(attention("add", -5), {"i": IDS, "m": PADDED}, reduce_range=True)
+    kernels = optimized_operators(og.Trainer(quantized, "squared_error").model, tmp_path)
+    assert kernels["QLinearSoftmax"] == kernels["QLinearAdd"] == 1
+
+
+OTHERS = {
+    "entropy": {"calibration": "entropy"},
+    "percentile": {"calibration": "percentile"},
+    "uint16": {"activations": "uint16"},
+    "float16": {},
+}
+
+
+@pytest.mark.parametrize("form", ["entropy", *map(in_sweep, [*OTHERS][1:])])
+def test_masks_by_other_ranges(form):
+    fill, dtype = (-65504, np.float16) if form == "float16" else (-np.inf, F)
+    model = attention("where", fill, dtype)
+    exact = run(model, i=IDS, m=PADDED)[0].astype(F)
+    saved = og.quantize(model, {"i": IDS, "m": PADDED}, reduce_range=True, **OTHERS[form])
+    found = run(saved, i=IDS, m=PADDED)[0]
+    assert np.linalg.norm(found - exact) < 0.1 * np.linalg.norm(exact)
+
+
+def test_infinite_values_of_other_nodes():
+    """As of a padding in front of MaxPool."""
+    model = parsed(
+        """g (float[N, 3, 8, 8] x) => (float[N, 4, 5, 5] y) { p = Pad(x, pads, low)
+        m = MaxPool<kernel_shape=[2, 2], strides=[2, 2]>(p)
+        y = Conv<kernel_shape=[1, 1]>(m, w) }""",
+        {"pads": [0, 0, 1, 1, 0, 0, 1, 1], "low": F(-np.inf),
+         "w": np.random.default_rng(5).standard_normal((4, 3, 1, 1)).astype(F)},
+    )  # fmt: skip
+    exact = run(model, x=IMAGES)[0]
+    found = run(og.quantize(model, IMAGES, reduce_range=True), x=IMAGES)[0]
+    assert np.abs(found - exact).max() < 0.03 * np.abs(exact).max()
 
 
 def test_forms_of_data():
@@ -450,18 +534,28 @@ def test_large_weights_are_folded_too(monkeypatch, tmp_path):
     assert integers(saved) == integers(expected)
 
 
+def test_adapters_need_the_file_with_integers():
+    quantized = og.quantize(network(), IMAGES)
+    with pytest.raises(ValueError, match=r"QuantizeLinear.*file with its integers.*Trainer"):
+        og.add_lora(quantized, "head*")
+    adapted = og.add_lora(og.Trainer(quantized, "cross_entropy").model, "head*", rank=1)
+    assert {t.name for t in og.trainable(adapted).trained} == {
+        "head_weight.lora_A.weight", "head_weight.lora_B.weight"
+    }  # fmt: skip
+
+
+@pytest.mark.sweep
 def test_stack():
     quantized = og.quantize(network(), IMAGES)
     arguments = {"optimizer": "sgd", "train_ranges": True}
     stack = og.TrainerStack(quantized, "cross_entropy", learning_rate=[0.01, 0.1], **arguments)
     stack.fit(IMAGES, LABELS, epochs=2, batch_size=96)
     assert sum(name.endswith(".change") for name in stack.trained) == 7
-    for k, rate in enumerate((0.01, 0.1)):
-        one = og.Trainer(quantized, "cross_entropy", learning_rate=rate, **arguments)
-        one.fit(IMAGES, LABELS, epochs=2, batch_size=96)
-        for name, array in one.state.weights.items():
-            np.testing.assert_allclose(stack.state.weights[name][k], array, atol=1e-3)
-        assert integers(stack.model(k)) == integers(one.model)
+    one = og.Trainer(quantized, "cross_entropy", learning_rate=0.1, **arguments)
+    one.fit(IMAGES, LABELS, epochs=2, batch_size=96)
+    for name, array in one.state.weights.items():
+        np.testing.assert_allclose(stack.state.weights[name][1], array, atol=1e-3)
+    assert integers(stack.model(1)) == integers(one.model)
 
 
 # -- gradients, and learned ranges ----------------------------------------------------------------
@@ -510,14 +604,21 @@ def two_roundings(domain: str, kind: str, bits: str, w: np.ndarray) -> onnx.Mode
     return model
 
 
-@pytest.mark.parametrize("bits", ["int4", in_sweep("uint4")])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("domain", DOMAINS)
+ROUNDINGS = [
+    ("standard", "per tensor", "int4"),
+    ("standard", "blocks", "int4"),
+    ("microsoft", "per channel", "int4"),
+    in_sweep("standard", "per channel", "int4"),
+    in_sweep("microsoft", "per tensor", "int4"),  # of blocks, it has none in older files
+    *(in_sweep("standard", kind, "uint4") for kind in KINDS),
+    *(in_sweep("microsoft", kind, "uint4") for kind in ("per tensor", "per channel")),
+]
+
+
+@pytest.mark.parametrize(("domain", "kind", "bits"), ROUNDINGS)
 def test_learned_ranges(domain, kind, bits):
     """Five steps are those of learned step size quantization in PyTorch."""
     torch = pytest.importorskip("torch")
-    if (domain, kind) == ("microsoft", "blocks"):
-        pytest.skip("its operators have blocks in newer files only")
     rng = np.random.default_rng(1)
     w, target = rng.uniform(-0.5, 0.5, (20, 3)).astype(F), rng.standard_normal((40, 3)).astype(F)
     model = two_roundings(domain, kind, bits, w)
@@ -591,6 +692,7 @@ def test_ranges_of_an_activation_are_those_of_a_row():
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_learned_ranges_recover_what_rounding_lost():
     """Scales that are ten times too large cost accuracy, which training gives back."""
     quantized = og.quantize(network(), IMAGES)
@@ -623,6 +725,7 @@ def test_frozen_ranges():
         og.Trainer(network(), "cross_entropy", train_ranges=True)
 
 
+@pytest.mark.sweep
 def test_a_training_with_ranges_is_resumed(tmp_path):
     quantized = og.quantize(network(), IMAGES)
 
@@ -656,7 +759,9 @@ def test_a_bias_beside_weights_that_are_next_to_nothing():
 # -- other forms come back as they are ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["QOperator", "QDQ", "dynamic", "few bits", "few bits QDQ"])
+@pytest.mark.parametrize(
+    "form", ["QOperator", in_sweep("QDQ"), "dynamic", "few bits", in_sweep("few bits QDQ")]
+)
 def test_other_forms_come_back_as_they_are(form, tmp_path):
     """What is float trains, by name; no integer changes, and no node."""
     model = network()

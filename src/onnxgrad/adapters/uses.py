@@ -285,6 +285,11 @@ class _Search:
             return (
                 f"{_label(node)} applies its activation too: use the file before it was optimized"
             )
+        if node.op_type == "QuantizeLinear":
+            return (
+                f"{_label(node)} rounds it when the model runs: add adapters to the file with its "
+                "integers, which a Trainer of this model saves"
+            )
         return (
             f"{_label(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and Gather, "
             "where data are multiplied by a weight or look up its rows"

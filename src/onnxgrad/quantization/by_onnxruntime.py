@@ -7,9 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import ModelProto
 
@@ -18,8 +21,11 @@ from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model import external
 from onnxgrad.model.constants import opset_versions
 from onnxgrad.model.read import read
+from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.write import save
+from onnxgrad.quantization.masks import masked
+from onnxgrad.reporting import logger
 
 _PER_AXIS_OPSET = 13  # the first whose QuantizeLinear has an axis
 _PRODUCTS = ["MatMul", "Gemm"]  # whose weights onnxruntime reads in blocks
@@ -81,33 +87,79 @@ class Job:
         before, after = folder / "float.onnx", folder / "quantized.onnx"
         save(proto, before)
         large = external.inline_nbytes(proto) > external.IN_MODEL or bool(external.files_of(proto))
+        left: list[str] = []
         with _quiet(), _as_model_error():
             if feeds is None:
                 self._weights_alone(before, after, large)
             else:
-                self._with_activations(before, after, feeds, large)
+                left = self._with_activations(before, after, list(feeds), large)
+        if left:
+            logger.info("%d nodes with masks stay floats: %s", len(left), ", ".join(left))
         return read(after)
 
     def _with_activations(
-        self, before: Path, after: Path, feeds: Iterator[dict[str, Any]], large: bool
-    ) -> None:
+        self, before: Path, after: Path, feeds: list[dict[str, Any]], large: bool
+    ) -> list[str]:
+        """Quantize by `quantize_static`; return the nodes that stay floats, for masks."""
         from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
+        from onnxruntime.quantization.calibrate import save_tensors_data
+        from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+        from onnxruntime.quantization.quantize import update_opset_version
+        from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
         assert self.activations is not None
+        types = QuantType[self.weights], QuantType[self.activations]
+        operators = self.operators or sorted({*QLinearOpsRegistry, *QDQRegistry})
+        model = update_opset_version(load_model_with_shape_infer(before), *types)
+        _name_nodes(model.graph)
+        onnx.save_model(model, before, save_as_external_data=large)
+
+        ranges = self._calibrated("MinMax", before, operators, feeds, set(), large)
+        ends = {x: (float(np.min(r.lowest)), float(np.max(r.highest))) for x, r in ranges.items()}
+        graph = onnx.load(before).graph
+        wide = masked(graph, ends)
+        nodes = [n for n in graph.node if not wide.isdisjoint([*n.input, *n.output])]
+        if self.calibration != "MinMax":
+            ranges = self._calibrated(self.calibration, before, operators, feeds, wide, large)
+        ranges.data = {name: entry for name, entry in ranges.items() if name not in wide}
+        save_tensors_data(ranges, before.with_name("ranges.json"))
         quantize_static(
             before,
             after,
-            _reader(feeds),
-            op_types_to_quantize=self.operators,
+            None,
+            calibration_cache_path=before.with_name("ranges.json"),
+            op_types_to_quantize=operators,
             per_channel=self.per_channel,
             reduce_range=self.reduce_range,
-            activation_type=QuantType[self.activations],
-            weight_type=QuantType[self.weights],
-            nodes_to_exclude=self.exclude,
+            activation_type=types[1],
+            weight_type=types[0],
+            nodes_to_exclude=[*self.exclude, *(node.name for node in nodes)],
             use_external_data_format=large,
             calibrate_method=CalibrationMethod[self.calibration],
-            extra_options={"CalibStridedMinMax": 1},  # whatever the method is
         )
+        return [n.name for n in nodes if n.op_type in operators and n.name not in self.exclude]
+
+    @staticmethod
+    def _calibrated(
+        method: str,
+        path: Path,
+        operators: list[str],
+        feeds: list[dict[str, Any]],
+        without: set[str],
+        large: bool,
+    ) -> Any:
+        """Return the ranges of activations by a method, which looks at feeds one by one."""
+        from onnxruntime.quantization import CalibrationMethod
+        from onnxruntime.quantization.calibrate import create_calibrator
+
+        kind = CalibrationMethod[method]
+        file = path.with_name(f"{method}.onnx")
+        calibrator = create_calibrator(path, operators, str(file), kind, large)
+        if without:  # histograms of what is not finite do not exist
+            calibrator.tensors_to_calibrate -= without
+        for feed in feeds:
+            calibrator.collect_data(SimpleNamespace(get_next=partial(next, iter([feed]), None)))
+        return calibrator.compute_data()
 
     def _weights_alone(self, before: Path, after: Path, large: bool) -> None:
         from onnxruntime.quantization import QuantType
@@ -134,25 +186,12 @@ class Job:
         quantizer.model.save_model_to_file(after, large)
 
 
-def _reader(feeds: Iterator[dict[str, Any]]) -> Any:
-    """Return feeds as onnxruntime reads them one by one: they may differ in shape."""
-    from onnxruntime.quantization import CalibrationDataReader
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.feeds = list(feeds)
-            self.left: Iterator[dict[str, Any]] = iter(self.feeds)
-
-        def __len__(self) -> int:
-            return len(self.feeds)
-
-        def set_range(self, start_index: int, end_index: int) -> None:
-            self.left = iter(self.feeds[start_index:end_index])
-
-        def get_next(self) -> dict[str, Any] | None:
-            return next(self.left, None)
-
-    return Reader()
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Name the nodes that have no name, as onnxruntime leaves nodes out by name."""
+    taken = {node.name for node in graph.node}
+    for node in graph.node:
+        if not node.name:
+            node.name = unused(node.op_type, taken)
 
 
 def _weight_quantizer() -> Any:

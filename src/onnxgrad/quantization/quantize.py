@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,7 +23,6 @@ from onnxgrad.training.parameters.patterns import as_list
 _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt4"}
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
 _CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
-_WIDEST = 1e6  # scale of an activation
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
@@ -49,6 +47,9 @@ def quantize(
     behind weights and around products. A `Trainer` trains them by default, the gradient passing
     straight through the rounding, and what it saves holds integers.
 
+    Nodes with masks stay floats: those that read or write values that are not finite or beyond 1e6,
+    or scores (sums of which Softmax reads) that range over more than 64; the logger names them.
+
     Args:
         model: model of floats, serialized model or path; never modified.
         data: rows as for `Trainer.predict`, which show the ranges of activations.
@@ -57,8 +58,7 @@ def quantize(
         per_channel: whether each output channel has a scale; otherwise each weight.
         block_size: elements, along the inputs of a MatMul or Gemm, that share a scale: a power of
             2, at least 16. Of weights alone; those of other operators stay floats.
-        reduce_range: whether weights get 7 of 8 bits: kernels of processors without VNNI add
-            products in 16 bits, which overflow otherwise.
+        reduce_range: whether weights get 7 of 8 bits, for processors without VNNI.
         calibration: how ranges follow from values: "minmax", "entropy" or "percentile".
         rows: how many rows of `data` are looked at, at most.
         batch_size: rows of one call of the runtime, of data that are not batches already.
@@ -131,22 +131,7 @@ def _quantized(
                 "onnxruntime found no weight to quantize: it quantizes constant operands of MatMul,"
                 " Gemm, Conv and others in the main graph, of known type"
             )
-        _warn_of_masks(quantized)
         return _in_memory(as_floats(quantized, names, floats), Path(folder))
-
-
-def _warn_of_masks(proto: ModelProto) -> None:
-    """Warn of ranges that the huge numbers of a mask make so wide that all else is zero."""
-    scales = [t for t in proto.graph.initializer if t.data_type in _FLOATS and not t.dims]
-    wide = [t.name for t in scales if "scale" in t.name and external.array(t) > _WIDEST]
-    if wide:
-        names = ", ".join(map(printable, wide[:3]))
-        warnings.warn(
-            f"the ranges of {len(wide)} values, as {names}, are those of a mask: nothing else is "
-            'left of them. Quantize products alone, operators=["MatMul", "Gemm", "Gather"], or '
-            "exclude the nodes",
-            stacklevel=4,
-        )
 
 
 def _check_block_size(size: int, activations: str | None) -> None:

@@ -1,0 +1,69 @@
+"""Values that stay floats because masks are in them: no scale covers both a mask and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from onnx import GraphProto, NodeProto, TensorProto
+
+from onnxgrad.graph.operators import REORDERS, SELECTS
+from onnxgrad.model import external
+
+Range = tuple[float, float]
+
+LARGEST = 1e6  # that an activation reaches
+WIDEST = 64  # range of scores: by steps of 8 bits, a Softmax changes by a factor of exp(1/8)
+_SUMS = {"Add", "Sub", "Sum", "Where", "Neg", "Trilu"} | REORDERS | SELECTS
+_SCALES = {"Mul", "Div"}
+_PRODUCTS = {"MatMul", "Gemm", "Conv"}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+
+
+def masked(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
+    """Return the values whose ranges are those of masks; nodes that read or write them stay floats.
+
+    - Values that are not finite or beyond `LARGEST`.
+    - Scores, values of which a Softmax reads sums, that range over more than `WIDEST`; those that a
+      product writes are no sums yet, and remain integers.
+    - Scores that are computed from such values: rows without a masked position do not show it.
+
+    Args:
+        graph: model of floats.
+        ranges: least and greatest element of values.
+    """
+    ends = {**ranges, **_constants(graph)}
+    makers = {name: node for node in graph.node for name in node.output}
+    scores = _scores(graph, makers)
+    found = {name for name, (low, high) in ends.items() if not max(-low, high) <= LARGEST}  # or NaN
+    for name in scores & ends.keys():
+        low, high = ends[name]
+        made = name in makers and makers[name].op_type in _PRODUCTS
+        if not made and max(high, 0) - min(low, 0) > WIDEST:  # scales of integers have zero
+            found.add(name)
+    for node in graph.node:
+        summed = node.op_type in _SUMS | _SCALES and not found.isdisjoint(node.input)
+        if summed and not scores.isdisjoint(node.output):
+            found.update(node.output)
+    return found
+
+
+def _constants(graph: GraphProto) -> dict[str, Range]:
+    """Return the ranges of the constants that sums and scalings read."""
+    readers = [node for node in graph.node if node.op_type in _SUMS | _SCALES]
+    read = {name for node in readers for name in node.input}
+    stored = {t.name: t for t in graph.initializer if t.name in read and t.data_type in _FLOATS}
+    arrays = {name: external.array(tensor) for name, tensor in stored.items()}
+    return {n: (float(np.min(a)), float(np.max(a))) for n, a in arrays.items() if a.size}
+
+
+def _scores(graph: GraphProto, makers: Mapping[str, NodeProto]) -> set[str]:
+    """Return the values of which Softmax reads sums, moved, selected or scaled."""
+    pending = [x for node in graph.node if node.op_type == "Softmax" for x in node.input]
+    found: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in found and name in makers and makers[name].op_type in _SUMS | _SCALES:
+            pending.extend(makers[name].input)
+        found.add(name)
+    return found
