@@ -79,7 +79,8 @@ def trainable(
         `alias`, `shape`, `dtype`, `size`, `trains` and `why`. It prints as a table; so do its
         attributes `trained` and `frozen`, and slices. Where an exporter numbered a weight, as
         `onnx::MatMul_137`, the alias is its name in its module, as `encoder.query.weight`; `train`,
-        `freeze` and `pattern` match it, too. That of a quantized weight is the name or alias of its floats.
+        `freeze` and `pattern` match it, too. That of a quantized weight is the name or alias of
+        its floats.
 
     Raises:
         ModelError: `model` cannot be read, or computes with maps.
