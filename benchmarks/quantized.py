@@ -8,9 +8,8 @@
 - sentences: MiniLM, a published file, with a head that says from which library a docstring is. Its
   wheel has no vocabulary: words are numbered by a hash.
 
-Each row is a file in a plain session of onnxruntime on one thread. `nodes` counts those that
-multiply integers in its optimized graph; for rows without training, also in the file that
-`quantize_static` writes.
+Each row is a file in a plain session of onnxruntime on one thread. `nodes` counts those
+on integers in its optimized graph.
 """
 
 from __future__ import annotations
