@@ -236,10 +236,10 @@ def test_a_gradient_that_cannot_be_saved_changes_nothing(tmp_path):
 @pytest.fixture
 def sessions(monkeypatch):
     """Count the sessions that predictions and losses build."""
-    from onnxgrad.training import evaluate
+    from onnxgrad.training import evaluator
 
-    built, session = [], evaluate.session
-    monkeypatch.setattr(evaluate, "session", lambda *args: built.append(1) or session(*args))
+    built, session = [], evaluator.session
+    monkeypatch.setattr(evaluator, "session", lambda *args: built.append(1) or session(*args))
     return built
 
 

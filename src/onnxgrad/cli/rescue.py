@@ -83,8 +83,8 @@ class Keeper:
                         err=True,
                     )
                 path = Path(os.path.expanduser(answer)) if answer else None
-                if path is not None:
-                    self.output.check(str(path), False, (), False)
+                if path is not None:  # a Path forgets the '/' at its end
+                    self.output.check(os.path.expanduser(answer), False, (), False)
             except (typer.Abort, KeyboardInterrupt):
                 return None
             except (OSError, ValueError) as e:

@@ -53,7 +53,7 @@ class Outcome:
 def train(options: TrainOptions) -> None:
     """Train a model on data, write the result, and report."""
     output = Output(folder_of(options.model), options.adapter)
-    if not options.output:
+    if options.output is None:
         options = replace(options, output=output.default)
     if options.dry_run:
         from onnxgrad.cli.dry_run import dry_run

@@ -243,7 +243,7 @@ class ResultOptions:
     output: str = output_option(  # a Path forgets the '/' at its end
         "Where the trained model goes, its loss curves beside it: a file, or for a folder a "
         'folder like it; "-" is standard output.',
-        "",
+        None,  # until the model is known
         show_default="trained.onnx, or the folder trained",
     )
     overwrite: bool = option("Replace files that exist.", False)

@@ -235,10 +235,10 @@ class Loop:
         state, loss = self.state, self._totals.mean
         entry: dict[str, Any] = {"step": state.step, "epoch": state.epoch + 1, "loss": loss}
         entry["learning_rate"] = self._learning_rate
-        if SCALE in (buffers := state.buffers):
+        if self.runner.step.scaled:
+            buffers = [state.buffers[name] for name in (SCALE, SKIPPED)]
             entry["loss_scale"], entry["skipped_steps"] = (
-                buffers[name].tolist() if state.members is None else buffers[name].copy()
-                for name in (SCALE, SKIPPED)
+                a.tolist() if state.members is None else a.copy() for a in buffers
             )
         with self.interrupts.held():
             state.epoch, state.position, state.running = state.epoch + 1, 0, {}

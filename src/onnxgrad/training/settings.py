@@ -97,7 +97,7 @@ class Settings:
         The absolute differences of elements; empty for a model without weights of 16 bits, or
         whose weights do not train in float32.
         """
-        return rounding(self._unrounded(), self.narrow)
+        return rounding(self._unrounded(), self.narrow) if self.narrow else {}
 
     def _unrounded(self) -> dict[str, np.ndarray]:
         """Return weights and statistics as `evaluated`, before they are rounded."""

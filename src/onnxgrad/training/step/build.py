@@ -68,6 +68,7 @@ class Step:
     owners: list[int] = field(default_factory=list)  # the processes that update the groups
     warned: bool = False  # of weights in 16 bits
     members: Members | None = None  # of a stack, whose axis all states have
+    scaled: bool = False  # whether buffers hold a loss scale
 
     @property
     def weights(self) -> list[str]:
@@ -295,6 +296,7 @@ def write_step(
         updates=update.models,
         owners=owners,
         members=members,
+        scaled=parts.scale is not None,
     )
 
 
