@@ -219,6 +219,9 @@ def _node_work(node: ir.Node) -> int:
         x, *weights = (shapes.dims(v) or () for v in node.inputs[:3])
         steps = x[node.attributes.get_int("layout", 0)] if x else None
         return sum(map(_static_size, weights)) * (steps if isinstance(steps, int) else 1)
+    if node.op_type == "MatMulNBits":
+        positions = (shapes.dims(node.outputs[0]) or ())[:-1]
+        return _static_size((*positions, *map(node.attributes.get_int, "KN", (1, 1))))
     if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
         return 0
     a, b, y = (shapes.dims(v) for v in (*node.inputs[:2], node.outputs[0]))
