@@ -12,10 +12,11 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.autodiff.segments import Lifetime, cuts
+from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, static
-from onnxgrad.model.convert import to_proto
+from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.runtime.device import CPU
-from onnxgrad.runtime.session import WORK_PER_THREAD, session
+from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run import sessions
@@ -228,6 +229,57 @@ def test_a_graph_with_a_loop_keeps_what_the_loop_returns():
     for other in trained[1:]:
         for name, w in trained[0].items():
             np.testing.assert_allclose(other[name], w, rtol=1e-4, atol=1e-6)
+
+
+def language_model(layers: int = 6, width: int = 32, words: int = 48) -> onnx.ModelProto:
+    """Return a model with adapters `a*` and `b*` beside products with frozen weights of 4 bits."""
+    rng, lines, arrays, h = np.random.default_rng(0), [], {}, "h"
+
+    def few_bits(x: str, y: str, n: int) -> str:
+        arrays[f"{y}_w"] = rng.integers(0, 256, (n, width // 16, 8), dtype=np.uint8)
+        arrays[f"{y}_s"] = rng.uniform(0.01, 0.05, n * width // 16).astype(np.float32)
+        given = f"K = {width}, N = {n}, bits = 4, block_size = 16"
+        return f"{y} = com.microsoft.MatMulNBits<{given}>({x}, {y}_w, {y}_s)"
+
+    for i in range(layers):
+        arrays[f"a{i}"] = rng.normal(0, 0.3, (width, 2)).astype(np.float32)
+        arrays[f"b{i}"] = rng.normal(0, 0.3, (2, width)).astype(np.float32)
+        lines.append(f"""{few_bits(h, f"p{i}", width)} l{i} = MatMul({h}, a{i})
+            m{i} = MatMul(l{i}, b{i}) q{i} = Add(p{i}, m{i}) t{i} = Sigmoid(q{i})
+            u{i} = Mul(q{i}, t{i}) {few_bits(f"u{i}", f"r{i}", width)} h{i} = Add({h}, r{i})""")
+        h = f"h{i}"
+    arrays["table"] = rng.normal(size=(words, width)).astype(np.float32)
+    proto = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 21, "com.microsoft": 1]>
+        g (int64[N, T] input_ids) => (float[N, T, {words}] logits) {{
+            h = Gather(table, input_ids) {" ".join(lines)} {few_bits(h, "logits", words)} }}""")
+    proto.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in arrays.items())
+    return proto
+
+
+def test_products_with_weights_of_4_bits_are_computed_again():
+    """Only ends of segments are kept, up to the loss, whose gradient the forward pass leaves."""
+    ids = np.random.default_rng(1).integers(0, 48, (ROWS, 9))
+    weights, products = [], []
+    for recompute in MODES:
+        options = {"optimizer": "sgd", "learning_rate": 0.1, "train": ["a*", "b*"]}
+        fitted = og.Trainer(language_model(), "causal_lm", recompute=recompute, **options)
+        nodes = step_of(fitted, ids, None).graph.node
+        products.append([node.op_type for node in nodes].count("MatMulNBits"))
+        weights.append(fitted.fit(ids, epochs=3, batch_size=8, shuffle=False).state.weights)
+    assert products[0] == products[1] == 12  # that of the logits is in the body of a Scan
+    assert products[2] >= 18
+    start = og.Trainer(language_model(), "causal_lm", train=["a*", "b*"]).state.weights
+    for name, w in weights[0].items():
+        assert np.abs(w - start[name]).max() > 1e-4
+        for other in weights[1:]:
+            np.testing.assert_allclose(other[name], w, rtol=1e-4, atol=1e-6)
+
+
+def test_work_counts_products_with_weights_of_4_bits():
+    """Below `WORK_PER_THREAD`, a step runs on one thread, in an order that saves no memory."""
+    model = to_ir(language_model())
+    infer(model)
+    assert work(model.graph) == 6 * (2 * 32 * 32 + 2 * 2 * 32) + 32 * 48
 
 
 def test_unknown_recompute():

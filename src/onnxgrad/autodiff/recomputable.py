@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.operators import CHEAP, RANDOM, VIEWS
+from onnxgrad.graph.operators import CHEAP, RANDOM, VIEWS, operator_of
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.model.convert import to_ir
@@ -27,9 +27,19 @@ RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
 
 
 def is_repeatable(node: ir.Node) -> bool:
-    """Return whether `node` computes the same when it runs again: it draws no random numbers."""
+    """Return whether `node` computes the same when it runs again: it draws no random numbers.
+
+    Of onnxruntime's own operators, those that have a rule here are known to draw none.
+    """
     inner = (n for g in subgraphs(node) for n in all_nodes(g))
-    return all(not n.domain and n.op_type not in RANDOM for n in (node, *inner))
+    return all(_draws_nothing(n) for n in (node, *inner))
+
+
+def _draws_nothing(node: ir.Node) -> bool:
+    if not node.domain:
+        return node.op_type not in RANDOM
+    operator = operator_of(node)
+    return node.domain == "com.microsoft" and operator.rule is not None and not operator.of_user
 
 
 class Sizes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
@@ -89,7 +91,20 @@ def ordered_session(
     options, more = _options(work)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return loaded(ir.to_proto(optimized), options, providers=device.providers, **more)
+    proto = ir.to_proto(optimized)
+    del optimized
+    running = loaded(proto, options, providers=device.providers, **more)
+    del proto
+    _give_back_freed()
+    return running
+
+
+def _give_back_freed() -> None:
+    """Give the system what copies of the weights took: glibc would keep it during the training."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        if trim is not None:
+            trim(0)
 
 
 def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
@@ -219,6 +234,9 @@ def _node_work(node: ir.Node) -> int:
         x, *weights = (shapes.dims(v) or () for v in node.inputs[:3])
         steps = x[node.attributes.get_int("layout", 0)] if x else None
         return sum(map(_static_size, weights)) * (steps if isinstance(steps, int) else 1)
+    if node.op_type == "MatMulNBits":
+        positions = (shapes.dims(node.outputs[0]) or ())[:-1]
+        return _static_size((*positions, *map(node.attributes.get_int, "KN", (1, 1))))
     if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
         return 0
     a, b, y = (shapes.dims(v) for v in (*node.inputs[:2], node.outputs[0]))
