@@ -92,7 +92,7 @@ def test_while_validation_data_are_evaluated(here, send_in):
 @pytest.mark.parametrize("begins", [True, False])
 def test_while_the_model_is_written(here, send_in, begins):
     Path("trained.onnx").write_bytes(PRECIOUS)
-    send_in("onnxgrad.cli.rescue.save", begins=begins)
+    send_in("onnxgrad.cli.output.save", begins=begins)
     made = invoke("train", *LINE, "--overwrite")
     assert made.exit_code == 130
     assert "trained.onnx holds all that was to be trained" in made.stderr

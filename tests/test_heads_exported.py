@@ -161,7 +161,7 @@ def test_classes_of_scikit_learn(kind, classes, zipmap):
         if kind in ("logistic", "mlp", "pipeline"):
             np.testing.assert_allclose(scores.sum(1), 1, rtol=1e-5)
     assert (labels == np.array(CLASSES)[NEW]).mean() > 0.8
-    assert not read_note(trainer.model, HEAD)
+    assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -350,8 +350,8 @@ def half(dtype="f2"):
 
 def test_weights_of_16_bits():
     ids = np.arange(25)
-    message = r"'table', 'w' train in float16: .* Export the model in float32"
-    trainer = og.Trainer(half(), "ce", optimizer="sgd")
+    message = r"'table', 'w' train in float16: .* precision='auto' keeps both in float32"
+    trainer = og.Trainer(half(), "ce", optimizer="sgd", precision="file")
     with pytest.warns(UserWarning, match=message):
         trainer.partial_fit(ids, ids % 3)
     with warnings.catch_warnings():
@@ -361,12 +361,14 @@ def test_weights_of_16_bits():
         OUTSIDE(half(), learning_loss="cross_entropy", batch_size=5, max_iter=1).fit(ids, ids % 3)
     members = {"members": 2, "learning_rate": [0.1, 0.01], "optimizer": "sgd"}
     with pytest.warns(UserWarning, match=message):
-        og.TrainerStack(half(), loss="ce", **members).fit(ids, ids % 3)
-    adagrad = og.Trainer(half(), "ce", optimizer="adagrad")  # whose eps is zero in float16
+        og.TrainerStack(half(), loss="ce", precision="file", **members).fit(ids, ids % 3)
+    adagrad = og.Trainer(
+        half(), "ce", optimizer="adagrad", precision="file"
+    )  # whose eps is zero in float16
     expected = r"no matter of the learning rate.* In the gradient or the update, .* Div .* NaN.*"
     with (
         pytest.warns(UserWarning, match=message),
-        pytest.raises(og.ConvergenceError, match=expected + "Train the model in float32"),
+        pytest.raises(og.ConvergenceError, match=expected + "precision='float32' does not"),
     ):
         adagrad.fit(ids, ids % 3)
 

@@ -378,7 +378,7 @@ def test_numbers_that_the_file_cannot_hold_are_refused(tmp_path):
 
 def test_file_warns_and_keeps_16_bits():
     trainer = og.Trainer(model(), "cross_entropy", optimizer="sgd", precision="file")
-    with pytest.warns(UserWarning, match="train in float16: .*precision='auto' keeps"):
+    with pytest.warns(UserWarning, match="train in float16: .*precision='auto' keeps both"):
         trainer.fit(X, Y)
     assert trainer.state.weights["w1"].dtype == np.float16
 

@@ -99,7 +99,7 @@ class Step:
             warnings.warn(
                 f"{', '.join(map(repr, names[:3]))}{more} train in {numpy_dtype(half[0].state)}: "
                 "rates, steps and squares of gradients are rounded, small ones to zero, and NaN is "
-                f"likely. {argument('precision', 'auto')} keeps weights and slots in float32",
+                f"likely. A Trainer with {argument('precision', 'auto')} keeps both in float32",
                 stacklevel=stacklevel + 1,
             )
 
