@@ -391,6 +391,7 @@ def test_refused():
 
 
 def test_shell_python_and_estimator_agree(tmp_path):
+    pytest.importorskip("sklearn")
     onnx.save(model(), tmp_path / "m.onnx")
     table = {f"x_{i:02}": X[:, i] for i in range(12)} | {"label": Y}
     parquet.write_table(pa.table(table), tmp_path / "d.parquet")
