@@ -125,7 +125,8 @@ def _check_served(notes: Iterable[Mapping[str, Any]]) -> None:
 def _write(add: Additions, note: dict[str, Any], target: Target) -> dict[str, Any]:
     """Write one adapter whose tensors are inputs; return the note about it."""
     use = target.uses[0]
-    rank = use.group if use.form == CONV else 0
+    # onnxruntime 1.31 computes other numbers where an empty product is on the left
+    rank = use.group if use.form == CONV else int(use.form == LEFT)
     dtype = adapter_dtype(use)
     arrays = tuple(np.zeros(shape, dtype.numpy()) for shape in factor_shapes(use, rank))
     slot = Slot((note["tensors"][0], note["tensors"][1]))
