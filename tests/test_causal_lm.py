@@ -232,3 +232,14 @@ def test_refused():
     other.graph.initializer.append(onnx.numpy_helper.from_array(HEAD.astype(np.float32), "head"))
     with pytest.raises(ValueError, match="'input_ids', which is no input of the model: pass y"):
         og.Trainer(other, "causal_lm", train="*").fit(np.ones((2, 3, WIDTH), np.float32))
+
+
+def test_a_cache_that_the_logits_do_not_read_is_not_asked_for():
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["": 20]>
+        f (int64[N,T] input_ids, float[N,2,P,S] past_0)
+        => (float[N,T,3] logits, float[N,2,P,S] present_0) <float[3,3] table = {1,2,3,4,5,6,7,8,9}>
+        { logits = Gather(table, input_ids)  present_0 = Identity(past_0) }"""
+    )
+    trainer = og.Trainer(model, "causal_lm").fit({"input_ids": np.array([[0, 1, 2]])})
+    assert trainer.state.step == 1

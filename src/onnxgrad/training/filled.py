@@ -55,7 +55,8 @@ def _grows(x: ValueInfoProto) -> bool:
 def fill(model: ir.Model, names: Collection[str]) -> None:
     """Compute the inputs `names` of `fillable` in the graph, in place.
 
-    Types and shapes are inferred. A cache whose size they do not tell stays an input.
+    Types and shapes are inferred. A cache that is read, and whose size they do not tell,
+    stays an input.
     """
     graph = model.graph
     inputs = {str(x.name): x for x in graph.inputs}
@@ -69,6 +70,7 @@ def fill(model: ir.Model, names: Collection[str]) -> None:
             y = _computed(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
             if y is not None:
                 ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
+            if not x.uses() and not x.is_graph_output():
                 graph.inputs.remove(x)
     mask = inputs.get(MASK)
     if mask in graph.inputs and rank(mask) == 2 and any(map(is_cache, names)):  # no past
