@@ -196,7 +196,7 @@ def configuration(name: str):
     import transformers
 
     sizes = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4 if name == "Phi" else 2,
         "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     }  # fmt: skip
@@ -214,8 +214,6 @@ def configuration(name: str):
 def test_built(name, precision, tmp_path):
     """Loss and gradients are those of transformers; adapters train in every position."""
     pytest.importorskip("onnxruntime_genai")
-    if (name, precision) == ("Phi", "int4"):
-        pytest.skip("onnxruntime-genai 0.18 lets lm_head read the first layer's normalization")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     torch.manual_seed(0)
