@@ -108,6 +108,42 @@ def test_beside(name):
     assert_follows(*both(model(), **PAIRS[name]))
 
 
+BESIDE = {
+    "integers": (lambda m, x: og.quantize(m, x), {}),
+    "weights of 4 bits": (
+        lambda m, x: og.quantize(m, x, activations=None, weights="int4", block_size=16), {},
+    ),
+    "ranges": (lambda m, x: og.quantize(m, x), {"train_ranges": True}),
+    "LoRA": (lambda m, x: og.add_lora(m, "w*", rank=2), {}),
+    "DoRA": (lambda m, x: og.add_lora(m, "w*", rank=2, use_dora=True), {}),
+    "(IA)3": (lambda m, x: og.add_ia3(m, "w*"), {}),
+    "LoRA beside integers": (
+        lambda m, x: og.add_lora(og.Trainer(og.quantize(m, x), "cross_entropy").model, "*", rank=2),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_quantized_and_adapted(name):
+    """The file keeps its integers, its scales of 16 bits, and adapters of float32."""
+    made, options = BESIDE[name]
+    proto = made(model(), X.astype(HALF))
+    half, full = both(proto, learning_rate=1e-2, **options)
+    rtol = 1e-3 if name == "ranges" else 1e-6  # a number on the edge of two integers
+    np.testing.assert_allclose(*([e["loss"] for e in t.history] for t in (half, full)), rtol)
+    mine, other = ({t.name: t for t in t.model.graph.initializer} for t in (half, full))
+    assert mine.keys() == other.keys()
+    for tensor, stored in mine.items():
+        a, b = map(numpy_helper.to_array, (stored, other[tensor]))
+        assert a.dtype == b.dtype or (a.dtype, b.dtype) == (HALF, np.float32)
+        if stored.data_type in (TensorProto.INT8, TensorProto.INT4, TensorProto.UINT8):
+            assert np.abs(a.astype(int) - b.astype(int)).max() <= (name == "ranges")
+        else:
+            np.testing.assert_allclose(a, b, 2e-3, 2e-4)
+    assert HALF in {numpy_helper.to_array(t).dtype for t in mine.values()}
+
+
 @pytest.mark.parametrize("form", ["frozen", "train"])
 def test_batch_normalization(form):
     half, full = both(model(HALF, NORM, NORM_SHAPES), batch_norm=form)

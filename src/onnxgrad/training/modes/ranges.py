@@ -133,7 +133,8 @@ class _Writer:
         """Return g, a scalar."""
         op = self.op
         if count is not None:
-            return self._constant(np.asarray((count * largest) ** -0.5, dtype.numpy()))
+            factor = self._constant(np.asarray((count * largest) ** -0.5, np.float32))
+            return op.Cast(factor, to=dtype)  # `widen` leaves such numbers unrounded
         value = ir.Value(name=x, type=ir.TensorType(dtype))
         rows = op.Gather(op.Shape(value), self._constant(np.asarray(0, np.int64)))
         each = op.Cast(op.Div(op.Size(value), rows), to=ir.DataType.FLOAT)
