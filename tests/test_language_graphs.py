@@ -143,6 +143,8 @@ def test_tokens_alone():
     for X in (IDS, {"input_ids": IDS}):
         np.testing.assert_allclose(trained(language_model(), X, IDS)[0], expected, rtol=1e-5)
         np.testing.assert_allclose(trained(language_model(), X)[0], expected, rtol=1e-5)
+    by_output, _ = trained(language_model(), IDS, None, {"logits": "causal_lm"})
+    np.testing.assert_allclose(by_output, expected, rtol=1e-5)
     other, _ = trained(language_model(), IDS, IDS, "cross_entropy", loss_options={"shift": True})
     np.testing.assert_allclose(other, expected, rtol=1e-5)
 

@@ -37,6 +37,12 @@ _END = np.iinfo(np.int64).max
 Pairs = list[tuple[ir.Value, ir.Value]]
 
 
+def is_causal(loss: Any) -> bool:
+    """Return whether a loss, given by name or by output, is that of language models alone."""
+    names = [*loss.values()] if isinstance(loss, Mapping) else [loss]
+    return bool(names) and all(isinstance(name, str) and name == CAUSAL for name in names)
+
+
 def causal_terms(op: Any, prediction: ir.Value, label: ir.Value, ignore_index: int = -100) -> Terms:
     """The terms of `causal_lm`, one for every label but the first of a row."""
     return cross_entropy_terms(op, prediction, label, axis=2, shift=True, ignore_index=ignore_index)

@@ -11,7 +11,7 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.errors import named
-from onnxgrad.losses.causal import CAUSAL
+from onnxgrad.losses.causal import is_causal
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.without_elements import read_elsewhere
@@ -73,9 +73,11 @@ class Facts:
                 weights = balanced_weights(data.y, (trainer.loss_options or {}).get("ignore_index"))
         else:
             weights = None
-        labelled = trainer.loss != CAUSAL or any(d.given is None or d.given.labelled for d in both)
+        labelled = any(d.given is None or d.given.labelled for d in both)
         shapes = label_shapes(data, trainer.proto)
-        return cls(shapes, axes, weights, _filled(trainer, both), labelled)
+        return cls(
+            shapes, axes, weights, _filled(trainer, both), labelled or not is_causal(trainer.loss)
+        )
 
 
 class Recipe:
@@ -210,7 +212,7 @@ def _filled(trainer: Settings, data: Sequence[Dataset]) -> frozenset[str]:
 
     Data of which nothing is known before they are read have all inputs.
     """
-    every = fillable(trainer.proto, trainer.loss == CAUSAL)
+    every = fillable(trainer.proto, is_causal(trainer.loss))
     known = [one.given for one in data] if every else []
     if not every or None in known:
         return frozenset()
