@@ -1,4 +1,4 @@
-"""What all tests share: which of the sweep run, and one thread where models are small."""
+"""What all tests share: which of them run, and one thread where models are small."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ for name in ("SIGINT", "SIGTERM", "SIGHUP"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--sweep-share",
+        "--share",
         type=int,
         default=1,
         metavar="N",
-        help="of the tests marked sweep run one of N; which one depends on the commit",
+        help="run one of N tests; which ones depends on the commit",
     )
 
 
@@ -49,24 +49,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out all tests of the sweep but the share of this commit."""
+    """Leave out all tests but the share of this commit."""
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         # workers of pytest-xdist must collect the same tests
         raise pytest.UsageError(f"names of tests differ between processes: {addresses[:3]}")
-    share = config.getoption("--sweep-share")
+    share = config.getoption("--share")
     if share < 2:
         return
     turn = commit_number() % share
-    left_out = [
-        item for item in items if item.get_closest_marker("sweep") and part(item, share) != turn
-    ]
+    left_out = [item for item in items if part(item, share) != turn]
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
     config.hook.pytest_deselected(items=left_out)
 
 
 def part(item: pytest.Item, share: int) -> int:
-    """Return which of `share` parts of the sweep a test belongs to."""
+    """Return which of `share` parts a test belongs to."""
     return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:8]) % share
 
 

@@ -11,7 +11,7 @@ from onnxgrad import ModelError, onnx_derivative, set_limits
 from onnxgrad.limits import LIMITS, limit, variable_of
 from running import in_sweep
 
-LONG = {"Sum of 20,000", "Concat of 20,000"}  # "Max of 2,000" is as they are
+LONG = {"Sum of 20,000", "Concat of 20,000", "chain of 20,000"}  # "Max of 2,000" is as they are
 
 
 @pytest.mark.parametrize("name", [in_sweep(n) if n in LONG else n for n in hostile.CASES])

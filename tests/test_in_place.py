@@ -17,8 +17,10 @@ from onnxgrad.model import without_elements
 from onnxgrad.optimizers import ema, muon, schedule_free
 from onnxgrad.training.run import in_place
 from onnxgrad.training.run.runner import Runner
+from running import in_sweep
 
 SHAPES = {"w1": (12, 300), "b1": (300,), "w2": (300, 300), "w3": (300, 3)}
+MORE = [{}, {"clip_norm": 0.1}, {"accumulate": 2}]
 OPTIMIZERS = {
     "sgd": "sgd",
     "momentum": "momentum",
@@ -84,7 +86,7 @@ def require_equal(a: og.Trainer, b: og.Trainer, rtol: float = 0.0, atol: float =
             np.testing.assert_allclose(array, other, rtol, atol, err_msg=f"{name} {slot}")
 
 
-@pytest.mark.parametrize("more", [{}, {"clip_norm": 0.1}, {"accumulate": 2}])
+@pytest.mark.parametrize("more", [{"clip_norm": 0.1, "accumulate": 2}, *map(in_sweep, MORE)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_place_gives_the_same(name, more, large):
     whole = fitted(optimizer=OPTIMIZERS[name], **more)
@@ -327,7 +329,7 @@ MEMORY = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("optimizer", "most"), [("sgd", 2.9), ("adam", 4.9)])
+@pytest.mark.parametrize(("optimizer", "most"), [("sgd", 2.9), in_sweep("adam", 4.9)])
 def test_weights_are_in_memory_once(optimizer, most):
     """The states and their gradients: 2 times the weights with sgd, 4 times with Adam."""
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(MEMORY), optimizer]

@@ -371,6 +371,7 @@ def test_one_training_at_a_time_and_in_any_thread(whole):
 # -- a long training ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_memory_and_sessions_stay_the_same_in_a_long_training(tmp_path, monkeypatch):
     million = script("million_steps")
     monkeypatch.setattr(ort.InferenceSession, "__init__", ort.InferenceSession.__init__)

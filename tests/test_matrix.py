@@ -28,7 +28,7 @@ from matrix_options import Options, Rows  # noqa: E402
 from matrix_witness import Witness  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DRAWS, IN_CI = 2000, 100
+DRAWS, IN_CI = 2000, 50
 TOLERANCE = {"double": 1e-7, "float": 2e-3}
 
 

@@ -62,6 +62,7 @@ def files(folder: Path) -> dict[str, Path]:
     return found | {f"artifacts/{path.name}": path for path in sorted(artifacts.glob("*.onnx"))}
 
 
+@pytest.mark.sweep
 def test_netron_draws_every_file(tmp_path):
     written = files(tmp_path)
     assert len(written) >= 11

@@ -103,14 +103,12 @@ def learned(net, model: onnx.ModelProto) -> set[str]:
 
 
 def exports() -> list:
-    """Return every network with both exporters; the slow one of most networks is of the sweep."""
+    """Return every network with both exporters; most of them are of the sweep."""
     marks = pytest.mark.sweep
     return [
-        *(pytest.param(name, False, id=f"{name}-legacy") for name in NETWORKS),
-        *(
-            pytest.param(name, True, id=f"{name}-dynamo", marks=[marks] * (i % 4 != 0))
-            for i, name in enumerate(NETWORKS)
-        ),
+        pytest.param(name, dynamo, id=f"{name}-{exporter}", marks=[marks] * (i % rare != 0))
+        for exporter, dynamo, rare in (("legacy", False, 2), ("dynamo", True, 4))
+        for i, name in enumerate(NETWORKS)
     ]
 
 
