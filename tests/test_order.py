@@ -117,7 +117,8 @@ def trained(rows: int, call: str, **options) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_sessions_for_fixed_lengths_train_alike(rows, call, recompute, monkeypatch):
     own = trained(rows, call, recompute=recompute)
-    monkeypatch.setattr(sessions, "COPIED", -1)  # one session for all lengths
+    # one session for all lengths
+    monkeypatch.setattr(sessions.Sessions, "expect", lambda self, arrays: None)
     plain = trained(rows, call, recompute=recompute)
     for name in ("w1", "w2", "w3"):
         np.testing.assert_allclose(own[name], plain[name], rtol=2e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ _SHARED = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING = "optimization.constant_folding_max_output_size_in_bytes"
 _FOLDED = 1 << 18  # bytes
+_TRIMMED = 1 << 24  # bytes of constants, from which copies of them matter
 _SPINNING = "session.force_spinning_stop"
 
 
@@ -93,14 +95,19 @@ def ordered_session(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = ir.to_proto(optimized)
     del optimized
+    large = external.inline_nbytes(proto) > _TRIMMED
+    if large:
+        _give_back_freed()
     running = loaded(proto, options, providers=device.providers, **more)
     del proto
-    _give_back_freed()
+    if large:
+        _give_back_freed()
     return running
 
 
 def _give_back_freed() -> None:
     """Give the system what copies of the weights took: glibc would keep it during the training."""
+    gc.collect()  # graphs are circles
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:

@@ -17,8 +17,6 @@ from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
 from onnxgrad.training.step.build import Step
 
-COPIED = 1 << 26  # bytes of constants up to which a session of its own for some lengths may be
-
 
 class Sessions:
     """The sessions that run an epoch.
@@ -41,11 +39,7 @@ class Sessions:
         self._announced: dict[str, int] = {}
         self._any: ort.InferenceSession | None = None
         self._own: tuple[dict[str, int], ort.InferenceSession] | None = None
-        self._small = (
-            step.accumulate == 1
-            and not external.files_of(model)
-            and external.inline_nbytes(model) <= COPIED
-        )
+        self._small = step.accumulate == 1 and not external.files_of(model)
 
     def expect(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
         """Announce the shapes of most batches; an empty mapping announces none.

@@ -13,6 +13,8 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.training.step.build import Step
 
+_LARGE = 1 << 16  # bytes
+
 
 def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     """Return the model that runs the step over a stack of batches in one call.
@@ -33,6 +35,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
         stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
     ]
     graph.inputs.extend(inputs)
+    _move_integers(body, graph)
     op = Emit(graph, all_names(body))
     names = [str(v.name) for v in body.outputs]
     shapes_from_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
@@ -46,6 +49,20 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
         outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
     graph.outputs.extend(outputs)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+
+
+def _move_integers(body: ir.Graph, graph: ir.Graph) -> None:
+    """Let `graph` hold large quantized weights of a body.
+
+    onnxruntime also keeps a body as it is given. It packs constants for the nodes that read them
+    one graph further in, and no deeper; floats stay, as it fuses and blocks those of one graph.
+    """
+    for name, value in list(body.initializers.items()):
+        tensor = value.const_value
+        large = tensor is not None and tensor.nbytes > _LARGE and tensor.dtype.is_integer()
+        if large and all(node.graph is body for node in value.consumers()):
+            del body.initializers[name]
+            graph.register_initializer(value)
 
 
 def stacked_input(value: ir.Value, length: int | str | None) -> ir.Value:
