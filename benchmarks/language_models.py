@@ -81,7 +81,8 @@ def build(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     ).save_pretrained(folder / "hf")
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", folder / "hf"]
-    command += ["-o", folder / precision, "-p", precision, "-e", "cpu", "-c", folder / "cache"]
+    device = "cuda" if precision == "fp16" else "cpu"  # what the builder writes halves for
+    command += ["-o", folder / precision, "-p", precision, "-e", device, "-c", folder / "cache"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     return folder / precision

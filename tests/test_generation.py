@@ -1,5 +1,8 @@
 """Generation: an ordinary session says what onnxruntime-genai and transformers say."""
 
+import json
+import shutil
+
 import numpy as np
 import onnx
 import pytest
@@ -18,7 +21,7 @@ def test_both_ways_say_what_transformers_says(genai_llama, monkeypatch):
 
     folder, prompts = og.load_folder(genai_llama), [*SENTENCES, "x"]
     by_genai = og.generate(folder, prompts, 12)
-    monkeypatch.setattr(generation, "_has_genai", lambda folder: False)
+    monkeypatch.setattr(generation, "_genai_model", lambda folder: None)
     assert og.generate(folder, prompts, 12) == by_genai
     assert og.generate(str(genai_llama), prompts[0], 12) == by_genai[0]
     theirs = AutoModelForCausalLM.from_pretrained(genai_llama.parent / "hf")
@@ -31,8 +34,18 @@ def test_both_ways_say_what_transformers_says(genai_llama, monkeypatch):
         assert tokenizer.decode(new, skip_special_tokens=True) == text
 
 
+def test_a_folder_for_another_device(genai_llama, tmp_path):
+    folder = shutil.copytree(genai_llama, tmp_path / "gpu")
+    config = json.loads((folder / "genai_config.json").read_text())
+    config["model"]["decoder"]["session_options"]["provider_options"] = [{"cuda": {}}]
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="onnxruntime-genai does not run .* an ordinary session"):
+        found = og.generate(folder, SENTENCES[0], 8)
+    assert found == og.generate(genai_llama, SENTENCES[0], 8)
+
+
 def test_draws_follow_a_seed_and_the_probabilities(genai_llama, monkeypatch):
-    monkeypatch.setattr(generation, "_has_genai", lambda folder: False)
+    monkeypatch.setattr(generation, "_genai_model", lambda folder: None)
     folder = og.load_folder(genai_llama)
     drawn = [og.generate(folder, "a", 8, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -82,7 +95,8 @@ def test_adapters_on_one_base_say_what_their_models_say(genai_llama, tmp_path, m
         )
     plain = og.generate(folder, prompts, 12)
     for genai in (True, False):
-        monkeypatch.setattr(generation, "_has_genai", lambda folder, found=genai: found)
+        if not genai:
+            monkeypatch.setattr(generation, "_genai_model", lambda folder: None)
         assert og.generate(base, prompts, 12) == plain
         for name, text in expected.items():
             assert og.generate(base, prompts, 12, adapter=name) == text != plain

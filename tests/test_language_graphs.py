@@ -136,6 +136,18 @@ def test_filled_inputs_are_those_given(attention):
     assert trainer.model.graph.input == proto.graph.input
 
 
+def test_a_cache_of_the_last_rows():
+    """It is empty in training, and so as large as there are tokens."""
+    window = GROUPED.replace("kv_num_heads", "local_window_size = 2, kv_num_heads")
+    ring = window.replace("kv_num_heads", "sliding_window_cache = 1, kv_num_heads", 1)
+    expected, reference = trained(language_model(window), IDS)
+    losses, trainer = trained(language_model(ring), IDS)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(trainer.predict(IDS), reference.predict(IDS), rtol=1e-5, atol=1e-6)
+    attributes = {a.name for node in trainer.model.graph.node for a in node.attribute}
+    assert "sliding_window_cache" in attributes
+
+
 def test_tokens_alone():
     """Without a mask, it is one for every token; any loss of the logits trains."""
     ones = {"attention_mask": np.ones_like(IDS), "position_ids": np.arange(TOKENS) + 0 * IDS}

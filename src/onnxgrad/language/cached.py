@@ -13,10 +13,10 @@ from onnxgrad.errors import ModelError
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.model.caches import caches
-from onnxgrad.model.convert import to_ir
+from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
-from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes
+from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes, grow_caches
 
 
 class Cached:
@@ -34,6 +34,8 @@ class Cached:
 
     def __init__(self, model: ModelProto, names: Mapping[str, str]) -> None:
         graph = to_ir(model)
+        if grow_caches(graph.graph):
+            model = to_proto(graph)
         infer(graph)
         inputs = {str(x.name): x for x in graph.graph.inputs}
         outputs = {str(y.name): y for y in graph.graph.outputs}

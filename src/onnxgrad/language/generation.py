@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from onnxgrad.language.cached import Cached
 from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 from onnxgrad.model.read import read
+from onnxgrad.reporting import frames_inside
 from onnxgrad.training.trainer import Trainer
 
 
@@ -62,8 +64,8 @@ def generate(
 ) -> Any:
     """Return how a language model goes on with prompts.
 
-    A folder of onnxruntime-genai runs there, if that is installed. Otherwise each token is a call
-    of an ordinary session, which keeps what the model caches.
+    A folder of onnxruntime-genai runs there, if that is installed and has the device of the folder.
+    Otherwise each token is a call of an ordinary session, which keeps what the model caches.
 
     Args:
         model: a `ModelFolder`, or the path of one; or a `Trainer` or a model with a `tokenizer`.
@@ -115,8 +117,9 @@ def _generate(
         raise ValueError("pass the tokenizer, as its folder: this model is not in one")
     own = as_tokenizer(folder if tokenizer is None else tokenizer)
     ids = [_encode(own, prompt) for prompt in prompts]
-    if folder is not None and _has_genai(folder):
-        tokens = _by_genai(folder, ids, count, choice, adapter)
+    running = None if folder is None else _genai_model(folder)
+    if folder is not None and running is not None:
+        tokens = _by_genai(running, folder, ids, count, choice, adapter)
     else:
         proto = read(model.model if isinstance(model, Trainer) else folder or model)
         if adapter is not None:
@@ -170,17 +173,27 @@ def _encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     return ids
 
 
-def _has_genai(folder: ModelFolder) -> bool:
+def _genai_model(folder: ModelFolder) -> Any:
+    """Return the model of onnxruntime-genai, or None: another folder, or one that it cannot run."""
     if folder.kind != "genai":
-        return False
+        return None
     try:
-        import onnxruntime_genai  # noqa: F401
+        import onnxruntime_genai as genai
     except ImportError:
-        return False
-    return True
+        return None
+    try:
+        return genai.Model(str(folder.path))
+    except Exception as e:  # such as a folder for another device
+        warnings.warn(
+            f"onnxruntime-genai does not run {str(folder.path)!r} here, an ordinary session on the "
+            f"CPU does: {e}",
+            stacklevel=frames_inside() + 1,
+        )
+        return None
 
 
 def _by_genai(
+    model: Any,
     folder: ModelFolder,
     prompts: list[list[int]],
     count: int,
@@ -190,7 +203,6 @@ def _by_genai(
     """Yield the new tokens for each prompt."""
     import onnxruntime_genai as genai
 
-    model = genai.Model(str(folder.path))
     adapters = genai.Adapters(model)
     if adapter is not None:
         adapters.load(str(_adapter_of(folder, adapter)), adapter)

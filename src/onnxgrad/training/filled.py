@@ -63,6 +63,8 @@ def fill(model: ir.Model, names: Collection[str]) -> None:
     tokens = next((inputs[name] for name in _TOKENS if name in inputs), None)
     if tokens is None or (rank(tokens) or 0) < 2:
         return
+    if any(map(is_cache, names)):
+        grow_caches(graph)
     op = Emit(graph)
     with op.at(next(iter(graph), None)):
         for name in names & inputs.keys():
@@ -75,6 +77,17 @@ def fill(model: ir.Model, names: Collection[str]) -> None:
     mask = inputs.get(MASK)
     if mask in graph.inputs and rank(mask) == 2 and any(map(is_cache, names)):  # no past
         mask.shape = ir.Shape((dims(tokens) or ())[:2])  # type: ignore[union-attr]
+
+
+def grow_caches(graph: ir.Graph) -> bool:
+    """Let attention in a window keep all rows in its cache, in place; return whether it did not.
+
+    It attends to the same rows. A cache of the last ones alone has a fixed length, and is never
+    empty.
+    """
+    nodes = [node for node in graph.all_nodes() if node.op_type == "GroupQueryAttention"]
+    removed = [node.attributes.pop("sliding_window_cache", None) for node in nodes]
+    return any(attribute is not None for attribute in removed)
 
 
 def _computed(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) -> ir.Value | None:
