@@ -129,7 +129,7 @@ TASKS = {
         lambda: DATA / "digits_cnn.onnx", lambda: ({"image": digits()[0]}, digits()[1]), 8, 5e-3
     ),
     "lines": Task(
-        lambda: og.replace_head(fetch(LINES, CACHE), 10, activation=None), lines, 6, 3e-3
+        lambda: og.replace_head(fetch(LINES, CACHE), 10, activation=None), lines, 20, 3e-3
     ),
     "sentences": Task(minilm, sentences, 3, 2e-4, ("int8", "int4 alone"), ranges=False),
 }
