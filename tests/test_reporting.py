@@ -11,8 +11,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import onnx
 import pytest
 
+import onnxgrad as og
 from onnxgrad import (
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
@@ -241,3 +243,11 @@ def test_passes_report_when_asked(caplog):
         made = OrtGradientForwardBackward(linear(), enable_logging=asked).new_instance()
         made.forward([X, np.float32([[1], [2]]), np.float32([3])])
         assert len(caplog.messages) == asked
+
+
+def test_libraries_do_not_warn_of_constants(caplog):
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[N,2] x) => (float[N,2] y) <float[2,2] w = {1, 2, 3, 4}> {
+            c = Constant<value = float[2] {1.0, 2.0}>() h = Mul(x, c) y = MatMul(h, w) }""")
+    og.Trainer(og.replace_head(model, 3), "cross_entropy")
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

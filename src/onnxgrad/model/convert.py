@@ -65,6 +65,8 @@ def _type_constants(model: ir.Model) -> None:
             for value, tensor in stored:
                 if tensor is not None and value.shape != tensor.shape:
                     value.shape = ir.Shape(tensor.shape.numpy())
+                if tensor is not None and value.type is None:  # onnx_ir warns of shapes without
+                    value.type = ir.TensorType(tensor.dtype)
 
 
 def in_precision(
