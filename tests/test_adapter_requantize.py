@@ -23,6 +23,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import (
 
 from adapter_cases import arrays, parse, shaken, with_tensors
 from onnxgrad.adapters.files import load_adapter, save_adapter
+from onnxgrad.adapters.ia3 import add_ia3
 from onnxgrad.adapters.lora import add_lora
 from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import read_adapters
@@ -133,6 +134,31 @@ def test_the_merged_model_is_as_close_as_the_quantized_one(form, tmp_path):
     change = np.abs(expected - plain).mean()
     bits = 4 if form.startswith("4") else 8
     assert np.abs(result - expected).mean() < change * (0.25 if bits == 4 else 0.08)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_factors_are_merged_with_the_bias(form, tmp_path):
+    """Those of the output of a layer multiply its bias, too."""
+    patterns = ["w*"] if form == "QOperator" else ["w*", "v*"]  # whose QGemm gets no adapter
+    most = 1 if form == "QOperator" else 2  # whose results are clipped where they were before
+    adapted = add_ia3(FORMS[form](tmp_path), patterns)
+    rng, held = np.random.default_rng(1), arrays(adapted)
+    factors = {
+        name: rng.uniform(0.2, most, array.shape).astype(np.float32)
+        for name, array in held.items()
+        if ".ia3_l" in name
+    }
+    assert len(factors) == len(patterns)
+    changed = replace(adapted, factors)
+    with ANEW:
+        merged = merge_lora(changed, requantize=True)
+    assert not read_adapters(merged)
+    assert forms_of(merged) == forms_of(FORMS[form](tmp_path))
+    plain, expected, result = (run(m) for m in (adapted, changed, merged))
+    error = np.abs(result - expected).mean() / np.abs(expected - plain).mean()
+    one_scale = form.startswith(("int8", "uint8", "7 bits", "dynamic")) and "by" not in form
+    limit = 0.15 if one_scale else 0.12 if form.startswith("4") else 0.05
+    assert error < (0.25 if form == "QOperator" else limit)  # whose result is of 8 bits, too
 
 
 def without_change(adapted):

@@ -172,48 +172,48 @@ def _scale_input(add: Additions, use: Use, factors: ir.Value) -> str:
 # -- merging -------------------------------------------------------------------------------------
 
 
-def merge(note: Mapping[str, Any], refs: Mapping[str, ConstantRef], proto: ModelProto) -> None:
-    """Multiply a weight, and its bias, by factors, in place.
+def scaled(note: Mapping[str, Any], factors: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return a weight times its factors, with the axes as in the node that reads it."""
+    if note["form"] != CONV:
+        return weight * (factors.reshape(-1, 1) if note["feedforward"] else factors)
+    axes = tuple(range(1, weight.ndim - 1))
+    if not note["feedforward"]:
+        return weight * np.expand_dims(factors.reshape(-1, 1), axes)
+    groups = factors.reshape(note["group"], -1)
+    rows = np.repeat(groups, len(weight) // len(groups), axis=0)
+    return weight * rows.reshape(*rows.shape, *(1 for _ in weight.shape[2:]))
+
+
+def merge_bias(
+    note: Mapping[str, Any],
+    refs: Mapping[str, ConstantRef],
+    proto: ModelProto,
+    factors: np.ndarray,
+) -> None:
+    """Multiply the bias of a layer by factors of its output, in place, if it has one.
+
+    That of a quantized weight is rounded with it, see `requantize`.
 
     Raises:
-        ValueError: the weight is quantized, or other nodes read its bias.
+        ValueError: other nodes read the bias, or it is no constant.
     """
-    if note["quantized"]:
-        raise ValueError(
-            f"the factors of the quantized {printable(note['weight'])!r} cannot be merged: keep "
-            "them in the model, or merge them into the float model"
-        )
-    factors = refs[note["tensors"][0]].array().astype(np.float64)
-    ref = refs[note["weight"]]
-    used = ref.array().astype(np.float64).transpose(note["perm"])
-    count, group = factors.size, note["group"]
-    if note["form"] != CONV:
-        used = used * (factors.reshape(-1, 1) if note["feedforward"] else factors)
-    elif not note["feedforward"]:
-        used = used * factors.reshape(-1, *(1 for _ in used.shape[1:]))
-    else:
-        rows = np.repeat(factors.reshape(group, count // group), len(used) // group, axis=0)
-        used = used * rows.reshape(*rows.shape, *(1 for _ in used.shape[2:]))
-    _write(ref, used.transpose(np.argsort(note["perm"])))
-    if not note["bias"]:
+    nodes = list(all_nodes(proto.graph.node))
+    maker = next((node for node in nodes if note["bias"] in node.output), None)
+    rounded = maker is not None and maker.op_type == "DequantizeLinear" and note["quantized"]
+    if not note["bias"] or rounded:
         return
-    readers = sum(list(node.input).count(note["bias"]) for node in all_nodes(proto.graph.node))
+    readers = sum(list(node.input).count(note["bias"]) for node in nodes)
     bias = next((r for r in refs.values() if r.graph_name == note["bias"]), None)
-    if bias is None or readers > len(note["uses"]) or bias.array().shape[-1:] not in (
-        (count,), (1,),
-    )[: 1 if note["form"] == LINEAR else 2]:  # fmt: skip
+    lengths = (factors.size,) if note["form"] == LINEAR else (factors.size, 1)
+    if bias is None or readers > len(note["uses"]) or bias.array().shape[-1] not in lengths:
         raise ValueError(
             f"the factors of {printable(note['weight'])!r} cannot be merged: its bias "
             f"{printable(note['bias'])!r} is read by others, or is no constant of its features"
         )
-    shape = factors.shape if bias.array().ndim > 1 else (-1,)
-    _write(bias, bias.array().astype(np.float64) * factors.reshape(shape))
-
-
-def _write(ref: ConstantRef, array: np.ndarray) -> None:
-    new = array.astype(ref.array().dtype)
-    if not np.array_equal(new, ref.array()):
-        ref.write(new)
+    old = bias.array()
+    new = (old * factors.reshape(factors.shape if old.ndim > 1 else -1)).astype(old.dtype)
+    if not np.array_equal(new, old):
+        bias.write(new)
 
 
 def remove_scaled(proto: ModelProto, notes: Iterable[Mapping[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,7 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
     notes = read_adapters(merged)
     if not notes:
         raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")
-    lora = [note for note in notes if note["kind"] == "lora"]
-    quantized = [note["weight"] for note in lora if note["quantized"]]
+    quantized = [note["weight"] for note in notes if note["quantized"]]
     if quantized and not requantize:
         raise ValueError(
             f"the adapters of {quantized} cannot be merged: these weights are quantized, and "
@@ -82,23 +82,31 @@ def _merge(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[Loss]:
                 f"the adapted weight {note['weight']!r} is not in the model: a tool renamed or "
                 "removed it. Merge adapters before other tools modify the file"
             )
-        if note["kind"] == "ia3":
-            ia3.merge(note, refs, merged)
-            continue
         ref = refs[note["weight"]]
-        pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
+        tensors = [refs[name].array().astype(np.float64) for name in note["tensors"]]
+        factors = tensors[0] if note["kind"] == "ia3" else None
+        if factors is not None:
+            update = partial(ia3.scaled, note, factors)
+            ia3.merge_bias(note, refs, merged, np.ones(1) if note["feedforward"] else factors)
+        else:
+            update = partial(_summed, note, tensors)
         if note["quantized"]:
             operands = operands or ConstantOperands(merged, refs.values())
-            losses.append(quantize_anew(operands, note, ref, _change(note, pair)))
+            of_bias = None if note.get("feedforward", True) else factors
+            losses.append(quantize_anew(operands, note, ref, update, of_bias))
             continue
         old = ref.array()
-        used = old.astype(np.float64).transpose(note["perm"]) + _change(note, pair)
-        if note["use_dora"]:
-            used *= pair[2] / dora.lengths(used)
+        used = update(old.astype(np.float64).transpose(note["perm"]))
         new = used.transpose(np.argsort(note["perm"])).astype(old.dtype)
         if not np.array_equal(new, old):
             ref.write(new)
     return losses
+
+
+def _summed(note: dict[str, Any], tensors: Sequence[np.ndarray], weight: np.ndarray) -> np.ndarray:
+    """Return a weight with its adapter, with the axes as in the node that reads it."""
+    total = weight + _change(note, tensors)
+    return total * (tensors[2] / dora.lengths(total)) if note["use_dora"] else total
 
 
 def _change(note: dict[str, Any], pair: Sequence[np.ndarray]) -> np.ndarray:

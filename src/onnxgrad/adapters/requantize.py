@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from onnx import NodeProto
 
 from onnxgrad.adapters.constant_operands import ConstantOperands, Place
 from onnxgrad.adapters.integer_layout import layout_of, quantized
+from onnxgrad.adapters.uses import attributes
 from onnxgrad.errors import printable
 from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.reporting import frames_inside, logger
@@ -36,9 +37,13 @@ class Loss:
 
 
 def requantize(
-    operands: ConstantOperands, note: Mapping[str, Any], ref: ConstantRef, change: np.ndarray
+    operands: ConstantOperands,
+    note: Mapping[str, Any],
+    ref: ConstantRef,
+    update: Callable[[np.ndarray], np.ndarray],
+    of_bias: np.ndarray | None = None,
 ) -> Loss:
-    """Add a change to the quantized weight of an adapter, in place, and return what this costs.
+    """Change the quantized weight of an adapter, in place, and return what this costs.
 
     The weight keeps its integers' dtype, blocks and layout, and gets new scales, and zero points
     where these are stored and differ from each other or from the middle.
@@ -47,7 +52,9 @@ def requantize(
         operands: those of the model.
         note: about the adapter.
         ref: the weight.
-        change: what the adapter adds, with the axes as in the node that reads the weight.
+        update: from the weight to that with the adapter, with the axes as in the node that reads
+            it.
+        of_bias: by which the integers of a bias beside it are multiplied.
 
     Raises:
         ValueError: the weight is stored in a form that is not covered.
@@ -63,26 +70,30 @@ def requantize(
     if zeros is not None:
         stored = layout.unpack_zeros(zeros.array())
         zero = layout.per_group(stored)
-    added = change.T if layout.packed else change.transpose(np.argsort(note["perm"]))
-    if not layout.packed and added.shape != layout.shape:
-        raise _not_covered(ref, nodes[0], "whose integers are reshaped")
     if len({len(groups), len(scale), len(zero)}) > 1:
         raise _not_covered(ref, nodes[0], "whose scales or zero points have another shape")
-    exact = (groups - zero) * scale + layout.split(added)
+    before = layout.join((groups - zero) * scale, layout.shape)
+    if layout.packed:
+        updated = update(before[:, : attributes(nodes[0])["K"]].T).T
+    elif len(note["perm"]) != before.ndim:
+        raise _not_covered(ref, nodes[0], "whose integers are reshaped")
+    else:
+        updated = update(before.transpose(note["perm"])).transpose(np.argsort(note["perm"]))
+    exact = layout.split(updated)
     new, new_scale, new_zero = quantized(exact, groups, scale, zero, layout)
     new_scale = new_scale.astype(scales.array().dtype).astype(np.float64)
     changed = bool(np.any(new_zero != zero))
     if zeros is None and changed:
         raise _not_covered(ref, nodes[0], "whose integers have no sign and no zero point")
-    difference = layout.join(np.abs((new - new_zero) * new_scale - exact), added.shape)
+    difference = layout.join(np.abs((new - new_zero) * new_scale - exact), updated.shape)
     ref.write(layout.pack(layout.join(new, layout.shape), ref.array()))
     operands.write(scale_places, layout.as_stored(new_scale, scales.array()))
     if zeros is not None and changed:
         new_zero = layout.as_stored(new_zero, stored)
         operands.write(zero_places, layout.pack(new_zero, zeros.array()))
     for node in nodes:
-        _rescale_biases(operands, node, new_scale / scale)
-    size = np.abs(layout.join(exact, added.shape)).mean()
+        _rescale_biases(operands, node, new_scale / scale, of_bias)
+    size = np.abs(updated).mean()
     return Loss(ref.name, float(difference.max()), float(difference.mean()), float(size))
 
 
@@ -164,7 +175,9 @@ def report(losses: list[Loss]) -> None:
     )
 
 
-def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarray) -> None:
+def _rescale_biases(
+    operands: ConstantOperands, node: NodeProto, ratio: np.ndarray, factors: np.ndarray | None
+) -> None:
     """Rescale the integers of a bias beside a quantized weight, whose scale has that of the weight.
 
     onnxruntime adds both as integers, and takes the scale of the bias for that product.
@@ -182,6 +195,7 @@ def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarr
             continue
         old, factor = scale.array(), ratio.reshape(-1) if ratio.size > 1 else ratio.reshape(())
         new = (old * factor).astype(old.dtype)
-        rescaled = np.rint(q.array() * (old.astype(np.float64) / new))
+        exact = q.array() * (old.astype(np.float64) / new)
+        rescaled = np.rint(exact if factors is None else exact * factors.reshape(-1))
         operands.write([(maker, 0)], rescaled)
         operands.write([(maker, 1)], new)
