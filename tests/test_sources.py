@@ -933,3 +933,29 @@ def test_a_folder_of_arrow_files(tmp_path):
     pq.write_table(table(), tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match="files of one kind"):
         decoded(tmp_path)
+
+
+def test_a_loader_is_iterated_once_an_epoch():
+    """More passes would draw from the seed of its order."""
+    passes = []
+
+    class Counted(list):
+        def __iter__(self):
+            passes.append(len(self))
+            return super().__iter__()
+
+    batches = Counted([(X[:5], Y[:5]), (X[5:10], Y[5:10])])
+    held_out = Counted([(X[10:], Y[10:]) for _ in range(3)])
+    trainer = Trainer(linear(), "squared_error", learning_rate=1e-4)
+    trainer.fit(iter_again(batches), validation=iter_again(held_out), epochs=3)
+    assert passes == [2, 3] * 3
+
+
+def iter_again(batches):
+    """Return an iterable that is no list."""
+
+    class Again:
+        def __iter__(self):
+            return iter(batches)
+
+    return Again()

@@ -73,11 +73,11 @@ class Facts:
                 weights = balanced_weights(data.y, (trainer.loss_options or {}).get("ignore_index"))
         else:
             weights = None
-        labelled = any(d.given is None or d.given.labelled for d in both)
+        labelled = True
+        if is_causal(trainer.loss):  # else not asked: it may read a batch, and so draw from a seed
+            labelled = any(d.given is None or d.given.labelled for d in both)
         shapes = label_shapes(data, trainer.proto)
-        return cls(
-            shapes, axes, weights, _filled(trainer, both), labelled or not is_causal(trainer.loss)
-        )
+        return cls(shapes, axes, weights, _filled(trainer, both), labelled)
 
 
 class Recipe:
