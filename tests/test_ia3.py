@@ -144,3 +144,10 @@ def _check_files(net, model, x, folder):
     save_adapter(adapted, folder / "ours")
     loaded = peft.PeftModel.from_pretrained(net, folder / "ours").eval()
     np.testing.assert_allclose(loaded(x).detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_number_behind_a_layer_is_no_bias_of_its_features():
+    model = parse("f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Add(h, c) }")
+    adapted = add_ia3(with_tensors(model, w=(4, 3), c=np.array(2.0, np.float32)), "w")
+    with pytest.raises(ValueError, match="its bias 'c' is read by others, or is no constant"):
+        merge_lora(adapted)

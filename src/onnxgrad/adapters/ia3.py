@@ -204,8 +204,8 @@ def merge_bias(
         return
     readers = sum(list(node.input).count(note["bias"]) for node in nodes)
     bias = next((r for r in refs.values() if r.graph_name == note["bias"]), None)
-    lengths = (factors.size,) if note["form"] == LINEAR else (factors.size, 1)
-    if bias is None or readers > len(note["uses"]) or bias.array().shape[-1] not in lengths:
+    ends = [(factors.size,)] if note["form"] == LINEAR else [(factors.size,), (1,)]
+    if bias is None or readers > len(note["uses"]) or bias.array().shape[-1:] not in ends:
         raise ValueError(
             f"the factors of {printable(note['weight'])!r} cannot be merged: its bias "
             f"{printable(note['bias'])!r} is read by others, or is no constant of its features"

@@ -32,7 +32,7 @@ _SHARED = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING = "optimization.constant_folding_max_output_size_in_bytes"
 _FOLDED = 1 << 18  # bytes
-_TRIMMED = 1 << 24  # bytes of constants, from which copies of them matter
+_TRIMMED = 1 << 24  # bytes of a model, from which copies of it matter
 _SPINNING = "session.force_spinning_stop"
 
 
@@ -95,7 +95,7 @@ def ordered_session(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = ir.to_proto(optimized)
     del optimized
-    large = external.inline_nbytes(proto) > _TRIMMED
+    large = proto.ByteSize() > _TRIMMED  # also what the body of a Scan holds
     if large:
         _give_back_freed()
     running = loaded(proto, options, providers=device.providers, **more)
