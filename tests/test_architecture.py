@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "onnxgrad"
-# from the ground up: a room imports those before it, and the public names import all but `cli`
+# from the ground up: a room imports those before it, and the public names import all but `tasks`,
+# which are above them, and `cli`
 FLOORS = [
     *("lazy_sympy", "errors", "limits", "reporting", "estimator"),
     *("graph", "model", "runtime", "native", "data", "autodiff", "parallel"),
@@ -29,6 +30,7 @@ FLOORS = [
         "torch",
         "sklearn",
         "__init__",
+        "tasks",
         "cli",
         "__main__",
     ),
@@ -71,6 +73,16 @@ def test_imports_run_down():
         if floor[room(other)] > floor[room(name)]
     ]
     assert not wrong
+
+
+def test_tasks_use_public_names_only():
+    used = {
+        other for name, file in FILES.items() if room(name) == "tasks" for other in imports(file)
+    }
+    assert {other for other in used if room(other) not in ("tasks", "__init__")} == set()
+    assert (
+        sum(len(f.read_text().splitlines()) for n, f in FILES.items() if room(n) == "tasks") < 2000
+    )
 
 
 def test_no_circle():

@@ -2,6 +2,7 @@
 
 import doctest
 import re
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,17 @@ def test_example(name, tmp_path, monkeypatch):
     run_examples(getattr(onnxgrad, name), name)
 
 
+@pytest.mark.parametrize("name", sorted(onnxgrad.tasks.__all__))
+def test_example_of_a_task(name):
+    pytest.importorskip("PIL")
+    thing = getattr(onnxgrad.tasks, name)
+    if isinstance(thing, type):
+        run_examples(thing, name)
+        return
+    for own in thing.__all__:
+        run_examples(getattr(thing, own), own)
+
+
 def test_example_of_the_torch_module():
     pytest.importorskip("torch")
     from onnxgrad.torch import OnnxModule
@@ -58,11 +70,17 @@ def test_every_name_is_on_one_page():
     listed = []
     for page in (ROOT / "docs" / "api").glob("*.rst"):
         for names in re.findall(
-            r"^\.\. api::(?: onnxgrad\.explain)?\n((?:\n|   \w+\n)+)", page.read_text(), re.M
+            r"^\.\. api::(?: onnxgrad\.(?:explain|tasks[\w.]*))?\n((?:\n|   \w+\n)+)",
+            page.read_text(),
+            re.M,
         ):
             listed += names.split()
-    names = set(onnxgrad.__dir__()) - {"explain"}  # `__all__` depends on what is installed
-    assert sorted(listed) == sorted([*names, *onnxgrad.explain.__all__])
+    names = {*onnxgrad.__dir__()} - {"explain", "tasks"}  # `__all__` depends on what is installed
+    tasks = [
+        import_module(f"onnxgrad.tasks.{name}") for name in onnxgrad.tasks.__all__ if name.islower()
+    ]
+    own = ["Task", *(name for task in tasks for name in task.__all__)]
+    assert sorted(listed) == sorted([*names, *onnxgrad.explain.__all__, *own])
 
 
 def test_every_page_is_in_the_navigation():

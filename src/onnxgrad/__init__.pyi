@@ -2,6 +2,7 @@
 
 from . import (
     explain as explain,
+    tasks as tasks,
 )
 from .adapters.files import (
     load_adapter as load_adapter,
@@ -112,6 +113,10 @@ from .data.padding import (
     by_length as by_length,
     pad_sequences as pad_sequences,
 )
+from .data.readers import (
+    IndexedReader as IndexedReader,
+    Reader as Reader,
+)
 from .data.tables import (
     FileTable as FileTable,
     read_table as read_table,
@@ -195,6 +200,7 @@ from .losses.row_losses import (
     unreduced_onnx_loss as unreduced_onnx_loss,
 )
 from .losses.spec import (
+    LabelKind as LabelKind,
     LossSpec as LossSpec,
 )
 from .metrics.base import (

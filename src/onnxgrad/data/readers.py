@@ -31,6 +31,17 @@ class Reader:
         shuffles: whether a seed changes the order of the rows.
         reuses: whether the arrays of a batch may be written to when the next one is read.
         pads: whether rows are padded, of which only a mask tells how long they were.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> class Lines(og.Reader):
+        ...     shuffles = False
+        ...     def batches(self, size, seed, skip):
+        ...         for start in range(skip * size, 6, size):
+        ...             x = np.arange(start, min(start + size, 6), dtype=np.float32)
+        ...             yield x[:, None], 2 * x[:, None]
+        >>> [len(X) for X, y in Lines().batches(4, None, 0)]
+        [4, 2]
     """
 
     rows: int | None = None
@@ -68,7 +79,17 @@ class Reader:
 
 
 class IndexedReader(Reader):
-    """Rows that can be read in any order."""
+    """Rows that can be read in any order: `take` reads those of a batch.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> class Squares(og.IndexedReader):
+        ...     rows = 100
+        ...     def take(self, indices, seed):
+        ...         return np.float32(indices)[:, None], np.float32(indices**2)[:, None]
+        >>> [X.ravel().tolist() for X, y in Squares().batches(50, None, 1)][0][:3]
+        [50.0, 51.0, 52.0]
+    """
 
     rows: int
 

@@ -56,6 +56,12 @@ class LabelKind:
         needs: the accepted predictions in words.
         classes: from the shape of the prediction to the number of classes, or the symbol of that
             dimension; None where labels are not class indices.
+
+    Examples:
+        >>> import onnx_ir as ir, onnxgrad as og
+        >>> boxes = og.LabelKind(ir.DataType.FLOAT, lambda prediction: (prediction[0], None, 5))
+        >>> boxes.shape(("N", 8400, 6))
+        ('N', None, 5)
     """
 
     dtype: ir.DataType | None = None

@@ -1,0 +1,14 @@
+"""Tasks: what a job needs beside a `Trainer`: reader, loss, metrics, predictions.
+
+A module a task, each with a class of one scheme: see `Task`. They use the public names only, so
+that each is also an example of how to write one's own.
+
+Examples:
+    >>> import onnxgrad as og
+    >>> callable(og.tasks.Task.trainer)
+    True
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
