@@ -391,6 +391,12 @@ def test_dtype_is_that_of_the_first_operand():
         assert op.Where(op.Equal(n, 1), 0.5, n).dtype == ir.DataType.INT64
 
 
+def test_indices_of_topk_are_integers():
+    (x,) = inputs((4,))
+    values, indices = emitter(x).emit_many("TopK", [x, [2]], {}, 2)
+    assert (values.dtype, indices.dtype) == (ir.DataType.FLOAT, ir.DataType.INT64)
+
+
 def test_swap():
     x, z = inputs(("N", 2, 3), None)
     op = emitter(x, z)
