@@ -232,3 +232,182 @@ def test_loss_of_raw_distributions_is_that_of_ultralytics():
         spec = detection_loss(head, **options)
         found = run(spec.formula, raw, labels)
         assert_same(found, torch_run(lambda x, y, o=options: v8_loss(x, y, **o), raw, labels))
+
+
+def yolov8_file(op, raw):
+    """Decode as the file of a YOLOv8 does: center and size in pixels, and a Sigmoid."""
+    points = grid().numpy().astype(np.float32)
+    flat, logits = op.split(raw, [4 * BINS, CLASSES], 1)
+    far = op.Transpose(op.Reshape(flat, [0, 4, BINS, len(points)]), perm=[0, 2, 1, 3])
+    far = op.Softmax(far, axis=1) * np.arange(BINS, dtype=np.float32).reshape(1, BINS, 1, 1)
+    near, far = op.split(op.ReduceSum(far, [1], keepdims=0), 2, 1)
+    near, far = (
+        op.Sub(points[:, :2].T / points[:, 2], near),
+        op.Add(points[:, :2].T / points[:, 2], far),
+    )
+    decoded = op.Concat((near + far) / 2.0, far - near, axis=1) * points[:, 2]
+    return op.Concat(decoded, op.Sigmoid(logits), axis=1)
+
+
+def test_loss_of_a_yolov8_file_is_that_of_its_raw_outputs():
+    rng = np.random.default_rng(3)
+    raw = rng.normal(size=(2, 4 * BINS + CLASSES, len(grid()))).astype(np.float32)
+    raw[:, -CLASSES:] *= 20  # where probabilities are rounded to 1
+    spec, labels = detection_loss(Head("yolov8", CLASSES, SIZE)), truth(rng)
+    found = run(lambda op, x, y: spec.formula(op, yolov8_file(op, x), y), raw, labels)
+    assert_same(found, torch_run(v8_loss, raw, labels), rtol=3e-5)  # boxes are rounded on the way
+
+
+def yolox_loss(raw, labels, decoded):
+    points, parts = grid(), torch.zeros((), dtype=torch.float64)
+    xy, wh, obj, logits = raw.split([2, 2, 1, CLASSES], 2)
+    if not decoded:
+        xy, wh = (xy + (points[:, :2] / points[:, 2:] - 0.5)) * points[:, 2:], wh.exp() * points[:, 2:]
+    predicted, count = torch.cat([xy - wh / 2, xy + wh / 2], -1), 0
+    for i in range(len(raw)):
+        gt = labels[i][labels[i, :, 0] >= 0]
+        with torch.no_grad():
+            p = logits[i].sigmoid() * obj[i].sigmoid()
+            chosen, _, iou = assigned(p, predicted[i], gt, points[:, :2])
+        hit = torch.zeros_like(obj[i, :, 0])
+        for g, at in chosen.nonzero().tolist():
+            hit[at] = 1.0
+            aim = F.one_hot(gt[g, 0].long(), CLASSES) * iou[at]
+            parts = parts + 5 * (1 - torch_iou(predicted[i, at], gt[g, 1:], "giou"))
+            parts = parts + F.binary_cross_entropy_with_logits(logits[i, at], aim, reduction="sum")
+        parts = parts + F.binary_cross_entropy_with_logits(obj[i, :, 0], hit, reduction="sum")
+        count += int(hit.sum())
+    return parts / max(count, 1)
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_loss_of_yolox(decoded):
+    def file(op, x):
+        box, scores = op.split(x, [4, 1 + CLASSES], 2)
+        return op.Concat(box, op.Sigmoid(scores), axis=2)
+
+    points = grid().numpy().astype(np.float32)
+    spec = detection_loss(Head("yolox", CLASSES, SIZE, decoded=decoded), box="giou")
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        raw = rng.normal(size=(2, len(points), 5 + CLASSES)).astype(np.float32)
+        if decoded:
+            raw[..., :2] += points[:, :2]
+            raw[..., 2:4] = np.exp(raw[..., 2:4]) * points[:, 2:]
+        labels = truth(rng)
+        found = run(lambda op, x, y: spec.formula(op, file(op, x), y), raw, labels)
+        other = torch_run(lambda x, y: yolox_loss(x, y, decoded), raw, labels)
+        assert_same(found, other)
+
+
+QUERIES = 9
+
+
+def set_loss(raw, labels, softmax):
+    """SetCriterion and HungarianMatcher of DETR."""
+    from scipy.optimize import linear_sum_assignment
+
+    sides = torch.tensor([SIZE[1], SIZE[0], SIZE[1], SIZE[0]], dtype=torch.float64)
+    count, parts, weights, entropy = (labels[..., 0] >= 0).sum(), 0, 0, 0
+    for row, label in zip(raw, labels, strict=True):
+        gt, box, logits = label[label[:, 0] >= 0], row[:, :4], row[:, 4:]
+        p = logits.softmax(-1) if softmax else logits.sigmoid()
+        corners = torch.cat([box[:, :2] - box[:, 2:] / 2, box[:, :2] + box[:, 2:] / 2], -1) * sides
+        true = gt[:, 1:] / sides
+        aim = torch.cat([(true[:, :2] + true[:, 2:]) / 2, true[:, 2:] - true[:, :2]], -1)
+        numbers = gt[:, 0].long()
+        cost = 5 * torch.cdist(aim, box, p=1) - p[:, numbers].T
+        cost = cost - 2 * torch_iou(gt[:, None, 1:], corners[None], "giou")
+        own, queries = linear_sum_assignment(cost.detach().numpy())
+        parts = parts + 5 * (box[queries] - aim[own]).abs().sum()
+        parts = parts + 2 * (1 - torch_iou(corners[queries], gt[own, 1:], "giou")).sum()
+        if softmax:
+            target = torch.full((QUERIES,), CLASSES)
+            target[queries] = numbers[own]
+            weight = torch.tensor([1.0] * CLASSES + [0.1]).double()
+            entropy = entropy + F.cross_entropy(logits, target, weight, reduction="sum")
+            weights = weights + weight[target].sum()
+        else:
+            target = torch.zeros_like(logits)
+            target[queries, numbers[own]] = 1.0
+            p_t = torch.where(target > 0, p, 1 - p)
+            alpha = torch.where(target > 0, 0.25, 0.75)
+            parts = parts - (alpha * (1 - p_t) ** 2 * p_t.log()).sum()
+    return parts / count + (entropy / weights if softmax else 0)
+
+
+@pytest.mark.parametrize("kind", ["detr", "rtdetr"])
+def test_loss_of_a_set_is_that_of_detr(kind):
+    pytest.importorskip("scipy")
+    head = Head(kind, CLASSES, SIZE, probabilities=False)
+    spec, match = detection_loss(head, box="giou", classes="focal"), matcher(head)
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        raw = rng.normal(size=(2, QUERIES, 4 + CLASSES + (kind == "detr"))).astype(np.float32)
+        raw[..., :4] = rng.uniform(0.2, 0.8, (2, QUERIES, 4))
+        labels = truth(rng)
+        labels[0, 0] = 1, 5, 5, 30, 20
+        found = run(spec.formula, raw, match(raw, labels))
+        assert_same(found, torch_run(lambda x, y: set_loss(x, y, kind == "detr"), raw, labels))
+
+
+# -- mean average precision -----------------------------------------------------------------------
+
+
+def average_precision(found, true, iou):
+    """That of COCO for one class: matches by score, precision at 101 recalls."""
+    count = sum(len(t) for t in true)
+    if not count:
+        return None
+    rows = sorted(
+        ((s, i, box) for i, boxes in enumerate(found) for s, *box in boxes),
+        key=lambda row: -row[0],
+    )
+    taken, hits = [set() for _ in true], []
+    for _, i, box in rows:
+        best, at = min(iou, 1 - 1e-10), None
+        for g, other in enumerate(true[i]):
+            x = max(0, min(box[2], other[2]) - max(box[0], other[0]))
+            y = max(0, min(box[3], other[3]) - max(box[1], other[1]))
+            areas = sum((b[2] - b[0]) * (b[3] - b[1]) for b in (box, other))
+            overlap = x * y / (areas - x * y)
+            if g not in taken[i] and overlap >= best:
+                best, at = overlap, g
+        taken[i].add(at)
+        hits.append(at is not None)
+    tp = np.cumsum(hits)
+    recall, precision = tp / count, tp / np.arange(1, len(hits) + 1)
+    grid = np.linspace(0, 1, 101)
+    return np.mean([max(precision[recall >= r - 1e-12], default=0.0) for r in grid])
+
+
+def test_map_is_that_of_its_definition():
+    pytest.importorskip("pycocotools")
+    head = Head("rtdetr", CLASSES, (100, 100), probabilities=True)  # keeps all boxes
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        label = np.full((4, 5, 5), -1, np.float32)
+        prediction = np.zeros((4, 12, 4 + CLASSES), np.float32)
+        for row, boxes_of in zip(label, prediction, strict=True):
+            count = rng.integers(1, 6)
+            near = rng.uniform(10, 60, (count, 2))
+            row[:count] = np.c_[rng.integers(0, CLASSES, count), near, near + rng.uniform(8, 35, 2)]
+            at = rng.integers(0, count, 12)
+            corners = row[at, 1:] + rng.normal(scale=2.5, size=(12, 4))
+            boxes_of[:, :2] = (corners[:, :2] + corners[:, 2:]) / 200
+            boxes_of[:, 2:4] = (corners[:, 2:] - corners[:, :2]) / 100
+            number = np.where(rng.random(12) < 0.8, row[at, 0], rng.integers(0, CLASSES, 12))
+            boxes_of[np.arange(12), 4 + number.astype(int)] = rng.permutation(12) / 20 + 0.1
+            boxes_of[np.arange(12), 4 + number.astype(int)] += rng.random(12) / 100
+        for iou, ious in ((0.5, [0.5]), (None, np.arange(50, 100, 5) / 100)):
+            metric = MeanAveragePrecision(head, iou)
+            metric.begin(og.PredictionInfo())
+            for half in (slice(0, 2), slice(2, 4)):
+                metric.update(prediction[half], label[half])
+            values = []
+            for c in range(CLASSES):
+                found = [d[d[:, 0] == c][:, 1:] for d in metric.decoder(prediction, 0.001, 0.65)]
+                true = [t[t[:, 0] == c][:, 1:] for t in label]
+                values += [average_precision(found, true, t) for t in ious]
+            expected = np.mean([v for v in values if v is not None])
+            assert np.isclose(metric.compute(), expected, atol=1e-6), seed
