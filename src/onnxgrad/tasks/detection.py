@@ -224,11 +224,13 @@ class Detection(Task):
         self.pixels = pixels or _PIXELS.get(self.head.kind, _as_it_is)
         self.augment = tuple(augment)
         self.decoder = Decoder(self.head)
-        self.loss, self.arguments = {_output(self.model): detection_loss(self.head, **loss)}, {}
+        only = None if len(self.model.graph.output) == 1 else JOINED
+        spec = detection_loss(self.head, **loss)
+        self.loss, self.arguments = {only: spec} if only else spec, {}
         self._trainer: Any = None
         if train is not None:
             metrics = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
-            self.metrics = {_output(self.model): metrics}
+            self.metrics = {only: metrics} if only else metrics
             self.data = self._reader(train, self.augment)
             held_out = read_annotations(Path(data), "val")
             self.validation = held_out and self._reader(held_out)
@@ -384,12 +386,6 @@ def _proto(model: Any) -> onnx.ModelProto:
     if isinstance(model, bytes):
         return onnx.load_model_from_string(model)
     return onnx.load(model)
-
-
-def _output(model: onnx.ModelProto) -> str:
-    """Return the output that the loss reads."""
-    names = [y.name for y in model.graph.output]
-    return JOINED if JOINED in names else names[0]
 
 
 def _class_names(model: onnx.ModelProto) -> list[str]:
