@@ -107,6 +107,7 @@ def test_a_head_on_features(here):
         (("--head", 2, "--head-at", "w"), r"layer \(--head-at\) 'w'"),
         (("--head", 2, "--head-pool", "max"), "--head-pool.*'max'.*mean"),
         (("--head", 2, "--head-pool", "first", "--head-mask", "x"), "needs --head-pool mean"),
+        (("--head", 2, "--head-pool", "none", "--head-at", "a", "--head-at", "b"), "one value"),
         (("--head", 2, "--head-pool", "mean"), "--head-pool mean needs 3 axes; 'z' has"),
         (("--lora", "X"), "'X'"),
     ],
@@ -121,6 +122,13 @@ def test_the_layer_of_head_at_is_replaced(here):
     succeed("train", *KINDS, *FAST, "--head", 6, "--head-at", "W")
     shapes = sorted(a.shape for a in weights("trained.onnx").values())
     assert shapes == [(2, 4), (4, 6), (6,)]
+
+
+def test_layers_of_head_at_are_replaced(here):
+    succeed("train", *KINDS, *FAST, "--head", 6, "--head-at", "W", "--head-at", "W*")
+    several = ("--head-at", "W", "--head-at", "V", "-o", "no.onnx")
+    [message] = {refused("train", *KINDS, "--head", 6, *several)}
+    assert "--head-at W --head-at V names layers that differ in their units" in message
 
 
 def test_adapters_train_and_merge(here):

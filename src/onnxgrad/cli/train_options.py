@@ -86,9 +86,11 @@ class WeightOptions:
         "separated by commas.",
         metavar="N|A,B,...",
     )
-    head_at: str | None = option(
-        "The layer that --head replaces: its node, its result or its weights. With --head-pool: "
-        "the value that the new layer is put on.",
+    head_at: list[str] = option(
+        "The layer that --head replaces: its node, its result or its weights; several by a "
+        "pattern, or repeated, for the scales of a detector. With --head-pool: the value that the "
+        "new layer is put on.",
+        [],
         metavar="NAME",
         show_default="the last layer; with --head-pool, the output",
     )
