@@ -45,7 +45,9 @@ def run(write, *arrays, wrt=1):
     keep = og.DerivativeOptions.KeepOutputs
     gradient = og.onnx_derivative(proto, weights=[], inputs=names, options=keep)
     session = ort.InferenceSession(gradient.SerializeToString())
-    feed = {x.name: a for x, a in zip(inputs, arrays, strict=True)} | {"loss_grad": np.ones((), np.float32)}
+    feed = {x.name: a for x, a in zip(inputs, arrays, strict=True)} | {
+        "loss_grad": np.ones((), np.float32)
+    }
     values = session.run(["loss", *(f"{n}_grad" for n in names)], feed)
     return values[0], values[1:]
 
@@ -152,7 +154,10 @@ def assigned(scores, predicted, gt, centers, topk=10, alpha=0.5, beta=6.0):
     for g, (c, *box) in enumerate(gt.tolist()):
         x1, y1, x2, y2 = box
         inside[g] = (
-            (centers[:, 0] > x1) & (centers[:, 1] > y1) & (centers[:, 0] < x2) & (centers[:, 1] < y2)
+            (centers[:, 0] > x1)
+            & (centers[:, 1] > y1)
+            & (centers[:, 0] < x2)
+            & (centers[:, 1] < y2)
         )
         true = torch.tensor(box, dtype=torch.float64).expand(a, 4)
         iou[g] = torch_iou(true, predicted, "ciou").clamp(0) * inside[g]
@@ -215,7 +220,7 @@ def truth(rng, n=2, most=4):
     for row in labels:
         for one in row[: rng.integers(0 if n > 1 else 1, most + 1)]:
             x, y = rng.uniform(0, SIZE[1] - 40), rng.uniform(0, SIZE[0] - 40)
-            one[:] = rng.integers(CLASSES), x, y, *(rng.uniform(12, 40, 2) + (x, y))
+            one[:] = rng.integers(CLASSES), x, y, *((*rng.uniform(12, 40, 2), x, y))
     return labels
 
 
@@ -262,7 +267,10 @@ def yolox_loss(raw, labels, decoded):
     points, parts = grid(), torch.zeros((), dtype=torch.float64)
     xy, wh, obj, logits = raw.split([2, 2, 1, CLASSES], 2)
     if not decoded:
-        xy, wh = (xy + (points[:, :2] / points[:, 2:] - 0.5)) * points[:, 2:], wh.exp() * points[:, 2:]
+        xy, wh = (
+            (xy + (points[:, :2] / points[:, 2:] - 0.5)) * points[:, 2:],
+            wh.exp() * points[:, 2:],
+        )
     predicted, count = torch.cat([xy - wh / 2, xy + wh / 2], -1), 0
     for i in range(len(raw)):
         gt = labels[i][labels[i, :, 0] >= 0]
@@ -391,7 +399,9 @@ def test_map_is_that_of_its_definition():
         for row, boxes_of in zip(label, prediction, strict=True):
             count = rng.integers(1, 6)
             near = rng.uniform(10, 60, (count, 2))
-            row[:count] = np.c_[rng.integers(0, CLASSES, count), near, near + rng.uniform(20, 35, 2)]
+            row[:count] = np.c_[
+                rng.integers(0, CLASSES, count), near, near + rng.uniform(20, 35, 2)
+            ]
             at = rng.integers(0, count, 12)
             corners = row[at, 1:] + rng.normal(scale=2.5, size=(12, 4))
             boxes_of[:, :2] = (corners[:, :2] + corners[:, 2:]) / 200
@@ -411,3 +421,329 @@ def test_map_is_that_of_its_definition():
                 values += [average_precision(found, true, t) for t in ious]
             expected = np.mean([v for v in values if v is not None])
             assert np.isclose(metric.compute(), expected, atol=1e-6), seed
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def picture(path, size=(60, 40), box=None):
+    image = pytest.importorskip("PIL.Image").new("RGB", size, (120, 130, 140))
+    if box is not None:
+        image.paste((250, 20, 20), tuple(box))
+    image.save(path)
+
+
+def coco(folder, notes, **changed):
+    (folder / "images").mkdir(parents=True)
+    images = [{"id": 7, "file_name": "a.png", "width": 60, "height": 40}]
+    images.append({"id": 3, "file_name": "b.png", "width": 60, "height": 40})
+    for image in images:
+        picture(folder / "images" / image["file_name"])
+    categories = [{"id": 90, "name": "cat"}, {"id": 4, "name": "dog"}]
+    whole = {"images": images, "annotations": notes, "categories": categories, **changed}
+    (folder / "instances.json").write_text(json.dumps(whole))
+    return folder
+
+
+def yolo(folder, lines, names="[dog, cat]"):
+    for part in ("images", "labels"):
+        (folder / part / "train").mkdir(parents=True)
+    picture(folder / "images" / "train" / "a.png")
+    (folder / "labels" / "train" / "a.txt").write_text(lines)
+    (folder / "data.yaml").write_text(f"train: images/train\nnames: {names}\n")
+    return folder
+
+
+def small_yolox(classes=2, weight=None):
+    """A YOLOX of one layer, for pictures of 32 x 32 pixels: 16, 4 and 1 anchors."""
+    rng = np.random.default_rng(0)
+    columns = 5 + classes
+    proto = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 20]>
+        yolox (float[N,3,32,32] images) => (float[N,21,{columns}] output)
+        <int64[3] flat = {{0, {columns}, -1}}> {{
+            h = Conv <kernel_shape=[8,8], strides=[8,8]> (images, stem)  f = Relu(h)
+            g = AveragePool <kernel_shape=[2,2], strides=[2,2]> (f)
+            k = AveragePool <kernel_shape=[2,2], strides=[2,2]> (g)
+            b0 = Conv(f, reg0)  o0 = Conv(f, obj0)  c0 = Conv(f, cls0, bias0)
+            b1 = Conv(g, reg1)  o1 = Conv(g, obj1)  c1 = Conv(g, cls1, bias1)
+            b2 = Conv(k, reg2)  o2 = Conv(k, obj2)  c2 = Conv(k, cls2, bias2)
+            so0 = Sigmoid(o0)  so1 = Sigmoid(o1)  so2 = Sigmoid(o2)
+            sc0 = Sigmoid(c0)  sc1 = Sigmoid(c1)  sc2 = Sigmoid(c2)
+            p0 = Concat <axis=1> (b0, so0, sc0)  p1 = Concat <axis=1> (b1, so1, sc1)
+            p2 = Concat <axis=1> (b2, so2, sc2)
+            r0 = Reshape(p0, flat)  r1 = Reshape(p1, flat)  r2 = Reshape(p2, flat)
+            all = Concat <axis=2> (r0, r1, r2)
+            output = Transpose <perm=[0,2,1]> (all) }}""")
+    shapes = {"stem": (16, 3, 8, 8)}
+    for i in range(3):
+        shapes |= {f"reg{i}": (4, 16, 1, 1), f"obj{i}": (1, 16, 1, 1), f"bias{i}": (classes,)}
+        shapes[f"cls{i}"] = (classes, 16, 1, 1)
+    for name, shape in shapes.items():
+        scale = 0.1
+        values = rng.normal(scale=scale, size=shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    return proto
+
+
+BOX = {"id": 1, "image_id": 7, "category_id": 90, "bbox": [6, 10, 24, 20]}
+
+
+def test_reading_coco(tmp_path):
+    crowd = {"id": 2, "image_id": 7, "category_id": 4, "bbox": [0, 0, 9, 9], "iscrowd": 1}
+    task = Detection(small_yolox(), coco(tmp_path / "c", [BOX, crowd]), head="yolox")
+    assert task.classes == ["dog", "cat"]
+    assert task.data.rows == 2
+    X, y = task.data.take(np.arange(2), None)
+    # 60 x 40 -> 32 x 21, 5 rows of gray above
+    scale = 32 / 60
+    expected = [1, 6 * scale, 10 * scale + 5, 30 * scale, 30 * scale + 5]
+    np.testing.assert_allclose(y[0], [expected], rtol=1e-6)
+    assert (y[1] == -1).all()
+    assert X.shape == (2, 3, 32, 32)
+    assert X.dtype == np.float32
+    assert np.allclose(X[0, :, 0, 0], 114)
+    assert np.allclose(X[0, :, 16, 16], [140, 130, 120])
+
+
+def test_reading_yolo(tmp_path):
+    pytest.importorskip("yaml")
+    task = Detection(small_yolox(), yolo(tmp_path / "y", "1 0.3 0.5 0.4 0.5\n"), head="yolox")
+    same = Detection(small_yolox(), coco(tmp_path / "c", [BOX]), head="yolox")
+    assert task.classes == ["dog", "cat"]
+    assert task.validation is None
+    np.testing.assert_allclose(
+        task.data.take([0], None)[1], same.data.take([0], None)[1], rtol=1e-5
+    )
+    (tmp_path / "y" / "data.yaml").write_text(
+        "train: images/train\nval: images/train\nnames: [dog]"
+    )
+    with pytest.raises(ValueError, match="class 1 is not among the 1"):
+        task.read(tmp_path / "y")
+    with pytest.raises(ValueError, match="classes"):
+        Detection(small_yolox(), tmp_path / "c", head="yolox").read(
+            yolo(tmp_path / "z", "", "[a, b]")
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"category_id": 5}, "annotation 0 .id 1.: no category has the id 5"),
+        ({"image_id": 9}, "annotation 0 .id 1.: no image has the id 9"),
+        ({"bbox": [40, 10, 24, 20]}, "annotation 0 .id 1.: the box is outside"),
+        ({"bbox": [4, 10, 0, 20]}, "annotation 0 .id 1.: the box is empty"),
+        ({"bbox": [4, 10]}, "annotation 0 .id 1.: 'bbox' must be"),
+    ],
+)
+def test_broken_annotations_of_coco_name_the_row(tmp_path, changed, message):
+    with pytest.raises(ValueError, match=message):
+        Detection(small_yolox(), coco(tmp_path / "c", [BOX | changed]), head="yolox")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("0 .5 .5 .2 .2\n7 .5 .5 .2 .2", r"a.txt', line 2: class 7"),
+        ("0 .5 .5 .2", r"a.txt', line 1: must be class"),
+        ("0 .95 .5 .2 .2", r"a.txt', line 1: the box is outside"),
+    ],
+)
+def test_broken_labels_of_yolo_name_the_line(tmp_path, lines, message):
+    pytest.importorskip("yaml")
+    with pytest.raises(ValueError, match=message):
+        Detection(small_yolox(), yolo(tmp_path / "y", lines), head="yolox")
+
+
+def test_missing_files_are_named(tmp_path):
+    folder = coco(tmp_path / "c", [BOX])
+    picture(folder / "images" / "a.png", (60, 50))
+    task = Detection(small_yolox(), folder, head="yolox")
+    with pytest.raises(
+        ValueError, match=r"a.png' has 60 x 50 pixels, and is annotated as \(60, 40"
+    ):
+        task.data.take([0], None)
+    (folder / "images" / "b.png").unlink()
+    with pytest.raises(ValueError, match=r"the image 'b.png' is not in"):
+        Detection(small_yolox(), folder, head="yolox")
+    with pytest.raises(ValueError, match="has no instances.json"):
+        Detection(small_yolox(), tmp_path, head="yolox")
+
+
+def test_flips_follow_the_seed_and_the_row(tmp_path):
+    folder = coco(tmp_path / "c", [BOX, BOX | {"id": 2, "image_id": 3}])
+    task = Detection(small_yolox(), folder, head="yolox", augment=[horizontal_flip()])
+    plain = task.data.take([0], None)[1]
+    drawn = [task.data.take([0], seed)[1] for seed in range(8)]
+    left = {float(y[0, 0, 1]) for y in drawn}
+    assert left == {float(plain[0, 0, 1]), float(np.float32(32) - plain[0, 0, 3])}
+    again = task.data.take([1, 0], 5)[1][1:]
+    np.testing.assert_array_equal(drawn[5], again)
+
+
+# -- training and predictions ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory):
+    """Pictures of 32 x 32 with a red or a blue square."""
+    image = pytest.importorskip("PIL.Image")
+    folder, rng = tmp_path_factory.mktemp("squares"), np.random.default_rng(0)
+    images, notes = [], []
+    for i in range(48):
+        made = image.new("RGB", (32, 32), (128, 128, 128))
+        side, kind = int(rng.integers(8, 16)), int(rng.integers(2))
+        x, y = rng.integers(0, 32 - side, 2).tolist()
+        made.paste([(255, 0, 0), (0, 0, 255)][kind], (x, y, x + side, y + side))
+        made.save(folder / f"{i}.png")
+        images.append({"id": i, "file_name": f"{i}.png", "width": 32, "height": 32})
+        box = {"bbox": [x, y, side, side], "image_id": i}
+        notes.append({"id": i, "category_id": kind + 1, **box})
+    categories = [{"id": 1, "name": "red"}, {"id": 2, "name": "blue"}]
+    whole = {"images": images, "annotations": notes, "categories": categories}
+    (folder / "instances.json").write_text(json.dumps(whole))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(squares):
+    pytest.importorskip("pycocotools")
+    task = Detection(small_yolox(), squares, head="yolox", pixels=lambda rgb: 3 * rgb - 1.5)
+    trainer = task.trainer(optimizer="adamw", learning_rate=0.01)
+    before = trainer.evaluate(task.data)
+    trainer.fit(task.data, epochs=30, batch_size=16)
+    return task, trainer, before
+
+
+def test_training_finds_the_boxes(trained):
+    task, trainer, before = trained
+    after = trainer.evaluate(task.data)
+    assert after["loss"] < 0.5 * before["loss"]
+    assert after["map50"] > before["map50"] + 0.2
+    assert after["map50"] >= after["map"]
+
+
+def decoded_by_hand(prediction, least, overlap):
+    """YOLOX's demo_postprocess and multiclass_nms, in NumPy."""
+    found = []
+    points, row = grid((32, 32)).numpy(), prediction[0]
+    xy = (row[:, :2] + points[:, :2] / points[:, 2:] - 0.5) * points[:, 2:]
+    wh = np.exp(row[:, 2:4]) * points[:, 2:]
+    scores = row[:, 4:5] * row[:, 5:]
+    for c in range(scores.shape[1]):
+        mine = [i for i in np.argsort(-scores[:, c]) if scores[i].argmax() == c]
+        kept = []
+        for i in mine:
+            box = np.r_[xy[i] - wh[i] / 2, xy[i] + wh[i] / 2]
+            others = [
+                torch_iou(torch.tensor(box), torch.tensor(b), "iou") <= overlap for _, _, b in kept
+            ]
+            if scores[i, c] > least and all(others):
+                kept.append((scores[i, c], c, box))
+        found += kept
+    return sorted(found, key=lambda one: -one[0])
+
+
+def test_predictions_are_those_of_the_file(trained, squares, tmp_path):
+    task, trainer, _ = trained
+    trainer.save(tmp_path / "m.onnx")
+    results = task.predict(tmp_path / "m.onnx", squares)
+    assert len(results) == 48
+    session = ort.InferenceSession(tmp_path / "m.onnx")
+    for i in range(3):
+        X, _ = task.data.take([i], None)
+        expected = decoded_by_hand(session.run(None, {"images": X})[0], 0.25, 0.65)
+        [result] = task.predict(trainer, task.data.of.files[i])
+        assert [task.classes[c] for _, c, _ in expected] == result.classes
+        np.testing.assert_allclose(result.scores, [s for s, *_ in expected], rtol=1e-5)
+        boxes = np.array([b for *_, b in expected]).reshape(-1, 4).clip(0, 32)
+        np.testing.assert_allclose(result.boxes, boxes, rtol=1e-4, atol=1e-3)
+    before, after = (
+        onnx.load(m) if not hasattr(m, "graph") else m for m in (tmp_path / "m.onnx", task.model)
+    )
+    assert [n.op_type for n in before.graph.node] == [n.op_type for n in after.graph.node]
+
+
+def test_boxes_are_in_pixels_of_the_picture(trained):
+    task, trainer, _ = trained
+    image = np.full((64, 128, 3), 128, np.uint8)
+    image[16:56, 40:80] = 255, 0, 0
+    [found] = task.predict(trainer, image, score=0.05)
+    assert (found.boxes <= [128, 64, 128, 64]).all()
+    assert (found.boxes >= 0).all()
+    iou = torch_iou(torch.tensor(found.boxes[0]), torch.tensor([40.0, 16, 80, 56]), "iou")
+    assert found.classes[0] == "red"
+    assert iou > 0.4
+
+
+def test_writing(trained, squares, tmp_path):
+    task, trainer, _ = trained
+    results = task.predict(trainer, squares)
+    files = task.write(squares, results, tmp_path / "out")
+    assert files[0].name == "0.png"
+    assert files[-1].name == "detections.json"
+    rows = json.loads(files[-1].read_text())
+    assert len(rows) == sum(len(r.scores) for r in results)
+    assert {row["category_id"] for row in rows} <= {1, 2}
+    assert {row["image_id"] for row in rows} <= set(range(48))
+    with pytest.raises(ValueError, match="47 results for 48 pictures"):
+        task.write(squares, results[1:], tmp_path)
+
+
+def test_other_classes_get_new_layers_and_train_alone(squares):
+    proto = small_yolox(classes=5)
+    task = Detection(proto, squares, head="yolox")
+    assert task.head.classes == 2
+    assert len(task.class_layers) == 6
+    trainer = task.trainer(train=task.class_layers)
+    trainer.fit(task.data, epochs=1, batch_size=16)
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
+    for tensor in proto.graph.initializer:
+        if tensor.name.startswith(("stem", "reg", "obj")):
+            np.testing.assert_array_equal(onnx.numpy_helper.to_array(tensor), weights[tensor.name])
+
+
+# -- sets -----------------------------------------------------------------------------------------
+
+
+def small_detr(classes=2, queries=6):
+    proto = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 20]>
+        detr (float[N,3,32,32] images) => (float[N,{queries},{classes + 1}] logits,
+                                           float[N,{queries},4] boxes) {{
+            h = Conv <kernel_shape=[8,8], strides=[8,8]> (images, stem)  f = Flatten(h)
+            i = Relu(f)  j = MatMul(i, hidden)  k = Tanh(j)
+            a = MatMul(k, to_logits)  logits = Reshape(a, logits_shape)
+            b = MatMul(k, to_boxes)  c = Reshape(b, boxes_shape)  boxes = Sigmoid(c) }}""")
+    rng = np.random.default_rng(0)
+    shapes = {"stem": (8, 3, 8, 8), "hidden": (128, 64)}
+    shapes |= {"to_logits": (64, queries * (classes + 1)), "to_boxes": (64, queries * 4)}
+    for name, shape in shapes.items():
+        values = rng.normal(scale=0.1, size=shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    for name, last in (("logits_shape", classes + 1), ("boxes_shape", 4)):
+        shape = np.int64([0, queries, last])
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(shape, name))
+    return proto
+
+
+def test_queries_are_matched_while_they_train(squares):
+    pytest.importorskip("scipy")
+    pytest.importorskip("pycocotools")
+    task = Detection(small_detr(), squares)
+    assert task.head.kind == "detr"
+    assert task.head.classes == 2
+    with pytest.raises(ValueError, match="matched by a trainer"):
+        task.data.take([0], None)
+    trainer = task.trainer(optimizer="adam", learning_rate=0.003)
+    matched = [task.data.take(np.arange(48), None)[1][..., 5]]
+    before = trainer.evaluate(task.data)
+    trainer.fit(task.data, epochs=40, batch_size=16)
+    after = trainer.evaluate(task.data)
+    assert after["loss"] < 0.7 * before["loss"]
+    assert after["detections_map50"] > before["detections_map50"]
+    matched.append(task.data.take(np.arange(48), None)[1][..., 5])
+    assert (matched[0] != matched[1]).any()  # by the weights of the moment
+    file = og.select_model_inputs_outputs(trainer.model, ["logits", "boxes"])
+    [one], [other] = (task.predict(m, squares / "0.png") for m in (file, trainer))
+    np.testing.assert_array_equal(one.boxes, other.boxes)

@@ -363,6 +363,15 @@ class Detection(Task):
         units = [*self.classes, *["no object"] * (self.head.kind == "detr")]
         self.model = og.replace_head(self.model, units, at=layers)
         self.head = replace(self.head, classes=len(self.classes))
+        if self.head.kind != "detr":  # as most anchors have no object: p = 0.01 (arXiv:1708.02002)
+            sizes = {tensor.name: tensor.dims for tensor in self.model.graph.initializer}
+            layers = class_layers(self.model, self.head)
+            few = {
+                n: np.full(sizes[n], -np.log(99.0), np.float32)
+                for n in layers
+                if len(sizes[n]) == 1
+            }
+            self.model = og.replace_initializers_into_onnx(self.model, few)
 
 
 def _as_it_is(rgb: np.ndarray) -> np.ndarray:
