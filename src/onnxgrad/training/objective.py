@@ -243,12 +243,9 @@ def build_objective(
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added
+    predictions = {name: results[name] for name in predicted}
     return Objective(
-        model,
-        data,
-        trained,
-        written,
-        predictions={name: results[name] for name in predicted},
+        *(model, data, trained, written, predictions),
         tables=tables(graph, data),
         names=read_names(proto),
         stored=constants.stored(proto, weights),
