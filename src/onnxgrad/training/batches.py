@@ -73,6 +73,7 @@ class BatchSource:
         batch_size: rows of a batch, where the source cuts them.
         part: the rows of each batch that are read.
         in_memory: whether reading batches changes nothing.
+        cuts: whether its batches have `batch_size` rows, and are not cut by others.
     """
 
     part: Part = WHOLE
@@ -81,6 +82,7 @@ class BatchSource:
     shuffles = True  # whether an epoch can have its rows in another order
     batch_size: int
     in_memory = False
+    cuts = True
 
     def take(self, indices: np.ndarray) -> BatchSource:
         """Return the source of some of the rows.
@@ -253,6 +255,7 @@ class ReaderSource(BatchSource):
         self.batch_size, self.prefetch = int(batch_size), prefetch
         self.rows, self.batches = reader.rows, reader.count
         self.shuffles = reader.shuffles
+        self.cuts = reader.count is None and reader.rows is not None
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
         if self.rows is not None and self.batches is None:
             self.batches = -(-self.rows // self.batch_size)
@@ -310,6 +313,9 @@ class ReaderSource(BatchSource):
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
                 yield _stack(held, rows)
                 held = []
+            if self.fields.divides and count != (self.fields.fixed_rows or count):
+                yield from self._in_fixed_batches(arrays, count)
+                continue
             if not held:
                 shapes, rows = {n: a.shape for n, a in arrays.items()}, count
                 size = max(1, sum(a.nbytes for a in arrays.values()))
@@ -321,6 +327,13 @@ class ReaderSource(BatchSource):
                 held = []
         if held:
             yield _stack(held, rows)
+
+    def _in_fixed_batches(self, arrays: Mapping[str, np.ndarray], rows: int) -> Iterator[Slice]:
+        """Yield the rows of a batch in the batches that the model takes."""
+        axes, size = self.fields.axes(arrays), self.fields.fixed_rows or rows
+        for start in range(0, rows, size):
+            part = slice(start, start + size)
+            yield _stack([{n: rows_of(a, axes[n], part) for n, a in arrays.items()}], size)
 
 
 def _stack(batches: list[dict[str, np.ndarray]], rows: int) -> Slice:
