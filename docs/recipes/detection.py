@@ -15,11 +15,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 from published import fetched
 
-from onnxgrad.tasks.detection import Detection
-from onnxgrad.tasks.detection_files import horizontal_flip
+from onnxgrad.tasks.detection import Detection, horizontal_flip
 
 # %%
-# The pictures are drawn, and annotated as COCO does: a list of images, one of boxes, one of classes.
+# The pictures are drawn, and annotated as COCO does: lists of images, boxes and classes.
 
 rng = np.random.default_rng(0)
 

@@ -1,7 +1,2 @@
-from . import (
-    detection as detection,
-    detection_files as detection_files,
-    detection_heads as detection_heads,
-    detection_losses as detection_losses,
-)
+from . import detection as detection
 from .base import Task as Task

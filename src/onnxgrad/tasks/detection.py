@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +20,7 @@ from onnxgrad.tasks.detection_files import (
     Annotated,
     Pictures,
     files_in,
+    horizontal_flip,
     letterbox,
     open_picture,
     read_annotations,
@@ -29,8 +28,16 @@ from onnxgrad.tasks.detection_files import (
 )
 from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of, input_of
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
+from onnxgrad.tasks.detection_metric import MeanAveragePrecision, extent
 
-__all__ = ["Detection", "Detections", "MeanAveragePrecision"]
+__all__ = [
+    "Detection",
+    "Detections",
+    "Head",
+    "MeanAveragePrecision",
+    "detection_loss",
+    "horizontal_flip",
+]
 
 JOINED = "detections"  # the output of a model with two outputs that the loss reads
 
@@ -55,101 +62,6 @@ class Detections(NamedTuple):
     classes: list[str]
 
 
-class MeanAveragePrecision(og.Metric):
-    """Mean over classes, and thresholds of the IoU, of the average precision, by pycocotools.
-
-    Args:
-        head: what predictions mean, such as `Detection.head`.
-        iou: the threshold; None: 0.5, 0.55, ..., 0.95, as COCO does.
-        score, overlap: of non-maximum suppression: the least score, the largest IoU of a class.
-
-    Raises:
-        ImportError: pycocotools is not installed.
-
-    Examples:
-        >>> from onnxgrad.tasks.detection import MeanAveragePrecision
-        >>> from onnxgrad.tasks.detection_heads import Head
-        >>> MeanAveragePrecision(Head("yolov8", 80, (640, 640)), iou=0.5).name
-        'map50'
-    """
-
-    def __init__(
-        self, head: Head | Decoder, iou: float | None = None, score: float = 0.001,
-        overlap: float = 0.65,
-    ) -> None:  # fmt: skip
-        _coco()
-        self.decoder = head if isinstance(head, Decoder) else Decoder(head)
-        self.iou, self.score, self.overlap = iou, score, overlap
-        self.name = "map" if iou is None else f"map{round(100 * iou)}"
-
-    def begin(self, prediction: og.PredictionInfo) -> None:
-        """Forget all batches."""
-        super().begin(prediction)
-        self._true: list[np.ndarray] = []
-        self._found: list[np.ndarray] = []
-
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch; raise ValueError for sample weights."""
-        self.check_begun()
-        if weight is not None:
-            raise ValueError(f"metric {self.name!r} takes no sample weights: leave them out")
-        self._found += self.decoder(prediction, self.score, self.overlap)
-        self._true += [boxes[boxes[:, 0] >= 0, :5] for boxes in label]
-
-    def compute(self) -> float:
-        """Return the value over all batches since `begin`."""
-        self.check_begun()
-        images = [{"id": i + 1} for i in range(len(self._true))]
-        notes = [
-            {"image_id": i + 1, "category_id": int(c), "bbox": _extent(box), "iscrowd": 0}
-            for i, boxes in enumerate(self._true)
-            for c, *box in boxes.tolist()
-        ]
-        if not notes:
-            raise ValueError(f"metric {self.name!r} has nothing to compute: there are no boxes")
-        for number, note in enumerate(notes, 1):
-            note |= {"id": number, "area": note["bbox"][2] * note["bbox"][3]}
-        found = [
-            {"image_id": i + 1, "category_id": int(c), "bbox": _extent(box), "score": score}
-            for i, boxes in enumerate(self._found)
-            for c, score, *box in boxes.tolist()
-        ]
-        classes = [{"id": i} for i in range(self.decoder.head.classes)]
-        true = {"images": images, "annotations": notes, "categories": classes, "info": {}}
-        return _average_precision(true, found, self.iou) if found else 0.0
-
-
-def _coco() -> Any:
-    try:
-        from pycocotools import coco, cocoeval
-    except ImportError as e:
-        raise ImportError("mean average precision needs pip install pycocotools") from e
-    return coco.COCO, cocoeval.COCOeval
-
-
-def _extent(box: Sequence[float]) -> list[float]:
-    return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
-
-
-def _average_precision(true: dict, found: list[dict], iou: float | None) -> float:
-    COCO, COCOeval = _coco()
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO()
-        truth.dataset = true
-        truth.createIndex()
-        evaluation = COCOeval(truth, truth.loadRes(found), "bbox")
-        evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
-        evaluation.params.maxDets = [100]
-        if iou is not None:
-            evaluation.params.iouThrs = np.array([iou])
-        evaluation.evaluate()
-        evaluation.accumulate()
-    precision = evaluation.eval["precision"]
-    return float(precision[precision > -1].mean())
-
-
 class Detection(Task):
     """Detectors on annotated pictures, as COCO and YOLO hold them.
 
@@ -163,7 +75,7 @@ class Detection(Task):
     `task.trainer(train=task.class_layers)` trains those layers alone.
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
-    which the loss reads; `select_model_inputs_outputs` takes it away again. Their rows are matched
+    which the loss reads; `finished` takes it away again. Their rows are matched
     to boxes when they are read, by a prediction of the trainer that `trainer` returned last: that
     is a forward pass more for each row, and weights that are some batches old.
 
@@ -229,16 +141,23 @@ class Detection(Task):
         self.loss, self.arguments = {only: spec} if only else spec, {}
         self._trainer: Any = None
         if train is not None:
-            metrics = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
+            metrics: Any = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
             self.metrics = {only: metrics} if only else metrics
             self.data = self._reader(train, self.augment)
-            held_out = read_annotations(Path(data), "val")
+            held_out = read_annotations(Path(str(data)), "val")
             self.validation = held_out and self._reader(held_out)
 
     def trainer(self, **arguments: Any) -> og.Trainer:
         """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
         self._trainer = super().trainer(**arguments)
         return self._trainer
+
+    def finished(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Return a trained model without the output that only the loss reads."""
+        names = [y.name for y in model.graph.output]
+        if JOINED not in names:
+            return model
+        return og.select_model_inputs_outputs(model, [name for name in names if name != JOINED])
 
     def read(self, path: str | os.PathLike) -> og.Reader:
         """Return other rows for the same model and classes, such as those to validate on.
@@ -253,6 +172,7 @@ class Detection(Task):
             ValueError: files that do not hold what they must, or other classes.
         """
         read = read_annotations(Path(path), "val") or read_annotations(Path(path))
+        assert read is not None  # there is a part to train on
         if list(read.classes) != list(self.classes):
             raise ValueError(
                 f"{os.fspath(path)!r} has the classes {read.classes}, not {list(self.classes)}"
@@ -291,8 +211,8 @@ class Detection(Task):
             values = session.run(outputs, {name: to_array(framed, self.pixels)[None]})
             values.sort(key=lambda value: value.shape[2] != 4)  # boxes in front of classes
             [found] = self.decoder(np.concatenate(values, 2), score, overlap)
-            boxes = (found[:, 2:] - np.tile(corner, 2)) / np.float32(scale)
-            boxes = boxes.clip(0, np.tile(np.float32(image.size), 2))
+            boxes = (found[:, 2:] - corner) / np.float32(scale)
+            boxes = boxes.clip(0, np.array(image.size * 2, np.float32))
             names = [self.classes[int(i)] for i in found[:, 0]]
             results.append(Detections(boxes, found[:, 1], names))
         return results
@@ -335,7 +255,7 @@ class Detection(Task):
                 draw.text((box[0] + 3, box[1] + 1), f"{name} {score:.2f}", fill=color)
                 entry = {"image_id": int(stem) if stem.isdecimal() else stem}
                 entry |= {"category_id": self.ids[at] if self.ids else at}
-                rows.append(entry | {"bbox": _extent(box.tolist()), "score": float(score)})
+                rows.append(entry | {"bbox": extent(box.tolist()), "score": float(score)})
             written.append(folder / f"{stem}.png")
             image.save(written[-1])
         written.append(folder / "detections.json")
@@ -383,7 +303,8 @@ def _bgr_of_bytes(rgb: np.ndarray) -> np.ndarray:
 
 
 def _of_imagenet(rgb: np.ndarray) -> np.ndarray:
-    return (rgb - np.float32([0.485, 0.456, 0.406])) / np.float32([0.229, 0.224, 0.225])
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return (rgb - np.array(mean, np.float32)) / np.array(std, np.float32)
 
 
 _PIXELS = {"yolox": _bgr_of_bytes, "detr": _of_imagenet}  # an "rtdetr" takes 0 to 1
@@ -414,7 +335,7 @@ def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
     read = ir.from_proto(model)
     if any(y.name == JOINED for y in read.graph.outputs):
         return model
-    parts = sorted(read.graph.outputs, key=lambda y: y.shape[2] != 4)
+    parts = sorted(read.graph.outputs, key=lambda y: list(y.shape or ())[2:] != [4])
     with og.Emit(read.graph) as op:
         joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
     joined.name = JOINED

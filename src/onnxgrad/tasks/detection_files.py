@@ -14,8 +14,6 @@ import numpy as np
 
 import onnxgrad as og
 
-__all__ = ["horizontal_flip"]
-
 _SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
 _GRAY = 114  # around pictures, as detectors are used to
 _SLACK = 2e-3  # of the side of a picture: annotations are rounded
@@ -130,7 +128,7 @@ def _inside(corners: np.ndarray, where: str) -> np.ndarray:
 
 def _read_yolo(path: Path, part: str) -> Annotated | None:
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError as e:
         raise ImportError(f"{str(path)!r} needs PyYAML: pip install pyyaml") from e
     read = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -182,13 +180,13 @@ def _read_label_file(path: Path, classes: int) -> np.ndarray:
 
 
 def letterbox(image: Any, size: tuple[int, int]) -> tuple[Any, float, np.ndarray]:
-    """Return an image in the middle of gray of (height, width), its scale, and x and y of it."""
+    """Return an image amid gray of (height, width), its scale, and its place, x, y, x, y."""
     scale = min(size[0] / image.height, size[1] / image.width)
     wide, high = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     left, top = (size[1] - wide) // 2, (size[0] - high) // 2
     framed = pillow().new("RGB", size[::-1], (_GRAY,) * 3)
     framed.paste(image.resize((wide, high), pillow().Resampling.BILINEAR), (left, top))
-    return framed, scale, np.float32([left, top])
+    return framed, scale, np.array([left, top, left, top], np.float32)
 
 
 def to_array(image: Any, pixels: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -227,7 +225,7 @@ def horizontal_flip(probability: float = 0.5) -> Callable[..., tuple[Any, np.nda
     Examples:
         >>> import numpy as np
         >>> from PIL import Image
-        >>> from onnxgrad.tasks.detection_files import horizontal_flip
+        >>> from onnxgrad.tasks.detection import horizontal_flip
         >>> flip, rng = horizontal_flip(1.0), np.random.default_rng(0)
         >>> flip(Image.new("RGB", (10, 8)), np.float32([[0, 1, 4, 5]]), rng)[1].tolist()
         [[6.0, 1.0, 10.0, 5.0]]
@@ -265,7 +263,7 @@ class Pictures(og.IndexedReader):
                 f"{str(file)!r} has {image.size[0]} x {image.size[1]} pixels, and is annotated as "
                 f"{self.of.sizes[file]}"
             )
-        corners = boxes[:, 1:] * np.tile(np.float32(image.size), 2)
+        corners = boxes[:, 1:] * np.array(image.size * 2, np.float32)
         if seed is not None:
             rng = np.random.default_rng([seed, row])
             for change in self.augment:
@@ -278,7 +276,7 @@ class Pictures(og.IndexedReader):
         framed, scale, corner = letterbox(image, self.size)
         label = np.full((self.most, 5), -1, np.float32)
         label[: len(boxes), 0] = boxes[:, 0]
-        label[: len(boxes), 1:] = corners * np.float32(scale) + np.tile(corner, 2)
+        label[: len(boxes), 1:] = corners * np.float32(scale) + corner
         return to_array(framed, self.pixels), label
 
     def subset(self, numbers: np.ndarray) -> Pictures:

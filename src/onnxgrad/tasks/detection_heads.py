@@ -12,8 +12,6 @@ from onnx import ModelProto
 
 import onnxgrad as og
 
-__all__ = ["Head"]
-
 _MOST = 100  # boxes of a class in a picture, as COCO counts
 _KINDS = ("yolov8", "yolov8_dfl", "yolox", "detr", "rtdetr")
 MOVERS = frozenset("Concat Flatten Reshape Slice Split Squeeze Transpose Unsqueeze".split())
@@ -38,7 +36,7 @@ class Head:
         strides: pixels between anchors, one for each scale, in the order of the anchors.
 
     Examples:
-        >>> from onnxgrad.tasks.detection_heads import Head
+        >>> from onnxgrad.tasks.detection import Head
         >>> head = Head("yolov8", classes=80, size=(640, 640))
         >>> head.anchors.shape, head.anchors[1].tolist()  # x and y of the center, and stride
         ((8400, 3), [12.0, 4.0, 8.0])
@@ -83,8 +81,8 @@ class Head:
             the boxes as they are.
         """
         height, width = self.size
-        anchors = self.anchors if self.has_anchors else None
-        center, stride = (None, None) if anchors is None else (anchors[:, :2], anchors[:, 2:])
+        anchors = self.anchors if self.has_anchors else np.zeros((0, 3), np.float32)
+        center, stride = anchors[:, :2], anchors[:, 2:]
         if self.kind.startswith("yolov8"):
             channels = (x.shape or [None] * 2)[1]
             columns = channels if isinstance(channels, int) else 4 + self.classes
@@ -113,7 +111,7 @@ class Head:
         boxes = op.Concat(middle - extent / 2.0, middle + extent / 2.0, axis=2)
         if self.has_anchors:
             return {"boxes": boxes, "classes": classes}
-        pixels = np.float32([width, height, width, height])
+        pixels = np.array([width, height, width, height], np.float32)
         return {"boxes": boxes * pixels, "raw": raw, "classes": classes}
 
     def scores(self, op: Any, parts: dict[str, ir.Value], probabilities: bool) -> ir.Value:
@@ -229,9 +227,10 @@ def class_layers(model: ModelProto, head: Head) -> list[str]:
                 visit(x)
         elif node.op_type in ("Conv", "MatMul", "Gemm", "Add"):
             tensors = [x for x in node.inputs if x is not None and x.const_value is not None]
+            sizes = [list(x.shape or ()) for x in tensors]
             at = 0 if node.op_type == "Conv" else -1
             columns = head.classes + (head.kind == "detr")
-            if tensors and tensors[0].const_value.shape[at] == columns:
+            if sizes and sizes[0][at:][:1] == [columns]:
                 found.append([str(x.name) for x in tensors])
                 if node.op_type == "Add":
                     for x in node.inputs:
@@ -285,9 +284,9 @@ class Decoder:
             scores = self.head.scores(op, parts, self.head.probabilities)
             best = op.GreaterOrEqual(scores, op.ReduceMax(scores, [2], keepdims=1))
             scores = op.Transpose(op.Where(best, scores, 0.0), perm=[0, 2, 1])
-            least = np.float32([iou if self.head.has_anchors else 1.0])
+            least = np.array([iou if self.head.has_anchors else 1.0], np.float32)
             chosen = op.NonMaxSuppression(
-                parts["boxes"], scores, np.int64([_MOST]), least, np.float32([score])
+                parts["boxes"], scores, [_MOST], least, np.array([score], np.float32)
             )
             return parts["boxes"], scores, chosen
 

@@ -12,9 +12,6 @@ import onnx_ir as ir
 import onnxgrad as og
 from onnxgrad.tasks.detection_heads import MOVERS, Head, compiled
 
-__all__ = ["box_iou", "detection_loss", "distribution_focal", "varifocal"]
-
-
 _SHIFT = 2.0**100
 _GAINS = {  # of the papers and programs that `detection_loss` names
     "yolov8": {"box": 7.5, "classes": 0.5, "distances": 1.5},
@@ -29,32 +26,9 @@ def box_iou(op: Any, a: ir.Value, b: ir.Value, kind: str = "iou", eps: float = 1
     GIoU: Rezatofighi et al. 2019, arXiv:1902.09630. CIoU: Zheng et al. 2020, arXiv:1911.08287,
     whose factor alpha is a constant in the gradient.
 
-    Args:
-        op: emitter of the graph.
-        a, b: boxes (..., 4), x1, y1, x2, y2, that broadcast to each other.
-        kind: "iou", "giou" or "ciou".
-        eps: is added to denominators.
-
-    Returns:
-        One number for each pair of boxes, (...).
-
-    Raises:
-        ValueError: another kind.
-
-    Examples:
-        >>> import onnx, onnxgrad as og
-        >>> from onnxgrad.tasks.detection_losses import box_iou
-        >>> def loss(op, prediction, label):
-        ...     return 1.0 - box_iou(op, prediction, label, "giou")
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N,4] x) => (float[N,4] y) <float[4] w = {0, 0, 2, 2}> { y = Add(x, w) }''')
-        >>> result = og.Trainer(model, loss, train="w").evaluate([[0.0] * 4], [[1.0, 0, 2, 2]])
-        >>> round(float(result["loss"]), 4)
-        0.5
+    `a` and `b` are boxes (..., 4), x1, y1, x2, y2, that broadcast to each other; there is one
+    number for each pair, (...). `kind` is "iou", "giou" or "ciou".
     """
-    if kind not in ("iou", "giou", "ciou"):
-        raise ValueError(f"kind={kind!r} must be 'iou', 'giou' or 'ciou'")
     ax, ay, aX, aY = op.split(a, [1] * 4, -1)
     bx, by, bX, bY = op.split(b, [1] * 4, -1)
     w, h, w2, h2 = aX - ax, aY - ay + eps, bX - bx, bY - by + eps
@@ -81,23 +55,7 @@ def varifocal(op: Any, logits: ir.Value, target: ir.Value, alpha=0.75, gamma=2.0
 
     "VarifocalNet", arXiv:2008.13367; p is the sigmoid of a logit, t from 0 to 1.
 
-    Args:
-        op: emitter of the graph.
-        logits, target: of one shape.
-        alpha, gamma: those of the formula.
-
-    Returns:
-        One loss for each element.
-
-    Examples:
-        >>> import onnx, onnxgrad as og
-        >>> from onnxgrad.tasks.detection_losses import varifocal
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {0.0}> { y = Add(x, w) }''')
-        >>> result = og.Trainer(model, varifocal, train="w").evaluate([[0.0]], [[0.0]])
-        >>> round(float(result["loss"]), 4)  # 0.75 / 4 log 2
-        0.13
+    Both have one shape, and there is one loss for each element.
     """
     weight = op.Where(op.Greater(target, 0.0), target, alpha * op.Pow(op.Sigmoid(logits), gamma))
     return weight * _cross_entropy(op, logits, target)
@@ -109,27 +67,9 @@ def distribution_focal(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
     "Generalized Focal Loss", arXiv:2006.04388: p is the softmax of logits (..., R); t (...) is from
     0 to R - 1.
 
-    Args:
-        op: emitter of the graph.
-        logits: those of R lengths 0, 1, ..., R - 1.
-        target: the lengths; they are clipped to R - 1.01.
-
-    Returns:
-        One loss for each target.
-
-    Examples:
-        >>> import numpy as np, onnx, onnxgrad as og
-        >>> from onnxgrad.tasks.detection_losses import distribution_focal
-        >>> def loss(op, logits, label):
-        ...     return distribution_focal(op, logits, op.ReduceSum(label, [1], keepdims=0))
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N,4] x) => (float[N,4] y) <float[4] w = {0, 0, 0, 0}> { y = Add(x, w) }''')
-        >>> result = og.Trainer(model, loss, train="w").evaluate([[0.0] * 4], [[1.5, 0, 0, 0]])
-        >>> round(float(result["loss"]), 4)  # log 4
-        1.3863
+    Targets beyond R - 1.01 are cut to it; there is one loss for each.
     """
-    bins = logits.shape[-1]
+    bins: Any = (logits.shape or [0])[-1]
     target = op.Clip(target, 0.0, bins - 1.01)
     away = op.Abs(op.Unsqueeze(target, [-1]) - np.arange(bins, dtype=np.float32))
     share = op.Max(1.0 - away, 0.0)
@@ -174,7 +114,7 @@ def detection_loss(
         ValueError: an unknown option.
 
     Examples:
-        >>> from onnxgrad.tasks.detection_losses import Head, detection_loss
+        >>> from onnxgrad.tasks.detection import Head, detection_loss
         >>> loss = detection_loss(Head("yolov8", 80, (640, 640)), classes="varifocal")
         >>> loss.label_kind.shape(("N", 84, 8400))
         ('N', None, 5)
@@ -245,14 +185,14 @@ class _Rule:
             losses["classes"] = losses["classes"][0], found
             entropy = _cross_entropy(op, parts["objectness"], found)
             losses["objectness"] = op.Squeeze(entropy, [2]), None
-        logits = parts.get("distances")
+        sides_of = parts.get("distances")
         if head.kind == "yolov8":
-            logits = _distances(op, prediction, len(anchors))
-        if logits is not None:
+            sides_of = _distances(op, prediction, len(anchors))
+        if sides_of is not None:
             near, far = op.split(mine, 2, 2)
             center, stride = op.const(anchors[:, :2]), anchors[:, 2:]
             sides = op.Concat(center - near, far - center, axis=2) / stride
-            each = distribution_focal(op, logits, sides)
+            each = distribution_focal(op, sides_of, sides)
             losses["distances"] = op.ReduceMean(each, [2], keepdims=0), weight
         return self._total(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
 
@@ -282,7 +222,7 @@ class _Rule:
         named = op.Cast(op.Equal(places, turned), to=ir.DataType.FLOAT)  # (N, Q, M)
         found = op.ReduceSum(named, [2], keepdims=1)
         mine, hit = op.MatMul(named, truth), op.MatMul(named, one_hot)
-        near, far = op.split(mine / np.float32([width, height, width, height]), 2, 2)
+        near, far = op.split(mine / np.array([width, height] * 2, np.float32), 2, 2)
         aim = op.Concat((near + far) / 2.0, far - near, axis=2)
         iou = box_iou(op, parts["boxes"], mine, self.box)
         losses = {
@@ -353,7 +293,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
     if node is None or node.domain:
         return x
     if node.op_type == "Sigmoid":
-        return node.inputs[0]
+        return node.inputs[0] or x
     if node.op_type not in MOVERS:
         return x
     every = node.op_type == "Concat"  # the other operands of the others are lengths
@@ -367,19 +307,20 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
 
 def _distances(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:
     """Return the logits (N, A, 4, R) of the nearest Softmax over distances before `prediction`."""
-    queue, seen = [prediction], set()
+    queue, seen = [prediction], set[ir.Node]()
     for value in queue:
         node = value.producer()
         if node is None or node in seen:
             continue
         seen.add(node)
-        shape = node.inputs[0].shape if node.op_type == "Softmax" else None
+        logits: Any = node.inputs[0] if node.op_type == "Softmax" else None
+        shape = None if logits is None else logits.shape
         if shape is not None and len(shape) == 4:
             axis = node.attributes["axis"].value % 4 if "axis" in node.attributes else 3
             fours = [i for i in (1, 2, 3) if i != axis and shape[i] == 4]
             if len(fours) == 1:
                 rest = 6 - axis - fours[0]
-                turned = op.Transpose(node.inputs[0], perm=[0, rest, fours[0], axis])
+                turned = op.Transpose(logits, perm=[0, rest, fours[0], axis])
                 return op.Reshape(turned, [0, anchors, 4, shape[axis]])
         queue += [v for v in node.inputs if v is not None]
     return None
@@ -400,7 +341,7 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     def write(op: Any, prediction: ir.Value, label: ir.Value) -> Sequence:
         parts, (height, width) = head.read(op, prediction), head.size
         number, truth = op.split(label, [1, 4], 2)
-        near, far = op.split(truth / np.float32([width, height, width, height]), 2, 2)
+        near, far = op.split(truth / np.array([width, height] * 2, np.float32), 2, 2)
         aim = op.Unsqueeze(op.Concat((near + far) / 2.0, far - near, axis=2), [2])
         l1 = op.ReduceSum(op.Abs(op.Unsqueeze(parts["raw"], [1]) - aim), [3], keepdims=0)
         pairs = op.Unsqueeze(parts["boxes"], [1]), op.Unsqueeze(truth, [2])
