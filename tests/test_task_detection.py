@@ -218,7 +218,7 @@ def truth(rng, n=2, most=4):
     for row in labels:
         for one in row[: rng.integers(0 if n > 1 else 1, most + 1)]:
             x, y = rng.uniform(0, SIZE[1] - 40), rng.uniform(0, SIZE[0] - 40)
-            one[:] = rng.integers(CLASSES), x, y, *((*rng.uniform(12, 40, 2), x, y))
+            one[:] = rng.integers(CLASSES), x, y, x + rng.uniform(12, 40), y + rng.uniform(12, 40)
     return labels
 
 
@@ -690,7 +690,7 @@ def test_writing(trained, squares, tmp_path):
 
 def test_other_classes_get_new_layers_and_train_alone(squares):
     proto = small_yolox(classes=5)
-    task = Detection(proto, squares, head="yolox")
+    task = Detection(proto, squares, head="yolox", pixels=lambda rgb: 3 * rgb - 1.5)
     assert task.head.classes == 2
     assert len(task.class_layers) == 6
     trainer = task.trainer(train=task.class_layers)

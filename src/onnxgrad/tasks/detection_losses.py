@@ -128,18 +128,22 @@ def detection_loss(
     if other := set(gains or ()) - set(own):
         raise ValueError(f"gains of {head.kind!r} are {list(own)}, and have no {other.pop()!r}")
     rule = _Rule(head, box, classes, {**own, **(gains or {})}, topk, alpha, beta)
-    columns = 5 if head.has_anchors else 6
-    kind = og.LabelKind(
-        ir.DataType.FLOAT,
-        lambda f: (f[0] if f else None, None, columns),
-        lambda f: f is not None and len(f) == 3,
-        f"the output of {head}",
-    )
+    kind = _labels(head)
 
     def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         return rule.write(op, prediction, label)
 
     return og.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
+
+
+def _labels(head: Head) -> og.LabelKind:
+    columns = 5 if head.has_anchors else 6
+    return og.LabelKind(
+        ir.DataType.FLOAT,
+        lambda f: (f[0] if f else None, None, columns),
+        lambda f: f is not None and len(f) == 3,
+        f"the output of {head}",
+    )
 
 
 @dataclass(frozen=True)
