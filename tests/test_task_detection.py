@@ -746,3 +746,29 @@ def test_queries_are_matched_while_they_train(squares):
     assert [y.name for y in file.graph.output] == ["logits", "boxes"]
     [one], [other] = (task.predict(m, squares / "0.png") for m in (file, trainer))
     np.testing.assert_array_equal(one.boxes, other.boxes)
+
+
+def test_a_trained_model_knows_its_classes(trained, squares):
+    pytest.importorskip("pycocotools")
+    task, trainer, _ = trained
+    again = Detection(trainer.model, head="yolox", pixels=task.pixels)
+    assert again.classes == ["red", "blue"]
+    assert again.metrics == ()
+    reader = again.read(squares)
+    assert again.trainer().evaluate(reader) == pytest.approx(trainer.evaluate(task.data))
+    [one], [other] = (t.predict(trainer, squares / "0.png") for t in (task, again))
+    np.testing.assert_array_equal(one.boxes, other.boxes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head": "ssd"}, "give one of 'yolov8'"),
+        ({"head": "yolox", "image_size": 64}, "image_size=64: pictures in 'images' are 32 x 32"),
+        ({"head": "yolox", "loss": {"box": "diou"}}, "box is 'ciou' or 'giou'"),
+        ({"head": "yolox", "loss": {"gains": {"l1": 1}}}, "have no 'l1'"),
+    ],
+)
+def test_arguments_that_mean_nothing(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Detection(small_yolox(), **arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ class Detection(Task):
             the seed of the epoch and the number of the picture.
         pixels: function from RGB (H, W, 3) of 0 to 1 to what the model takes. None: by head, as it
             is; for "yolox" BGR of 0 to 255, for "detr" normalized as ImageNet.
-        **loss: arguments of `detection_loss`.
+        loss: arguments of `detection_loss`, as `{"classes": "varifocal"}`.
 
     Attributes:
         head: what the output of the model means.
@@ -119,7 +119,7 @@ class Detection(Task):
         image_size: int | tuple[int, int] | None = None,
         augment: Sequence[Callable[..., tuple]] = (),
         pixels: Callable[[np.ndarray], np.ndarray] | None = None,
-        **loss: Any,
+        loss: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = _proto(model)
         train = None if data is None else read_annotations(Path(data))
@@ -137,18 +137,26 @@ class Detection(Task):
         self.augment = tuple(augment)
         self.decoder = Decoder(self.head)
         only = None if len(self.model.graph.output) == 1 else JOINED
-        spec = detection_loss(self.head, **loss)
+        spec = detection_loss(self.head, **(loss or {}))
         self.loss, self.arguments = {only: spec} if only else spec, {}
         self._trainer: Any = None
+        self._only = only
         if train is not None:
-            metrics: Any = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
-            self.metrics = {only: metrics} if only else metrics
+            self.model = _with_classes(self.model, self.classes)
+            self._measure()
             self.data = self._reader(train, self.augment)
             held_out = read_annotations(Path(str(data)), "val")
             self.validation = held_out and self._reader(held_out)
 
+    def _measure(self) -> None:
+        """Measure mAP; without data, only where there is a trainer: this needs pycocotools."""
+        metrics = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
+        self.metrics = {self._only: metrics} if self._only else metrics
+
     def trainer(self, **arguments: Any) -> og.Trainer:
         """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
+        if not self.metrics:
+            self._measure()
         self._trainer = super().trainer(**arguments)
         return self._trainer
 
@@ -328,6 +336,18 @@ def _class_names(model: onnx.ModelProto) -> list[str]:
     except (SyntaxError, ValueError):
         return []
     return [str(named[i]) for i in sorted(named)] if isinstance(named, dict) else list(named)
+
+
+def _with_classes(model: onnx.ModelProto, classes: Sequence[str]) -> onnx.ModelProto:
+    """Return the model with the names of its classes in the metadata."""
+    named = onnx.ModelProto()
+    named.CopyFrom(model)
+    notes = {entry.key: entry.value for entry in model.metadata_props}
+    notes["onnxgrad.classes"] = json.dumps(list(classes))
+    del named.metadata_props[:]
+    for key, value in notes.items():
+        named.metadata_props.add(key=key, value=value)
+    return named
 
 
 def _joined(model: onnx.ModelProto) -> onnx.ModelProto:

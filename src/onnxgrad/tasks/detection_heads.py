@@ -50,8 +50,7 @@ class Head:
     strides: tuple[int, ...] = (8, 16, 32)
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ValueError(f"head={self.kind!r}: give one of {', '.join(map(repr, _KINDS))}")
+        _check_kind(self.kind)
         if self.has_anchors and any(n % s for n in self.size for s in self.strides):
             raise ValueError(f"image_size={self.size} must be multiples of strides={self.strides}")
 
@@ -142,6 +141,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     shapes = list(outputs.values())
     if kind is None:
         kind = _kind(shapes, named, wanted)
+    _check_kind(kind)
     if kind in ("detr", "rtdetr"):
         columns = next((s[2] for s in shapes if s[2] not in (4, None)), 0) - (kind == "detr")
     elif kind == "yolox":
