@@ -122,6 +122,11 @@ class Head:
         return p[0] * p[1] if len(p) > 1 else p[0]
 
 
+def _check_kind(kind: str) -> None:
+    if kind not in _KINDS:
+        raise ValueError(f"head={kind!r}: give one of {', '.join(map(repr, _KINDS))}")
+
+
 def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int, size: Any) -> Head:
     """Return what the output of a model means.
 

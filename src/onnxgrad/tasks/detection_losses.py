@@ -173,7 +173,9 @@ class _Rule:
         )
         if query:
             return self._of_queries(op, parts, one_hot, truth, query[0])
-        scores = _detached(op, head.scores(op, parts, False))
+        hidden = [parts[name] for name in ("classes", "objectness") if name in parts]
+        log_p = [-op.Softplus(-x) for x in hidden]  # of small p, Sigmoid has few digits
+        scores = _detached(op, log_p[0] + log_p[1] if hidden[1:] else log_p[0])
         boxes, anchors = _detached(op, parts["boxes"]), head.anchors
         most = op.const([min(self.topk, len(anchors))])
         named, share, iou = _assigned(
@@ -261,8 +263,8 @@ def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tu
     inside = op.And(inside, op.Greater(op.ReduceSum(one_hot, [2], keepdims=1), 0.5))
     iou = op.Max(box_iou(op, corners, op.Unsqueeze(boxes, [1]), "ciou"), 0.0)
     iou = op.Where(inside, iou, 0.0)
-    p = op.MatMul(one_hot, op.Transpose(scores, perm=[0, 2, 1]))  # (N, M, A)
-    metric = op.Where(inside, op.Pow(p, alpha) * op.Pow(iou, beta), 0.0)
+    log_p = op.MatMul(one_hot, op.Transpose(scores, perm=[0, 2, 1]))  # (N, M, A)
+    metric = op.Where(inside, op.Exp(alpha * log_p) * op.Pow(iou, beta), 0.0)
     _, index = op.emit_many("TopK", [metric, most], {"axis": 2}, 2)
     ones = op.Expand(op.const(1.0), op.Shape(index))
     chosen = op.ScatterElements(op.zeros_like(metric), index, ones, axis=2)
