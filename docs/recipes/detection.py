@@ -3,8 +3,9 @@ Train a detector on things of your own
 ======================================
 
 A detector finds the boxes around things, and says what they are. The published file here is a YOLOX
-that finds the characters of puzzles, without telling them apart. It learns two kinds of signs:
-the data have two classes, so that the file gets new layers for these, and only they train.
+that finds the characters of puzzles, without telling them apart. It learns two kinds of signs: the
+data have two classes, so that the file gets new layers for these. They train with the last layers
+of boxes and objectness, and the one in front of the classes; the others stay as they are.
 """
 
 import json
@@ -57,13 +58,16 @@ draw(Path("other_signs"), 10)
 
 task = Detection(fetched("ddddocr"), "signs", augment=[horizontal_flip()])
 print(task.head)
-trainer = task.trainer(train=task.class_layers, optimizer="adamw", learning_rate=0.01)
+layers = [f"Conv_{number}.*" for number in (251, 261, 262, 272, 282, 283, 293, 303, 304)]
+layers += task.class_layers
+trainer = task.trainer(train=layers, optimizer="adamw", learning_rate=0.003)
 other = task.read("other_signs")
-before = trainer.evaluate(other, batch_size=1)
-trainer.fit(task.data, epochs=2, batch_size=1)
-after = trainer.evaluate(other, batch_size=1)
-print("mAP50", before["map50"], "->", after["map50"])
-assert after["map50"] > before["map50"] + 0.2
+before = trainer.evaluate(other, batch_size=5)
+trainer.fit(task.data, epochs=3, batch_size=4)
+after = trainer.evaluate(other, batch_size=5)
+for name in ("map", "map50"):
+    print(name, before[name], "->", after[name])
+assert after["map50"] > before["map50"] + 0.15
 
 # %%
 # What is found in a picture, in its pixels; `write` also writes `detections.json`.
