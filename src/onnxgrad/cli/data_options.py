@@ -16,8 +16,10 @@ class InputOptions:
     )
     ignore: list[str] = option("Column to leave out; repeat for several.", [], metavar="COLUMN")
     drop_missing: bool = option("Leave out the rows with an empty cell, NaN or infinity.", False)
-    image_size: int | None = option(
-        "Height and width of images.", min=1, show_default="those of the model's input"
+    image_size: str | None = option(
+        "Height and width of images, as 224, or 48x320 for a height of 48.",
+        metavar="N|HxW",
+        show_default="those of the model's input",
     )
 
 

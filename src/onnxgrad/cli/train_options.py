@@ -35,7 +35,8 @@ class LossOptions:
         autocompletion=losses,
     )
     loss_option: list[str] = option(
-        "Option of the loss, as from_logits=true or delta=2; repeat for several.",
+        "Option of the loss, as from_logits=true or delta=2; repeat for several. `onnxgrad losses "
+        "NAME` lists those of a loss.",
         [],
         metavar="NAME=VALUE",
     )
@@ -267,6 +268,9 @@ class ResultOptions:
         "Say what would be trained, for how long and in how much memory, by running a few steps; "
         "write nothing.",
         False,
+    )
+    verbose: bool = option(
+        "List at the end every constant that does not train, and why.", False, show_default=False
     )
     config: str | None = option(
         "TOML file of options by name; what the command line says wins.", metavar="FILE"

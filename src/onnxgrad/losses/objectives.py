@@ -37,6 +37,7 @@ ALIASES = {
     "ce": "cross_entropy",
 }
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
+LEFT_OPEN = ("from_logits", "soft_labels")  # options that model and labels decide
 
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Pairs = Sequence[tuple[ir.Value, ir.Value]]  # several of these
@@ -364,7 +365,7 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
         spec = loss_spec(name, None, chosen)
     else:
         raise unknown("loss", loss, [*LOSSES, *ALIASES])
-    left_open = {name: None for name in ("from_logits", "soft_labels") if name in spec.all_options}
+    left_open = {name: None for name in LEFT_OPEN if name in spec.all_options}
     return spec.with_options(left_open | {**spec.options})
 
 
