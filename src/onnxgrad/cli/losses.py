@@ -44,7 +44,8 @@ def _text(value: Any) -> str:
 def _by_names() -> list[dict[str, Any]]:
     """Return the losses, those that are the same under several names once."""
     from onnxgrad.losses.formulas import LOSSES
-    from onnxgrad.losses.objectives import ALIASES, LEFT_OPEN
+    from onnxgrad.losses.objectives import ALIASES
+    from onnxgrad.losses.spec import LEFT_OPEN
 
     found: list[tuple[Any, dict[str, Any]]] = []
     for name, spec in LOSSES.items():

@@ -26,7 +26,7 @@ from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, float_outputs, label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.spec import LossSpec, Terms
+from onnxgrad.losses.spec import LEFT_OPEN, LossSpec, Terms
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.model.convert import non_tensor, tensor_behind
 
@@ -37,7 +37,6 @@ ALIASES = {
     "ce": "cross_entropy",
 }
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
-LEFT_OPEN = ("from_logits", "soft_labels")  # options that model and labels decide
 
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Pairs = Sequence[tuple[ir.Value, ir.Value]]  # several of these

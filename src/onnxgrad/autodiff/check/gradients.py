@@ -46,9 +46,9 @@ def check_gradient(
     `(4 D(h/2) - D(h)) / 3`, `D(h) = (f(x + h v) - f(x - h v)) / 2h` (Richardson 1911). `model`
     itself computes f. The derivative with respect to an x without a gradient must be zero.
 
-    Of more than 16 inputs and weights, up to 8 with gradients of similar size change together,
-    which takes an eighth of the runs: a wrong gradient of one of them shows if its error is more
-    than about 800 `rtol`. Where a group differs, each of its members is compared by itself.
+    In float64, of more than 16 inputs and weights up to 8 with gradients of similar size change
+    together: a wrong gradient of one shows if its error is more than about 800 `rtol`. Where a
+    group differs, each of its members is compared by itself.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -60,18 +60,16 @@ def check_gradient(
             computed by the gradient model.
         feed: where to check, `{input: array}`; missing inputs are drawn by `random_feed`.
         random_state: seed of feed, factors and directions; None draws a new one.
-        separately: whether each input and weight has a direction of its own; None: if they are at
-            most 16.
-        budget_seconds: no further direction is begun after this time; what was left out is
-            `unchecked` in the report. The model, its gradient and one direction always run.
+        separately: whether each has a direction of its own; None: if they are at most 16.
+        budget_seconds: no further direction is begun after this time, but one always runs; what
+            was left out is `unchecked` in the report.
 
     Raises:
-        ValueError: an unknown name, another `order`, nothing to check, or random outputs; a
-            budget that is not above 0.
+        ValueError: an unknown name, an invalid order or budget, nothing to check, random outputs.
         ModelError: `model` cannot be read.
         NoGradientRule: an operator on a path has no rule.
-        RuntimeError: no runtime computes the model, or its gradient; for example, `feed` has other
-            lengths where inputs share a symbolic dimension.
+        RuntimeError: no runtime computes the model, or its gradient, as where inputs in `feed`
+            share a symbolic dimension and differ in that length.
 
     Examples:
         >>> import onnx, onnxgrad as og
@@ -84,13 +82,18 @@ def check_gradient(
     """
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, not {order!r}")
-    if budget_seconds is not None and not budget_seconds > 0:
-        raise ValueError(f"{argument('budget_seconds', budget_seconds)} must be above 0")
-    deadline = inf if budget_seconds is None else time.monotonic() + budget_seconds
+    deadline = _deadline(budget_seconds)
     seed = int(np.random.default_rng(random_state).integers(1 << 32))
     problem = _problem(read(model), inputs, weights, feed or {}, rtol, order, seed)
     alone = len(problem.wrt) <= _FEW if separately is None else separately
     return _judge(replace(problem, separately=alone, deadline=deadline))
+
+
+def _deadline(seconds: float | None) -> float:
+    """Return the end of a budget by `time.monotonic`."""
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"{argument('budget_seconds', seconds)} must be above 0")
+    return inf if seconds is None else time.monotonic() + seconds
 
 
 def _problem(
