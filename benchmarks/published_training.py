@@ -96,6 +96,13 @@ def _(feed, outputs, rng):
     return Recipe("mse", feed, moved(outputs["output"]), {"learning_rate": 1e-4})
 
 
+@recipe("nudenet")
+def _(feed, outputs, rng):
+    x = rows(feed, 2)
+    target = np.concatenate([moved(outputs["output0"])] * 2)
+    return Recipe("mse", x, target, {"learning_rate": 1e-4})
+
+
 def _states(rng, feed, carry, loss, label):
     """A stream: the states of a batch are those of the batch before."""
     shape = label.shape

@@ -107,6 +107,7 @@ def test_a_head_on_features(here):
         (("--head", 2, "--head-at", "w"), r"layer \(--head-at\) 'w'"),
         (("--head", 2, "--head-pool", "max"), "--head-pool.*'max'.*mean"),
         (("--head", 2, "--head-pool", "first", "--head-mask", "x"), "needs --head-pool mean"),
+        (("--head", 2, "--head-pool", "none", "--head-at", "a", "--head-at", "b"), "one value"),
         (("--head", 2, "--head-pool", "mean"), "--head-pool mean needs 3 axes; 'z' has"),
         (("--lora", "X"), "'X'"),
     ],
@@ -121,6 +122,13 @@ def test_the_layer_of_head_at_is_replaced(here):
     succeed("train", *KINDS, *FAST, "--head", 6, "--head-at", "W")
     shapes = sorted(a.shape for a in weights("trained.onnx").values())
     assert shapes == [(2, 4), (4, 6), (6,)]
+
+
+def test_layers_of_head_at_are_replaced(here):
+    succeed("train", *KINDS, *FAST, "--head", 6, "--head-at", "W", "--head-at", "W*")
+    several = ("--head-at", "W", "--head-at", "V", "-o", "no.onnx")
+    [message] = {refused("train", *KINDS, "--head", 6, *several)}
+    assert "--head-at W --head-at V names layers that differ in their units" in message
 
 
 def test_adapters_train_and_merge(here):
@@ -372,3 +380,27 @@ def test_a_folder_of_images(here):
     scores = {w[0].strip('"'): np.array(w[1:], float) for w in (s.split(",") for s in lines[1:])}
     for file, z in scores.items():  # the classes are in the order of --head
         assert z.argmax() == ["red", "blue"].index(file.split("/")[-2])
+
+
+def test_the_size_of_images(here):
+    """Images that are wider than high, as lines of text, for a model of any size."""
+    Image = pytest.importorskip("PIL.Image")
+    text = HEADER + (
+        "g (float[N,3,H,W] x) => (float[N,2] z) { m = MaxPool<kernel_shape=[4, 12]>(x) "
+        "f = Flatten(m) z = MatMul(f, W) }"
+    )
+    save("lines.onnx", text, W=np.eye(3, 2))  # the pool leaves one position of 4 x 12 only
+    for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0))):
+        os.makedirs(f"lines/{name}")
+        Image.new("RGB", (30, 8), color).save(f"lines/{name}/0.png")
+    line = ("predict", "lines.onnx", "lines", "--overwrite", "-o", "out.csv")
+    for size in ("4x12", "4,12"):
+        succeed(*line, "--image-size", size)
+        assert len((here / "out.csv").read_text().splitlines()) == 3
+    assert "pass --image-size" in refused(*line)
+    for size in ("x", "4x", "0", "4x0", "-4", "4x12x3", "4.5"):
+        assert "neither a number of pixels" in refused(*line, f"--image-size={size}")
+    assert "folder of images" in refused("predict", "linear.onnx", "rows.csv", "--image-size", 4)
+    (here / "run.toml").write_text('image-size = "4x12"\n')
+    trained = ("train", "lines.onnx", "lines", "--loss", "cross_entropy", "--validation", 0)
+    succeed(*trained, *FAST, "--config", "run.toml")

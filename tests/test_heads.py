@@ -15,6 +15,7 @@ from onnxgrad import (
     trainable,
 )
 from onnxgrad.adapters.lora import add_lora
+from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.finetune.layers import fresh
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
@@ -339,7 +340,7 @@ def test_named_layer_and_output():
     with pytest.raises(ValueError, match=r"Did you mean.*'second'"):
         replace_head(model, 5, at="secnd")
     with pytest.raises(ValueError, match=r"at='\?' names several layers"):
-        replace_head(model, 5, at="?")
+        features(model, at="?")
     with pytest.raises(ValueError, match=r"Relu.*no linear"):
         replace_head(model, 5, at="y")
     with pytest.raises(ValueError, match="Unknown output 'q'"):
@@ -355,9 +356,6 @@ REFUSED = {
     "two added up": (
         f"{MATRIX} {{ h = MatMul(x, w) a = MatMul(x, w) y = Add(h, a) }}",
         "several layers.*add_head"),
-    "joined with data": (
-        "f (float[N,4] x) => (float[N,7] y) { h = MatMul(x, w) y = Concat<axis=1>(h, x) }",
-        "Concat"),
     "some of them": (
         "f (float[N,4] x) => (float[N,1] y) <int64[1] i = {2}> {"
         " h = MatMul(x, w) y = Gather<axis=1>(h, i) }", "Gather.*selects"),

@@ -5,7 +5,7 @@ import onnx
 import pytest
 from published import Published, models, run, session
 
-from onnxgrad import Trainer
+from onnxgrad import Trainer, trainable
 from onnxgrad.finetune.add_head import add_head
 from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import replace_head
@@ -40,6 +40,25 @@ def test_five_classes(name):
         [y] = results.values()
         np.testing.assert_allclose(y.sum(1), 1, rtol=1e-5)
         assert learns(model, judged.feed)
+
+
+DETECTORS = {"nudenet": (["model.22.cv3.*.2"], 1, 4), "ddddocr": (["427", "429", "431"], 2, 5)}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_classes_of_a_detector(name):
+    """Boxes, and whether there is an object, are the same; scores are of the new classes."""
+    at, axis, kept = DETECTORS[name]
+    judged = judge(named(name))
+    with pytest.raises(ValueError, match=r"replaced together.*3 layers"):
+        replace_head(judged.proto, 5)
+    model = replace_head(judged.proto, 5, at)
+    onnx.checker.check_model(model, full_check=True)
+    [y], [before] = (list(run(session(m), judged.feed).values()) for m in (model, judged.proto))
+    assert y.shape[axis] == kept + 5
+    boxes = (slice(None),) * axis + (slice(kept),)
+    np.testing.assert_allclose(y[boxes], before[boxes], rtol=1e-5)
+    assert {f"head.{i}.weight" for i in range(3)} <= {t.name for t in trainable(model).trained}
 
 
 def test_sentence_classifier():

@@ -13,6 +13,7 @@ from onnxgrad.cli.command_options import (
     EvalOptions,
     GenerateOptions,
     GradOptions,
+    LossesOptions,
     MergeOptions,
     PredictOptions,
     ReportOptions,
@@ -114,6 +115,19 @@ def generate(options: GenerateOptions) -> None:
 )
 def trainable(options: TrainableOptions) -> None:
     """List the float constants of MODEL, which of them train, and why."""
+
+
+@register(
+    app,
+    "onnxgrad.cli.losses:losses",
+    "onnxgrad losses",
+    "onnxgrad losses ctc",
+)
+def losses(options: LossesOptions) -> None:
+    """List the losses, their mathematics and their options with defaults.
+
+    f is the prediction of the model, y the label.
+    """
 
 
 @register(

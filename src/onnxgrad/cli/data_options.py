@@ -28,8 +28,10 @@ class InputOptions:
         metavar="NAME=VALUE",
         panel="Task",
     )
-    image_size: int | None = option(
-        "Height and width of images.", min=1, show_default="those of the model's input"
+    image_size: str | None = option(
+        "Height and width of images, as 224, or 48x320 for a height of 48.",
+        metavar="N|HxW",
+        show_default="those of the model's input",
     )
 
 

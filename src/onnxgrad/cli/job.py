@@ -119,20 +119,23 @@ def _units(head: str) -> int | list[str]:
 def _add_head(proto: ModelProto, options: TrainOptions, units: int | list[str]) -> ModelProto:
     """Return the model with a new layer instead of an old one, or on features."""
     pool, mask, seed = options.head_pool, options.head_mask, options.seed
+    at = options.head_at
     if pool is None:
         from onnxgrad.finetune.heads import replace_head
 
         if mask is not None:
             raise ValueError("--head-mask needs --head-pool mean")
-        return replace_head(proto, units, options.head_at, seed=seed)
+        return replace_head(proto, units, at[0] if len(at) == 1 else at or None, seed=seed)
     from onnxgrad.finetune.add_head import POOLS, add_head
 
     if pool not in (*POOLS, "none"):
         raise unknown("way to pool (--head-pool)", pool, [*POOLS, "none"])
     if mask is not None and pool != "mean":
         raise ValueError("--head-mask needs --head-pool mean")
+    if len(at) > 1:
+        raise ValueError(f"--head-pool puts the new layer on one value, not on {at}")
     chosen = None if pool == "none" else pool
-    return add_head(proto, units, options.head_at, pool=chosen, mask=mask, seed=seed)
+    return add_head(proto, units, at[0] if at else None, pool=chosen, mask=mask, seed=seed)
 
 
 def named_classes(options: LabelOptions) -> list[str] | None:

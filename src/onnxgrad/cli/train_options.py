@@ -35,7 +35,8 @@ class LossOptions:
         autocompletion=losses,
     )
     loss_option: list[str] = option(
-        "Option of the loss, as from_logits=true or delta=2; repeat for several.",
+        "Option of the loss, as from_logits=true or delta=2; repeat for several. `onnxgrad losses "
+        "NAME` lists those of a loss.",
         [],
         metavar="NAME=VALUE",
     )
@@ -86,9 +87,11 @@ class WeightOptions:
         "separated by commas.",
         metavar="N|A,B,...",
     )
-    head_at: str | None = option(
-        "The layer that --head replaces: its node, its result or its weights. With --head-pool: "
-        "the value that the new layer is put on.",
+    head_at: list[str] = option(
+        "The layer that --head replaces: its node, its result or its weights; several by a "
+        "pattern, or repeated, for the scales of a detector. With --head-pool: the value that the "
+        "new layer is put on.",
+        [],
         metavar="NAME",
         show_default="the last layer; with --head-pool, the output",
     )
@@ -265,6 +268,9 @@ class ResultOptions:
         "Say what would be trained, for how long and in how much memory, by running a few steps; "
         "write nothing.",
         False,
+    )
+    verbose: bool = option(
+        "List at the end every constant that does not train, and why.", False, show_default=False
     )
     config: str | None = option(
         "TOML file of options by name; what the command line says wins.", metavar="FILE"

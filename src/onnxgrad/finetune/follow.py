@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from onnxgrad.finetune.tail import INDEX, Tail
+from onnxgrad.finetune.shared_axis import concatenate, gather, slice_, split
+from onnxgrad.finetune.tail import INDEX, Span, Tail
 from onnxgrad.graph import axes as places
 from onnxgrad.graph.axes import SUMMED, named_axes
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY
@@ -16,18 +17,16 @@ from onnxgrad.graph.traversal import captured
 _MICROSOFT = frozenset("Gelu QuickGelu FastGelu".split())
 _MIXES = "it mixes them with other axes of {}"
 _SELECTS = "it selects some of them"
+_SHARED = "its axis holds others beside them"
 _POOLS = "it pools over them"
 _REASONS = {  # operators that pass units on as `graph.axes` says, and why they are refused if not
     "AveragePool": _POOLS,
     "Flatten": _MIXES,
-    "Gather": _SELECTS,
     "GlobalAveragePool": _POOLS,
     "GlobalLpPool": _POOLS,
     "GlobalMaxPool": _POOLS,
     "LpPool": _POOLS,
     "MaxPool": _POOLS,
-    "Slice": _SELECTS,
-    "Split": _SELECTS,
     "Tile": "it repeats them",
     "Transpose": _MIXES,
     "Unsqueeze": "its axes are not constant",
@@ -66,6 +65,7 @@ def follow(tail: Tail) -> None:
         axis = axes.pop()
         if axes:
             tail.refuse(node, "its operands have them along several axes")
+        span = None if node.op_type in _ALONG else _span_of(tail, node)
         if node.domain == "com.microsoft" and node.op_type in _MICROSOFT and not node.inputs[1:]:
             tail.keep(node, axis)
         elif node.op_type in HANDLERS and not node.domain:
@@ -76,6 +76,18 @@ def follow(tail: Tail) -> None:
             _pass_on(tail, node, axis, _REASONS[node.op_type])
         else:
             tail.refuse(node, "it works for the old number only, or reads them as features")
+        if span is not None:
+            for y in node.outputs:
+                if tail.axes.get(y, INDEX) != INDEX:
+                    tail.set_span(y, span)
+
+
+def _span_of(tail: Tail, node: ir.Node) -> Span:
+    """Return where the units are on their axis in the operands of `node`, or refuse."""
+    spans = {tail.span(x) for x in node.inputs if x is not None and x in tail.axes}
+    if len(spans) > 1:
+        tail.refuse(node, "its operands have them at several places of the axis")
+    return spans.pop()
 
 
 def _pass_on(tail: Tail, node: ir.Node, axis: int, why: str) -> None:
@@ -155,7 +167,7 @@ def _reshape(tail: Tail, node: ir.Node, axis: int) -> None:
     if isinstance(place, int):
         tail.vector(node, 1, place)
         tail.keep(node, place - len(after))
-    elif tail.old == 1 and len(after) < len(before):
+    elif _span_of(tail, node).length == 1 and len(after) < len(before):
         _drop(tail, node)
     else:
         tail.refuse(node, f"it reshapes {list(before)} to {list(after)}")
@@ -200,24 +212,37 @@ def _search(tail: Tail, node: ir.Node, axis: int) -> None:
     if named_axes(node) != [axis + tail.rank(node)]:
         _pass_on(tail, node, axis, _SELECTS)
         return
+    if not tail.is_whole(node.inputs[0]):
+        tail.refuse(node, _SHARED)
     count = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if node.op_type == "TopK" and (count is None or count.item() > tail.new):
         tail.refuse(node, f"it takes {'k' if count is None else count.item()} of them")
     tail.axes[node.outputs[-1]] = INDEX
 
 
-@handler("Concat")
-def _concatenate(tail: Tail, node: ir.Node, axis: int) -> None:
-    joins = "it joins them with others"
-    if any(x not in tail.axes for x in node.inputs):
-        tail.refuse(node, joins)
-    _pass_on(tail, node, axis, joins)
+_ALONG = {"Concat": concatenate, "Gather": gather, "Slice": slice_, "Split": split}
+
+
+@handler(*_ALONG)
+def _take_parts(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Handle what joins or selects parts along an axis: that of the units, or another."""
+    if axis + tail.rank(node) in (named_axes(node) or []):
+        _ALONG[node.op_type](tail, node, axis)
+        return
+    if node.op_type == "Concat" and (others := [v for v in node.inputs if v not in tail.axes]):
+        names = ", ".join(repr(v.name) for v in others if v is not None)
+        tail.refuse(node, f"it joins them with {names}: name the layers of these, too")
+    span = _span_of(tail, node)
+    _pass_on(tail, node, axis, _SELECTS)
+    for y in node.outputs:
+        if y in tail.axes:
+            tail.set_span(y, span)
 
 
 @handler("GatherElements")
 def _gather_elements(tail: Tail, node: ir.Node, axis: int) -> None:
     along = axis + tail.rank(node) in (named_axes(node) or [])
-    if along and node.inputs[1] in tail.axes:
+    if along and (node.inputs[1] in tail.axes or not tail.is_whole(node.inputs[0])):
         tail.refuse(node, _SELECTS)
     if not along:  # else one element, of the label
         tail.keep(node, axis)

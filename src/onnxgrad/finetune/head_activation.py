@@ -33,6 +33,8 @@ def change_activation(tail: Tail, activation: str | None) -> None:
         wanted = ACTIVATIONS.get(activation or "")
         if activation == "same":
             wanted = _activation_like(tail, node)
+        elif wanted != node.op_type and not tail.is_whole(node.inputs[0]):
+            tail.refuse(node, f"activation={activation!r}: it is of others on their axis, too")
         if wanted is None:
             tail.bypass(node)
         elif wanted != node.op_type and (x := node.inputs[0]) is not None:
@@ -46,6 +48,11 @@ def change_activation(tail: Tail, activation: str | None) -> None:
             raise ValueError(
                 f"activation={activation!r}: {y.name!r} holds probabilities, and the operators "
                 'that compute them are not recognized: keep them with activation="same"'
+            )
+        if activation is not None and not tail.is_whole(y):
+            raise ValueError(
+                f"activation={activation!r}: {y.name!r} holds others beside the units, and no "
+                "activation of the units is recognized: pass None or 'same'"
             )
         if activation is not None:
             _append(tail, y, ACTIVATIONS[activation])
@@ -125,6 +132,8 @@ def _is_activation(tail: Tail, node: ir.Node) -> bool:
 
 def _activation_like(tail: Tail, node: ir.Node) -> str:
     """Return the activation for the new units that corresponds to that of the old ones."""
+    if not tail.is_whole(node.inputs[0]):
+        return node.op_type
     if tail.new == 1 and node.op_type == "Softmax":
         logger.info("%s becomes a Sigmoid: there is one unit", node_text(node))
         return "Sigmoid"
@@ -132,7 +141,8 @@ def _activation_like(tail: Tail, node: ir.Node) -> str:
         raise ValueError(
             f"{node_text(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
         )
-    if tail.old == 1 < tail.new and node.op_type == "Sigmoid":
+    alone = not tail.several and not tail.spans  # and not a detector's, which several may fit
+    if tail.old == 1 < tail.new and node.op_type == "Sigmoid" and alone:
         logger.info("%s becomes a Softmax over %d units", node_text(node), tail.new)
         return "Softmax"
     return node.op_type
@@ -142,9 +152,7 @@ def _write_instead(tail: Tail, node: ir.Node, op_type: str, x: ir.Value) -> None
     """Write the activation of `x` in place of `node`."""
     with tail.op.at(node):
         z = write_activation(tail.op, op_type, x, tail.axes[x])
-    z = substitute(tail.op, node.outputs[0], z)
-    tail.axes[z] = tail.axes[x]
-    tail.changed.add(z)
+    tail.set_like(substitute(tail.op, node.outputs[0], z), x)
 
 
 def _append(tail: Tail, y: ir.Value, op_type: str) -> None:
@@ -153,5 +161,5 @@ def _append(tail: Tail, y: ir.Value, op_type: str) -> None:
     z = write_activation(op, op_type, y, tail.axes[y])
     z.name, y.name = y.name, op.name(f"{y.name}_scores")
     outputs[list(outputs).index(y)] = z
-    tail.axes[z] = tail.axes[y]
-    tail.changed.update((y, z))
+    tail.set_like(z, y)
+    tail.changed.add(y)

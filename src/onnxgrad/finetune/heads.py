@@ -14,6 +14,7 @@ from onnxgrad.finetune.class_metadata import NewClasses
 from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
+from onnxgrad.finetune.head_groups import nodes_text
 from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
@@ -24,7 +25,7 @@ from onnxgrad.finetune.label_outputs import (
 from onnxgrad.finetune.layers import (
     Layer,
     note_constants,
-    replace_weights,
+    replace_all,
     standardize,
     state_rank,
 )
@@ -46,20 +47,23 @@ CLASSES = "onnxgrad.classes"  # metadata: the classes of a model without labels 
 def replace_head(
     model: ModelLike,
     units: int | Sequence[str] | Sequence[int],
-    at: str | None = None,
+    at: str | Sequence[str] | None = None,
     name: str = "head",
     *,
     output: str | None = None,
     activation: str | None = "same",
     seed: int = 0,
 ) -> ModelProto:
-    """Return `model` with a fresh last layer for another number of units, or for other classes.
+    """Return `model` with a new last layer for another number of units, or for other classes.
 
     The last linear or convolutional layer gets new weights, and a bias of zeros if it has a bias.
     Linear weights are uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and
     Bengio, 2010; those of convolutions normal with variance 2 / (features * size of the kernel),
     equation 10 of He et al., 2015. What follows stays if it works for any number of units; lengths
     that it states, and the shapes of outputs, are corrected. Local functions are inlined.
+
+    A detector has several such layers, one for each scale: `at` names all of them, and the boxes
+    beside the scores stay. Layers that share their weights share the new ones.
 
     A model that returns labels, as scikit-learn's classifiers, returns the new classes, also in its
     ZipMap: that of the largest score, and a softmax if it returned probabilities of any kind. Of
@@ -71,18 +75,23 @@ def replace_head(
         model: model, serialized model or path; never modified.
         units: number of units; or the classes, all strings or all ints, in their order. A number
             for a model that returns labels: the classes are 0, 1...
-        at: the layer: name of its node, its result, or its weights, which may be a pattern. None:
-            the only one that comes last before the outputs.
-        name: the new tensors are `<name>.weight` and `<name>.bias`, or with a numeric suffix.
+        at: the layer: name of its node, its result, or its weights, which may be a pattern as
+            "cv3.*.2.weight". Several layers, by a pattern or a list of names and patterns, are
+            replaced together; they have equal numbers of units. None: the only layer that comes
+            last before the outputs.
+        name: the new tensors are `<name>.weight` and `<name>.bias`, or with a numeric suffix; of
+            several layers, `<name>.0.weight`, `<name>.0.bias`, `<name>.1.weight`..., in the order
+            of `at`, and for a pattern in that of the graph.
         output: the output whose last layer is replaced, if outputs have several.
         activation: what the outputs are: "softmax", "log_softmax" or "sigmoid" of the scores; None:
             the scores. "same": as in `model`; but a Softmax becomes a Sigmoid for one unit, and the
-            Sigmoid of one unit a Softmax for several.
+            Sigmoid of one unit a Softmax for several, except in a detector.
         seed: of the new weights.
 
     Raises:
-        ValueError: no such layer, or several; it cannot be replaced, or an operator behind it needs
-            the old number of units: the message names it; an invalid argument.
+        ValueError: no such layer, several of different numbers of units, or several without `at`;
+            it cannot be replaced, or an operator behind it needs the old number of units: the
+            message names it; an invalid argument.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -144,38 +153,46 @@ class Request:
 
 
 def _with_new_layer(
-    proto: ModelProto, request: Request, at: str | None, output: str | None
+    proto: ModelProto, request: Request, at: str | Sequence[str] | None, output: str | None
 ) -> ModelProto:
-    """Return `proto` with a new layer; the other arguments as those of `replace_head`."""
+    """Return `proto` with new layers; the other arguments as those of `replace_head`."""
     proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
     model = to_ir(proto)
     graph = model.graph
     before = stated_types(graph)
     infer(model)
     note_constants(graph)
-    layer = find_layer(graph, proto, at, output)
-    op = Emit(graph)
-    own = [layer.y, *layer.node.outputs]
+    layers = find_layers(graph, proto, at, output)
+    layer, op = layers[0], Emit(graph)
+    own = [y for each in layers for y in (each.y, *each.node.outputs)]
     nodes, affected = nodes_after(graph, own), dependents(graph, own)
     indices = [i for i, y in enumerate(graph.outputs) if y in affected]
     classes = None
-    if labelled := has_labels(layer, nodes, affected):
+    if labelled := any(has_labels(each, nodes, affected) for each in layers):
         classes = request.classes or list(range(request.units))
-    standardize(op, layer)
-    state_rank(model, layer)
-    tail = Tail(op, node_text(layer.node), layer.y, layer.axis, layer.units, request.units)
-    tail.changed.update(layer.node.outputs)
+        if len(layers) > 1:
+            raise ValueError(
+                f"{argument('at', at)} names {len(layers)} layers, of whose units the model "
+                "returns labels: name one"
+            )
+    for each in layers:
+        standardize(op, each)
+        state_rank(model, each)
+    axes = {each.y: each.axis for each in layers}
+    tail = Tail(op, nodes_text([each.node for each in layers]), axes, layer.units, request.units)
+    tail.changed.update(y for each in layers for y in each.node.outputs)
     if classes is not None:
         write_labels(op, layer, nodes, indices, classes, request.activation)
         tail.changed.update(graph.outputs)
     else:
         follow(tail)
         change_activation(tail, request.activation)
-    sources = {v for w in layer.weights for v in origins(w) if v.producer() is None}
+    weights = [w for each in layers for w in each.weights]
+    sources = {v for w in weights for v in origins(w) if v.producer() is None}
     old = {v for v in sources if v.const_value is not None}
-    added = replace_weights(op, layer, request.units, request.name, request.seed)
+    added = replace_all(op, layers, request.units, request.name, request.seed)
     tidy(model)
-    _say(layer, old)
+    _say(layers, old)
     _declare(model, before, tail)
     new = to_proto(model)
     restore_zipmaps(new, zips, classes)
@@ -184,7 +201,22 @@ def _with_new_layer(
 
 
 def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str | None) -> Layer:
-    """Return the layer called `at`, or the last one before `output`, or before all outputs.
+    """Return the only layer that `find_layers` does.
+
+    Raises:
+        ValueError: there is none, or several, or it cannot be replaced.
+    """
+    layers = find_layers(graph, proto, at, output)
+    if len(layers) > 1:
+        names = nodes_text([layer.node for layer in layers])
+        raise ValueError(f"{argument('at', at)} names several layers: {names}; name one")
+    return layers[0]
+
+
+def find_layers(
+    graph: ir.Graph, proto: ModelProto, at: str | Sequence[str] | None, output: str | None
+) -> list[Layer]:
+    """Return the layers called `at`, or the last one before `output`, or before all outputs.
 
     Args:
         graph: the main graph of `proto`; its shapes are inferred.
@@ -193,7 +225,8 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
         output: as in `replace_head`.
 
     Raises:
-        ValueError: there is none, or several, or it cannot be replaced.
+        ValueError: there is none, or it cannot be replaced, or several have different numbers of
+            units.
     """
     outputs = list(graph.outputs)
     if output is not None:
@@ -201,7 +234,9 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
         if not outputs:
             raise unknown("output", output, [str(y.name) for y in graph.outputs])
     search = Search(graph, proto)
-    return search.last(outputs) if at is None else search.layer_called(at)
+    if at is None:
+        return [search.last(outputs)]
+    return search.layers_called([at] if isinstance(at, str) else list(at))
 
 
 def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
@@ -222,9 +257,10 @@ def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | N
     return len(classes), classes
 
 
-def _say(layer: Layer, old: Iterable[ir.Value]) -> None:
-    """Report which layer was replaced, and weights that others share with it."""
-    logger.info("replaced %s, of %d units", node_text(layer.node), layer.units)
+def _say(layers: Sequence[Layer], old: Iterable[ir.Value]) -> None:
+    """Report which layers were replaced, and weights that others share with them."""
+    for layer in layers:
+        logger.info("replaced %s, of %d units", node_text(layer.node), layer.units)
     for value in old:
         if value.uses() and value.const_value is not None and value.const_value.size > 1:
             logger.warning(
@@ -248,7 +284,7 @@ def _declare(model: ir.Model, before: dict[ir.Value, Stated], tail: Tail) -> Non
         axis = tail.axes.get(y, INDEX)
         if axis != INDEX and shape is not None and (y.shape is None or len(shape) == len(y.shape)):
             changed = list(shape)
-            changed[axis] = tail.new
+            changed[axis] = tail.new_length(y)
             y.shape = ir.Shape(changed)
         elif y in affected and y.shape is None and (lengths := written[y]) is not None:
             y.shape = ir.Shape(lengths)

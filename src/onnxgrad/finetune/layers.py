@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from math import prod, sqrt
 
@@ -235,31 +235,51 @@ def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     return rng.uniform(-limit, limit, shape)
 
 
-def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) -> list[str]:
-    """Give `layer` new weights for `units` units, in place; return their names.
+def replace_all(op: Emit, layers: Sequence[Layer], units: int, name: str, seed: int) -> list[str]:
+    """Give `layers` new weights for `units` units, in place; return their names.
+
+    Those of several are numbered. Layers that share their weights share the new ones.
+    """
+    tied: dict[tuple, list[Layer]] = {}
+    for layer in layers:
+        operands = [(node.op_type, node.inputs[i], i) for node, i in _operands(layer)]
+        turned = layer.node.attributes.get_int("transB", 0)
+        tied.setdefault((*operands, turned), []).append(layer)
+    names = []
+    for i, (first, *twins) in enumerate(tied.values()):
+        own = f"{name}.{i}" if len(tied) > 1 else name
+        names += replace_weights(op, first, units, own, seed + i, twins)
+    return names
+
+
+def replace_weights(
+    op: Emit, layer: Layer, units: int, name: str, seed: int, twins: Sequence[Layer] = ()
+) -> list[str]:
+    """Give `layer`, and `twins` with the same weights, new ones for `units` units, in place.
 
     Standard operators must compute it: see `standardize`. Factors of a Gemm become 1.
+
+    Returns:
+        The names of the new tensors.
     """
     node, old = layer.node, layer.weights
     weights = fresh((units, *layer.shape[1:]), layer.kind, seed)
-    index, bias = _OPERANDS[standard(node.domain), node.op_type]
     bare = node.op_type in _PRODUCTS and not node.attributes.get_int("transB", 0)
     if bare or node.op_type == "ConvTranspose":
         weights = np.ascontiguousarray(np.swapaxes(weights, 0, 1))
     new = [initializer(op, weights, layer.dtype, f"{name}.weight")]
-    node.replace_input_with(index, new[0])
-    for attribute in ("alpha", "beta"):
-        node.attributes.pop(attribute, None)
     if layer.bias:
         shape: tuple[int, ...] = (units,)
         if layer.add is not None:
-            operand = next(v for v in layer.add.inputs if v is not node.outputs[0])
-            before = static(dims(operand)) or (1,)
+            _, (add, i) = _operands(layer)
+            before = static(dims(add.inputs[i])) or (1,)
             shape = tuple(units if i == layer.axis else 1 for i in range(-len(before), 0))
-            node, bias = layer.add, list(layer.add.inputs).index(operand)
         new.append(initializer(op, np.zeros(shape), layer.dtype, f"{name}.bias"))
-        assert bias is not None
-        node.replace_input_with(bias, new[1])
+    for each in (layer, *twins):
+        for (reader, i), value in zip(_operands(each), new, strict=True):
+            reader.replace_input_with(i, value)
+        for attribute in ("alpha", "beta"):
+            each.node.attributes.pop(attribute, None)
     for value in old:  # before IR version 4, the names of initializers were inputs
         if value.is_graph_input() and value.const_value is not None and not value.uses():
             op.graph.inputs.remove(value)
@@ -270,6 +290,18 @@ def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) ->
             former.name = op.name("unused")
             value.name = f"{name}.{role}"
     return [str(v.name) for v in new]
+
+
+def _operands(layer: Layer) -> list[tuple[ir.Node, int]]:
+    """Return where the weights of a layer are read, and its bias if it has one: node and index."""
+    node, add = layer.node, layer.add
+    weight, bias = _OPERANDS[standard(node.domain), node.op_type]
+    places = [(node, weight)]
+    if add is not None:
+        places.append((add, 1 - list(add.inputs).index(node.outputs[0])))
+    elif layer.bias and bias is not None:
+        places.append((node, bias))
+    return places
 
 
 def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import argument, named, node_text, unknown
+from onnxgrad.finetune.head_groups import nodes_text, shortened, suggestions
 from onnxgrad.finetune.layers import Layer, data_values, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
@@ -15,7 +17,6 @@ from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.operands import value_operands
 
-_LISTED = 8  # layers that a message names
 _LINEAR = frozenset("MatMul Gemm Conv ConvTranspose FusedMatMul FusedGemm FusedConv".split())
 
 
@@ -53,13 +54,14 @@ class Search:
                 f"no linear or convolutional layer precedes {names}: put a new head behind a value "
                 f"of the model by {named('add_head')}"
             )
-        listed = [node_text(layer.node) for layer in layers] + [node_text(node) for node in reasons]
-        more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         hint = f"name one by {argument('at')}"
+        if groups := suggestions(layers, list(self.graph.initializers)):
+            hint += f", or layers that are replaced together: {' or '.join(groups)}"
         if len(chosen) > 1:
             hint += f", or the output by {argument('output')}, one of {[y.name for y in chosen]}"
         raise ValueError(
-            f"several layers are the last before {names}: {', '.join(listed[:_LISTED])}{more}; "
+            f"several layers are the last before {names}: "
+            f"{nodes_text([*(layer.node for layer in layers), *reasons])}; "
             f"{hint}; where they are added up, as in a residual block, put a new head behind the "
             f"output by {named('add_head')}"
         )
@@ -101,43 +103,62 @@ class Search:
                     f"({named('merge_lora')}) before"
                 )
 
-    def layer_called(self, at: str) -> Layer:
-        """Return the layer of a node, a result or a weight called `at`.
+    def layers_called(self, names: Sequence[str]) -> list[Layer]:
+        """Return the layers of nodes, results or weights of these names, in their order.
 
         Raises:
-            ValueError: there is no such layer, or several, or it cannot be replaced.
+            ValueError: there is no such layer, it cannot be replaced, or several have different
+                numbers of units.
         """
+        if not names:
+            raise ValueError(f"{argument('at', names)}: name one layer or more")
+        nodes = dict.fromkeys(node for at in names for node in self._nodes_called(at))
+        layers = []
+        for node in nodes:
+            layer = layer_of(node, self.data)
+            if not isinstance(layer, Layer):
+                reason = layer or "it is no linear or convolutional layer with constant weights"
+                raise ValueError(f"{_at(names)} names {node_text(node)}, which stays: {reason}")
+            layers.append(layer)
+        if len({(layer.units, layer.kind) for layer in layers}) > 1:
+            listed = [f"{node_text(y.node)} ({y.units} units)" for y in layers]
+            raise ValueError(
+                f"{_at(names)} names layers that differ in their units: "
+                f"{shortened(listed)}; name one, or those of the classes"
+            )
+        self._refuse_adapted(layers)
+        return layers
+
+    def _nodes_called(self, at: str) -> list[ir.Node]:
+        """Return the node of the layer, or the nodes of the layers, that `at` names."""
         nodes = [n for n in self.graph if n.name == at] or [
             n for n in self.graph if at in [y.name for y in n.outputs]
         ]
-        nodes = nodes or self._readers_of(at)
-        layers = dict.fromkeys(self._behind_add(node) for node in nodes)
-        if len(layers) > 1:
-            listed = ", ".join(node_text(node) for node in list(layers)[:_LISTED])
-            raise ValueError(f"{argument('at', at)} names several layers: {listed}; name one")
-        [node] = layers
-        layer = layer_of(node, self.data)
-        if isinstance(layer, Layer):
-            self._refuse_adapted([layer])
-            return layer
-        reason = layer or "it is no linear or convolutional layer with constant weights"
-        raise ValueError(f"{argument('at', at)} names {node_text(node)}, which stays: {reason}")
+        return [self._behind_add(node) for node in nodes or self._readers_of(at)]
 
     def _readers_of(self, at: str) -> list[ir.Node]:
         """Return the layers that read the float constants called `at`, perhaps moved or cast."""
         layers = {n: y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)}
-        try:
-            constants = set(matching_weights(self.proto, [at], f"layer ({argument('at')})"))
-        except ValueError as e:
+        constants = self._constants_called(at) or self._constants_called(f"{at}.weight")
+        if not constants:
+            if found := [n for n in layers if fnmatchcase(str(n.name), at)]:
+                return found
             known = [str(n.name or n.outputs[0].name) for n in layers]
-            raise unknown(f"layer ({argument('at')})", at, known) from e
+            raise unknown(f"layer ({argument('at')})", at, known)
         readers = [n for n, y in layers.items() if not constants.isdisjoint(_constants_of(y))]
         if not readers:
             raise ValueError(
-                f"{argument('at', at)} names {sorted(constants)[:_LISTED]}, and no layer of the "
-                "main graph that can be replaced reads them"
+                f"{argument('at', at)} names {shortened(sorted(map(repr, constants)))}, and no "
+                "layer of the main graph that can be replaced reads them"
             )
         return readers
+
+    def _constants_called(self, at: str) -> set[str]:
+        """Return the float constants that a name or pattern names, perhaps none."""
+        try:
+            return set(matching_weights(self.proto, [at], f"layer ({argument('at')})"))
+        except ValueError:
+            return set()
 
     def _behind_add(self, node: ir.Node) -> ir.Node:
         """Return the product whose bias the Add `node` adds, or else `node`."""
@@ -148,6 +169,11 @@ class Search:
                 if isinstance(layer, Layer) and layer.add is node:
                     return layer.node
         return node
+
+
+def _at(names: Sequence[str]) -> str:
+    """Return the argument `at` for messages."""
+    return argument("at", names[0] if len(names) == 1 else list(names))
 
 
 def _constants_of(layer: Layer) -> set[str]:

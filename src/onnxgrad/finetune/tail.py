@@ -1,12 +1,14 @@
 """What follows a layer that gets another number of units: the axis of the units is followed.
 
-Operators that work for any number of units stay; lengths in Reshape, Resize and the like are
-corrected; what depends on the old number is refused, by name.
+Operators that work for any number of units stay; lengths in Reshape, Resize, Split and the like are
+corrected; what depends on the old number is refused, by name. Units may share their axis with
+others, as scores with the coordinates of boxes behind a Concat: their `Span` says where they are.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -21,32 +23,74 @@ from onnxgrad.graph.traversal import nodes_behind, reads
 INDEX = 0
 
 
+class Span(NamedTuple):
+    """Where the units are on their axis, and how long it is, in the file."""
+
+    start: int
+    length: int
+
+
 class Tail:
-    """The values behind a layer, and the axis of its units in each.
+    """The values behind layers of equal numbers of units, and the axis of the units in each.
 
     Args:
         op: emitter of the graph, whose shapes are inferred.
-        layer: the layer as messages show it.
-        y: its result.
-        axis: of the units, counted from the end.
-        old: the number of units in the file.
+        layers: the layers as messages show them.
+        axes: `{result of a layer: axis of its units}`, counted from the end.
+        old: the number of units of each in the file.
         new: the new number.
 
     Attributes:
         axes: `{value: axis}` of the values that have an axis of units, or INDEX.
+        spans: `{value: span}` of those whose units share the axis with others.
         changed: values whose shapes change.
     """
 
-    def __init__(self, op: Emit, layer: str, y: ir.Value, axis: int, old: int, new: int) -> None:
-        self.op, self.layer, self.old, self.new = op, layer, old, new
-        self.axes: dict[ir.Value, int] = {y: axis}
-        self.changed: set[ir.Value] = {y}
-        self.upstream = {x for node in nodes_behind([y]) for x in reads(node)}
+    def __init__(
+        self, op: Emit, layers: str, axes: Mapping[ir.Value, int], old: int, new: int
+    ) -> None:
+        self.op, self.layers, self.old, self.new = op, layers, old, new
+        self.several = len(axes) > 1
+        self.axes: dict[ir.Value, int] = dict(axes)
+        self.spans: dict[ir.Value, Span] = {}
+        self.changed: set[ir.Value] = set(axes)
+        self.upstream = {x for node in nodes_behind(axes) for x in reads(node)}
+
+    def span(self, value: ir.Value) -> Span:
+        """Return where the units are on their axis in `value`."""
+        return self.spans.get(value, Span(0, self.old))
+
+    def is_whole(self, value: ir.Value | None) -> bool:
+        """Return whether the axis of the units holds nothing else in `value`."""
+        return value not in self.spans
+
+    def new_length(self, value: ir.Value) -> int:
+        """Return the new length of the axis of the units in `value`."""
+        return self.span(value).length + self.new - self.old
+
+    def set_span(self, value: ir.Value, span: Span) -> None:
+        """Note where the units are on their axis in `value`."""
+        self.spans.pop(value, None)
+        if span != Span(0, self.old):
+            self.spans[value] = span
+
+    def set_like(self, value: ir.Value, other: ir.Value) -> None:
+        """Note that `value` has the units where `other` has them."""
+        self.axes[value] = self.axes[other]
+        self.set_span(value, self.span(other))
+        self.changed.add(value)
+
+    def moved(self, span: Span, position: int) -> int | None:
+        """Return where a boundary on the axis is for the new number; None if it is among units."""
+        if position <= span.start:
+            return position
+        behind = position >= span.start + self.old
+        return position + self.new - self.old if behind else None
 
     def refuse(self, node: ir.Node, why: str) -> NoReturn:
         """Raise the error that a node needs the old number of units."""
         raise ValueError(
-            f"{node_text(node)} follows the units of {self.layer}, of which the model has "
+            f"{node_text(node)} follows the units of {self.layers}, of which the model has "
             f"{self.old}: {why}. Name another layer by {argument('at')}, or put a head on an "
             f"earlier value by {named('add_head')}"
         )
@@ -68,26 +112,26 @@ class Tail:
         """Remove `node`: its operand takes the uses of its result."""
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
-        new = substitute(self.op, y, x)
-        self.axes[new] = self.axes[x]
-        self.changed.add(new)
+        self.set_like(substitute(self.op, y, x), x)
 
     # -- constants that hold the old number ----------------------------------------------------
 
     def vector(
         self, node: ir.Node, index: int, position: int, reader: ir.Node | None = None
     ) -> None:
-        """Correct element `position` of the vector of lengths that `node` reads, if it is `old`.
+        """Correct element `position` of the vector of lengths that `node` reads.
 
-        It is a constant, or a Concat of constants and lengths that are computed; `reader` is the
-        node that messages name, if not `node`.
+        It is the old length of the axis of the units, or computed: 0 or -1. The vector is a
+        constant, or a Concat of constants and lengths that are computed; `reader` is the node that
+        messages name, if not `node`, and whose first operand has the units.
         """
         x, reader = node.inputs[index], reader or node
-        array = constant(x)
-        if array is not None and x is not None:
-            if array.ndim == 1 and array[position] == self.old != self.new:
+        array, data = constant(x), reader.inputs[0]
+        if array is not None and x is not None and data is not None:
+            old, new = self.span(data).length, self.new_length(data)
+            if array.ndim == 1 and array[position] == old != new:
                 array = array.copy()
-                array[position] = self.new
+                array[position] = new
                 self.replace_constant(node, index, array)
             return
         producer = None if x is None else x.producer()
@@ -122,23 +166,33 @@ class Tail:
         length = shape[axis] if len(shape) >= -axis else 1
         if length == 1 or not isinstance(length, int):
             return
-        if length != self.old:
+        like = next(v for v in node.inputs if v is not None and self.axes.get(v) == axis)
+        span, new = self.span(like), self.new_length(like)
+        if length != span.length:
             self.refuse(node, f"{x.name!r} has the shape {list(shape)}")
         if x.is_graph_input() and x.const_value is None and x not in self.upstream:  # labels
             x.shape = ir.Shape(shape)
-            x.shape[axis] = self.new
-            self.axes[x] = axis
-            self.changed.add(x)
+            x.shape[axis] = new
+            self.set_like(x, like)
             return
         array, producer = constant(x), x.producer()
-        if array is not None and np.array_equal(
-            array, np.broadcast_to(first := np.take(array, [0], axis), array.shape)
-        ):
-            self.replace_constant(node, index, first)
+        resized = None if array is None else self._resized(array, axis, span)
+        if resized is not None:
+            self.replace_constant(node, index, resized)
         elif producer is not None and producer.op_type == "OneHot":
             self.depth(producer)
         else:
             self.refuse(node, f"{x.name!r} has the shape {list(shape)}, a number for each unit")
+
+    def _resized(self, array: np.ndarray, axis: int, span: Span) -> np.ndarray | None:
+        """Return `array` for the new number of units; None if those have different numbers."""
+        before, units, behind = np.split(array, [span.start, span.start + self.old], axis)
+        first = np.take(units, [0], axis)
+        if not np.array_equal(units, np.broadcast_to(first, units.shape)):
+            return None
+        if span == Span(0, self.old):
+            return first
+        return np.concatenate([before, np.repeat(first, self.new, axis), behind], axis)
 
     def depth(self, node: ir.Node) -> None:
         """Correct the depth of a OneHot."""

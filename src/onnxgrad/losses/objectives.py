@@ -26,7 +26,7 @@ from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, float_outputs, label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.spec import LossSpec, Terms
+from onnxgrad.losses.spec import LEFT_OPEN, LossSpec, Terms
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.model.convert import non_tensor, tensor_behind
 
@@ -364,7 +364,7 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
         spec = loss_spec(name, None, chosen)
     else:
         raise unknown("loss", loss, [*LOSSES, *ALIASES])
-    left_open = {name: None for name in ("from_logits", "soft_labels") if name in spec.all_options}
+    left_open = {name: None for name in LEFT_OPEN if name in spec.all_options}
     return spec.with_options(left_open | {**spec.options})
 
 

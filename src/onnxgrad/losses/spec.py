@@ -15,6 +15,8 @@ import onnx_ir as ir
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.shapes import Dims, dims, equal, rank
 
+LEFT_OPEN = ("from_logits", "soft_labels")  # options that model and labels decide
+
 Formula = Callable[..., ir.Value]
 Options = Mapping[str, Any]
 
