@@ -363,6 +363,10 @@ from .training.callbacks.timing import (
 from .training.callbacks.weights_and_biases import (
     WeightsAndBiases as WeightsAndBiases,
 )
+from .training.mixing import (
+    cutmix as cutmix,
+    mixup as mixup,
+)
 from .training.parameters.defaults import (
     trainable as trainable,
 )
