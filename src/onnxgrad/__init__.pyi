@@ -270,6 +270,9 @@ from .optimizers.scaling import (
     ScaleByLearningRate as ScaleByLearningRate,
     Trace as Trace,
 )
+from .optimizers.unfreezing import (
+    gradual_unfreezing as gradual_unfreezing,
+)
 from .parallel.process_groups import (
     DataParallel as DataParallel,
 )

@@ -22,6 +22,7 @@ from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.label_checks import require_labels
+from onnxgrad.losses.mixed_rows import MixedRows
 from onnxgrad.losses.objectives import TrainingLoss as OfOutputs, Written
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
@@ -239,7 +240,7 @@ def build_objective(
             written = write_model_loss(op, proto, own, data, plan.row_weight, plan.reduction)
         else:
             if training and isinstance(loss, OfOutputs):  # it may write its gradient itself
-                loss = loss.differentiated(trained, form.mixing and form.mixing.rows)
+                loss = loss.differentiated(trained, form.mixed)
             written = loss.write(op, results, weighted)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
@@ -312,6 +313,11 @@ class _Form:
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     mixing: Mixing | None = None
+
+    @property
+    def mixed(self) -> MixedRows | None:
+        """How rows are mixed; None: they are not."""
+        return None if self.mixing is None else self.mixing.rows
 
     @classmethod
     def of(
