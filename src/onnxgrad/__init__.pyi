@@ -287,6 +287,9 @@ from .plot.html import (
     show as show,
     to_html as to_html,
 )
+from .plot.loss_curves import (
+    plot_history as plot_history,
+)
 from .plot.summary import (
     Layer as Layer,
     Summary as Summary,
@@ -354,6 +357,9 @@ from .training.callbacks.nan_watch import (
 from .training.callbacks.norms import (
     Norms as Norms,
 )
+from .training.callbacks.optuna import (
+    OptunaPruning as OptunaPruning,
+)
 from .training.callbacks.progress import (
     Progress as Progress,
 )
@@ -381,6 +387,10 @@ from .training.parameters.ties import (
 )
 from .training.progress import (
     FitProgress as FitProgress,
+)
+from .training.range_test import (
+    RangeTest as RangeTest,
+    lr_range_test as lr_range_test,
 )
 from .training.stack import (
     TrainerStack as TrainerStack,
