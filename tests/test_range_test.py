@@ -31,14 +31,14 @@ def test_losses_are_those_of_a_loop_in_pytorch():
     w = torch.tensor(W, requires_grad=True)
     order = [np.random.default_rng([4, epoch]).permutation(50) for epoch in range(5)]
     batches = [o[i : i + 16] for o in order for i in range(0, 50, 16)][:20]
-    losses, mean, smoothed = [], 0.0, []
+    losses, smoothed = [], []
     for t, (rate, rows) in enumerate(zip(np.geomspace(1e-4, 1.0, 20), batches, strict=True)):
         loss = torch.nn.functional.cross_entropy(torch.tensor(X[rows]) @ w, torch.tensor(Y[rows]))
         (gradient,) = torch.autograd.grad(loss, w)
         w = (w - rate * gradient).detach().requires_grad_()
         losses.append(loss.item())
-        mean = 0.9 * mean + 0.1 * loss.item()
-        smoothed.append(mean / (1 - 0.9 ** (t + 1)))
+        weights = 0.9 ** np.arange(t, -1, -1) * [len(b) for b in batches[: t + 1]]
+        smoothed.append(np.average(losses, weights=weights))
     np.testing.assert_allclose(found.losses, losses, rtol=1e-5)
     np.testing.assert_allclose(found.smoothed, smoothed, rtol=1e-5)
     assert not found.diverged

@@ -15,7 +15,7 @@ from onnxgrad.schedules.curves import exponential
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.events import Callbacks
 
-_SKIPPED = 5  # rates at both ends, where the slope of the smoothed loss says little
+_SKIPPED = 10  # rates at both ends, at most, where the slope of the smoothed loss is noise
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RangeTest:
     Attributes:
         rates: the learning rates of the steps, float64 (steps,), in increasing order.
         losses: the loss of the batch before each step.
-        smoothed: their exponentially weighted mean.
+        smoothed: their exponentially weighted mean, which counts the rows of each batch.
         diverged: whether it ended early, because the loss diverged.
 
     Examples:
@@ -33,7 +33,7 @@ class RangeTest:
         >>> from onnxgrad.training.range_test import RangeTest
         >>> rates, losses = 10.0 ** np.arange(-4, 1), np.array([2.0, 1.9, 1.0, 0.8, 9.0])
         >>> float(RangeTest(rates, losses, losses, True).suggestion)
-        0.001
+        0.01
     """
 
     rates: np.ndarray
@@ -52,7 +52,7 @@ class RangeTest:
         if n < 3:
             return None
         slopes = np.gradient(self.smoothed, np.log(self.rates))
-        edge = _SKIPPED if n > 4 * _SKIPPED else 0
+        edge = min(_SKIPPED, n // 8)
         inner = slopes[edge : n - edge]
         best = int(np.argmin(inner))
         return float(self.rates[edge + best]) if inner[best] < 0 else None
@@ -94,7 +94,8 @@ class _Watch(Callback):
         self.losses: list[float] = []
         self.smoothed: list[float] = []
         self.diverged = False
-        self._mean, self._before = 0.0, np.zeros((2, 1))
+        self._mean = np.zeros(2)  # the weighted sums of losses, and of rows
+        self._before: Any = (0.0, 0.0, 0)
 
     def result(self, schedule: Schedule) -> RangeTest:
         """Return what it noted."""
@@ -103,16 +104,16 @@ class _Watch(Callback):
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Begin the sums of the losses and terms of an epoch."""
-        self._before = np.zeros((2, 1))
+        self._before = (0.0, 0.0, 0)
 
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Note the loss of a step: what it adds to the sums of the epoch."""
-        now = np.array([state.running["sums"], state.running["counts"]])
-        sums, counts = now - self._before
+        now = [np.array(state.running[name]) for name in ("sums", "counts", "rows")]
+        sums, counts, rows = (a - b for a, b in zip(now, self._before, strict=True))
         means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts != 0)
         loss, self._before = float(means @ trainer.setup.loop.runner.step.factors), now
-        self._mean = self.smoothing * self._mean + (1 - self.smoothing) * loss
-        smooth = self._mean / (1 - self.smoothing ** (len(self.losses) + 1))
+        self._mean = self.smoothing * self._mean + np.array([rows * loss, rows])
+        smooth = float(self._mean[0] / self._mean[1])
         self.losses.append(loss)
         self.smoothed.append(smooth)
         lowest = min(self.smoothed)
@@ -149,13 +150,13 @@ def lr_range_test(
         end: the rate of the last step, above `start`.
         steps: number of steps, 2 or more.
         batch_size: as in `fit`.
-        smoothing: weight b of earlier losses in the mean m / (1 - b^t), m <- b m + (1 - b) loss; at
-            least 0, below 1.
+        smoothing: factor b of the weights of earlier losses in the mean, sum_t b^(T-t) n_t loss_t
+            divided by the sum of the weights, n_t the rows of a batch; at least 0, below 1.
         diverges: it ends early where the smoothed loss is beyond this multiple of the lowest one,
             above 1. Not for losses that are negative.
 
     Returns:
-        Rates, losses and `suggestion`; `plot` draws them.
+        Rates and losses, `suggestion`, and `plot`.
 
     Raises:
         ValueError: invalid arguments; a `TrainerStack`; as `fit`.
@@ -167,14 +168,12 @@ def lr_range_test(
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
         ... ''')
-        >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+        >>> X = np.random.default_rng(0).normal(size=(96, 2)).astype(np.float32)
         >>> trainer = og.Trainer(model, "squared_error", optimizer="sgd")
         >>> found = og.lr_range_test(trainer, X, X @ np.float32([[2], [3]]), start=1e-4)
         >>> found.diverged, 0.01 < found.suggestion < 1
         (True, True)
     """
-    if getattr(trainer, "members", None) is not None:
-        raise ValueError("lr_range_test takes a Trainer, not a stack: its members compare rates")
     if positive("end", end) <= positive("start", start):
         raise ValueError(f"end must be above start={start!r}, not {end!r}")
     watch = _Watch(steps, smoothing, diverges)
@@ -185,6 +184,8 @@ def lr_range_test(
 
 def _fit_copy(trainer: Any, watch: _Watch, rates: Schedule, *data: Any, **arguments: Any) -> None:
     """Let a copy of a trainer, without its callbacks, train at these rates."""
+    if getattr(trainer, "members", None) is not None:
+        raise ValueError("lr_range_test takes a Trainer, not a stack: its members compare rates")
     tested = copy.copy(trainer)
     tested.callbacks, tested.learning_rate = Callbacks([watch]), rates
     try:
