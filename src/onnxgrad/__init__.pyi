@@ -305,6 +305,9 @@ from .plot.text import (
 from .quantization.quantize import (
     quantize as quantize,
 )
+from .report.card import (
+    write_card as write_card,
+)
 from .report.page import (
     write_report as write_report,
 )
