@@ -61,9 +61,8 @@ def write_card(
 
     Raises:
         NotFittedError: nothing was trained yet.
-        ValueError: a `TrainerStack`: a card is that of one model.
-        FileExistsError: the file exists, and `overwrite` is false.
-        OSError: the file cannot be written, or `base` cannot be read.
+        ValueError: a `TrainerStack`.
+        OSError: the file cannot be written, or exists and is not replaced; `base` cannot be read.
 
     Examples:
         >>> import tempfile, numpy as np, onnx, onnxgrad as og
@@ -81,10 +80,9 @@ def write_card(
     _check(trainer)
     target = Path(path) / CARD if Path(path).is_dir() else Path(path)
     check_writable(target, overwrite, [] if base is None else [base])
-    words = {"license": license, "data": data, "use": use}
-    title = _text(name or trainer.proto.graph.name or UNKNOWN)
-    parts = [_head(trainer, license, tags), f"# {title}\n\n{_INTRODUCTION}"]
-    parts += _sections(trainer, base, words)
+    title = f"# {_text(name or trainer.proto.graph.name or UNKNOWN)}"
+    parts = [_head(trainer, license, tags), title, _INTRODUCTION]
+    parts += _sections(trainer, base, {"license": license, "data": data, "use": use})
     with replacing(target) as file:
         file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return target
