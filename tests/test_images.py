@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from onnxgrad import OrtGradientOptimizer, Trainer, add_loss_output
+from onnxgrad import OrtGradientOptimizer, Trainer, add_loss_output, preprocess
 from onnxgrad.data import images
 from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
@@ -313,6 +313,17 @@ def test_results_that_are_no_images_are_refused(tmp_path, result):
     reader = image_folder(tmp_path, 8, [Tensor()], channels=3)
     with pytest.raises(ValueError, match="Tensor returns a ndarray"):
         reader.take(np.arange(2), 1)
+
+
+def test_models_get_no_transforms_that_only_augment():
+    made = parse(
+        "g (float[N,3,6,8] x) => (float[N,3] y) { y = ReduceMean<keepdims=0>(x, axes) }",
+        axes=np.array([2, 3]),
+    )
+    last = images.normalize([0.5] * 3, [1.0] * 3)
+    for augmenting in (Albumentation(), Vision()):
+        raw, plain = preprocess(made, [augmenting, last]), preprocess(made, [last])
+        assert raw.SerializeToString() == plain.SerializeToString()
 
 
 @pytest.mark.parametrize("channels", [1, 3])
