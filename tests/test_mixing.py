@@ -307,6 +307,17 @@ def test_what_cannot_be_mixed_is_refused(arguments, message):
         )
 
 
+@pytest.mark.parametrize(
+    ("batch", "accumulate"), [(1, 1), (4, 4), (7, 3)]
+)  # seven rows are cut into equal parts
+def test_single_rows_are_refused(batch, accumulate):
+    X, y = rows(14, (4,))
+    trainer = og.Trainer(parsed(LINEAR, W), "cross_entropy", mix=og.mixup(), accumulate=accumulate)
+    with pytest.raises(ValueError, match="nothing to mix"):
+        trainer.fit(X, y, batch_size=batch)
+    assert trainer.state.step == 0
+
+
 def test_arguments_are_checked():
     for wrong in (0, -1, float("inf"), True):
         with pytest.raises(ValueError, match="alpha"):
