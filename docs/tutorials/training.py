@@ -248,8 +248,8 @@ print(modes.state.buffers["mean"])  # near 5
 #
 # `Progress` shows a bar, `EarlyStopping` ends training and restores the best weights, `History`
 # writes a CSV file, `Norms` and `Timing` add to the history, `NanWatch` names the node that first
-# computed NaN, and `TensorBoard`, `MLflow` and `WeightsAndBiases` log to those. `validation` is a
-# share of the rows, or `(X, y)`.
+# computed NaN, and `TensorBoard`, `MLflow` and `WeightsAndBiases` log to those; `OptunaPruning`
+# ends what a study of Optuna prunes. `validation` is a share of the rows, or `(X, y)`.
 
 watched = og.Trainer(
     MODEL,

@@ -270,6 +270,9 @@ from .optimizers.scaling import (
     ScaleByLearningRate as ScaleByLearningRate,
     Trace as Trace,
 )
+from .optimizers.unfreezing import (
+    gradual_unfreezing as gradual_unfreezing,
+)
 from .parallel.process_groups import (
     DataParallel as DataParallel,
 )
@@ -283,6 +286,9 @@ from .plot.html import (
     Picture as Picture,
     show as show,
     to_html as to_html,
+)
+from .plot.loss_curves import (
+    plot_history as plot_history,
 )
 from .plot.summary import (
     Layer as Layer,
@@ -298,6 +304,9 @@ from .plot.text import (
 )
 from .quantization.quantize import (
     quantize as quantize,
+)
+from .report.card import (
+    write_card as write_card,
 )
 from .report.page import (
     write_report as write_report,
@@ -351,6 +360,9 @@ from .training.callbacks.nan_watch import (
 from .training.callbacks.norms import (
     Norms as Norms,
 )
+from .training.callbacks.optuna import (
+    OptunaPruning as OptunaPruning,
+)
 from .training.callbacks.progress import (
     Progress as Progress,
 )
@@ -363,6 +375,10 @@ from .training.callbacks.timing import (
 from .training.callbacks.weights_and_biases import (
     WeightsAndBiases as WeightsAndBiases,
 )
+from .training.mixing import (
+    cutmix as cutmix,
+    mixup as mixup,
+)
 from .training.parameters.defaults import (
     trainable as trainable,
 )
@@ -374,6 +390,10 @@ from .training.parameters.ties import (
 )
 from .training.progress import (
     FitProgress as FitProgress,
+)
+from .training.range_test import (
+    RangeTest as RangeTest,
+    lr_range_test as lr_range_test,
 )
 from .training.stack import (
     TrainerStack as TrainerStack,

@@ -259,6 +259,14 @@ class ResultOptions:
     history: str | None = option(
         "File (.csv or .json) of losses, rates and metrics by epoch.", metavar="FILE"
     )
+    card: str | None = option(
+        "File or folder of a model card: Markdown with license, data, arguments and results; what "
+        "is not known is called unknown.",
+        metavar="PATH",
+    )
+    license: str | None = option(
+        'Of the trained model, in the card, such as "mit"; default: unknown.', metavar="NAME"
+    )
     record: str | None = option(
         "Folder for what `onnxgrad report` draws: curves, norms, histograms, wrong predictions, "
         "time by operator.",

@@ -49,7 +49,7 @@ def cosine_embedding(op, prediction, label, margin=0.0):
     return op.Where(op.Greater(label, 0.0), 1.0 - cosine, op.Relu(cosine - margin))
 
 
-@register("triplet", labels=lambda options: _CLASS_OF_ROW)
+@register("triplet", labels=lambda options: _CLASS_OF_ROW, mixes=False)
 def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
     """max(0, |a - b + eps|_p - |a - c + eps|_p + margin), b of the class of a, c of another.
 
@@ -91,7 +91,7 @@ def triplet_margin(op, anchor, positive, negative, margin=1.0, p=2, eps=1e-6, sw
     return op.Relu(near - far + margin)
 
 
-@register("contrastive", labels=lambda options: _CLASS_OF_VIEWS)
+@register("contrastive", labels=lambda options: _CLASS_OF_VIEWS, mixes=False)
 def contrastive(op, prediction, label, temperature=0.1, normalize=True):
     """-mean of log softmax_a(z . z_a / T) over the a of the class of z.  Khosla et al. 2020.
 

@@ -143,6 +143,7 @@ class LossSpec:
         activation: operator that computes the probabilities that `from_logits=False` expects.
         ignore_nan: whether labels that are NaN are left out; an option of each loss with float
             labels that has one term for each of them.
+        mixes: whether the loss of a mixture of two rows is that of both labels, by their shares.
         options: options that the user set.
         label_shape: shape of the labels that the user passes, if the caller knows it.
 
@@ -164,6 +165,7 @@ class LossSpec:
     write_terms: Callable[..., Terms] | None = None
     activation: str | None = None
     ignore_nan: bool = False
+    mixes: bool = True
     options: Options = field(default_factory=dict)
     label_shape: tuple[int, ...] | None = None
 

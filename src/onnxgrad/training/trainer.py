@@ -47,6 +47,8 @@ class Trainer(TrainerBase):
             and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
             output matches, in training only.
+        mix: `mixup(alpha=0.2)` or `cutmix(alpha=1.0)`: rows of each batch are mixed with others of
+            it, in training only.
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
             inversely proportional to their frequencies in the labels of the last `fit`, also in
             `evaluate` and `partial_fit`, which need one before.
