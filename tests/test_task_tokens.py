@@ -13,7 +13,7 @@ from small_models import parse
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("seqeval")
-from onnxgrad.tasks.tokens import EntityF1, Tokens
+EntityF1, Tokens = og.tasks.tokens.EntityF1, og.tasks.tokens.Tokens
 
 R = np.random.default_rng(0)
 NAMES = ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]
@@ -149,7 +149,11 @@ def test_long_texts_become_rows_that_overlap():
         cut += sum(next((k for k in row if k >= 0), 0) in (2, 4) for row in y)
     assert found == [tag for row in rows for tag in row["tags"]]
     assert len(found) == words
-    assert cut == 0
+    long = 0  # entities that fill a row
+    for row in rows:
+        for a, b, _ in entities(row["tags"]):
+            long += sum(map(len, row["tokens"][a : b + 1])) > 24 - 2 - 2 * 5
+    assert cut <= long < 8
     expected = Tokens(encoder(), rows, wordpiece(), at="hidden").data.rows
     assert task.data.rows > expected == 20
 
@@ -161,7 +165,7 @@ def test_words_that_do_not_fit_are_counted():
     ]
     made = wordpiece()
     made.normalizer = tokenizers.normalizers.StripAccents()
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="of 2 texts") as told:
         task = Tokens(encoder(), text, made, at="hidden", max_length=12)
     message = str(told[0].message)
     assert "1 words have more tokens than a row and are cut" in message
@@ -331,7 +335,7 @@ def test_metric_without_words_or_with_weights():
         f1.compute()
 
 
-# -- training, predictions and files ----------------------------------------------------------------
+# -- training, predictions and files ---------------------------------------------------------------
 
 
 def run(model, X):
