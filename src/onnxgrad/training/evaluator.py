@@ -26,7 +26,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
-from onnxgrad.training.batches import Batch, BatchSource, Slice, rows_of
+from onnxgrad.training.batches import Batch, BatchSource, ReaderSource, Slice, rows_of
 from onnxgrad.training.causes import cause_in_evaluation
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
@@ -249,7 +249,9 @@ class Evaluator:
         predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
-            whole = np.concatenate(every, self.row_axis(name) + axis)
+            whole = _in_order(
+                np.concatenate(every, rows := self.row_axis(name) + axis), rows, source
+            )
             predictions[name] = whole.astype(self._declared.get(name, whole.dtype), copy=False)
         return predictions
 
@@ -311,6 +313,12 @@ class Evaluator:
             for piece in slices:
                 yield piece
                 bar.advance(task, piece.rows)
+
+
+def _in_order(array: np.ndarray, axis: int, source: BatchSource) -> np.ndarray:
+    """Return rows that lie along `axis` in their order in the data."""
+    order = source.numbers if isinstance(source, ReaderSource) else None
+    return array if order is None else array.take(np.argsort(order), axis)
 
 
 def over_members(objective: Objective, members: int) -> Objective:
