@@ -390,6 +390,15 @@ def test_a_share_for_validation_and_an_interrupted_training(tmp_path):
         np.testing.assert_array_equal(rest.state.weights[name], value)
 
 
+def test_predictions_of_sequences_that_differ_in_length():
+    made = parse("g (int64[N,T] ids) => (float[N,T,2] y) { y = Gather(t, ids) }", t=TABLE)
+    trainer = Trainer(made, "squared_error")
+    with pytest.raises(ValueError, match=r"'y' has the shape \[N, 1, 2\] in one batch and"):
+        trainer.predict(by_length(IDS))
+    found = trainer.predict(by_length(IDS, value=0), batch_size=203)
+    np.testing.assert_allclose(found, TABLE[padded(IDS, 0)], rtol=1e-5)
+
+
 def test_what_masks_a_sequence():
     ones = [np.ones(n, np.int64) for n in LENGTHS]
     for X, options, apart in (

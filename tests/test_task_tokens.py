@@ -418,6 +418,20 @@ def test_long_texts_are_predicted_as_short_ones():
         assert [{**e, "score": 0} for e in found] == [{**e, "score": 0} for e in expected]
 
 
+def test_models_without_a_mask_see_no_padding():
+    text = """g (int64[N,T] input_ids) => (float[N,T,6] y)
+        { e = Gather(t, input_ids)  m = ReduceMean<keepdims=1>(e, one)  y = Add(e, m) }"""
+    task = Tokens(parse(text, t=TABLE, one=np.array([1])), ROWS, wordpiece(), classes=NAMES)
+    for X, _, _ in drawn(task.data):
+        assert (X["input_ids"] > 0).all()
+    texts = [row["tokens"] for row in ROWS]
+    together = task.predict(task.model, texts)
+    assert sum(map(len, together)) > 40
+    alone = [task.predict(task.model, [text])[0] for text in texts]
+    for found, expected in zip(together, alone, strict=True):
+        assert [{**e, "score": 0} for e in found] == [{**e, "score": 0} for e in expected]
+
+
 def test_models_with_a_head(tmp_path):
     text = """g (int64[N,T] input_ids) => (float[N,T,3] logits)
         { e = Gather(table, input_ids)  m = MatMul(e, w)  logits = Add(m, b) }"""

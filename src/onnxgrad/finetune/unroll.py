@@ -55,26 +55,36 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
     infer(one)
     body = one.graph
     _check(body, carry)
+    graph = _scan(body, [*carry], [*carry.values()])
+    made = to_proto(ir.Model(graph, ir_version=one.ir_version, producer_name="onnxgrad"))
+    made.metadata_props.extend(proto.metadata_props)
+    return made
+
+
+def _scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
+    """Return a graph with a Scan over `body`, of these states before and after a step."""
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
     op = Emit(graph, all_names(body))
     _move_constants(body, graph)
     inputs, outputs = list(body.inputs), list(body.outputs)
-    by_name = {str(v.name): v for v in (*inputs, *outputs)}
-    states, after = ([by_name[name] for name in names] for names in (carry, carry.values()))
-    scanned = [x for x in inputs if x not in states and dims(x)]
+    before, after = (
+        [next(v for v in values if v.name == name) for name in names]
+        for values, names in ((inputs, befores), (outputs, afters))
+    )
+    scanned = [x for x in inputs if x not in before and dims(x)]
     rest = [y for y in outputs if y not in after]
     outer = {v: _outside(v, v in scanned or v in rest) for v in (*inputs, *outputs)}
     for x in inputs:
-        if x not in states and x not in scanned:
+        if x not in before and x not in scanned:
             ir.convenience.replace_all_uses_with(x, outer[x])
     for v in (*inputs, *outputs):
         v.name = op.name(f"{v.name}/step")
-    body.inputs[:] = [*states, *scanned]
+    body.inputs[:] = [*before, *scanned]
     body.outputs[:] = []
     Emit(body, outer=op).give([*after, *rest])
     axes = {"scan_input_axes": [1] * len(scanned), "scan_output_axes": [1] * len(rest)}
     attributes = {"body": body, "num_scan_inputs": len(scanned), **axes}
-    fed = [outer[x] for x in (*states, *scanned)]
+    fed = [outer[x] for x in (*before, *scanned)]
     results = op.emit_many("Scan", fed, attributes, outputs=len(after) + len(rest))
     for y, result in zip((*after, *rest), results, strict=True):
         stated = outer[y]
@@ -82,9 +92,7 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
         outer[y] = result
     graph.inputs.extend(outer[x] for x in inputs)
     graph.outputs.extend(outer[y] for y in outputs)
-    made = to_proto(ir.Model(graph, ir_version=one.ir_version, producer_name="onnxgrad"))
-    made.metadata_props.extend(proto.metadata_props)
-    return made
+    return graph
 
 
 def _check(body: ir.Graph, carry: Mapping[str, str]) -> None:
@@ -125,7 +133,6 @@ def _move_constants(body: ir.Graph, graph: ir.Graph) -> None:
 
 def _outside(value: ir.Value, stacked: bool) -> ir.Value:
     """Return an input or output of the same name, with an axis of steps if it is `stacked`."""
-    shape = list(value.shape or ())
-    if stacked:
-        shape.insert(1, _STEPS)
-    return ir.Value(name=value.name, type=value.type, shape=ir.Shape(shape))
+    own = list(value.shape or ())
+    shape = ir.Shape([*own[:1], _STEPS, *own[1:]] if stacked else own)
+    return ir.Value(name=value.name, type=value.type, shape=shape)

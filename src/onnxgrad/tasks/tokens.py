@@ -179,13 +179,12 @@ class Tokens(Task):
     def _reader(self, rows: Sequence[_Row]) -> og.Reader:
         X = {"input_ids": [row.ids for row in rows], "token_type_ids": [row.types for row in rows]}
         found = (self._whole.token_to_id(text) for text in _PADS)
-        return og.by_length(
-            {name: column for name, column in X.items() if name in self._inputs},
-            [row.labels for row in rows],
-            mask="attention_mask" if "attention_mask" in self._inputs else None,
-            value={"input_ids": next((i for i in found if i is not None), 0)},
-            y_value=_IGNORED,
-        )
+        pad = {"input_ids": next((i for i in found if i is not None), 0)}
+        masked = "attention_mask" in self._inputs  # without, rows of one length make a batch
+        X = {name: column for name, column in X.items() if name in self._inputs}
+        mask, value = ("attention_mask", pad) if masked else (None, None)
+        labels = [row.labels for row in rows]
+        return og.by_length(X, labels, mask=mask, value=value, y_value=_IGNORED)
 
     def _rows(self, texts: Sequence[Text], learnt: bool = False) -> list[_Row]:
         """Return the rows of all texts; if they are `learnt`, warn of labels that are not."""

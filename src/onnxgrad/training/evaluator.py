@@ -16,7 +16,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.data.columns import Names
-from onnxgrad.errors import escaping
+from onnxgrad.errors import argument, escaping
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.shapes import dims
@@ -249,9 +249,7 @@ class Evaluator:
         predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
-            whole = _in_order(
-                np.concatenate(every, rows := self.row_axis(name) + axis), rows, source
-            )
+            whole = _joined(name, every, self.row_axis(name) + axis, source)
             predictions[name] = whole.astype(self._declared.get(name, whole.dtype), copy=False)
         return predictions
 
@@ -315,10 +313,24 @@ class Evaluator:
                 bar.advance(task, piece.rows)
 
 
-def _in_order(array: np.ndarray, axis: int, source: BatchSource) -> np.ndarray:
-    """Return rows that lie along `axis` in their order in the data."""
-    order = source.numbers if isinstance(source, ReaderSource) else None
-    return array if order is None else array.take(np.argsort(order), axis)
+def _joined(name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSource) -> np.ndarray:
+    """Return the results of all batches, with the rows on `axis` in their order in the data.
+
+    Raises:
+        ValueError: the results differ in length along another axis.
+    """
+    shapes = sorted({(*y.shape[:axis], None, *y.shape[axis + 1 :]) for y in parts}, key=str)
+    if len(shapes) > 1:
+        first, second = (str(list(shape)).replace("None", "N") for shape in shapes[:2])
+        raise ValueError(
+            f"{name!r} has the shape {first} in one batch and {second} in another, as sequences "
+            "differ in length: predict those of one length at a time, or all rows in one batch: "
+            f"{argument('batch_size')}<number of rows>"
+        )
+    whole, order = np.concatenate(parts, axis), None
+    if isinstance(source, ReaderSource):
+        order = source.numbers
+    return whole if order is None else whole.take(np.argsort(order), axis)
 
 
 def over_members(objective: Objective, members: int) -> Objective:
