@@ -432,6 +432,26 @@ def test_models_without_a_mask_see_no_padding():
         assert [{**e, "score": 0} for e in found] == [{**e, "score": 0} for e in expected]
 
 
+def test_models_that_end_with_a_softmax():
+    """The loss and the scores are those of the same model without it."""
+    plain = Tokens(encoder(), ROWS, wordpiece(), at="hidden")
+    model = onnx.ModelProto()
+    model.CopyFrom(plain.model)
+    model.graph.node[-1].output[0] = "scores"
+    model.graph.node.append(onnx.helper.make_node("Softmax", ["scores"], ["logits"]))
+    other = Tokens(model, ROWS, wordpiece())
+    assert other.model == model
+    texts = [row["tokens"] for row in ROWS]
+    pairs = [task.predict(task.model, texts) for task in (plain, other)]
+    for found, expected in zip(*pairs, strict=True):
+        assert [{**e, "score": 0} for e in found] == [{**e, "score": 0} for e in expected]
+        np.testing.assert_allclose(
+            [e["score"] for e in found], [e["score"] for e in expected], rtol=1e-5
+        )
+    losses = [task.trainer().evaluate(task.data)["loss"] for task in (plain, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_models_with_a_head(tmp_path):
     text = """g (int64[N,T] input_ids) => (float[N,T,3] logits)
         { e = Gather(table, input_ids)  m = MatMul(e, w)  logits = Add(m, b) }"""

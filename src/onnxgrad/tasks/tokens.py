@@ -163,7 +163,8 @@ class Tokens(Task):
         if extra := sorted({*self._inputs}.difference(_INPUTS)):
             raise ValueError(f"the model has the inputs {extra}; a tokenizer gives {[*_INPUTS]}")
         self._joins = any(name.startswith("B-") for name in self.classes)
-        self.loss = og.LOSSES["cross_entropy"].with_options({"axis": 2, "ignore_index": _IGNORED})
+        options = {"axis": 2, "ignore_index": _IGNORED, "from_logits": None}
+        self.loss = og.LOSSES["cross_entropy"].with_options(options)
         self.metrics = [*([EntityF1(self.classes, scheme)] if self._joins else []), "accuracy"]
         self.arguments: dict[str, Any] = {}
         self.data = None if texts is None else self._reader(self._rows(texts, learnt=True))
@@ -203,9 +204,8 @@ class Tokens(Task):
                 row[~(counted if self._label_all else heads)] = _IGNORED
                 rows.append(_Row(number, ids, types, np.where(heads, own, -1), row))
                 seen += int(heads.sum())
-            counts[f"texts have more than {self.max_length} tokens and become several rows"] += (
-                len(owners) > self.max_length
-            )
+            long = len(owners) > self.max_length
+            counts[f"texts have more than {self.max_length} tokens and become several rows"] += long
             counts["words have more tokens than a row and are cut"] += int(sum(each > self._room))
             counts["words have no token of their own and are not learnt"] += len(spans) - seen
             counts["entities begin or end in a word, which is labelled whole"] += text.misfits
@@ -262,22 +262,18 @@ class Tokens(Task):
         rows = sorted(self._rows(texts), key=lambda row: len(row.ids))
         source = model.model if isinstance(model, og.Trainer) else model
         is_proto = isinstance(source, onnx.ModelProto)
-        session = onnxruntime.InferenceSession(
-            source.SerializeToString() if is_proto else os.fspath(source),
-            providers=["CPUExecutionProvider"],
-        )
-        inputs = {
-            x.name: x.type.strip("tensor()").replace("float", "float32")
-            for x in session.get_inputs()
-        }
+        file = source.SerializeToString() if is_proto else os.fspath(source)
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        dtypes = {x.name: x.type[len("tensor(") : -1] for x in session.get_inputs()}
         shares = [np.zeros((len(text.words), len(self.classes))) for text in texts]
-        reader = self._reader(rows).for_inputs(dict.fromkeys(inputs)) if rows else None
+        reader = self._reader(rows).for_inputs(dict.fromkeys(dtypes)) if rows else None
         at = iter(rows)
         for X, *_ in reader.batches(_BATCH, None, 0) if reader else ():
-            fed = {name: array.astype(inputs[name]) for name, array in X.items()}
+            fed = {n: a.astype(dtypes[n].replace("float", "float32")) for n, a in X.items()}
             (scores,) = session.run([self.model.graph.output[0].name], fed)
-            powers = np.exp(scores - scores.max(2, keepdims=True))
-            for share, row in zip(powers / powers.sum(2, keepdims=True), at, strict=False):
+            if scores.min() < 0 or not np.allclose(scores.sum(2), 1, atol=1e-3):  # no softmax yet
+                scores = np.exp(scores - scores.max(2, keepdims=True))
+            for share, row in zip(scores / scores.sum(2, keepdims=True), at, strict=False):
                 heads = np.flatnonzero(row.words >= 0)
                 shares[row.text][row.words[heads]] = share[heads]
         return [self._joined(*pair) for pair in zip(texts, shares, strict=True)]
