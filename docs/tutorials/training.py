@@ -364,13 +364,14 @@ np.testing.assert_allclose(frame.state.weights["w"][:, 0], [1, 2, 3], atol=0.05)
 # %%
 # Data larger than memory: `arrow_dataset` reads Parquet files, `np.memmap` arrays, and
 # `image_folder` a folder of images for each class. They are shuffled, and read by a thread while
-# the model trains. `by_length` makes batches of sequences of similar length, and pads each input.
+# the model trains. `by_length` makes batches of sequences of similar length, and pads each input; of
+# one length, where no mask tells the model what is padded.
 
 og.arrow_dataset(DATA / "digits.parquet", y="label")
 np.save("rows.npy", rows)
 frame.fit(np.load("rows.npy", mmap_mode="r"), price)
 texts = [ids[i, : 3 + i % 9] for i in range(64)]
-tokens.fit(og.by_length(texts, texts, y_value=0), epochs=2)
+tokens.fit(og.by_length(texts, texts, value=0, y_value=0), epochs=2)
 
 # %%
 # Rows are on the first axis, unless the declared shapes of the model say another one; `batch_axes`

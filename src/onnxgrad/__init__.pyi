@@ -148,6 +148,9 @@ from .finetune.heads import (
 from .finetune.preprocess import (
     preprocess as preprocess,
 )
+from .finetune.unroll import (
+    unroll as unroll,
+)
 from .graph.emit import (
     Emit as Emit,
 )

@@ -50,6 +50,11 @@ class Reader:
     reuses = False
     pads = False
 
+    @property
+    def order(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of batches without a seed; None: as they are."""
+        return None
+
     def first(self) -> Any:
         """Return a batch of one row, or of more if batches are given; None if there is none."""
         return next(self.batches(1, None, 0), None)
@@ -59,7 +64,7 @@ class Reader:
 
         Args:
             size: rows of a batch; the last may have fewer. Readers of whole batches ignore it.
-            seed: decides the order of the rows, and what is random about them; None: in order,
+            seed: decides the order of the rows, and what is random about them; None: in `order`,
                 and nothing is random.
             skip: number of batches to leave out.
         """
@@ -72,6 +77,12 @@ class Reader:
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
         """Return the reader for features of these declared shapes, by name."""
         return self
+
+    def count_batches(self, size: int) -> int | None:
+        """Return the number of batches of one pass with this size; None if it is unknown."""
+        if self.count is not None or self.rows is None:
+            return self.count
+        return -(-self.rows // size)
 
     def subset(self, numbers: np.ndarray) -> Reader | None:
         """Return the reader of the rows with these numbers; None if rows cannot be drawn."""

@@ -1,1 +1,2 @@
+from . import tokens as tokens
 from .base import Task as Task

@@ -253,12 +253,15 @@ class ReaderSource(BatchSource):
         shapes = {name: fields.fields[name].shape for name in fields.features}
         self.reader, self.fields = reader.for_inputs(shapes), fields
         self.batch_size, self.prefetch = int(batch_size), prefetch
-        self.rows, self.batches = reader.rows, reader.count
+        self.rows, self.batches = reader.rows, self.reader.count_batches(self.batch_size)
         self.shuffles = reader.shuffles
         self.cuts = reader.count is None and reader.rows is not None
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
-        if self.rows is not None and self.batches is None:
-            self.batches = -(-self.rows // self.batch_size)
+
+    @property
+    def numbers(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
+        return self.reader.order
 
     def take(self, indices: np.ndarray) -> BatchSource:
         """Return the source of some of the rows, if the reader has them by number."""
