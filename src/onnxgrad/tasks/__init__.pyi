@@ -1,1 +1,2 @@
+from . import segmentation as segmentation
 from .base import Task as Task
