@@ -65,14 +65,18 @@ def read_mask(pair: Pair, size: tuple[int, int], ignore: int | None) -> Any:
     if isinstance(pair.mask, list):
         mask = _drawn(pair.mask, size)
     else:
-        with Image.open(pair.mask) as opened:
-            if opened.mode not in ("1", "L", "P") or opened.size != size:
-                raise ValueError(
-                    f"the mask {str(pair.mask)!r} has the mode {opened.mode!r} and the size "
-                    f"{opened.size}: it must have a palette or be gray ('P', 'L', '1'), its values "
-                    f"class numbers, and have the size of its picture, {size}"
-                )
-            numbers = np.asarray(opened).astype(np.uint8)
+        try:
+            with Image.open(pair.mask) as opened:
+                mode, own, numbers = opened.mode, opened.size, np.asarray(opened)
+        except (OSError, SyntaxError) as e:
+            raise ValueError(f"cannot read the mask {str(pair.mask)!r}: {e}") from e
+        if mode not in ("1", "L", "P") or own != size:
+            raise ValueError(
+                f"the mask {str(pair.mask)!r} has the mode {mode!r} and the size {own}: it must "
+                "have a palette or be gray ('P', 'L', '1'), with class numbers as values, and have "
+                f"the size of its picture, {size}"
+            )
+        numbers = numbers.astype(np.uint8)
         if ignore is None and (white := numbers == WHITE).any():
             if (numbers[~white] > 0).any():
                 raise ValueError(f"the mask {str(pair.mask)!r} has 255 and others: pass ignore=255")
