@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 import logging
 import os
@@ -18,15 +16,15 @@ import onnxgrad as og
 from onnxgrad.tasks.base import Task
 from onnxgrad.tasks.masks import (
     MODES,
-    NEAREST,
     Form,
+    MaskRows,
     Pair,
     check_pairs,
     coco_pairs,
     folder_pairs,
     palette,
     pictures,
-    read_mask,
+    pillow,
     read_picture,
     runner,
 )
@@ -42,8 +40,6 @@ _LOSSES = {
 _CLASSES = "onnxgrad.classes"  # where `replace_head` stores their names
 _HELD = ("val", "valid", "validation")
 _logger = logging.getLogger("onnxgrad")
-# transforms that, by the same random numbers, do to a mask what they do to its picture
-_BOTH = tuple(type(t) for t in (og.random_flip(), og.random_crop(1), og.center_crop(1)))
 
 
 class Segmentation(Task):
@@ -124,6 +120,7 @@ class Segmentation(Task):
         layout: str | None = None,
         seed: int = 0,
     ) -> None:
+        pillow()
         proto = model if isinstance(model, onnx.ModelProto) else onnx.load(model)
         self.images, self.ignore = images, ignore
         of_pictures = image_size, layout, output, normalize
@@ -139,6 +136,8 @@ class Segmentation(Task):
             number = check_pairs(pairs, ignore, len(names) or number)
         if not names and classes is None and (number or 0) <= len(stored):
             names = stored
+        if (number or 0) > 255:
+            raise ValueError(f"{number} classes: masks of 8 bits have 255 at most")
         had = max(2, form.scores)  # one score tells two classes apart
         number = len(names) or number or had
         if number != had and data is None:
@@ -157,7 +156,7 @@ class Segmentation(Task):
         self.metrics: Any = {form.output: metrics} if form.several else metrics
         self.arguments = {}
         if data is not None:
-            self.data = _Rows(form, pairs, self.classes, ignore, tuple(augment))
+            self.data = MaskRows(form, pairs, self.classes, ignore, tuple(augment))
             self.validation = self.read(held) if held else None
 
     def _pairs(self, path: Path, images: Any = None) -> tuple[list[Pair], list[str]]:
@@ -179,7 +178,7 @@ class Segmentation(Task):
         if own and own != [*self.classes]:
             raise ValueError(f"the classes of {str(path)!r} are {own}, not {[*self.classes]}")
         check_pairs(pairs, self.ignore, len(self.classes))
-        return _Rows(self._form, pairs, self.classes, self.ignore, ())
+        return MaskRows(self._form, pairs, self.classes, self.ignore, ())
 
     def predict(self, model: Any, inputs: Any) -> list[np.ndarray]:
         """Return the mask of each picture: class numbers, uint8, (height, width) of the picture.
@@ -207,19 +206,17 @@ class Segmentation(Task):
         Raises:
             ValueError: two pictures of the same name, or not one result for each.
         """
-        from PIL import Image
-
         named, written = pictures(inputs), []
         if len({name for name, _ in named}) < len(named):
             raise ValueError(f"pictures of the same name: {[name for name, _ in named]}")
         for part in ("masks", "overlays"):
             (Path(folder) / part).mkdir(parents=True, exist_ok=True)
         for (name, source), result in zip(named, results, strict=True):
-            mask = Image.fromarray(result)
+            mask = pillow().fromarray(result)
             mask.putpalette(palette())
             picture = read_picture(source, "RGB")
-            shown = Image.fromarray(np.uint8(result > 0) * np.uint8(128))
-            over = Image.composite(mask.convert("RGB"), picture, shown)
+            shown = pillow().fromarray(np.uint8(result > 0) * np.uint8(128))
+            over = pillow().composite(mask.convert("RGB"), picture, shown)
             for part, image in (("masks", mask), ("overlays", over)):
                 written.append(Path(folder) / part / f"{name}.png")
                 image.save(written[-1])
@@ -237,56 +234,3 @@ def _loss(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> og
     spec = og.combined_loss({own[n]: factors[n] for n in names}, by_name)
     known = {"ignore_nan": True} if form.scores == 1 else {"axis": form.axes[1]}
     return spec.with_options({**spec.options, **known})
-
-
-class _Rows(og.IndexedReader):
-    """Pictures with masks, read while a training runs."""
-
-    def __init__(
-        self, form: Form, pairs: list[Pair], classes: Any, ignore: int | None, augment: tuple
-    ) -> None:
-        self.form, self.pairs, self.classes, self.ignore = form, pairs, classes, ignore
-        self.augment, self.rows = augment, len(pairs)
-
-    def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pictures and labels of a batch."""
-        both = [self._row(int(i), seed) for i in indices]
-        return np.stack([x for x, _ in both]), np.stack([y for _, y in both])
-
-    def _row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-        picture = read_picture(self.pairs[row].picture, MODES[self.form.channels])
-        mask = read_mask(self.pairs[row], picture.size, self.ignore)
-        rng = None if seed is None else np.random.default_rng([seed, row])
-        for change in self.augment if rng is not None else ():
-            if isinstance(change, _BOTH):
-                again = copy.deepcopy(rng)
-                picture, mask = change(picture, rng), change(mask, again)
-            else:
-                picture, mask = change(picture, mask, rng)
-            if mask.mode != "P" or mask.size != picture.size:
-                of = f"size {mask.size} and mode {mask.mode!r} for a picture of {picture.size}"
-                raise ValueError(f"augment: {change!r} returned a mask of {of}, and not 'P'")
-        numbers = np.asarray(mask.resize(self.form.grid[::-1], NEAREST)).astype(np.int64)
-        ignored = np.zeros(1, bool) if self.ignore is None else numbers == self.ignore
-        if self.form.scores > 1:
-            return self.form.array(picture), np.where(ignored, -100, numbers)
-        label = np.where(ignored, np.nan, numbers).astype(np.float32)
-        return self.form.array(picture), np.expand_dims(label, self.form.axes[1] - 1)
-
-    def subset(self, numbers: np.ndarray) -> _Rows:
-        """Return some of the pictures."""
-        pairs = [self.pairs[i] for i in numbers]
-        return _Rows(self.form, pairs, self.classes, self.ignore, self.augment)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the classes, the sizes, and a digest of names, sizes and times of files."""
-        digest = hashlib.blake2b(digest_size=16)
-        for pair in self.pairs:
-            for part in pair[:2]:
-                stat = None if isinstance(part, list) else part.stat()
-                fact = part if stat is None else (part.name, stat.st_size, stat.st_mtime_ns)
-                digest.update(repr(fact).encode())
-        augment = [getattr(change, "__qualname__", repr(change)) for change in self.augment]
-        facts = {"rows": self.rows, "classes": [*self.classes], "augment": augment}
-        facts |= {"size": self.form.size, "grid": self.form.grid, "ignore": self.ignore}
-        return {"kind": "segmentation", **facts, "digest": digest.hexdigest()}
