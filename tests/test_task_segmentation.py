@@ -573,3 +573,29 @@ def bigger_only() -> onnx.ModelProto:
         <float[4] up = {1.0, 1.0, 4.0, 4.0}> {
             p = AveragePool <kernel_shape = [4, 4], strides = [4, 4]> (x)
             r = Resize(p, , up)  y = Add(x, r) }""")
+
+
+def test_checkpoints_hold_metrics_of_each_class(tmp_path):
+    """What resumes is what was not interrupted; a class that does not occur stays NaN."""
+    root = folder(tmp_path / "d", count=8)
+
+    def fit(name, epochs):
+        task = Segmentation(
+            pixels(4), root, classes=4, loss="cross_entropy+dice", augment=[og.random_flip()]
+        )
+        run_folder = tmp_path / name
+        trainer = task.trainer(callbacks=[og.Checkpoint(run_folder)], seed=1, learning_rate=0.1)
+        options = {"validation": 0.25, "batch_size": 2, "resume": run_folder}
+        return trainer.fit(task.data, epochs=epochs, **options)
+
+    whole = fit("whole", 3)
+    fit("part", 1)
+    part = fit("part", 3)
+    assert [entry["epoch"] for entry in part.history] == [1, 2, 3]
+    for one, two in zip(whole.history, part.history, strict=True):
+        np.testing.assert_array_equal(
+            one["validation_iou_per_class"], two["validation_iou_per_class"]
+        )
+    assert part.history[0]["validation_iou_per_class"].shape == (4,)
+    for name, weight in whole.state.weights.items():
+        np.testing.assert_array_equal(weight, part.state.weights[name])
