@@ -189,6 +189,18 @@ def test_dice(smooth, per_channel, dims):
         np.testing.assert_allclose(results[0], loss.item())
 
 
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
+def test_dice_leaves_out_labels_that_are_nan(per_channel, dims):
+    x, bits = leaf(MAPS), (MAPS[::-1] > 0) * 1.0
+    bits[:2, :, 0, :3] = bits[2] = np.nan  # a row without any label has no weight
+    axes, kept = (2, 3) if per_channel else (1, 2, 3), torch.tensor(~np.isnan(bits))
+    t = torch.tensor(np.nan_to_num(bits))
+    loss = dice_of(x.sigmoid() * kept, t, axes, 1.0)[:2].mean()
+    results = by_name("dice", MAPS, bits, dims, per_channel=per_channel, ignore_nan=True)
+    check(results, loss, x)
+
+
 @pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
 def test_softmax_dice(dims):
     x = leaf(MAPS)

@@ -181,6 +181,9 @@ from .language.texts import (
 from .limits import (
     set_limits as set_limits,
 )
+from .losses.combined import (
+    combined_loss as combined_loss,
+)
 from .losses.distillation import (
     distillation as distillation,
 )

@@ -1,2 +1,3 @@
 from . import tokens as tokens
+from . import segmentation as segmentation
 from .base import Task as Task
