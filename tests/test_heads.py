@@ -580,3 +580,42 @@ def test_a_trained_head_trains_beside_adapters():
         add_lora(head, "w"), add_lora(trained, "w"), replace_head(add_lora(model, "w"), 2)
     ):  # fmt: skip
         assert sorted(t.name for t in trainable(adapted).trained) == tensors
+
+
+KEPT = """gemm; gemm transposed; gemm with factors; gemm without bias; matmul; matmul and add;
+    add the other way; fused matmul; fused gemm; fused conv; segmentation; convolution transposed;
+    in a local function; tokens"""
+
+
+@pytest.mark.parametrize("name", [name.strip() for name in KEPT.split(";")])
+def test_kept_units(name):
+    """Units that are kept have their weights bit for bit, wherever they are now."""
+    text = CASES[name][0]
+    model, x = case(text), next(x for head, x in INPUTS.items() if text.startswith(head))
+    new, drawn = (replace_head(model, 5, keep=keep) for keep in ([2, None, 0, 1, None], None))
+    tensors = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    for names, after in zip(
+        (["w", "t", "k", "back"], ["b", "row"]), weights(valid(new)), strict=True
+    ):
+        if after is not None:
+            old, axis = next(tensors[n] for n in names if n in tensors), after.shape.index(5)
+            kept = np.take(after, [0, 2, 3], axis)
+            np.testing.assert_array_equal(kept, np.take(old, [2, 0, 1], axis))
+    axis = 2 if name == "tokens" else 1
+    before, after, others = (run(m, x=x)[0] for m in (model, new, drawn))
+    for units, of, expected in ([0, 2, 3], [2, 0, 1], before), ([1, 4], [1, 4], others):
+        got = np.take(after, units, axis)
+        np.testing.assert_allclose(got, np.take(expected, of, axis), rtol=1e-4, atol=1e-6)
+
+
+def test_units_that_cannot_be_kept():
+    model = case(CASES["gemm"][0])
+    for keep, words in (
+        ([0, 1], "keep= has 2 entries, and the new layer has 4 units"),
+        ([0, 1, 3, None], "keep= has 3, and the units of Gemm .* are 0 to 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replace_head(model, 4, keep=keep)
+    for name in "transposed weights", "weights cast", "weights dequantized":
+        with pytest.raises(ValueError, match="quantized, computed"):
+            replace_head(case(CASES[name][0]), 4, keep=[0, 1, 2, None])

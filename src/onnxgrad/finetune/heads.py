@@ -14,6 +14,7 @@ from onnxgrad.finetune.class_metadata import NewClasses
 from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
+from onnxgrad.finetune.kept_units import check_keep, kept_units
 from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
@@ -52,6 +53,7 @@ def replace_head(
     output: str | None = None,
     activation: str | None = "same",
     seed: int = 0,
+    keep: Sequence[int | None] | None = None,
 ) -> ModelProto:
     """Return `model` with a fresh last layer for another number of units, or for other classes.
 
@@ -79,10 +81,13 @@ def replace_head(
             the scores. "same": as in `model`; but a Softmax becomes a Sigmoid for one unit, and the
             Sigmoid of one unit a Softmax for several.
         seed: of the new weights.
+        keep: for each new unit the index of an old one, whose weights and bias it gets as they are,
+            or None for fresh ones. None: all are fresh.
 
     Raises:
         ValueError: no such layer, or several; it cannot be replaced, or an operator behind it needs
-            the old number of units: the message names it; an invalid argument.
+            the old number of units: the message names it; an invalid argument; `keep` where weights
+            are quantized, computed, or those of ai.onnx.ml.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -93,8 +98,12 @@ def replace_head(
         ...     h = Gemm <transB = 1> (x, w)  p = Softmax(h) }''')
         >>> [tuple(tensor.dims) for tensor in og.replace_head(model, units=5).graph.initializer]
         [(5, 2)]
+        >>> more = og.replace_head(model, units=4, keep=[0, 1, 2, None])  # of which one is fresh
+        >>> onnx.numpy_helper.to_array(more.graph.initializer[0])[:3].tolist()
+        [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     """
-    return _with_new_layer(read(model), Request(units, name, activation, seed), at, output)
+    request = Request(units, name, activation, seed, keep)
+    return _with_new_layer(read(model), request, at, output)
 
 
 class Request:
@@ -110,12 +119,15 @@ class Request:
         name: str,
         activation: str | None,
         seed: int,
+        keep: Sequence[int | None] | None = None,
     ) -> None:
         if activation not in (None, "same", *ACTIVATIONS):
             raise unknown("activation", activation, ["same", *ACTIVATIONS, "None"])
         if not name:
             raise ValueError("name must not be empty: the new tensors begin with it")
         self.units, self.classes = _units(units)
+        check_keep(keep, self.units)
+        self.keep = keep
         self.name, self.activation, self.seed = name, activation, seed
 
     def finish(
@@ -161,6 +173,7 @@ def _with_new_layer(
     classes = None
     if labelled := has_labels(layer, nodes, affected):
         classes = request.classes or list(range(request.units))
+    kept = None if request.keep is None else kept_units(layer, request.keep)
     standardize(op, layer)
     state_rank(model, layer)
     tail = Tail(op, node_text(layer.node), layer.y, layer.axis, layer.units, request.units)
@@ -173,7 +186,7 @@ def _with_new_layer(
         change_activation(tail, request.activation)
     sources = {v for w in layer.weights for v in origins(w) if v.producer() is None}
     old = {v for v in sources if v.const_value is not None}
-    added = replace_weights(op, layer, request.units, request.name, request.seed)
+    added = replace_weights(op, layer, request.units, request.name, request.seed, kept)
     tidy(model)
     _say(layer, old)
     _declare(model, before, tail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from math import prod, sqrt
 
@@ -44,6 +44,7 @@ _REFUSED = {
     "GemmFastGelu": "its activation is a part of it",
 }
 _SPLIT = frozenset("FusedConv FusedGemm MatMulNBits".split())
+Fill = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass
@@ -235,20 +236,30 @@ def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     return rng.uniform(-limit, limit, shape)
 
 
-def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) -> list[str]:
+def columns_are_units(node: ir.Node) -> bool:
+    """Return whether the weights of a layer have the shape (features, units, ...) in the file."""
+    bare = node.op_type in _PRODUCTS and not node.attributes.get_int("transB", 0)
+    return bare or node.op_type == "ConvTranspose"
+
+
+def replace_weights(
+    op: Emit, layer: Layer, units: int, name: str, seed: int, kept: Fill | None = None
+) -> list[str]:
     """Give `layer` new weights for `units` units, in place; return their names.
 
-    Standard operators must compute it: see `standardize`. Factors of a Gemm become 1.
+    Standard operators must compute it: see `standardize`. Factors of a Gemm become 1; with `kept`,
+    which puts old units among the new weights and biases, they stay.
     """
     node, old = layer.node, layer.weights
-    weights = fresh((units, *layer.shape[1:]), layer.kind, seed)
+    weights, biases = fresh((units, *layer.shape[1:]), layer.kind, seed), np.zeros(units)
+    if kept is not None:
+        weights, biases = kept(weights), kept(biases)
     index, bias = _OPERANDS[standard(node.domain), node.op_type]
-    bare = node.op_type in _PRODUCTS and not node.attributes.get_int("transB", 0)
-    if bare or node.op_type == "ConvTranspose":
+    if columns_are_units(node):
         weights = np.ascontiguousarray(np.swapaxes(weights, 0, 1))
     new = [initializer(op, weights, layer.dtype, f"{name}.weight")]
     node.replace_input_with(index, new[0])
-    for attribute in ("alpha", "beta"):
+    for attribute in ("alpha", "beta") if kept is None else ():
         node.attributes.pop(attribute, None)
     if layer.bias:
         shape: tuple[int, ...] = (units,)
@@ -257,7 +268,7 @@ def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) ->
             before = static(dims(operand)) or (1,)
             shape = tuple(units if i == layer.axis else 1 for i in range(-len(before), 0))
             node, bias = layer.add, list(layer.add.inputs).index(operand)
-        new.append(initializer(op, np.zeros(shape), layer.dtype, f"{name}.bias"))
+        new.append(initializer(op, biases.reshape(shape), layer.dtype, f"{name}.bias"))
         assert bias is not None
         node.replace_input_with(bias, new[1])
     for value in old:  # before IR version 4, the names of initializers were inputs
