@@ -1,1 +1,2 @@
+from . import ctc as ctc
 from .base import Task as Task
