@@ -89,9 +89,8 @@ def by_length(
 
     Args:
         X: N sequences (T_i, ...), or other arrays that differ in length along one axis, such as
-            images of one height; or a dict of these by input. Arrays in the dict are not padded,
-            they have one entry a row. Of a sequence that has an attribute `shapes`, the shape of
-            each of its arrays, these are read when a batch needs them, and not kept.
+            images of one height; or a dict of these by input. Its arrays are not padded, they have
+            one entry a row. Lists that have `shapes`, those of their arrays, are read by batch.
         y: labels: an array (N, ...), or a list of N sequences, padded too; or a dict by output.
         sample_weight: (N,).
         mask: name of an input (N, T) for the mask: 1 where a sequence has an element, else 0. Where
