@@ -592,7 +592,7 @@ def test_kept_units(name):
     """Units that are kept have their weights bit for bit, wherever they are now."""
     text = CASES[name][0]
     model, x = case(text), next(x for head, x in INPUTS.items() if text.startswith(head))
-    new, drawn = (replace_head(model, 5, keep=keep) for keep in ([2, None, 0, 1, None], None))
+    new = replace_head(model, 5, keep=[2, None, 0, 1, None])
     tensors = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     for names, after in zip(
         (["w", "t", "k", "back"], ["b", "row"]), weights(valid(new)), strict=True
@@ -602,10 +602,20 @@ def test_kept_units(name):
             kept = np.take(after, [0, 2, 3], axis)
             np.testing.assert_array_equal(kept, np.take(old, [2, 0, 1], axis))
     axis = 2 if name == "tokens" else 1
-    before, after, others = (run(m, x=x)[0] for m in (model, new, drawn))
-    for units, of, expected in ([0, 2, 3], [2, 0, 1], before), ([1, 4], [1, 4], others):
-        got = np.take(after, units, axis)
-        np.testing.assert_allclose(got, np.take(expected, of, axis), rtol=1e-4, atol=1e-6)
+    before, after = (
+        np.take(run(m, x=x)[0], units, axis) for m, units in ((model, [2, 0, 1]), (new, [0, 2, 3]))
+    )
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_new_units_begin_around_the_mean_of_those_that_are_kept():
+    model = case(CASES["gemm with factors"][0])
+    new, drawn = (replace_head(model, 5, keep=keep) for keep in ([2, None, 0, None, None], None))
+    (w, b), (fresh_ones, _) = weights(new), weights(drawn)
+    mean = W[:, [2, 0]].mean(axis=1, keepdims=True)
+    expected = fresh_ones[:, [1, 3, 4]] / 2 + mean  # by alpha, which stays
+    np.testing.assert_allclose(w[:, [1, 3, 4]], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(b[[1, 3, 4]], B[[2, 0]].mean(), rtol=1e-5)
 
 
 def test_units_that_cannot_be_kept():

@@ -22,6 +22,10 @@ def check_keep(keep: Sequence[int | None] | None, units: int) -> None:
 def kept_units(layer: Layer, keep: Sequence[int | None]) -> Fill:
     """Return what puts the weights or biases of old units among new ones, (units, ...).
 
+    The new ones begin around the mean of the old ones: zero, the score of a fresh one, would often
+    be the largest where scores of classes that are absent are far below (Hewitt 2021, "Initializing
+    new word embeddings for pretrained language models").
+
     Args:
         layer: the layer, before it is changed.
         keep: for each new unit the index of the old one, or None.
@@ -51,8 +55,12 @@ def kept_units(layer: Layer, keep: Sequence[int | None]) -> Fill:
     bias = np.broadcast_to(bias, layer.units)
     factor = node.attributes.get_float("alpha", 1.0)  # of a Gemm, which stays
 
+    kept = [unit for unit in keep if unit is not None]
+
     def fill(new: np.ndarray) -> np.ndarray:
         old, new = (weights, new / factor) if new.ndim > 1 else (bias, new.copy())
+        if kept:
+            new += old[kept].mean(axis=0)
         for i, unit in enumerate(keep):
             if unit is not None:
                 new[i] = old[unit]
