@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
 NEEDS = {"OnnxClassifier": "sklearn", "OnnxRegressor": "sklearn", "texts": "tokenizers"}
-NEEDS["generate"] = "tokenizers"
+NEEDS |= {"generate": "tokenizers", "TextErrorRate": "rapidfuzz"}
 
 
 def run_examples(thing, name: str) -> None:

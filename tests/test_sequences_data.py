@@ -424,3 +424,31 @@ def test_descriptions():
 
     assert json.loads(json.dumps(of(reader()))) == of(reader())
     assert of(reader()) != of(by_length({"ids": IDS[::-1]}, Y, mask="mask"))
+
+
+def test_sequences_that_are_read_when_they_are_needed():
+    """Those that state their shapes are read once for each batch, and are as those in memory."""
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(3, 2, n)).astype(np.float32) for n in (4, 2, 7, 3, 5)]
+    taken = []
+
+    class Files:
+        shapes = tuple(row.shape for row in rows)
+
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, i):
+            taken.append(int(i))
+            return rows[i]
+
+    labels = [[1, 2], [3], [9], [4], [5, 6, 7]]
+    lazy = by_length(Files(), labels, axis=2, same_length=False)
+    assert taken == []
+    for seed in None, 1:
+        plain = by_length(rows, labels, axis=2, same_length=False).batches(2, seed, 0)
+        for got, expected in zip(lazy.batches(2, seed, 0), plain, strict=True):
+            for a, b in zip(got[:2], expected[:2], strict=True):
+                np.testing.assert_array_equal(a, b)
+        assert sorted(taken) == list(range(5))
+        taken.clear()

@@ -154,6 +154,9 @@ from .finetune.unroll import (
 from .graph.emit import (
     Emit as Emit,
 )
+from .language.ctc_decoding import (
+    ctc_decode as ctc_decode,
+)
 from .language.encoder_decoder import (
     greedy_decode as greedy_decode,
     join_encoder_decoder as join_encoder_decoder,
@@ -212,6 +215,9 @@ from .losses.spec import (
 from .metrics.base import (
     Metric as Metric,
     PredictionInfo as PredictionInfo,
+)
+from .metrics.texts import (
+    TextErrorRate as TextErrorRate,
 )
 from .model.feeds import (
     random_feed as random_feed,

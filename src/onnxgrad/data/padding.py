@@ -95,8 +95,8 @@ def by_length(
 
     Args:
         X: N sequences (T_i, ...), or other arrays that differ in length along one axis, such as
-            images of one height; or a dict of these by input. Arrays in the dict are not padded,
-            they have one entry a row.
+            images of one height; or a dict of these by input. Its arrays are not padded, they have
+            one entry a row. Lists that have `shapes`, those of their arrays, are read by batch.
         y: labels: an array (N, ...), or a list of N sequences, padded too; or a dict by output.
         sample_weight: (N,).
         mask: name of an input (N, T) for the mask: 1 where a sequence has an element, else 0; or
@@ -156,7 +156,7 @@ def _by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
 class _Padded:
     """Arrays, one a row, of other `lengths` along `axis`, and the `value` that fills them."""
 
-    rows: list[Any]
+    rows: Sequence[Any]
     axis: int
     value: float
     lengths: np.ndarray
@@ -182,10 +182,13 @@ class _Padded:
 
 def _column(name: str, values: Any, axis: int | None, value: float | None) -> _Padded | np.ndarray:
     """Return a list of arrays as rows to be padded, and anything else as an array."""
-    if isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values)):
+    stated = getattr(values, "shapes", None)
+    if stated is None and (
+        isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values))
+    ):
         return np.asarray(values)
-    rows = list(values)
-    shapes = [np.shape(row) for row in rows]
+    rows = list(values) if stated is None else values
+    shapes = [np.shape(row) for row in rows] if stated is None else list(stated)
     if len(ranks := {len(shape) for shape in shapes}) > 1:
         raise ValueError(f"the rows of {name!r} have different numbers of axes: {sorted(ranks)}")
     lengths = np.array(shapes)

@@ -1,3 +1,2 @@
-from . import tokens as tokens
-from . import segmentation as segmentation
+from . import ctc as ctc, segmentation as segmentation, tokens as tokens
 from .base import Task as Task
