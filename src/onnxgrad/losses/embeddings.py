@@ -64,7 +64,7 @@ def cosine_similarity(op, prediction, label):
     """
     z = _unit(op, prediction)
     pairs = op.Reshape(z, op.vector(-1, 2, op.dim(prediction, 1)))
-    other = op.Reshape(op.Gather(pairs, np.int64([1, 0]), axis=1), op.Shape(z))
+    other = op.Reshape(op.Gather(pairs, np.array([1, 0], np.int64), axis=1), op.Shape(z))
     cosine = op.ReduceSum(z * op.set_type_like(other, z), [1], keepdims=0)
     return (cosine - label) * (cosine - label)
 
