@@ -1,1 +1,2 @@
+from . import embeddings as embeddings
 from .base import Task as Task
