@@ -94,12 +94,17 @@ class Embeddings(Task):
         home = None if isinstance(model, onnx.ModelProto) else Path(model).parent
         self.model = model if home is None else onnx.load(model)
         self._of_texts = tokenizer, home, length
-        self._images, self._sizes = {"size": 224, **(images or {})}, (classes, rows)
+        self._images = {"size": 224, **(images or {})}
         self._texts: Encoding | None = None
         self._add_layers(output, pool, projection, seed)
         self._kind = "classes"
         if data is not None:
-            self._kind, self.data = self._reader(data)
+            self._kind, rows_of_data = self._rows(data)
+            if self._kind == "classes":
+                X, labels = rows_of_data if isinstance(data, tuple) else (rows_of_data, None)
+                self.data = og.p_by_k(X, labels, classes, rows)
+            else:
+                self.data = rows_of_data
         default, self.metrics = _DEFAULTS[self._kind]
         name = loss or default
         if (name == "cosine_similarity") != (self._kind == "scores"):
@@ -143,14 +148,13 @@ class Embeddings(Task):
             output = self.model.graph.output[0].name
         self.output = output
 
-    def _reader(self, data: Any) -> tuple[str, og.Reader]:
-        """Return the kind of data, a key of `_DEFAULTS`, and what reads them."""
+    def _rows(self, data: Any) -> tuple[str, Any]:
+        """Return the kind of data, a key of `_DEFAULTS`, and their reader; arrays as they are."""
         if isinstance(data, tuple):
-            X, labels = data
-            return "classes", og.p_by_k(X, labels, *self._sizes)
+            return "classes", data
         path = Path(data)
         if path.is_dir():
-            return "classes", og.p_by_k(og.image_folder(path, **self._images), None, *self._sizes)
+            return "classes", og.image_folder(path, **self._images)
         rows = read_rows(path)
         names, scored = columns_of(path, rows)
         texts = [row[name] for row in rows for name in names]
@@ -170,14 +174,19 @@ class Embeddings(Task):
             self._texts = Encoding(self.model, *self._of_texts)
         return self._texts
 
-    def read(self, path: Any) -> og.Reader:
-        """Return other rows, from files or arrays as `data` may be."""
-        kind, reader = self._reader(path)
-        if kind != self._kind:
-            raise ValueError(f"{path!r} has {kind}, and the data had {self._kind}")
-        classes = getattr(getattr(reader, "data", None), "classes", None)
+    def read(self, path: Any) -> Any:
+        """Return other rows, from what `data` may be, to evaluate on; arrays as they are.
+
+        Raises:
+            ValueError: as for `data`; rows of another kind; or other classes than the centers are
+                of.
+        """
+        kind, reader = self._rows(path)
+        if self.data is not None and kind != self._kind:
+            raise ValueError(f"these are rows of {kind}, and those to train on of {self._kind}")
+        classes = getattr(reader, "classes", None)
         if self.classes and classes is not None and classes != self.classes:
-            raise ValueError(f"{path!r} has the classes {classes}, not {self.classes}")
+            raise ValueError(f"{str(path)!r} has the classes {classes}, not {self.classes}")
         return reader
 
     def encoder(self, model: Any) -> onnx.ModelProto:
