@@ -357,17 +357,29 @@ def test_refuses(folder):
     other = write(folder / "other.csv", ["question", "answer"], [("red", "rot")])
     empty = write(folder / "empty.csv", ["anchor", "positive"], [])
     (folder / "x.txt").write_text("red")
+    lines = [
+        "[1]",
+        '{"anchor"',
+        '{"anchor": "a", "positive": "b"}\n{"anchor": "c", "positive": "d", "negative": "e"}',
+    ]
+    broken = [folder / f"{i}.jsonl" for i in range(3)]
+    for path, line in zip(broken, lines, strict=True):
+        path.write_text("\n" + line)
     linear, data = drawn(LINEAR, w=(6, 6), v=(6, 4)), clouds()
     for make, message in (
         (lambda: Embeddings(model, pairs, output="z"), "output='z' is no float output"),
         (lambda: Embeddings(model, pairs, loss="arcface"), "needs data with classes"),
         (lambda: Embeddings(linear, loss="arcface"), "needs data with classes"),
         (lambda: Embeddings(model, pairs, loss="cosine_similarity"), "scores of pairs"),
-        (lambda: Embeddings(model, scored), "a score is no number"),
+        (lambda: Embeddings(model, scored), "row 1: the score 'high' is no number"),
         (lambda: Embeddings(model, gap), "row 2: 'positive' is no text"),
         (lambda: Embeddings(model, both), "negative, or score"),
         (lambda: Embeddings(model, other), r"\['question', 'answer'\]: it needs anchor"),
         (lambda: Embeddings(model, empty), "has no rows"),
+        (lambda: Embeddings(model, broken[0]), "line 2: it is no object"),
+        (lambda: Embeddings(model, broken[1]), "line 2: Expecting"),
+        (lambda: Embeddings(model, broken[2]), "row 2: it has .*negative"),
+        (lambda: Embeddings(model).predict(model, []), "no text"),
         (lambda: Embeddings(model, folder / "x.txt"), "a .csv, .tsv or .jsonl"),
         (lambda: Embeddings(linear, pairs), "texts are for models with inputs"),
         (lambda: Embeddings(onnx.load(model), pairs), "no tokenizer"),

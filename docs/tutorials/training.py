@@ -198,8 +198,8 @@ several.fit(rows, labels)
 # %%
 # Other losses: `focal` and `softmax_focal` for rare classes, `dice` and `softmax_dice` for masks,
 # `triplet` and `contrastive` for embeddings with classes, in batches of `p_by_k`; `arcface` and
-# `cosface` for cosines to centers of classes, `add_head(..., cosine=True)`; `multiple_negatives` for
-# texts that belong together; `ctc` for sequences without an alignment.
+# `cosface` for cosines to centers of classes, `add_head(..., cosine=True)`; `multiple_negatives`
+# for texts that belong together; `ctc` for sequences without an alignment.
 # `OutputLoss` needs no labels, as with pairs of images and texts:
 
 og.OutputLoss("info_nce", ["image_embedding", "text_embedding"], temperature=0.07)

@@ -62,11 +62,12 @@ def cosine_similarity(op, prediction, label):
 
     One loss for every row, equal for both of a pair. Reimers and Gurevych 2019, arXiv:1908.10084.
     """
-    z = _unit(op, prediction)
+    z = _unit(op, wide(op, prediction))
     pairs = op.Reshape(z, op.vector(-1, 2, op.dim(prediction, 1)))
     other = op.Reshape(op.Gather(pairs, np.array([1, 0], np.int64), axis=1), op.Shape(z))
     cosine = op.ReduceSum(z * op.set_type_like(other, z), [1], keepdims=0)
-    return (cosine - label) * (cosine - label)
+    difference = cosine - op.Cast(label, to=z.dtype)
+    return op.Cast(difference * difference, to=prediction.dtype)
 
 
 @register("arcface", labels=lambda options: _COSINES)
@@ -77,7 +78,7 @@ def arcface(op, prediction, label, margin=0.5, scale=64.0, eps=1e-7):
     t_y + m > pi, it is c_y - m sin m instead, so that the loss rises on. The cosine of the label is
     clipped to [-1 + eps, 1 - eps].
     """
-    cosine = op.Clip(prediction, eps - 1.0, 1.0 - eps)
+    cosine = op.Clip(wide(op, prediction), eps - 1.0, 1.0 - eps)
     moved = cosine * math.cos(margin) - op.Sqrt(1.0 - cosine * cosine) * math.sin(margin)
     within = op.GreaterOrEqual(cosine, -math.cos(margin))
     moved = op.Where(within, moved, cosine - margin * math.sin(margin))
@@ -90,14 +91,14 @@ def cosface(op, prediction, label, margin=0.35, scale=64.0):
 
     One loss for every row of cosines c, (N, C).
     """
-    return _margin_loss(op, prediction, prediction - margin, label, scale)
+    return _margin_loss(op, prediction, wide(op, prediction) - margin, label, scale)
 
 
 def _margin_loss(op, cosines, moved, label, scale):
     """Write the cross-entropy of scaled cosines, with the `moved` ones for the labels."""
     hit = op.Equal(op.Unsqueeze(label, [1]), positions(op, cosines, 1))
-    logits = op.Where(hit, moved, cosines) * scale
-    return cross_entropy_terms(op, op.set_type_like(logits, cosines), label, axis=1).losses
+    logits = op.set_type_like(op.Where(hit, moved, wide(op, cosines)) * scale, moved)
+    return op.Cast(cross_entropy_terms(op, logits, label, axis=1).losses, to=cosines.dtype)
 
 
 @register("triplet", labels=lambda options: _CLASS_OF_ROW)

@@ -159,10 +159,7 @@ class Embeddings(Task):
         names, scored = columns_of(path, rows)
         texts = [row[name] for row in rows for name in names]
         if scored:
-            try:
-                scores = np.array([row["score"] for row in rows], np.float32)
-            except (TypeError, ValueError) as e:
-                raise ValueError(f"{str(path)!r}: a score is no number: {e}") from None
+            scores = np.array([row["score"] for row in rows], np.float32)
             return "scores", TextRows(self._encoding(), texts, scores.repeat(2), 2)
         numbers: dict[str, int] = {}
         labels = np.arange(len(texts)).reshape(len(rows), -1) + len(rows)  # each of its own

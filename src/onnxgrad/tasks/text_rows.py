@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ class TextRows(og.IndexedReader):
     pads = True
 
     def __init__(self, encoding: Encoding, texts: Sequence[str], labels: Any, each: int) -> None:
+        if not texts:
+            raise ValueError("there is no text")
         self.rows, self.each, self._encoding = len(texts) // each, each, encoding
         self.labels = None if labels is None else np.asarray(labels)
         self._tokens = encoding.tokens(texts)
@@ -125,7 +128,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of texts."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in file if line.strip()]
+            lines = [(i, line) for i, line in enumerate(file, 1) if line.strip()]
+            rows = [_object(path, i, line) for i, line in lines]
         elif path.suffix in (".csv", ".tsv"):
             rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
         else:
@@ -135,9 +139,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    """Return the object on a line of JSON."""
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"{str(path)!r}, line {number}: {e}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{str(path)!r}, line {number}: it is no object, as {{'anchor': ...}}")
+    return row
+
+
 def columns_of(path: Path, rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """Return the columns of texts, and whether there are scores; all rows have the same."""
-    names = [n for n in rows[0] if n in ("anchor", "positive") or str(n).startswith("negative")]
+    names = _texts_of(rows[0])
     scored = "score" in rows[0]
     if names[:2] != ["anchor", "positive"] or (scored and len(names) > 2):
         raise ValueError(
@@ -145,7 +160,28 @@ def columns_of(path: Path, rows: list[dict[str, Any]]) -> tuple[list[str], bool]
             "these negative, or score"
         )
     for number, row in enumerate(rows, 1):
+        place = f"{str(path)!r}, row {number}"
+        if sorted(_texts_of(row)) != sorted(names) or ("score" in row) != scored:
+            raise ValueError(f"{place}: it has {list(row)}, and the first row {list(rows[0])}")
         for name in names:
-            if not isinstance(row.get(name), str) or not row[name].strip():
-                raise ValueError(f"{str(path)!r}, row {number}: {name!r} is no text")
+            if not isinstance(row[name], str) or not row[name].strip():
+                raise ValueError(f"{place}: {name!r} is no text")
+        if scored:
+            row["score"] = _number(place, row["score"])
     return names, scored
+
+
+def _texts_of(row: dict[str, Any]) -> list[str]:
+    """Return the columns of a row that hold texts."""
+    return [n for n in row if n in ("anchor", "positive") or str(n).startswith("negative")]
+
+
+def _number(place: str, score: Any) -> float:
+    """Return a score as a finite number."""
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{place}: the score {score!r} is no number")
+    return number
