@@ -92,6 +92,14 @@ def test_subsets(data):
         np.testing.assert_array_equal(x, X[3:20])
 
 
+def test_part_of_the_rows_is_evaluated():
+    """They may be too few for P classes with K rows, which a training needs."""
+    part = p_by_k(X, LABELS, 4, 3).subset(np.array([0, 4, 9, 10]))
+    assert [y.tolist() for _, y in batches(part, None, size=4)] == [[4, 7, 9, 9]]
+    with pytest.raises(ValueError, match="classes=4: the data have 3"):
+        batches(part, 0)
+
+
 def test_description_changes_with_the_data():
     described = [
         p_by_k(*arguments).describe()

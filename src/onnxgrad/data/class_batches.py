@@ -46,7 +46,9 @@ def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> Cl
     if own is None:
         raise ValueError(f"data of type {type(data).__name__} have no labels: pass them")
     reader = data if isinstance(data, IndexedReader) else DiskArrays(data)
-    return ClassBatches(reader, np.asarray(own), classes, rows)
+    made = ClassBatches(reader, np.asarray(own), classes, rows)
+    made.check()
+    return made
 
 
 class ClassBatches(Reader):
@@ -64,10 +66,14 @@ class ClassBatches(Reader):
         self.data, self.labels, self.sizes = data, labels.astype(np.int64), (classes, rows)
         self.rows, self.count = data.rows, max(1, data.rows // max(1, classes * rows))
         self._members = {int(c): np.flatnonzero(labels == c) for c in np.unique(labels)}
+
+    def check(self) -> None:
+        """Raise `ValueError` if there are too few classes, or rows of one, for a batch."""
+        classes, rows = self.sizes
         if not 2 <= classes <= len(self._members):
             given = argument("classes", classes)
             raise ValueError(f"{given}: the data have {len(self._members)}, and 2 are needed")
-        names = getattr(data, "classes", None)
+        names = getattr(self.data, "classes", None)
         for label, own in self._members.items():
             if not 2 <= rows <= len(own):
                 name = label if names is None else names[label]
@@ -82,6 +88,7 @@ class ClassBatches(Reader):
             for start in range(skip * size, self.rows, size):
                 yield self._take(np.arange(start, min(start + size, self.rows)), None)
             return
+        self.check()  # a subset has fewer rows
         rng, classes, rows = np.random.default_rng(seed), *self.sizes
         every = [*self._members]
         line: list[int] = []
@@ -102,7 +109,7 @@ class ClassBatches(Reader):
         return self._with(self.data.for_inputs(shapes), self.labels)
 
     def subset(self, numbers: np.ndarray) -> ClassBatches | None:
-        """Return the reader of some rows; raise `ValueError` if a class has too few of them."""
+        """Return the reader of some rows, which may be too few for batches but in order."""
         part = self.data.subset(numbers)
         if part is None and isinstance(self.data, DiskArrays):
             part = DiskArrays(self.data.take(numbers, None)[0])

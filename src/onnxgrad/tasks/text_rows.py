@@ -6,6 +6,7 @@ import copy
 import csv
 import json
 import math
+import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +80,12 @@ class Encoding:
             for name in INPUTS
             if name in types
         }
+        if "attention_mask" not in types:
+            warnings.warn(
+                "the model has no input attention_mask: what fills shorter texts changes their "
+                "embeddings, unless the model itself leaves it out",
+                stacklevel=2,
+            )
         dims = types["input_ids"].shape.dim
         self._fixed = (dims[1].dim_value or None) if len(dims) > 1 else None
         self._tokenizer = _tokenizer(source, home)
