@@ -197,7 +197,9 @@ several.fit(rows, labels)
 
 # %%
 # Other losses: `focal` and `softmax_focal` for rare classes, `dice` and `softmax_dice` for masks,
-# `triplet` and `contrastive` for embeddings with classes, `ctc` for sequences without an alignment.
+# `triplet` and `contrastive` for embeddings with classes, in batches of `p_by_k`; `arcface` and
+# `cosface` for cosines to centers of classes, `add_head(..., cosine=True)`; `multiple_negatives`
+# for texts that belong together; `ctc` for sequences without an alignment.
 # `OutputLoss` needs no labels, as with pairs of images and texts:
 
 og.OutputLoss("info_nce", ["image_embedding", "text_embedding"], temperature=0.07)
@@ -364,8 +366,8 @@ np.testing.assert_allclose(frame.state.weights["w"][:, 0], [1, 2, 3], atol=0.05)
 # %%
 # Data larger than memory: `arrow_dataset` reads Parquet files, `np.memmap` arrays, and
 # `image_folder` a folder of images for each class. They are shuffled, and read by a thread while
-# the model trains. `by_length` makes batches of sequences of similar length, and pads each input; of
-# one length, where no mask tells the model what is padded.
+# the model trains. `by_length` makes batches of sequences of similar length, and pads each input;
+# of one length, where no mask tells the model what is padded.
 
 og.arrow_dataset(DATA / "digits.parquet", y="label")
 np.save("rows.npy", rows)

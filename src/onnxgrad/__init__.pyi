@@ -101,6 +101,9 @@ from .data.audio import (
     mel_spectrogram as mel_spectrogram,
     resample as resample,
 )
+from .data.class_batches import (
+    p_by_k as p_by_k,
+)
 from .data.images import (
     center_crop as center_crop,
     image_folder as image_folder,

@@ -10,8 +10,9 @@ from onnxgrad.cli.options import option, options, output_option
 LOSSES = (
     "squared_error (l2, mse), absolute_error (l1, mae), elastic, huber, poisson, "
     "binary_cross_entropy (bce), cross_entropy (ce), log, hinge, focal, softmax_focal, dice, "
-    "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, triplet, "
-    "contrastive, ctc, or causal_lm"
+    "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, "
+    "cosine_similarity, triplet, contrastive, multiple_negatives, arcface, cosface, ctc, or "
+    "causal_lm"
 )
 OPTIMIZERS = (
     "sgd, momentum, nesterov, adam, adamw, adamax, nadam, radam, adagrad, adadelta, rmsprop, "

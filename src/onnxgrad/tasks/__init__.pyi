@@ -1,2 +1,2 @@
-from . import ctc as ctc, segmentation as segmentation, tokens as tokens
+from . import ctc as ctc, embeddings as embeddings, segmentation as segmentation, tokens as tokens
 from .base import Task as Task
