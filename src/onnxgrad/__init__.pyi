@@ -207,6 +207,11 @@ from .metrics.base import (
     Metric as Metric,
     PredictionInfo as PredictionInfo,
 )
+from .metrics.false_alarms import (
+    AlarmCurve as AlarmCurve,
+    FalseAlarms as FalseAlarms,
+    false_alarms as false_alarms,
+)
 from .model.feeds import (
     random_feed as random_feed,
 )

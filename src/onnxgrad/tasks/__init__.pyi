@@ -1,1 +1,2 @@
+from . import sound as sound
 from .base import Task as Task
