@@ -474,16 +474,12 @@ def alarms_by_loop(scores, labels, seconds, threshold, hold):
     """Count as a person would, window by window."""
     false, events, missed, quiet = 0, 0, 0, 0
     for s, y in zip(scores, labels, strict=True):
-        last, real = None, False  # the alarm that is open
+        last = -1e9  # seconds
         for t, (value, label) in enumerate(zip(s, y, strict=True)):
             quiet += label == 0
-            if value < threshold:
-                continue
-            if last is None or t - last > 1 + hold / seconds:
-                false += last is not None and not real
-                real = False
-            last, real = t, real or bool(label)
-        false += last is not None and not real
+            if value >= threshold and t * seconds - last > hold - 1e-6:
+                last = t * seconds
+                false += label == 0
         t = 0
         while t < len(y):
             end = t

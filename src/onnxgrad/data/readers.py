@@ -185,7 +185,7 @@ class Batches(Reader):
 
     def describe(self) -> dict[str, Any]:
         """Return the type, the number of batches, and for a list a digest of some."""
-        entries = {"kind": full_name(self.source), "batches": self.count}
+        entries: dict[str, Any] = {"kind": full_name(self.source), "batches": self.count}
         if listed := [batch for batch in self._listed() if batch is not None]:
             chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))
             arrays = enumerate(_numeric([listed[i] for i in chosen]))

@@ -47,16 +47,16 @@ def false_alarms(
 ) -> AlarmCurve:
     """Count alarms without an event, per hour, and events without an alarm, for thresholds.
 
-    Windows over a threshold are one alarm if they follow each other, or are at most `hold` seconds
-    apart. It is false if none of its windows has the label 1. An event is a run of windows with the
-    label 1, and missed if none of them is over the threshold.
+    A window over the threshold gives an alarm, unless another did less than `hold` seconds before.
+    It is false if the label of the window is 0. An event is a run of windows with the label 1, and
+    missed if none of them is over the threshold.
 
     Args:
         scores: those of one file (windows,), in the order of time; or a list of these, a file each.
         labels: 0 or 1 for each, in the same form.
         seconds: from the beginning of a window to that of the next.
         thresholds: None for the scores that occur, 200 of them if there are more.
-        hold: seconds within which an alarm is not given again.
+        hold: seconds for which a detector is silent after an alarm.
 
     Raises:
         ValueError: forms that differ, labels other than 0 and 1, no event, or nothing but events.
@@ -67,41 +67,50 @@ def false_alarms(
         >>> og.false_alarms(scores, labels, seconds=1).at(missed=0)
         (0.9, 0.0)
         >>> og.false_alarms(scores, labels, seconds=1, thresholds=[0.5]).per_hour.tolist()
-        [900.0]
+        [1800.0]
     """
     listed = [_as_files(part) for part in (scores, labels)]
     if [len(s) for s in listed[0]] != [len(y) for y in listed[1]]:
         raise ValueError("scores and labels have different numbers of windows")
-    over, y = (np.concatenate(part) if part else np.zeros(0) for part in listed)
+    all_scores, y = (np.concatenate(part) for part in listed)
     if not np.isin(y, (0, 1)).all() or y.min(initial=1) == y.max(initial=0):
         raise ValueError("labels are 0 and 1, and both must occur: of windows, and of events")
+    gap = max(1, int(np.ceil(hold / seconds - 1e-9)))
     file = np.repeat(np.arange(len(listed[0])), [len(s) for s in listed[0]])
-    events = _runs(np.flatnonzero(y), file, 1)
-    event_of = np.full(len(y), -1)
-    event_of[y == 1] = events
+    at = np.arange(len(y)) + file * gap  # windows of other files are never within `hold`
+    positive = np.flatnonzero(y)
+    event = np.cumsum(np.diff(positive + file[positive], prepend=-2) > 1)
+    best = np.full(event[-1] + 1, -np.inf)
+    np.maximum.at(best, event, all_scores[positive])
+    best = np.sort(best[1:])
     if thresholds is None:
-        thresholds = np.unique(over)
+        thresholds = np.unique(all_scores)
         if len(thresholds) > 200:
             thresholds = thresholds[np.linspace(0, len(thresholds) - 1, 200).astype(int)]
-    counted, gap = [], 1 + int(hold / seconds + 1e-9)
-    for threshold in (at := np.sort(np.asarray(thresholds, np.float64))):
-        heard = np.flatnonzero(over >= threshold)
-        found = np.bincount(_runs(heard, file, gap), y[heard]) if len(heard) else np.zeros(0)
-        hit = np.unique(event_of[heard[y[heard] == 1]])
-        counted.append((np.sum(found == 0), 1 - len(hit) / (events.max() + 1)))
-    alarms, missed = np.array(counted, np.float64).T
-    return AlarmCurve(at, alarms / (np.sum(y == 0) * seconds / 3600), missed)
+    thresholds = np.sort(np.asarray(thresholds, np.float64))
+    counts = []
+    for threshold in thresholds:
+        over = np.flatnonzero(all_scores >= threshold)
+        counts.append(np.sum(y[over[_given(at[over], gap)]] == 0))
+    hours = np.sum(y == 0) * seconds / 3600
+    missed = np.searchsorted(best, thresholds) / len(best)
+    return AlarmCurve(thresholds, np.array(counts) / hours, missed)
+
+
+def _given(times: np.ndarray, gap: int) -> np.ndarray:
+    """Return the numbers of ascending times that are at least `gap` after the last such one."""
+    if gap == 1:
+        return np.arange(len(times))
+    kept, i = [], 0
+    while i < len(times):
+        kept.append(i)
+        i = int(np.searchsorted(times, times[i] + gap))
+    return np.array(kept, np.int64)
 
 
 def _as_files(values: Any) -> list[np.ndarray]:
     several = isinstance(values, Sequence) and len(values) and np.ndim(values[0]) > 0
     return [np.asarray(v, np.float64).ravel() for v in (values if several else [values])]
-
-
-def _runs(windows: np.ndarray, file: np.ndarray, gap: int) -> np.ndarray:
-    """Return the number of the run of each window: a run has no step of more than `gap`."""
-    new = (np.diff(windows) > gap) | (np.diff(file[windows]) > 0)
-    return np.concatenate([[0], np.cumsum(new)])[: len(windows)]
 
 
 class FalseAlarms(Metric):

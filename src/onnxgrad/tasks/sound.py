@@ -264,7 +264,8 @@ class Sound(Task):
         session = onnxruntime.InferenceSession(loaded(model).SerializeToString())
         results = []
         for name, given in _named(inputs):
-            x = read_wave(given, form.rate) if isinstance(given, Path) else np.float32(given)
+            path = isinstance(given, Path)
+            x = read_wave(given, form.rate) if path else np.asarray(given, np.float32)
             if x.ndim != 1 or not len(x):
                 raise ValueError(f"{name!r} has the shape {x.shape}: a waveform is (samples,)")
             if not form.carry and len(x) < form.samples:

@@ -46,6 +46,16 @@ def read_wave(
     Raises:
         ValueError: the file cannot be read, or has no sample in that part.
         ImportError: a format that needs `soundfile`.
+
+    Examples:
+        >>> import pathlib, tempfile, wave
+        >>> from onnxgrad.tasks.sound import read_wave
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "short.wav"
+        >>> with wave.open(str(path), "wb") as file:
+        ...     file.setparams((1, 2, 8000, 0, "NONE", ""))
+        ...     file.writeframes(bytes([0, 64] * 4))
+        >>> read_wave(path, 8000).tolist()
+        [0.5, 0.5, 0.5, 0.5]
     """
     data, own = _channels(Path(path), start, end)
     if not len(data):
@@ -159,7 +169,7 @@ class Augment:
         if rng is None:
             return x
         if self.noise:
-            noise = self.noise[rng.integers(len(self.noise))]
+            noise = self.noise[int(rng.integers(len(self.noise)))]
             noise = np.resize(np.roll(noise, int(rng.integers(len(noise)))), len(x))
             powers = np.mean(np.square(x)), np.mean(np.square(noise)) + 1e-12
             x = x + noise * np.sqrt(powers[0] / powers[1] / 10 ** (rng.uniform(*self.snr) / 10))
@@ -283,14 +293,14 @@ class Streams(og.Reader):
                 rows = slice(at, at + self.width)
                 yield self.inputs(x[rows]), y[rows], np.ones(len(y[rows]), np.float32)
             return
-        rows = [read[i % len(read)] for i in range(len(self.groups[0]))]  # each batch has as many
+        sides = [read[i % len(read)] for i in range(len(self.groups[0]))]  # each batch has as many
         for t in range(skip, self._steps(group)):
-            weight = np.float32([i < len(read) and t < len(y) for i, (_, y) in enumerate(rows)])
+            own = [min(t, len(y) - 1) for _, y in sides]
+            weight = [i < len(read) and t < len(y) for i, (_, y) in enumerate(sides)]
             x, y = (
-                np.stack([part[min(t, len(part) - 1)] for part in p])
-                for p in zip(*rows, strict=True)
+                np.stack([side[k][at] for side, at in zip(sides, own, strict=True)]) for k in (0, 1)
             )
-            yield self.inputs(x), y, weight
+            yield self.inputs(x), y, np.asarray(weight, np.float32)
 
     def describe(self) -> dict[str, Any]:
         """Return the number of batches and a digest of parts, sizes and times of files."""

@@ -36,7 +36,8 @@ def noted_classes(proto: onnx.ModelProto) -> list[str]:
 def values(listed: Any, without: Any = ()) -> dict[str, tuple[np.dtype, Shape]]:
     """Return dtypes and shapes of tensors by name; a dimension is a length or a symbol."""
     found = {}
-    for value in map(ir.from_proto, listed):
+    for proto in listed:
+        value: ir.Value = ir.from_proto(proto)
         if value.name not in without and value.dtype is not None and value.shape is not None:
             shape = tuple(d if isinstance(d, int) else d.value for d in value.shape)
             found[str(value.name)] = (value.dtype.numpy(), shape)
