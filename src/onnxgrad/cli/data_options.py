@@ -16,6 +16,18 @@ class InputOptions:
     )
     ignore: list[str] = option("Column to leave out; repeat for several.", [], metavar="COLUMN")
     drop_missing: bool = option("Leave out the rows with an empty cell, NaN or infinity.", False)
+    task: str | None = option(
+        "Read DATA as ctc, detection, embeddings, segmentation, sound or tokens do, which bring "
+        "their loss and metrics: see `onnxgrad.tasks`.",
+        metavar="NAME",
+        panel="Task",
+    )
+    task_option: list[str] = option(
+        "Option of the task, as extend=true of ctc; repeat for several.",
+        [],
+        metavar="NAME=VALUE",
+        panel="Task",
+    )
     image_size: int | None = option(
         "Height and width of images.", min=1, show_default="those of the model's input"
     )

@@ -11,8 +11,9 @@ import numpy as np
 from rich.console import Console
 
 from onnxgrad.cli.console import print_json, print_rows, results, say
-from onnxgrad.cli.job import Job, prepare
+from onnxgrad.cli.job import Job
 from onnxgrad.cli.label_columns import first_names
+from onnxgrad.cli.tasks import prepared
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, Control
@@ -66,7 +67,7 @@ def _nbytes(values: Any) -> int:
 def dry_run(options: TrainOptions, proto: Any) -> None:
     """Print what would be trained, for how long and in how much memory; write nothing."""
     probe = Probe(validates=False)
-    job = prepare(options, proto, [probe])
+    job = prepared(options, proto, [probe])
     probe.validates = job.validation is not None
     job.fit(options, max(options.epochs, _STEPS))
     measured = _measurements(job, options, probe)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 from onnxgrad.cli.arguments import loss_arguments
 from onnxgrad.cli.command_options import EvalOptions
@@ -15,6 +17,11 @@ from onnxgrad.training.judges import select_metrics
 
 def evaluate(options: EvalOptions) -> None:
     """Print the loss and the metrics."""
+    if options.task is not None:
+        from onnxgrad.cli.tasks import evaluate_task
+
+        _print(options, *evaluate_task(options))
+        return
     proto = read_model(options.model, options.data)
     arguments = loss_arguments(options)
     classes = known_classes(options, proto)
@@ -27,15 +34,25 @@ def evaluate(options: EvalOptions) -> None:
     for text in task.notes:
         note(text)
     numbers = scored.evaluate(task.data, options.batch_size)
+    _print(options, numbers, task.rows, [*task.notes, *task.remarks], task.remarks)
+
+
+def _print(
+    options: EvalOptions,
+    numbers: dict[str, Any],
+    count: int | None,
+    remarks: Sequence[str] = (),
+    shown: Sequence[str] = (),
+) -> None:
+    """Print the loss, the metrics and the number of rows; of the remarks, those `shown` below."""
     if options.json:
         loss = numbers.pop("loss")
-        remarks = [*task.notes, *task.remarks]
-        print_json({"loss": loss, "metrics": numbers, "rows": task.rows, "remarks": remarks})
+        print_json({"loss": loss, "metrics": numbers, "rows": count, "remarks": remarks})
         return
     rows = {
         name.replace("_", " "): f"{v:.6g}" if isinstance(v, Real) else v
         for name, v in numbers.items()
     }
-    print_rows(rows | {"rows": task.rows})
-    for remark in task.remarks:
+    print_rows(rows | {"rows": count})
+    for remark in shown:
         say(remark)

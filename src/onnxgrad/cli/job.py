@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Job:
     new_classes: Labels | None = None
     classes: Labels | None = None
     pruned: bool = False
+    finish: Callable[[ModelProto], ModelProto] | None = None  # what a task does to it in the end
 
     @property
     def validation_rows(self) -> int | None:
@@ -79,7 +80,7 @@ class Job:
         model = self.trainer.model
         if self.new_classes is not None:
             write_note(model, CLASSES, list(self.new_classes))
-        return model
+        return model if self.finish is None else self.finish(model)
 
 
 def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
@@ -160,7 +161,13 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     scored = ModelWithLoss(model, **{key: arguments[key] for key in keys})
     task, objective = map_data(options, options.data, scored, classes)
     check_classes(options, objective)
-    training, validation = _parts(options, task, scored, classes)
+
+    def other(path: str) -> Task:
+        scored.names.columns.update(task.names.columns)
+        scored.names.target = task.names.target or scored.names.target
+        return map_data(options, path, scored, classes)[0]
+
+    training, validation = parts(options, task, None, other)
     arguments["class_weight"] = _class_weight(arguments, training.data.y, objective, classes)
     if not options.metrics:
         arguments["metrics"] = default_metrics(task, objective)
@@ -243,16 +250,18 @@ def default_metrics(task: Task, objective: Objective) -> list[str]:
     return ["accuracy"] if len(infos) == len(classes) == 1 else []
 
 
-def _parts(
-    options: TrainOptions, task: Task, scored: ModelWithLoss, classes: Labels | None
+def parts(
+    options: TrainOptions, task: Task, held_out: Task | None, other: Callable[[str], Task]
 ) -> tuple[Task, Task | None]:
-    """Return the data to train on, and those to validate on."""
+    """Return the data to train on, and those to validate on.
+
+    `held_out` are those that the data hold out themselves, and `other` reads a file of such.
+    """
     share = _share(options.validation)
     if share is None and options.validation is not None:
-        scored.names.columns.update(task.names.columns)
-        scored.names.target = task.names.target or scored.names.target
-        other, _ = map_data(options, options.validation, scored, classes)
-        return task, other
+        return task, other(options.validation)
+    if share is None and held_out is not None:
+        return task, held_out
     reader = task.data.X
     splits = task.in_memory or reader.subset(np.arange(1)) is not None
     share = (_SHARE if splits else 0.0) if share is None else share

@@ -33,6 +33,11 @@ _ROWS = 256
 
 def predict(options: PredictOptions) -> None:
     """Write the outputs."""
+    if options.task is not None:
+        from onnxgrad.cli.tasks import predict_task
+
+        predict_task(options)
+        return
     check_ending(options.output)
     inputs = inputs_of(options.model, options.data)
     check_output(options.output, options.overwrite, inputs, options.json, binary=False)

@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.cli.command import FAILED, stop
 from onnxgrad.cli.console import complain, note, print_json, results
-from onnxgrad.cli.job import Job, prepare
+from onnxgrad.cli.job import Job
 from onnxgrad.cli.model_files import (
     STDOUT,
     check_not_data,
@@ -27,6 +27,7 @@ from onnxgrad.cli.report_page import check_record, describe, recorder
 from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.samples import check_prompts, sample
 from onnxgrad.cli.signals import Stopped
+from onnxgrad.cli.tasks import prepared
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
 from onnxgrad.errors import ConvergenceError
@@ -69,7 +70,7 @@ def train(options: TrainOptions) -> None:
         for file in _files(options, output)[1:] if options.overwrite else ():
             check_not_data(str(file), options.model)
     watch = Watch(stop)
-    job = prepare(options, proto, [watch, *_callbacks(options)])
+    job = prepared(options, proto, [watch, *_callbacks(options)])
     describe(job)
     asked = check_prompts(job, options.prompt)
     for text in job.task.notes if first else ():

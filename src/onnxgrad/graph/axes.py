@@ -180,10 +180,24 @@ def _broadcast(node: Any, operand: int, axis: int) -> Place:
 
 @axes_of("Concat")
 @axes_of("Compress", "CumProd", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization", first=True)
-@axes_of("MeanVarianceNormalization", "Slice", "Softmax", "Split", "TopK", first=True)
+@axes_of("MeanVarianceNormalization", "Softmax", "Split", "TopK", first=True)
 def _unless_named(node: Any, _operand: int, axis: int) -> Place:
     named = named_axes(node)
     return None if named is None or axis in named else axis
+
+
+@axes_of("Slice", first=True)
+def _sliced(node: Any, operand: int, axis: int) -> Place:
+    named = named_axes(node)
+    if named is None or axis not in named:
+        return None if named is None else axis
+    starts, steps = constant(node.inputs[1]), constant((*node.inputs, None, None)[4])
+    k = named.index(axis)
+    from_first = starts is not None and starts[k] == 0
+    one_by_one = (
+        len(node.inputs) < 5 or node.inputs[4] is None or (steps is not None and steps[k] == 1)
+    )
+    return axis if from_first and one_by_one else None
 
 
 @axes_of("LayerNormalization", "RMSNormalization", first=True)

@@ -55,6 +55,10 @@ class Task:
         own = {"loss": self.loss, "metrics": self.metrics, **self.arguments}
         return og.Trainer(self.model, **{**own, **arguments})
 
+    def finished(self, model: ModelProto) -> ModelProto:
+        """Return a trained model without what only its training needs, as it is deployed."""
+        return model
+
     def read(self, path: str | os.PathLike) -> og.Reader:
         """Return other rows for the same model and classes, such as those to validate on.
 

@@ -75,6 +75,7 @@ class BatchSource:
         batch_size: rows of a batch, where the source cuts them.
         part: the rows of each batch that are read.
         in_memory: whether reading batches changes nothing.
+        cuts: whether its batches have `batch_size` rows, and are not cut by others.
     """
 
     part: Part = WHOLE
@@ -83,6 +84,7 @@ class BatchSource:
     shuffles = True  # whether an epoch can have its rows in another order
     batch_size: int
     in_memory = False
+    cuts = True
 
     def take(self, indices: np.ndarray) -> BatchSource:
         """Return the source of some of the rows.
@@ -255,6 +257,7 @@ class ReaderSource(BatchSource):
         self.batch_size, self.prefetch = int(batch_size), prefetch
         self.rows, self.batches = reader.rows, reader.count
         self.shuffles = reader.shuffles and not reader.sequences
+        self.cuts = reader.count is None and reader.rows is not None
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
         if self.rows is not None and self.batches is None:
             self.batches = -(-self.rows // self.batch_size)
@@ -316,6 +319,10 @@ class ReaderSource(BatchSource):
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
                 yield _stack(held, rows, begins)
                 held, begins = [], []
+            if self.fields.divides and count != (self.fields.fixed_rows or count):
+                yield from self._in_fixed_batches(arrays, count, begin)
+                begin = False
+                continue
             if not held:
                 shapes, rows = {n: a.shape for n, a in arrays.items()}, count
                 size = max(1, sum(a.nbytes for a in arrays.values()))
@@ -329,6 +336,16 @@ class ReaderSource(BatchSource):
                 held, begins = [], []
         if held:
             yield _stack(held, rows, begins)
+
+    def _in_fixed_batches(
+        self, arrays: Mapping[str, np.ndarray], rows: int, begins: bool
+    ) -> Iterator[Slice]:
+        """Yield the rows of a batch in the batches that the model takes."""
+        axes, size = self.fields.axes(arrays), self.fields.fixed_rows or rows
+        for start in range(0, rows, size):
+            part = slice(start, start + size)
+            rest = {n: rows_of(a, axes[n], part) for n, a in arrays.items()}
+            yield _stack([rest], size, [begins and not start])
 
 
 def _stack(batches: list[dict[str, np.ndarray]], rows: int, begins: list[bool]) -> Slice:

@@ -212,6 +212,8 @@ class Dataset:
             ValueError: data that the inputs do not accept, or fewer rows than a fixed batch has.
         """
         fields, reader = fields.with_axes(batch_axes), self.reader
+        if fields.fixed_rows and fields.divides:
+            batch_size = fields.fixed_rows
         if reader is None and self.batched:
             in_memory = isinstance(self.X, (list, tuple))
             return ReaderSource(self._batches(), fields, batch_size, 0 if in_memory else prefetch)

@@ -13,7 +13,7 @@ from onnxgrad.errors import argument, named
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model import weights as constants
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.evaluator import SIZE, Evaluator
+from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective
@@ -79,14 +79,15 @@ def evaluate(
     Args:
         trainer: the trainer, or others with its arguments and a state.
         data: the data.
-        batch_size: rows of one call of the runtime; None: those of a static batch, or 256.
+        batch_size: rows of one call of the runtime; None: 256. Those of a static batch, if the
+            model has one, and each by itself where states go from one to the next.
         shown: the title of a progress bar; None for none.
     """
     recipe = Recipe(trainer, Facts.of(trainer, data))
     evaluator, values = evaluator_of(recipe, trainer.names.copy()), trainer.evaluated()
     evaluator.shown = shown
     check_weights(recipe, data, evaluator.described, evaluator.fields)
-    source = data.source(evaluator.fields, batch_size or evaluator.fields.fixed_rows or SIZE)
+    source = data.source(evaluator.fields, batch_size or evaluator.rows)
     results = evaluator.evaluate(values, source, trainer.metrics_by_output)
     if bad := np.flatnonzero(~np.isfinite(results["loss"])).tolist():
         text = f"the loss is {results['loss']}"
@@ -104,5 +105,5 @@ def predict(
     recipe = Recipe(trainer, Facts.of(trainer, data))
     evaluator = evaluator_of(recipe, trainer.names.copy())
     evaluator.shown, fields = shown, evaluator.fields.without_labels()
-    source = data.source(fields, batch_size or fields.fixed_rows or SIZE)
+    source = data.source(fields, batch_size or evaluator.rows)
     return evaluator.predict(trainer.evaluated(), source)

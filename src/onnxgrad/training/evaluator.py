@@ -94,7 +94,15 @@ class Evaluator:
     @cached_property
     def fields(self) -> Fields:
         """The inputs of data."""
-        return Fields(self.described, self.batch_axes)
+        fields = Fields(self.described, self.batch_axes)
+        fields.divides = True
+        return fields
+
+    @property
+    def rows(self) -> int:
+        """How many rows a call of the runtime has, if nobody says."""
+        one = bool(self.plan.carry) and self.described.freed
+        return 1 if one else self.fields.fixed_rows or SIZE
 
     @property
     def _losses(self) -> ort.InferenceSession:

@@ -40,6 +40,8 @@ class Fields:
         inputs, weight = objective.data, objective.row_weight
         self.names = objective.names.copy()
         self.left_out: frozenset[str] = frozenset()  # labels that data for predictions may have
+        self.accumulates = False  # whether a step runs the fixed batches of a larger one
+        self.divides = False  # whether larger batches are divided into fixed ones
         names = [str(x.name) for x in inputs]
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
@@ -336,7 +338,7 @@ class Fields:
         return shape[axis] if shape else 1
 
     def check_rows(self, rows: int) -> None:
-        """Raise if the model has a fixed batch, and batches of it leave rows over."""
+        """Raise if the model has a fixed batch, and batches of it leave some of the rows over."""
         if self.fixed_rows and rows % self.fixed_rows:
             raise ValueError(
                 f"the model has a fixed batch of {self.fixed_rows} rows: pass a multiple of it, "
@@ -344,8 +346,9 @@ class Fields:
             )
 
     def check_batch(self, rows: int) -> None:
-        """Raise if the model has a fixed batch of another number of rows."""
-        if self.fixed_rows not in (None, rows):
+        """Raise if a batch is not the fixed one of the model, nor several of these."""
+        self.check_rows(rows)
+        if self.fixed_rows not in (None, rows) and not (self.accumulates or self.divides):
             raise ValueError(
                 f"the model has a fixed batch of {self.fixed_rows} rows: train with "
                 f"{argument('batch_size', self.fixed_rows)}, not {rows}, or export it with a "

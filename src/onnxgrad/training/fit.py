@@ -13,6 +13,7 @@ from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.errors import argument
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.reporting import logger
 from onnxgrad.schedules.rates import OfMembers, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
@@ -24,6 +25,7 @@ from onnxgrad.training.failure import find_failed_step
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.settings import Settings
@@ -40,7 +42,8 @@ class Fit:
     Args:
         trainer: the trainer.
         data: those to train on.
-        batch_size: rows of a step; None: those of a model with a static batch, or else 32.
+        batch_size: rows of a step; None: those of a model with a static batch of several, or
+            else 32; 1 where a state is carried from row to row.
         held_out: validation data, or the share of the rows that are held out; None for none.
         sharing: the group of processes that train together; None: this process alone.
         further: whether it goes on where the call before ended, as `partial_fit`.
@@ -90,6 +93,9 @@ class Fit:
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
         self.labels, fields = objective.labels, Fields(objective, trainer.batch_axes)
+        fields.accumulates = not trainer.carry
+        if not self.further:
+            _say(objective, fields)
         check_weights(self.recipe, self.data, objective, fields)
         source, held_out = self._sources(fields, shuffle)
         if held_out is not None:
@@ -180,7 +186,13 @@ class Fit:
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
-        return data.source(fields, self.batch_size or fields.fixed_rows or SIZE)
+        return data.source(fields, self.batch_size or self._default_size(fields))
+
+    def _default_size(self, fields: Fields) -> int:
+        """Return the rows of a batch: of a file with one row, these are no longer its own."""
+        if self.trainer.carry and (self.evaluator.described.freed or fields.fixed_rows == 1):
+            return 1
+        return SIZE if fields.fixed_rows in (None, 1) else fields.fixed_rows
 
     def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
         trainer = self.trainer
@@ -248,3 +260,17 @@ class Fit:
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
         state.values = Values(old.weights, buffers=now)
         return state
+
+
+def _say(objective: Objective, fields: Fields) -> None:
+    """Say once how a model whose file takes one row trains on several."""
+    if objective.freed:
+        logger.warning(
+            "the file takes one row: it trains on batches of any size, as its rows are proven to "
+            "be independent; the file that comes out takes one row again"
+        )
+    elif fields.fixed_rows and fields.accumulates:
+        logger.warning(
+            f"the file has a fixed batch of {fields.fixed_rows}, and its rows are not proven to be "
+            "independent: of a larger batch, it runs one after another and adds up the gradients"
+        )

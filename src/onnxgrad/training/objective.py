@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
@@ -55,7 +56,7 @@ class Plan:
     - `loss`: writes the loss; None: the output `loss_output` is the loss.
     - `row_weight`: the input of sample weights of a model that computes its loss.
     - `reduction`: "mean" or "sum", what that loss is if `add_loss_output` noted nothing.
-    - `exempt`: inputs whose first axis is not that of the rows.
+    - `axes`: the axis of the rows of inputs where it is stated, None for one without rows.
     - `carry`: `{input: output}`, the input gets the value of the output of the batch before.
     - `straight_through`: whether gradients pass through the rounding of quantized layers.
     - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
@@ -73,7 +74,7 @@ class Plan:
     dropout: Mapping[str, float] = field(default_factory=dict)
     carry: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
-    exempt: frozenset[str] = frozenset()
+    axes: Mapping[str, int | None] = field(default_factory=dict)
     straight_through: bool = False
     across: Part | None = None
     beside: tuple[str, ...] = ()
@@ -108,6 +109,7 @@ class Objective:
         straight_through: whether the gradient passes through the rounding of quantized layers;
             otherwise such models are refused.
         scales: whether a step scales the loss, so that gradients of 16 bits do not vanish.
+        freed: whether the file takes one row only, and the graph any number.
     """
 
     model: ir.Model
@@ -127,6 +129,7 @@ class Objective:
     stop_gradient: Collection[ir.Value] = frozenset()
     straight_through: bool = False
     scales: bool = False
+    freed: bool = False
 
     @property
     def row_weight(self) -> str | None:
@@ -215,7 +218,7 @@ def build_objective(
         ValueError: unknown names, or a prediction that the loss does not accept.
     """
     predicted = plan.loss.outputs(proto) if plan.loss else outputs_beside(proto, plan.loss_output)
-    model, results = _prepared(proto, plan, predicted, weights)
+    model, results, freed = _prepared(proto, plan, predicted, weights)
     graph, data = model.graph, list(model.graph.inputs)
     op = Emit(graph)
     form = _Form.of(op, plan, data, results) if training else _Form()
@@ -240,12 +243,9 @@ def build_objective(
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added
+    predictions = {name: results[name] for name in predicted}
     return Objective(
-        model,
-        data,
-        trained,
-        written,
-        predictions={name: results[name] for name in predicted},
+        *(model, data, trained, written, predictions),
         tables=tables(graph, data),
         names=read_names(proto),
         stored=constants.stored(proto, weights),
@@ -258,6 +258,7 @@ def build_objective(
         beside=beside,
         straight_through=plan.straight_through,
         scales=plan.precision == "mixed",
+        freed=freed,
     )
 
 
@@ -277,8 +278,11 @@ def _stopped(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
 
 def _prepared(
     proto: ModelProto, plan: Plan, predicted: Sequence[str], weights: Sequence[str]
-) -> tuple[ir.Model, dict[str, ir.Value]]:
-    """Return the prepared model with the outputs that are read, and these by name."""
+) -> tuple[ir.Model, dict[str, ir.Value], bool]:
+    """Return the prepared model with the outputs that are read, these by name, and if it is freed.
+
+    A model of one row is, where it is proven to treat rows by themselves.
+    """
     own, outputs = [] if plan.loss else [plan.loss_output], [y.name for y in proto.graph.output]
     if own and own[0] not in outputs:
         raise unknown("output", own[0], outputs)
@@ -291,11 +295,13 @@ def _prepared(
         outputs=read,
         keep=[*plan.dropout, *detached(proto)],
         keep_dropout=bool(plan.dropout),
-        exempt=plan.exempt,
+        exempt={name for name, axis in plan.axes.items() if axis != 0},
         wide=weights if plan.precision == "float32" else None,
         fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
-    return model, dict(zip(read, model.graph.outputs, strict=True))
+    freed = free_rows(model, BATCH, plan.axes)
+    model = model if freed is None else freed
+    return model, dict(zip(read, model.graph.outputs, strict=True)), freed is not None
 
 
 @dataclass

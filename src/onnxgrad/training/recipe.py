@@ -121,7 +121,7 @@ class Recipe:
             dropout=trainer.dropout,
             carry=trainer.carry,
             seed=trainer.seed,
-            exempt=frozenset(trainer.moved),
+            axes=trainer.batch_axes,
             straight_through=trainer.straight_through,
             across=None if self.sharing is None else self.sharing.normalized,
             precision=trainer.precision,
@@ -167,6 +167,8 @@ class Recipe:
         blocks: bool = True,
         across: Across | None = None,
         members: Members | None = None,
+        fixed_rows: int | None = None,
+        rows: int = 1,
     ) -> Step:
         """Return the step, written into the graph of the objective.
 
@@ -174,6 +176,8 @@ class Recipe:
         `in_place`, it may be only its first half: see `Step.updates`. `across` is how others share
         it; None: it is that of the rows of this process. `members`: those of a stack that may
         share it.
+
+        `fixed_rows` are those that the model takes of the `rows` of a batch, if not all.
 
         Raises:
             ValueError: the loss depends on none of the weights; arguments that do not fit.
@@ -185,11 +189,14 @@ class Recipe:
         options = StepOptions(
             norms, blocks and on_cpu, trainer.recompute, in_place, across, members=members
         )
-        if trainer.accumulate == 1:
+        parts = trainer.accumulate if fixed_rows is None else max(1, rows // fixed_rows)
+        if parts == 1 and fixed_rows is None:
             return build_step(objective, self.optimizer, options)
         if trainer.carry:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
-        return build_accumulating_step(self.objective, self.optimizer, trainer.accumulate, options)
+        step = build_accumulating_step(self.objective, self.optimizer, parts, options)
+        step.fixed_rows = fixed_rows
+        return step
 
     def named_step(self, objective: Objective) -> Step:
         """Return the step whose inputs are the weights and slots themselves, none joined."""

@@ -118,6 +118,13 @@ class Runner:
         parts, count = self.step.accumulate, None
         if parts > 1:
             count = micro_batches(piece.own, parts, bool(self.step.inputs.buffers))
+        if (fixed := self.step.fixed_rows) is not None:
+            count, rest = divmod(piece.own, fixed)
+            if rest:
+                raise ValueError(
+                    f"the model takes {fixed} rows, and a batch, or the part of this process, has "
+                    f"{piece.own}: pass a multiple"
+                )
         return Call(piece, rates, self.now.steps, position, count)
 
     def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:

@@ -49,7 +49,9 @@ class Compiled:
         size = 1 if sharing is None else sharing.part.size
         work /= size
         key = threads(work), work >= WORK_PER_THREAD
-        if self.running is None or (fixed and self._key != key):
+        parts = _fixed_rows(source, fields)
+        lacks = self.step is not None and parts is not None and self.step.fixed_rows is None
+        if self.running is None or lacks or (fixed and self._key != key):
             if self.step is not None:  # it has taken the graph of the objective
                 self.objective = recipe.objective()
             self.running = self._runner(recipe, sharing, source, fields, work)
@@ -72,11 +74,12 @@ class Compiled:
         """Build the step and its runner."""
         objective, rows, device = self.objective, source.batch_size, recipe.trainer.device
         if recipe.trainer.members is not None:
-            return self._stack_runner(recipe, fields, Target.of(device, work, rows), work)
+            return self._stack_runner(recipe, source, fields, Target.of(device, work, rows), work)
         if shared is not None:
             shared.warn(objective, source)
             rows //= shared.part.size
-        self.step = step = recipe.step(objective, across=None if shared is None else shared.across)
+        across, fixed = None if shared is None else shared.across, _fixed_rows(source, fields)
+        self.step = step = recipe.step(objective, across=across, fixed_rows=fixed, rows=rows)
         target = Target.of(device, work, rows)
         if shared is not None:
             arguments = step, target, work, fields, shared.group, shared.options
@@ -84,10 +87,11 @@ class Compiled:
         return new_runner(step, target, work, fields, objective.carried)
 
     def _stack_runner(
-        self, recipe: Recipe, fields: Fields, target: Target, work: float
+        self, recipe: Recipe, source: BatchSource, fields: Fields, target: Target, work: float
     ) -> MemberRunner | StackRunner:
         """Build the steps of the members of a stack, one for those that share it."""
         every, runners = recipe.members, list[MemberRunner]()
+        fixed, rows = _fixed_rows(source, fields), source.batch_size
         assert every is not None
         left, count = list(range(len(every.optimizers))), len(every.optimizers)
         while left:
@@ -95,9 +99,17 @@ class Compiled:
             members = Members(
                 [every.optimizers[k] for k in left], {n: w[left] for n, w in every.weights.items()}
             )
-            self.step = step = recipe.step(objective, in_place=False, members=members)
+            self.step = step = recipe.step(
+                objective, in_place=False, members=members, fixed_rows=fixed, rows=rows
+            )
             ids = [left[i] for i in members.sharing]
             arguments = build_epoch(step, target), step, target.device, work, fields
             runners.append(MemberRunner(ids, count, *arguments, objective.carried))
             left = [k for k in left if k not in ids]
         return runners[0] if len(runners) == 1 else StackRunner(runners)
+
+
+def _fixed_rows(source: BatchSource, fields: Fields) -> int | None:
+    """Return how many rows the model takes of a batch, if it may have more; None for all."""
+    fixed = fields.fixed_rows if fields.accumulates else None
+    return None if source.cuts and source.batch_size == fixed else fixed

@@ -60,6 +60,7 @@ class Step:
     work: float = 0.0  # multiply-adds of the forward pass, per row
     factors: tuple[float, ...] = ()  # of the sums and counts that it reports
     accumulate: int = 1  # micro-batches of a step
+    fixed_rows: int | None = None  # rows of a micro-batch, if the model states them
     norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
     rounding: list[str] = field(default_factory=list)  # operators that gradients pass through
     recomputes: bool = False  # whether the order of its nodes saves memory

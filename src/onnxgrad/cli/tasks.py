@@ -1,0 +1,132 @@
+"""`--task`: jobs of `onnxgrad.tasks`, which read their own files and decide loss and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto
+
+from onnxgrad.cli.arguments import loss_arguments, read_value, trainer_arguments
+from onnxgrad.cli.command_options import EvalOptions, PredictOptions
+from onnxgrad.cli.console import note, print_json
+from onnxgrad.cli.data_options import InputOptions
+from onnxgrad.cli.job import Job, fine_tune, parts, prepare
+from onnxgrad.cli.model_files import STDIN, read_model
+from onnxgrad.cli.options import Described
+from onnxgrad.cli.task import Task as Data
+from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.data.columns import Names
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.tasks import Task
+from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.trainer import Trainer
+
+TASKS = ("ctc", "detection", "embeddings", "segmentation", "sound", "tokens")
+_FOLDER = "predictions"
+# options that a task decides, or reads from its own files
+_DECIDED = (
+    *("loss", "loss_option", "loss_output", "output_index", "loss_weight"),
+    *("target", "sample_weight", "classes", "ignore", "drop_missing", "completion_only", "packing"),
+    *("head", "head_at", "head_pool", "head_mask", "prompt", "adapter", "outputs"),
+)
+_GIVEN_ON = ("image_size", "max_length", "tokenizer", "seed")  # as options of the task
+
+
+def task_of(options: Any, data: str | None) -> Task:
+    """Return the task that the options name, for the data to train on, or None.
+
+    Raises:
+        ValueError: an unknown task or option, or one of the command that the task decides.
+    """
+    name, given = options.task, _set(options)
+    if name not in TASKS:
+        raise unknown("task (--task)", name, TASKS)
+    if wrong := [each for each in _DECIDED if each in given]:
+        flags = ", ".join(f"--{each.replace('_', '-')}" for each in wrong)
+        raise ValueError(f"--task {name} decides {flags}: leave it out, or see --task-option")
+    module = import_module(f"onnxgrad.tasks.{name}")
+    found = [getattr(module, each) for each in module.__all__]
+    kind: Any = next(each for each in found if isinstance(each, type) and issubclass(each, Task))
+    chosen = dict(read_value("task-option", text) for text in options.task_option)
+    check_options(f"option of task {name!r} (--task-option)", chosen, kind, skip=2)
+    for each in _GIVEN_ON:
+        if each in signature(kind).parameters and hasattr(options, each):
+            if each in given or each == "seed":
+                chosen.setdefault(each, getattr(options, each))
+        elif each in given and each != "seed":
+            raise ValueError(f"--task {name} takes no --{each.replace('_', '-')}: leave it out")
+    model = read_model(STDIN, data) if options.model == STDIN else options.model
+    task = kind(model, data, **chosen)
+    assert isinstance(task, Task)
+    return task
+
+
+def _set(options: InputOptions) -> set[str]:
+    """Return the names of the options that the user set to other values than their defaults."""
+    given = set()
+    for name, each in Described.fields_of(type(options)).items():
+        value = getattr(options, name)
+        if value != ([] if each.is_list else each.default):
+            given.add(name)
+    return given
+
+
+def _rows(reader: Any) -> Data:
+    return Data(Dataset(reader), reader.rows, Names(), in_memory=False)
+
+
+def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
+    """Return the trainer and its data, of a task if the options name one."""
+    if options.task is None:
+        return prepare(options, proto, callbacks)
+    arguments = trainer_arguments(options)
+    task = task_of(options, options.data)
+    for name in ("loss", "loss_options", "loss_weights", *["metrics"] * (not options.metrics)):
+        arguments.pop(name)
+    task.model = fine_tune(task.model, options)
+    if not options.train and "train" in task.arguments:
+        arguments.pop("train")
+    trainer = task.trainer(callbacks=callbacks, **arguments)
+    data = _rows(task.data)
+    data.notes.append(f"{data.rows} rows to train on" if data.rows else "rows to train on")
+    own = None if task.validation is None else _rows(task.validation)
+    training, validation = parts(options, data, own, lambda path: _rows(task.read(path)))
+    job = Job(trainer, task.model, data, training, validation, classes=list(task.classes) or None)
+    job.finish = task.finished
+    return job
+
+
+def evaluate_task(options: EvalOptions) -> tuple[dict[str, Any], int | None]:
+    """Return the loss and the metrics of a trained model for the files of a task, and its rows."""
+    task = task_of(options, None)
+    metrics = loss_arguments(options)["metrics"]
+    trainer: Trainer = task.trainer(
+        device=options.device, **({"metrics": metrics} if metrics else {})
+    )
+    reader = task.read(options.data)
+    return trainer.evaluate(reader, batch_size=options.batch_size), reader.rows
+
+
+def predict_task(options: PredictOptions) -> None:
+    """Write what a trained model predicts into a folder, as people of the task look at it."""
+    task = task_of(options, None)
+    folder = Path(_FOLDER if options.output == "-" else options.output)
+    if folder.is_file():
+        raise ValueError(f"--output {str(folder)!r} is a file: --task writes into a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
+        raise FileExistsError(
+            f"the folder {str(folder)!r} is not empty: name another with --output, or pass "
+            "--overwrite"
+        )
+    results = list(task.predict(task.model, options.data))
+    files = task.write(options.data, results, folder)
+    if options.json:
+        print_json({"files": [str(file) for file in files], "rows": len(results)})
+        return
+    note(f"{len(results)} predictions")
+    note(f"wrote {files[0]}" if len(files) == 1 else f"wrote {len(files)} files in {folder}")
