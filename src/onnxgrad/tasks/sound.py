@@ -226,8 +226,9 @@ class Sound(Task):
         """Return the windows of a file, and their labels."""
         form = self.form
         x = self.augment(read_wave(clips[0].file, form.rate), rng)
-        windows, size = form.windows(x, form.samples), form.samples / form.rate
-        starts, numbers = np.arange(len(windows)) * size, np.zeros(len(windows), np.int64)
+        windows, first = form.windows(x, form.samples)
+        starts, size = first / form.rate, form.samples / form.rate
+        numbers = np.zeros(len(windows), np.int64)
         numbers += self._number("")
         for clip in clips:
             end = np.inf if clip.end is None else clip.end
@@ -249,7 +250,8 @@ class Sound(Task):
         Args:
             model: a trained model, a path, or a `Trainer`.
             inputs: a folder, a file, files, or waveforms (samples,) at the rate of the model.
-            hop: seconds from one window to the next; None: their length.
+            hop: seconds from one window to the next; None: their length. The last window ends with
+                the file, or of a model with states, in zeros.
             threshold: the probability from which a window is one of an event; of several classes,
                 it must be the largest, too.
             hold: seconds; windows of a class that are at most so far apart are one event.
@@ -272,14 +274,19 @@ class Sound(Task):
                 raise ValueError(f"{name!r} has the shape {x.shape}: a waveform is (samples,)")
             if not form.carry and len(x) < form.samples:
                 x = fitted(x, form.samples)
-            scores = form.scores(session, form.windows(x, step), self.activation)
-            results.append(self._heard(scores, step / form.rate, threshold, hold))
+            windows, starts = form.windows(x, step)
+            scores = form.scores(session, windows, self.activation)
+            results.append(
+                self._heard(scores, starts / form.rate, step / form.rate, threshold, hold)
+            )
         return results
 
-    def _heard(self, scores: np.ndarray, step: float, threshold: float, hold: float) -> Heard:
+    def _heard(
+        self, scores: np.ndarray, times: np.ndarray, step: float, threshold: float, hold: float
+    ) -> Heard:
         """Return the events in the scores of windows: runs of those over the threshold."""
         one, size = len(self.classes) == 1, self.form.samples / self.form.rate
-        times, best, events = np.arange(len(scores)) * step, scores.argmax(axis=1), []
+        best, events = scores.argmax(axis=1), []
         for k, name in enumerate(self.classes):
             over = np.flatnonzero((scores[:, k] >= threshold) & (best == k))
             if name == self.background or not len(over):

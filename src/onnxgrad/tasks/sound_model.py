@@ -137,13 +137,18 @@ class SoundModel:
             f"{'windows' if self.front is None else 'what front returns'} {x.shape}"
         )
 
-    def windows(self, x: np.ndarray, step: int) -> np.ndarray:
-        """Return a waveform in windows (count, context + samples), zeros around it."""
+    def windows(self, x: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a waveform in windows (count, context + samples), and the sample of their start.
+
+        The last one ends with the waveform, or of a model with states, in zeros.
+        """
         count = max(1, -(-(len(x) - self.samples) // step) + 1)
-        padded = np.zeros(self.context + (count - 1) * step + self.samples, np.float32)
+        starts, size = np.arange(count) * step, self.context + self.samples
+        if not self.carry:
+            starts = np.minimum(starts, max(0, len(x) - self.samples))
+        padded = np.zeros(starts[-1] + size, np.float32)
         padded[self.context :][: len(x)] = x
-        size = self.context + self.samples
-        return np.lib.stride_tricks.sliding_window_view(padded, size)[::step]
+        return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
 
     def scores(
         self, session: onnxruntime.InferenceSession, windows: np.ndarray, activation: str
