@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.tasks import sound_files
+from onnxgrad.tasks import sound_events, sound_files
 from onnxgrad.tasks.sound import Sound, read_wave
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -444,11 +444,12 @@ def test_predictions_of_clips(tmp_path):
 def test_events_are_written(tmp_path):
     task = Sound(linear(4, 1, "Sigmoid"), rate=4, word="beep")
     scores = np.array([0.1, 0.9, 0.8, 0.2, 0.7, 0.1, 0.1, 0.6])[:, None]
-    heard = task._heard(scores, np.arange(8.0), 1.0, 0.5, 0.0)
+    seconds = (np.arange(8.0), 1.0, 1.0), ["beep"], "background"
+    heard = sound_events.hear(scores, *seconds, 0.5, 0.0)
     assert heard.events == [(1, 3, "beep", 0.9), (4, 5, "beep", 0.7), (7, 8, "beep", 0.6)]
-    held = task._heard(scores, np.arange(8.0), 1.0, 0.5, 1.0)
+    held = sound_events.hear(scores, *seconds, 0.5, 1.0)
     assert [event[:2] for event in held.events] == [(1, 5), (7, 8)]
-    assert task._heard(scores, np.arange(8.0), 1.0, 0.95, 1.0).label is None
+    assert sound_events.hear(scores, *seconds, 0.95, 1.0).label is None
     files = task.write(["a/x.wav", "b/x.wav"], [heard, held], tmp_path / "out")
     assert [f.name for f in files] == ["events.csv", "x.txt", "x-2.txt"]
     assert files[1].read_text().splitlines()[0] == "1.000000\t3.000000\tbeep"

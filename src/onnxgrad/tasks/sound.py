@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import onnxruntime
 
 import onnxgrad as og
 from onnxgrad.tasks.base import Task
+from onnxgrad.tasks.sound_events import Heard, hear, named, write_events
 from onnxgrad.tasks.sound_files import (
     Augment,
     Clip,
@@ -28,30 +27,6 @@ from onnxgrad.tasks.sound_files import (
 from onnxgrad.tasks.sound_model import SoundModel, loaded, noted_classes
 
 __all__ = ["Heard", "Sound", "read_wave"]
-
-
-@dataclass(frozen=True, eq=False)
-class Heard:
-    """What a model hears in a file.
-
-    Attributes:
-        times: second at which each window begins, (windows,).
-        scores: probability of each class in each window, (windows, classes).
-        events: (start, end, class, score), in seconds; the score is the largest of its windows.
-        label: of several classes, that of the largest mean score; of one, its name if there is an
-            event, and None without.
-
-    Examples:
-        >>> import numpy as np
-        >>> from onnxgrad.tasks.sound import Heard
-        >>> Heard(np.zeros(1), np.ones((1, 1)), [(0.0, 1.0, "alexa", 0.9)], "alexa").label
-        'alexa'
-    """
-
-    times: np.ndarray
-    scores: np.ndarray
-    events: list[tuple[float, float, str, float]]
-    label: str | None
 
 
 class Sound(Task):
@@ -267,7 +242,7 @@ class Sound(Task):
         options.log_severity_level = 3  # published files hold constants that no node reads
         session = onnxruntime.InferenceSession(loaded(model).SerializeToString(), options)
         results = []
-        for name, given in _named(inputs):
+        for name, given in named(inputs):
             path = isinstance(given, Path)
             x = read_wave(given, form.rate) if path else np.asarray(given, np.float32)
             if x.ndim != 1 or not len(x):
@@ -276,27 +251,9 @@ class Sound(Task):
                 x = fitted(x, form.samples)
             windows, starts = form.windows(x, step)
             scores = form.scores(session, windows, self.activation)
-            results.append(
-                self._heard(scores, starts / form.rate, step / form.rate, threshold, hold)
-            )
+            times = starts / form.rate, step / form.rate, form.samples / form.rate
+            results.append(hear(scores, times, self.classes, self.background, threshold, hold))
         return results
-
-    def _heard(
-        self, scores: np.ndarray, times: np.ndarray, step: float, threshold: float, hold: float
-    ) -> Heard:
-        """Return the events in the scores of windows: runs of those over the threshold."""
-        one, size = len(self.classes) == 1, self.form.samples / self.form.rate
-        best, events = scores.argmax(axis=1), []
-        for k, name in enumerate(self.classes):
-            over = np.flatnonzero((scores[:, k] >= threshold) & (best == k))
-            if name == self.background or not len(over):
-                continue
-            gaps = np.flatnonzero(np.diff(over) > 1 + int(hold / step + 1e-9))
-            for run in np.split(over, gaps + 1):
-                score = float(scores[run, k].max())
-                events.append((float(times[run[0]]), float(times[run[-1]] + size), name, score))
-        most = self.classes[int(scores.mean(axis=0).argmax())]
-        return Heard(times, scores, sorted(events), most if events or not one else None)
 
     def write(self, inputs: Any, results: Iterable[Heard], folder: str | os.PathLike) -> list[Path]:
         """Write events into `events.csv`, and a label track of Audacity, `.txt`, for each file.
@@ -306,29 +263,4 @@ class Sound(Task):
             results: what `predict` returned for them.
             folder: is created; files in it of the same names are replaced.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        written = [folder / "events.csv"]
-        with written[0].open("w", newline="", encoding="utf-8") as table:
-            rows = csv.writer(table)
-            rows.writerow(["file", "start", "end", "label", "score"])
-            for (name, _), heard in zip(_named(inputs), results, strict=True):
-                rows.writerows([name, *event] for event in heard.events)
-                track = folder / f"{Path(name).stem}.txt"
-                if track in written:
-                    track = folder / f"{Path(name).stem}-{len(written)}.txt"
-                lines = (
-                    f"{start:.6f}\t{end:.6f}\t{label}\n" for start, end, label, _ in heard.events
-                )
-                track.write_text("".join(lines), encoding="utf-8")
-                written.append(track)
-        return written
-
-
-def _named(inputs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a name and a path or waveform for each input."""
-    if isinstance(inputs, (str, os.PathLike)):
-        inputs = sound_files(Path(inputs)) if Path(inputs).is_dir() else [inputs]
-    for number, given in enumerate(inputs):
-        path = isinstance(given, (str, os.PathLike))
-        yield (str(given), Path(given)) if path else (str(number), given)
+        return write_events(inputs, results, Path(folder))
