@@ -183,6 +183,9 @@ def test_classes(tmp_path):
     task = Sound(linear(2000, 1, "Sigmoid"), root, rate=RATE, word="high")
     assert task.data.labels.tolist() == [[0], [0], [1], [1], [0], [0]]
     assert task.loss == "binary_cross_entropy"
+    assert Sound(task.trainer().model, rate=RATE).word == "high"
+    trained = Sound(linear(2000, 3), root, rate=RATE).trainer().model
+    assert Sound(trained, rate=RATE).classes == ["background", "high", "low"]
     with pytest.raises(ValueError, match="word='hi' is the label of no clip"):
         Sound(linear(2000, 1), root, rate=RATE, word="hi")
     with pytest.raises(ValueError, match=r"0\.wav' has the label 'high'"):

@@ -24,7 +24,7 @@ from onnxgrad.tasks.sound_files import (
     read_wave,
     sound_files,
 )
-from onnxgrad.tasks.sound_model import SoundModel, loaded, noted_classes
+from onnxgrad.tasks.sound_model import SoundModel, loaded, noted_classes, with_classes
 
 __all__ = ["Heard", "Sound", "read_wave"]
 
@@ -52,7 +52,8 @@ class Sound(Task):
             two axes are swapped, and an axis of length 1 is added, where the input says so.
         word: the class that a model with one score detects; all others are the background.
         classes: names of the units of the model, in their order; None: those of the data, sorted.
-            A model with another number of units gets a new last layer, by `replace_head`.
+            A model with another number of units gets a new last layer, by `replace_head`. The model
+            that comes out stores them, as `onnxgrad.classes`; `word` too.
         background: the class that is no event. A stream of several classes has it for what has no
             label, and first, unless `classes` says otherwise.
         carry: `{input: output}`, states that go from window to window.
@@ -111,12 +112,17 @@ class Sound(Task):
         self.word, self.background, self.files = word, background, files
         self.model = loaded(model)
         self.form = SoundModel(self.model, *described)
+        stored = noted_classes(self.model)
+        if word is None and classes is None and self.form.units == len(stored) == 1:
+            self.word = stored[0]
         self.classes = self._named_classes(classes, clips)
         if self.form.units != len(self.classes):
             if data is None:
                 raise ValueError(f"{self.form.units} units, and the classes {self.classes}")
             self.model = og.replace_head(self.model, self.classes, output=self.form.output)
             self.form = SoundModel(self.model, *described)
+        if data is not None:
+            self.model = with_classes(self.model, self.classes)
         one = len(self.classes) == 1
         self.activation = activation or self.form.activation or ("sigmoid" if one else "softmax")
         noises = [] if noise is None else [read_wave(f, rate) for f in sound_files(Path(noise))]

@@ -33,6 +33,19 @@ def noted_classes(proto: onnx.ModelProto) -> list[str]:
     return [str(name) for name in json.loads(notes.get("onnxgrad.classes", "[]"))]
 
 
+def with_classes(proto: onnx.ModelProto, classes: list[str]) -> onnx.ModelProto:
+    """Return a model that stores its classes as `replace_head` does."""
+    if noted_classes(proto) == classes:
+        return proto
+    noted = onnx.ModelProto()
+    noted.CopyFrom(proto)
+    entries = [e for e in proto.metadata_props if e.key != "onnxgrad.classes"]
+    del noted.metadata_props[:]
+    noted.metadata_props.extend(entries)
+    noted.metadata_props.add(key="onnxgrad.classes", value=json.dumps(classes))
+    return noted
+
+
 def values(listed: Any, without: Any = ()) -> dict[str, tuple[np.dtype, Shape]]:
     """Return dtypes and shapes of tensors by name; a dimension is a length or a symbol."""
     found = {}
