@@ -219,6 +219,11 @@ from .metrics.base import (
     Metric as Metric,
     PredictionInfo as PredictionInfo,
 )
+from .metrics.false_alarms import (
+    AlarmCurve as AlarmCurve,
+    FalseAlarms as FalseAlarms,
+    false_alarms as false_alarms,
+)
 from .metrics.texts import (
     TextErrorRate as TextErrorRate,
 )

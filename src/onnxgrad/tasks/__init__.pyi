@@ -1,2 +1,8 @@
-from . import ctc as ctc, embeddings as embeddings, segmentation as segmentation, tokens as tokens
+from . import (
+    ctc as ctc,
+    embeddings as embeddings,
+    segmentation as segmentation,
+    sound as sound,
+    tokens as tokens,
+)
 from .base import Task as Task

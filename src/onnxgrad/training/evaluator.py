@@ -292,6 +292,8 @@ class Evaluator:
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched(source)):
             arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
+            if piece.begins is not None:
+                carried = {}
             first = () if carried else states
             begun = {n: np.broadcast_to(arrays[n], (*axis, *arrays[n].shape)) for n in first}
             fed = {**values, **arrays, **begun, **carried}

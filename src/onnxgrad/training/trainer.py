@@ -60,9 +60,10 @@ class Trainer(TrainerBase):
         batch_axes: `{input: axis}`, the axis of an array along which its rows are; None: it has
             none, and goes into every batch whole. Otherwise read from the declared shapes.
         carry: `{input: output}`: the input gets the value of the output of the batch before, and
-            that of the data in the first batch of an epoch. The gradient does not pass: truncated
-            backpropagation through time, over the steps of a batch, which `unroll` adds to a model
-            of one. Needs `shuffle=False`, or an iterable of batches.
+            that of the data in the first batch of an epoch, and in those with None in front of them
+            in an iterable or `Reader`. The gradient does not pass: truncated backpropagation
+            through time, over the steps of a batch, which `unroll` adds to a model of one. Needs
+            `shuffle=False`, an iterable of batches, or a reader of sequences.
         recompute: what the backward pass computes again instead of keeping it, to save memory; the
             weights are the same up to rounding. "none": nothing. "cheap": normalizations, and
             what `partition` calls cheap. "all": the forward pass in segments, also products and

@@ -82,10 +82,16 @@ def _shares(call: Call) -> np.ndarray:
     return np.full(call.piece.batches, call.piece.counted / call.piece.rows)
 
 
+def _firsts(call: Call) -> np.ndarray:
+    """Return which batches begin an epoch or a sequence."""
+    first = call.numbers == call.done - call.position
+    return first if call.piece.begins is None else first | call.piece.begins
+
+
 RATE = Scalar("minus_learning_rate", ir.DataType.FLOAT, lambda call: -call.rates)
 STEP = Scalar("step", ir.DataType.INT64, lambda call: call.numbers + 1)
 DRAW = Scalar("draw", ir.DataType.INT64, _draws, of_rows=True)
-FIRST = Scalar("first", ir.DataType.BOOL, lambda call: call.numbers == call.done - call.position)
+FIRST = Scalar("first", ir.DataType.BOOL, _firsts)
 SHARE = Scalar("share", ir.DataType.FLOAT, _shares, of_rows=True)
 SCALARS = {scalar.name: scalar for scalar in (RATE, STEP, DRAW, FIRST, SHARE)}
 
