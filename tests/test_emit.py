@@ -391,6 +391,13 @@ def test_dtype_is_that_of_the_first_operand():
         assert op.Where(op.Equal(n, 1), 0.5, n).dtype == ir.DataType.INT64
 
 
+def test_indices_are_integers():
+    x, boxes, scores = inputs((4,), (1, 3, 4), (1, 1, 3))
+    assert emitter(boxes, scores).NonMaxSuppression(boxes, scores).dtype == ir.DataType.INT64
+    values, indices = emitter(x).emit_many("TopK", [x, [2]], {}, 2)
+    assert (values.dtype, indices.dtype) == (ir.DataType.FLOAT, ir.DataType.INT64)
+
+
 def test_swap():
     x, z = inputs(("N", 2, 3), None)
     op = emitter(x, z)

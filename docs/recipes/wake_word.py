@@ -32,6 +32,7 @@ def chirp(rng, name):
 
 
 def write(path, x):
+    """Write a sound of 16 bits."""
     path.parent.mkdir(exist_ok=True)
     with wave.open(str(path), "wb") as file:
         file.setparams((1, 2, RATE, 0, "NONE", ""))
@@ -54,8 +55,9 @@ mel = og.mel_spectrogram(
     log="log10", center=False,
 )  # fmt: skip
 model = og.add_head(fetched("openwakeword"), ["word"], activation="sigmoid")
+of_16_bits = 2 * np.log10(32768) + 2
 task = Sound(
-    model, root, word="word", seconds=12512 / RATE, front=lambda x: mel(x) + 2 * np.log10(32768) + 2,
+    model, root, word="word", seconds=12512 / RATE, front=lambda x: mel(x) + of_16_bits,
     shift=0.15, gain=6, noise=root.with_name("noise"), snr=(-5, 10),
 )  # fmt: skip
 

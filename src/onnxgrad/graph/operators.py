@@ -129,7 +129,7 @@ _TRAITS = {
     "ConstantOfShape EyeLike": "cheap shape",
     "SequenceLength": "shape int64",
     "SequenceEmpty": "shape",
-    "ArgMax ArgMin NonZero": "int64",
+    "ArgMax ArgMin NonMaxSuppression NonZero": "int64",
     "Bernoulli Multinomial": "random",
     "RandomNormal RandomNormalLike RandomUniform RandomUniformLike": "random",
 }

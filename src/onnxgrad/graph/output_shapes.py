@@ -34,7 +34,8 @@ def output_types(
 ) -> Sequence[ir.TypeProtocol | None]:
     """Return the types of the outputs of a node; None for a type that is not known.
 
-    Nodes with a subgraph have the types of its outputs; the others have outputs of one type.
+    Nodes with a subgraph have the types of its outputs; the others have outputs of one type, but
+    for the indices of a TopK.
     """
     subgraph = attributes.get("body", attributes.get("then_branch"))
     if subgraph is not None:  # the first output of the body of a Loop is its condition
@@ -42,7 +43,10 @@ def output_types(
     if op_type in sequences.OPERATORS:
         return [sequences.output_type(op_type, operands, attributes)]
     dtype = _dtype(op_type, operands, attributes)
-    return [None if dtype is None else ir.TensorType(dtype) for _ in range(outputs)]
+    types = [None if dtype is None else ir.TensorType(dtype) for _ in range(outputs)]
+    if op_type == "TopK" and outputs == 2:
+        types[1] = ir.TensorType(ir.DataType.INT64)
+    return types
 
 
 def _dtype(op_type: str, operands: Sequence, attributes: dict) -> ir.DataType | None:

@@ -1,5 +1,6 @@
 from . import (
     ctc as ctc,
+    detection as detection,
     embeddings as embeddings,
     segmentation as segmentation,
     sound as sound,

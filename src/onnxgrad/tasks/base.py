@@ -24,7 +24,7 @@ class Task:
         data: the rows of `data`, as `Trainer.fit` takes them; None without.
         validation: the rows that `data` holds out, None if it names none.
         loss: what a `Trainer` minimizes.
-        metrics: what it measures.
+        metrics: what it measures: a list, or one by output.
         arguments: further arguments of a `Trainer` that the task needs, such as `carry`.
         classes: names of the classes, in the order of their numbers; empty where there are none.
 
@@ -46,7 +46,7 @@ class Task:
     data: og.Reader | None = None
     validation: og.Reader | None = None
     loss: Any
-    metrics: Sequence[Any] = ()
+    metrics: Any = ()
     arguments: dict[str, Any]
     classes: Sequence[str] = ()
 

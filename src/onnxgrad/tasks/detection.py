@@ -1,0 +1,353 @@
+"""Object detection: boxes around things, and what they are."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+import onnxgrad as og
+from onnxgrad.tasks.base import Task
+from onnxgrad.tasks.detection_files import (
+    Annotated,
+    Pictures,
+    files_in,
+    horizontal_flip,
+    letterbox,
+    open_picture,
+    read_annotations,
+    to_array,
+)
+from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of, input_of
+from onnxgrad.tasks.detection_losses import detection_loss, matcher
+from onnxgrad.tasks.detection_metric import MeanAveragePrecision, extent
+
+__all__ = [
+    "Detection",
+    "Detections",
+    "Head",
+    "MeanAveragePrecision",
+    "detection_loss",
+    "horizontal_flip",
+]
+
+JOINED = "detections"  # the output of a model with two outputs that the loss reads
+
+
+class Detections(NamedTuple):
+    """What was found in a picture, the best first.
+
+    Attributes:
+        boxes: x1, y1, x2, y2 in pixels of the picture, float32 (n, 4).
+        scores: probabilities, float32 (n,).
+        classes: their names.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.tasks.detection import Detections
+        >>> Detections(np.zeros((1, 4)), np.ones(1), ["cat"]).classes
+        ['cat']
+    """
+
+    boxes: np.ndarray
+    scores: np.ndarray
+    classes: list[str]
+
+
+class Detection(Task):
+    """Detectors on annotated pictures, as COCO and YOLO hold them.
+
+    `data` is a COCO file, or a folder with `instances.json`: its images are beside it, or in
+    `images/`; boxes of crowds are left out. Or a `data.yaml` of YOLO, or a folder with one: it
+    names `train`, perhaps `val`, and `names`; the boxes of `images/a.png` are the lines of
+    `labels/a.txt`, class and center x, y, width and height as shares of the picture.
+
+    Pictures are resized to fit into the input of the model, and gray around it. Where the data have
+    another number of classes than the model, it gets new layers for the classes, by `replace_head`.
+    `task.trainer(train=task.class_layers)` trains those layers alone.
+
+    Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
+    which the loss reads; `finished` takes it away again. Their rows are matched
+    to boxes when they are read, by a prediction of the trainer that `trainer` returned last: that
+    is a forward pass more for each row, and weights that are some batches old.
+
+    Args:
+        model: model, serialized model or path.
+        data: the pictures to train on; None: to predict, and `classes` are those of the metadata.
+        head: what its output means: a kind as `Head` lists them, or a `Head`. None: by its shape.
+        image_size: height and width, a number for both, where the model leaves them open.
+        augment: functions of image and boxes, as `horizontal_flip`, for training only; they draw by
+            the seed of the epoch and the number of the picture.
+        pixels: function from RGB (H, W, 3) of 0 to 1 to what the model takes. None: by head, as it
+            is; for "yolox" BGR of 0 to 255, for "detr" normalized as ImageNet.
+        **loss: arguments of `detection_loss`.
+
+    Attributes:
+        head: what the output of the model means.
+        class_layers: names of the weights of the layers that compute the classes.
+
+    Raises:
+        ValueError: files that do not hold what they must, naming file and row; a model whose
+            outputs are not known; an unknown option.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,3,32,32] x) => (float[N,21,7] y)
+        ...     <int64[3] s = {0, 21, 7}, float[21] w> {
+        ...     m = Flatten(x)  z = ReduceMean(m)  e = Add(z, w)  y = Reshape(e, s) }''')
+        >>> from onnxgrad.tasks.detection import Detection
+        >>> Detection(model, head="yolox").head.size
+        (32, 32)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: str | os.PathLike | None = None,
+        *,
+        head: str | Head | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        augment: Sequence[Callable[..., tuple]] = (),
+        pixels: Callable[[np.ndarray], np.ndarray] | None = None,
+        **loss: Any,
+    ) -> None:
+        self.model = _proto(model)
+        train = None if data is None else read_annotations(Path(data))
+        named = _class_names(self.model)
+        self.classes = named if train is None else train.classes
+        self.ids = list(range(len(named))) if train is None else train.ids
+        self.head = head_of(self.model, head, len(named), len(self.classes), image_size)
+        if train is not None and len(self.classes) != self.head.classes:
+            self._replace_classes()
+        self.classes = self.classes or [str(i) for i in range(self.head.classes)]
+        self.class_layers = class_layers(self.model, self.head)
+        if not self.head.has_anchors:
+            self.model = _joined(self.model)
+        self.pixels = pixels or _PIXELS.get(self.head.kind, _as_it_is)
+        self.augment = tuple(augment)
+        self.decoder = Decoder(self.head)
+        only = None if len(self.model.graph.output) == 1 else JOINED
+        spec = detection_loss(self.head, **loss)
+        self.loss, self.arguments = {only: spec} if only else spec, {}
+        self._trainer: Any = None
+        if train is not None:
+            metrics: Any = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
+            self.metrics = {only: metrics} if only else metrics
+            self.data = self._reader(train, self.augment)
+            held_out = read_annotations(Path(str(data)), "val")
+            self.validation = held_out and self._reader(held_out)
+
+    def trainer(self, **arguments: Any) -> og.Trainer:
+        """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
+        self._trainer = super().trainer(**arguments)
+        return self._trainer
+
+    def finished(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Return a trained model without the output that only the loss reads."""
+        names = [y.name for y in model.graph.output]
+        if JOINED not in names:
+            return model
+        return og.select_model_inputs_outputs(model, [name for name in names if name != JOINED])
+
+    def read(self, path: str | os.PathLike) -> og.Reader:
+        """Return other rows for the same model and classes, such as those to validate on.
+
+        Args:
+            path: as `data`; of a data.yaml, those of `val`, if it names them.
+
+        Returns:
+            A reader; nothing is augmented.
+
+        Raises:
+            ValueError: files that do not hold what they must, or other classes.
+        """
+        read = read_annotations(Path(path), "val") or read_annotations(Path(path))
+        assert read is not None  # there is a part to train on
+        if list(read.classes) != list(self.classes):
+            raise ValueError(
+                f"{os.fspath(path)!r} has the classes {read.classes}, not {list(self.classes)}"
+            )
+        return self._reader(read)
+
+    def predict(
+        self, model: Any, inputs: Any, score: float = 0.25, overlap: float = 0.65
+    ) -> list[Detections]:
+        """Return what is in each picture.
+
+        Args:
+            model: a trained model, a path, or a `Trainer`.
+            inputs: a folder, a picture or a list of them: paths, uint8 arrays (H, W, 3) in RGB, or
+                images of Pillow.
+            score: the least probability.
+            overlap: boxes of a class that overlap a better one by a larger IoU are left out.
+
+        Returns:
+            A `Detections` for each picture; those of a folder in the order of their names.
+
+        Raises:
+            ValueError: a picture that cannot be read.
+        """
+        import onnxruntime as ort
+
+        proto = model.model if isinstance(model, og.Trainer) else _proto(model)
+        session = ort.InferenceSession(
+            proto.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        name, results = input_of(proto)[0], []
+        outputs = [y.name for y in session.get_outputs() if y.name != JOINED]
+        for picture in _pictures(inputs):
+            image = open_picture(picture)
+            framed, scale, corner = letterbox(image, self.head.size)
+            values = session.run(outputs, {name: to_array(framed, self.pixels)[None]})
+            values.sort(key=lambda value: value.shape[2] != 4)  # boxes in front of classes
+            [found] = self.decoder(np.concatenate(values, 2), score, overlap)
+            boxes = (found[:, 2:] - corner) / np.float32(scale)
+            boxes = boxes.clip(0, np.array(image.size * 2, np.float32))
+            names = [self.classes[int(i)] for i in found[:, 0]]
+            results.append(Detections(boxes, found[:, 1], names))
+        return results
+
+    def write(
+        self, inputs: Any, results: Iterable[Detections], folder: str | os.PathLike
+    ) -> list[Path]:
+        """Write each picture with its boxes, and all boxes as `detections.json`.
+
+        That file is a list as COCO takes results: "image_id", the name of the file without suffix,
+        a number where it is one; "category_id", that of the class in the data; "bbox", x, y, width
+        and height; "score". Pictures that are no files are called 0, 1, ...
+
+        Args:
+            inputs: as those of `predict`.
+            results: what `predict` returned for them.
+            folder: is created; files in it of the same names are replaced.
+
+        Returns:
+            The files.
+
+        Raises:
+            ValueError: another number of results than pictures.
+        """
+        from PIL import ImageDraw
+
+        pictures, results, folder = _pictures(inputs), list(results), Path(folder)
+        if len(pictures) != len(results):
+            raise ValueError(f"there are {len(results)} results for {len(pictures)} pictures")
+        folder.mkdir(parents=True, exist_ok=True)
+        written, rows = [], []
+        for number, (picture, found) in enumerate(zip(pictures, results, strict=True)):
+            stem = Path(picture).stem if isinstance(picture, (str, os.PathLike)) else str(number)
+            image = open_picture(picture)
+            draw = ImageDraw.Draw(image)
+            for box, score, name in zip(*found, strict=True):
+                at = self.classes.index(name)
+                color = f"hsl({at * 137 % 360}, 90%, 45%)"
+                draw.rectangle(box.tolist(), outline=color, width=max(1, image.width // 200))
+                draw.text((box[0] + 3, box[1] + 1), f"{name} {score:.2f}", fill=color)
+                entry = {"image_id": int(stem) if stem.isdecimal() else stem}
+                entry |= {"category_id": self.ids[at] if self.ids else at}
+                rows.append(entry | {"bbox": extent(box.tolist()), "score": float(score)})
+            written.append(folder / f"{stem}.png")
+            image.save(written[-1])
+        written.append(folder / "detections.json")
+        written[-1].write_text(json.dumps(rows), encoding="utf-8")
+        return written
+
+    def _reader(self, of: Annotated, augment: Sequence[Callable[..., tuple]] = ()) -> Pictures:
+        match = None if self.head.has_anchors else self._matched
+        return Pictures(of, self.head.size, self.pixels, augment, match)
+
+    def _matched(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return labels with the queries that learn them, by a prediction of the trainer."""
+        if self._trainer is None:
+            raise ValueError("rows are matched by a trainer: create it by task.trainer(...) first")
+        return matcher(self.head)(self._trainer.predict(X), y)
+
+    def _replace_classes(self) -> None:
+        """Give the model new layers for the classes of the data."""
+        layers = class_layers(self.model, self.head)
+        if not layers:
+            raise ValueError(
+                f"the model has {self.head.classes} classes and the data {len(self.classes)}, and "
+                "no layer was found that computes those: pass a model with these classes"
+            )
+        units = [*self.classes, *["no object"] * (self.head.kind == "detr")]
+        self.model = og.replace_head(self.model, units, at=layers)
+        self.head = replace(self.head, classes=len(self.classes))
+        if self.head.kind != "detr":  # as most anchors have no object: p = 0.01 (arXiv:1708.02002)
+            sizes = {tensor.name: tensor.dims for tensor in self.model.graph.initializer}
+            layers = class_layers(self.model, self.head)
+            few = {
+                n: np.full(sizes[n], -np.log(99.0), np.float32)
+                for n in layers
+                if len(sizes[n]) == 1
+            }
+            self.model = og.replace_initializers_into_onnx(self.model, few)
+
+
+def _as_it_is(rgb: np.ndarray) -> np.ndarray:
+    return rgb
+
+
+def _bgr_of_bytes(rgb: np.ndarray) -> np.ndarray:
+    return rgb[..., ::-1] * np.float32(255)
+
+
+def _of_imagenet(rgb: np.ndarray) -> np.ndarray:
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return (rgb - np.array(mean, np.float32)) / np.array(std, np.float32)
+
+
+_PIXELS = {"yolox": _bgr_of_bytes, "detr": _of_imagenet}  # an "rtdetr" takes 0 to 1
+
+
+def _proto(model: Any) -> onnx.ModelProto:
+    if isinstance(model, onnx.ModelProto):
+        return model
+    if isinstance(model, bytes):
+        return onnx.load_model_from_string(model)
+    return onnx.load(model)
+
+
+def _class_names(model: onnx.ModelProto) -> list[str]:
+    """Return the classes in the metadata, as this package or ultralytics write them."""
+    notes = {entry.key: entry.value for entry in model.metadata_props}
+    if "onnxgrad.classes" in notes:
+        return [str(name) for name in json.loads(notes["onnxgrad.classes"])]
+    try:
+        named = ast.literal_eval(notes.get("names", ""))
+    except (SyntaxError, ValueError):
+        return []
+    return [str(named[i]) for i in sorted(named)] if isinstance(named, dict) else list(named)
+
+
+def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with a further output: boxes and classes (N, A, 4 + C)."""
+    read = ir.from_proto(model)
+    if any(y.name == JOINED for y in read.graph.outputs):
+        return model
+    parts = sorted(read.graph.outputs, key=lambda y: list(y.shape or ())[2:] != [4])
+    with og.Emit(read.graph) as op:
+        joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
+    joined.name = JOINED
+    read.graph.outputs.append(joined)
+    return ir.to_proto(read)
+
+
+def _pictures(inputs: Any) -> list[Any]:
+    """Return each picture of a folder, a file, or a list of files, arrays or images."""
+    if isinstance(inputs, (str, os.PathLike)):
+        path = Path(inputs)
+        return files_in(path) if path.is_dir() else [path]
+    if isinstance(inputs, np.ndarray) and inputs.ndim == 3:
+        return [inputs]
+    return list(inputs) if isinstance(inputs, Iterable) else [inputs]

@@ -1,0 +1,313 @@
+"""Detectors: what their outputs mean, and how boxes are read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+import onnxgrad as og
+
+_MOST = 100  # boxes of a class in a picture, as COCO counts
+_KINDS = ("yolov8", "yolov8_dfl", "yolox", "detr", "rtdetr")
+MOVERS = frozenset("Concat Flatten Reshape Slice Split Squeeze Transpose Unsqueeze".split())
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the output of a detector means; N pictures, A anchors or queries, C classes.
+
+    Attributes:
+        kind: "yolov8": (N, 4 + C, A), center, width and height in pixels, then classes;
+            "yolov8_dfl": (N, 4 R + C, A), the R logits of each distance from the anchor, in
+            strides, to the left, top, right and bottom; "yolox": (N, A, 5 + C), center and size,
+            objectness, classes; "detr": (N, A, 4 + C + 1), center and size as shares of the
+            picture, logits of the classes and of no object (softmax); "rtdetr": (N, A, 4 + C), the
+            same with a sigmoid for each class.
+        classes: C.
+        size: height and width of the pictures, in pixels.
+        probabilities: whether a Sigmoid of the file computed objectness and classes.
+        decoded: whether a "yolox" has its boxes in pixels, or relative to the anchors: center in
+            strides, logarithm of the size.
+        strides: pixels between anchors, one for each scale, in the order of the anchors.
+
+    Examples:
+        >>> from onnxgrad.tasks.detection import Head
+        >>> head = Head("yolov8", classes=80, size=(640, 640))
+        >>> head.anchors.shape, head.anchors[1].tolist()  # x and y of the center, and stride
+        ((8400, 3), [12.0, 4.0, 8.0])
+    """
+
+    kind: str
+    classes: int
+    size: tuple[int, int]
+    probabilities: bool = True
+    decoded: bool = True
+    strides: tuple[int, ...] = (8, 16, 32)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(f"head={self.kind!r}: give one of {', '.join(map(repr, _KINDS))}")
+        if self.has_anchors and any(n % s for n in self.size for s in self.strides):
+            raise ValueError(f"image_size={self.size} must be multiples of strides={self.strides}")
+
+    @property
+    def has_anchors(self) -> bool:
+        """Whether predictions belong to places of the picture; otherwise they are a set."""
+        return self.kind not in ("detr", "rtdetr")
+
+    @property
+    def anchors(self) -> np.ndarray:
+        """Centers of the anchors in pixels and strides, float32 (A, 3), row by row of each scale.
+
+        YOLOX counts from the corner of a cell; its centers are in the middle for assignment, too.
+        """
+        grids = []
+        for s in self.strides:
+            y, x = np.mgrid[: self.size[0] // s, : self.size[1] // s]
+            grids.append(np.stack([(x + 0.5) * s, (y + 0.5) * s, np.full(x.shape, s)], -1))
+        return np.concatenate([g.reshape(-1, 3) for g in grids]).astype(np.float32)
+
+    def read(self, op: Any, x: ir.Value) -> dict[str, ir.Value]:
+        """Write the parts of an output, in the order (N, A, ...).
+
+        Returns:
+            "boxes" (x1, y1, x2, y2 in pixels) and "classes"; with "yolox" also "objectness"; with
+            "yolov8_dfl" also "distances", logits (N, A, 4, R). Of "detr" and "rtdetr", "raw" are
+            the boxes as they are.
+        """
+        height, width = self.size
+        anchors = self.anchors if self.has_anchors else np.zeros((0, 3), np.float32)
+        center, stride = anchors[:, :2], anchors[:, 2:]
+        if self.kind.startswith("yolov8"):
+            channels = (x.shape or [None] * 2)[1]
+            columns = channels if isinstance(channels, int) else 4 + self.classes
+            x = op.Transpose(op.Reshape(x, [0, columns, len(anchors)]), perm=[0, 2, 1])
+        if self.kind == "yolov8_dfl":
+            flat, classes = op.split(x, [columns - self.classes, self.classes], 2)
+            logits = op.Reshape(flat, [0, len(anchors), 4, (columns - self.classes) // 4])
+            far = op.Softmax(logits, axis=3) * np.arange(logits.shape[3], dtype=np.float32)
+            far = op.ReduceSum(far, [3], keepdims=0) * stride
+            near, far = op.split(far, 2, 2)
+            boxes = op.Concat(op.Sub(center, near), op.Add(center, far), axis=2)
+            return {"boxes": boxes, "classes": classes, "distances": logits}
+        if self.kind == "yolox":
+            x = op.Reshape(x, [0, len(anchors), 5 + self.classes])
+            middle, extent, objectness, classes = op.split(x, [2, 2, 1, self.classes], 2)
+            if not self.decoded:
+                middle = middle * stride + (center - stride / 2)
+                extent = op.Exp(extent) * stride
+            return {
+                "boxes": op.Concat(middle - extent / 2.0, middle + extent / 2.0, axis=2),
+                "objectness": objectness,
+                "classes": classes,
+            }
+        raw, classes = op.split(x, [4, self.classes + (self.kind == "detr")], 2)
+        middle, extent = op.split(raw, 2, 2)
+        boxes = op.Concat(middle - extent / 2.0, middle + extent / 2.0, axis=2)
+        if self.has_anchors:
+            return {"boxes": boxes, "classes": classes}
+        pixels = np.array([width, height, width, height], np.float32)
+        return {"boxes": boxes * pixels, "raw": raw, "classes": classes}
+
+    def scores(self, op: Any, parts: dict[str, ir.Value], probabilities: bool) -> ir.Value:
+        """Write the probabilities of the classes (N, A, C): with objectness, the product."""
+        if self.kind == "detr":
+            return op.split(op.Softmax(parts["classes"], axis=2), [self.classes, 1], 2)[0]
+        p = [parts[name] for name in ("classes", "objectness") if name in parts]
+        p = p if probabilities else [op.Sigmoid(value) for value in p]
+        return p[0] * p[1] if len(p) > 1 else p[0]
+
+
+def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int, size: Any) -> Head:
+    """Return what the output of a model means.
+
+    `named` is the number of classes that the model names, 0 if it does not; `wanted` that of the
+    data, or the same.
+
+    Raises:
+        ValueError: it does not say the size of its pictures, or what its outputs are.
+    """
+    if isinstance(kind, Head):
+        return kind
+    (name, *_, high, wide), outputs = input_of(model), output_shapes(model)
+    given = (size, size) if isinstance(size, int) else size
+    height, width = (own or (given and given[i]) for i, own in enumerate((high, wide)))
+    if not height or not width or (given and tuple(given) != (height, width)):
+        raise ValueError(f"image_size={size}: pictures in {name!r} are {high} x {wide} pixels")
+    shapes = list(outputs.values())
+    if kind is None:
+        kind = _kind(shapes, named, wanted)
+    if kind in ("detr", "rtdetr"):
+        columns = next((s[2] for s in shapes if s[2] not in (4, None)), 0) - (kind == "detr")
+    elif kind == "yolox":
+        columns = (shapes[0][2] or 0) - 5
+    elif kind == "yolov8":
+        columns = (shapes[0][1] or 0) - 4
+    else:
+        columns = named or wanted
+    if columns < 1:
+        raise ValueError(
+            f"head={kind!r}: the outputs are {outputs}, which say no number of classes"
+        )
+    graph = ir.from_proto(model).graph
+    sigmoids = any(has_sigmoid(y) for y in graph.outputs)
+    exponents = any(node.op_type == "Exp" for node in graph)
+    return Head(kind, columns, (height, width), sigmoids, kind != "yolox" or exponents)
+
+
+def _kind(shapes: list[tuple], named: int, wanted: int) -> str:
+    """Return the kind of outputs of these shapes."""
+    if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and shapes[0][2] != shapes[1][2]:
+        columns = next(s[2] for s in shapes if s[2] != 4)
+        classes = named or wanted
+        if any(s[2] == 4 for s in shapes) and classes in (columns, (columns or 0) - 1):
+            return "rtdetr" if columns == classes else "detr"
+    if len(shapes) == 1 and len(shapes[0]) == 3:
+        _, first, second = shapes[0]
+        if first and (not second or first < second):
+            return "yolov8_dfl" if named and first > 4 + named else "yolov8"
+        if second:
+            return "yolox"
+    raise ValueError(
+        f"the outputs have the shapes {shapes}: say what they are, as head={_KINDS[0]!r}; see Head"
+    )
+
+
+def input_of(model: ModelProto) -> tuple:
+    """Return the name and the lengths of the only input, (N, 3, H, W); 0 where unknown.
+
+    Raises:
+        ValueError: several inputs, or not of pictures.
+    """
+    stored = {tensor.name for tensor in model.graph.initializer}
+    inputs = [x for x in model.graph.input if x.name not in stored]
+    lengths = [d.dim_value for x in inputs[:1] for d in x.type.tensor_type.shape.dim]
+    if len(inputs) != 1 or len(lengths) != 4 or lengths[1] != 3:
+        raise ValueError(
+            f"a detector has one input (N, 3, H, W), and the model has {[x.name for x in inputs]} "
+            f"with the shape {lengths}"
+        )
+    return inputs[0].name, *lengths
+
+
+def output_shapes(model: ModelProto) -> dict[str, tuple]:
+    """Return the lengths of each output, None where unknown."""
+    return {
+        y.name: tuple(d.dim_value or None for d in y.type.tensor_type.shape.dim)
+        for y in model.graph.output
+    }
+
+
+def has_sigmoid(x: ir.Value) -> bool:
+    """Return whether a Sigmoid computes some of the elements of `x`, which others only move."""
+    node = x.producer()
+    if node is None or (node.op_type != "Sigmoid" and node.op_type not in MOVERS):
+        return False
+    moved = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+    return node.op_type == "Sigmoid" or any(has_sigmoid(v) for v in moved if v is not None)
+
+
+def class_layers(model: ModelProto, head: Head) -> list[str]:
+    """Return the weights and biases of the last layers that compute the classes."""
+    found: list[list[str]] = []
+    seen: set[ir.Node] = set()
+
+    def visit(value: ir.Value | None) -> None:
+        node = None if value is None else value.producer()
+        if node is None or node in seen:
+            return
+        seen.add(node)
+        if node.op_type in MOVERS or node.op_type in ("Sigmoid", "Identity"):
+            for x in node.inputs if node.op_type == "Concat" else node.inputs[:1]:
+                visit(x)
+        elif node.op_type in ("Conv", "MatMul", "Gemm", "Add"):
+            tensors = [x for x in node.inputs if x is not None and x.const_value is not None]
+            sizes = [list(x.shape or ()) for x in tensors]
+            at = 0 if node.op_type == "Conv" else -1
+            columns = head.classes + (head.kind == "detr")
+            if sizes and sizes[0][at:][:1] == [columns]:
+                found.append([str(x.name) for x in tensors])
+                if node.op_type == "Add":
+                    for x in node.inputs:
+                        visit(x)
+
+    for output in ir.from_proto(model).graph.outputs:
+        visit(output)
+    if head.kind == "yolox" and head.classes == 1:  # objectness has one channel, too, in front
+        found = found[1::2]
+    return [name for names in found for name in names]
+
+
+class Decoder:
+    """Reads boxes from the predictions of a head, by non-maximum suppression in each class."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._runs: dict[Any, Callable[..., list]] = {}
+        self._last: tuple = (None, None, None)
+
+    def __deepcopy__(self, memo: Any) -> Decoder:
+        return self  # a session cannot be copied
+
+    def __call__(self, prediction: np.ndarray, score: float, iou: float) -> list[np.ndarray]:
+        """Return for each picture (n, 6): class, score, x1, y1, x2, y2, the best first.
+
+        Args:
+            prediction: the output (N, ...).
+            score: the least probability.
+            iou: the largest overlap of two boxes of a class; those of sets are all kept.
+        """
+        if self._last[0] is prediction and self._last[1] == (score, iou):
+            return self._last[2]
+        key = (prediction.shape[1:], score, iou)
+        if key not in self._runs:
+            self._runs[key] = compiled(self._write(score, iou), (None, *prediction.shape[1:]))
+        boxes, scores, chosen = self._runs[key](np.asarray(prediction, np.float32))
+        rows, classes, at = chosen.T
+        found = np.concatenate(
+            [classes[:, None], scores[rows, classes, at][:, None], boxes[rows, at]], 1
+        ).astype(np.float32)
+        found = found[np.argsort(-found[:, 1], kind="stable")]
+        order = rows[np.argsort(-scores[rows, classes, at], kind="stable")]
+        results = [found[order == row] for row in range(len(prediction))]
+        self._last = prediction, (score, iou), results
+        return results
+
+    def _write(self, score: float, iou: float) -> Callable[..., Sequence]:
+        def write(op: Any, x: ir.Value) -> Sequence:
+            parts = self.head.read(op, x)
+            scores = self.head.scores(op, parts, self.head.probabilities)
+            best = op.GreaterOrEqual(scores, op.ReduceMax(scores, [2], keepdims=1))
+            scores = op.Transpose(op.Where(best, scores, 0.0), perm=[0, 2, 1])
+            least = np.array([iou if self.head.has_anchors else 1.0], np.float32)
+            chosen = op.NonMaxSuppression(
+                parts["boxes"], scores, [_MOST], least, np.array([score], np.float32)
+            )
+            return parts["boxes"], scores, chosen
+
+        return write
+
+
+def compiled(function: Callable[..., Sequence], *shapes: Sequence) -> Callable[..., list]:
+    """Return a function of float32 arrays that runs what `function(op, *values)` writes."""
+    import onnxruntime as ort
+
+    inputs = [
+        ir.Value(name=f"x{i}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+        for i, shape in enumerate(shapes)
+    ]
+    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 20}, name="detection")
+    with og.Emit(graph) as op:
+        op.give(function(op, *inputs))
+    proto = ir.to_proto(ir.Model(graph, ir_version=9))
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return lambda *arrays: session.run(None, {f"x{i}": x for i, x in enumerate(arrays)})

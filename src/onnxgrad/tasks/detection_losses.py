@@ -1,0 +1,367 @@
+"""Losses of object detection, in the graph: what a detector's output means, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+import onnxgrad as og
+from onnxgrad.tasks.detection_heads import MOVERS, Head, compiled
+
+_SHIFT = 2.0**100
+_GAINS = {  # of the papers and programs that `detection_loss` names
+    "yolov8": {"box": 7.5, "classes": 0.5, "distances": 1.5},
+    "yolox": {"box": 5.0, "classes": 1.0, "objectness": 1.0},
+    "detr": {"box": 2.0, "classes": 1.0, "l1": 5.0},
+}
+
+
+def box_iou(op: Any, a: ir.Value, b: ir.Value, kind: str = "iou", eps: float = 1e-7) -> ir.Value:
+    """|a ∩ b| / |a ∪ b|, less what GIoU or CIoU subtract for the distance of the boxes.
+
+    GIoU: Rezatofighi et al. 2019, arXiv:1902.09630. CIoU: Zheng et al. 2020, arXiv:1911.08287,
+    whose factor alpha is a constant in the gradient.
+
+    `a` and `b` are boxes (..., 4), x1, y1, x2, y2, that broadcast to each other; there is one
+    number for each pair, (...). `kind` is "iou", "giou" or "ciou".
+    """
+    ax, ay, aX, aY = op.split(a, [1] * 4, -1)
+    bx, by, bX, bY = op.split(b, [1] * 4, -1)
+    w, h, w2, h2 = aX - ax, aY - ay + eps, bX - bx, bY - by + eps
+    shared = op.Max(op.Min(aX, bX) - op.Max(ax, bx), 0.0)
+    shared = shared * op.Max(op.Min(aY, bY) - op.Max(ay, by), 0.0)
+    union = w * h + w2 * h2 - shared + eps
+    iou = shared / union
+    if kind != "iou":
+        wide, high = op.Max(aX, bX) - op.Min(ax, bx), op.Max(aY, bY) - op.Min(ay, by)
+    if kind == "giou":
+        hull = wide * high + eps
+        iou = iou - (hull - union) / hull
+    if kind == "ciou":
+        x, y = bx + bX - ax - aX, by + bY - ay - aY
+        distance = (x * x + y * y) / 4.0 / (wide * wide + high * high + eps)
+        angle = op.Atan(w2 / h2) - op.Atan(w / h)
+        v = angle * angle * (4 / np.pi**2)
+        iou = iou - distance - v * _detached(op, v / (v - iou + (1.0 + eps)))
+    return op.Squeeze(iou, [-1])
+
+
+def varifocal(op: Any, logits: ir.Value, target: ir.Value, alpha=0.75, gamma=2.0) -> ir.Value:
+    """t BCE(p, t) where t > 0, and alpha p^gamma BCE(p, 0) elsewhere.  Zhang et al. 2021, eq. 2.
+
+    "VarifocalNet", arXiv:2008.13367; p is the sigmoid of a logit, t from 0 to 1.
+
+    Both have one shape, and there is one loss for each element.
+    """
+    weight = op.Where(op.Greater(target, 0.0), target, alpha * op.Pow(op.Sigmoid(logits), gamma))
+    return weight * _cross_entropy(op, logits, target)
+
+
+def distribution_focal(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
+    """-(j + 1 - t) log p_j - (t - j) log p_{j+1}, j the whole part of t.  Li et al. 2020, eq. 6.
+
+    "Generalized Focal Loss", arXiv:2006.04388: p is the softmax of logits (..., R); t (...) is from
+    0 to R - 1.
+
+    Targets beyond R - 1.01 are cut to it; there is one loss for each.
+    """
+    bins: Any = (logits.shape or [0])[-1]
+    target = op.Clip(target, 0.0, bins - 1.01)
+    away = op.Abs(op.Unsqueeze(target, [-1]) - np.arange(bins, dtype=np.float32))
+    share = op.Max(1.0 - away, 0.0)
+    return -op.ReduceSum(share * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)
+
+
+def detection_loss(
+    head: Head,
+    box: str = "ciou",
+    classes: str = "bce",
+    gains: dict[str, float] | None = None,
+    topk: int = 10,
+    alpha: float = 0.5,
+    beta: float = 6.0,
+) -> og.LossSpec:
+    """Return sum_k gain_k L_k: of boxes, classes, and, by head, distances, objectness or L1.
+
+    Labels are boxes, float32 (N, M, 5): class, x1, y1, x2, y2 in pixels; class -1 fills rows up.
+
+    Anchors learn boxes by task-aligned assignment (Feng et al. 2021, arXiv:2108.07755), those of
+    "yolox", too: within a box, the `topk` with the largest p^alpha CIoU^beta, p the score of the
+    class. An anchor of several boxes takes the one that it overlaps most. The target of a class
+    is that number, scaled to the largest IoU of the box. The sum of the targets in a batch (or a
+    micro-batch), at least 1, divides the losses, as in ultralytics: box gain 7.5, classes 0.5,
+    distances 1.5. Of "yolox" (Ge et al. 2021, arXiv:2107.08430): box 5, classes 1 (of anchors with
+    a box, the target is the IoU), objectness 1, divided by the number of these anchors.
+
+    A "yolov8" file has distances, if a Softmax computes its boxes, and these train, too.
+
+    Queries of "detr" (Carion et al. 2020, arXiv:2005.12872) and "rtdetr" learn the boxes that the
+    sixth number of a label names: the query, -1 for none. Gains: box 2, classes 1, L1 of center and
+    size 5, divided by the number of boxes; "detr" has a cross-entropy, no object weighs 0.1.
+
+    Args:
+        head: what the output means.
+        box: "ciou" or "giou": the loss is one minus it.
+        classes: "bce", "varifocal", or "focal" with og.LOSSES["focal"], whose target is 0 or 1.
+        gains: others than those above, by name: "box", "classes", "distances", "objectness", "l1".
+        topk, alpha, beta: of the assignment.
+
+    Raises:
+        ValueError: an unknown option.
+
+    Examples:
+        >>> from onnxgrad.tasks.detection import Head, detection_loss
+        >>> loss = detection_loss(Head("yolov8", 80, (640, 640)), classes="varifocal")
+        >>> loss.label_kind.shape(("N", 84, 8400))
+        ('N', None, 5)
+    """
+    if box not in ("ciou", "giou") or classes not in ("bce", "varifocal", "focal"):
+        raise ValueError(
+            f"box={box!r}, classes={classes!r}: box is 'ciou' or 'giou', classes 'bce', "
+            "'varifocal' or 'focal'"
+        )
+    own = _GAINS["yolov8" if head.kind == "yolov8_dfl" else head.kind.removeprefix("rt")]
+    if other := set(gains or ()) - set(own):
+        raise ValueError(f"gains of {head.kind!r} are {list(own)}, and have no {other.pop()!r}")
+    rule = _Rule(head, box, classes, {**own, **(gains or {})}, topk, alpha, beta)
+    columns = 5 if head.has_anchors else 6
+    kind = og.LabelKind(
+        ir.DataType.FLOAT,
+        lambda f: (f[0] if f else None, None, columns),
+        lambda f: f is not None and len(f) == 3,
+        f"the output of {head}",
+    )
+
+    def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
+        return rule.write(op, prediction, label)
+
+    return og.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The arguments of `detection_loss`, and what they write."""
+
+    head: Head
+    box: str
+    classes: str
+    gains: dict[str, float]
+    topk: int
+    alpha: float
+    beta: float
+
+    def write(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
+        """Write one loss for each picture, whose mean is that of the batch."""
+        head, logits = self.head, _without_sigmoid(op, prediction)
+        if head.probabilities and logits is prediction:
+            raise ValueError(
+                f"no Sigmoid computes the classes in {prediction.name!r}: name the output in front "
+                "of what does, or say probabilities=False"
+            )
+        parts = head.read(op, logits)
+        number, truth, *query = op.split(label, [1, 4] if head.has_anchors else [1, 4, 1], 2)
+        one_hot = op.Cast(
+            op.Equal(number, np.arange(head.classes, dtype=np.float32)), to=ir.DataType.FLOAT
+        )
+        if query:
+            return self._of_queries(op, parts, one_hot, truth, query[0])
+        scores = _detached(op, head.scores(op, parts, False))
+        boxes, anchors = _detached(op, parts["boxes"]), head.anchors
+        most = op.const([min(self.topk, len(anchors))])
+        named, share, iou = _assigned(
+            op, (boxes, scores, anchors[:, :2]), (truth, one_hot), (most, self.alpha, self.beta)
+        )
+        found = op.Clip(op.ReduceSum(named, [2], keepdims=1), 0.0, 1.0)  # (N, A, 1)
+        weight = share if "objectness" not in parts else found
+        aim = op.MatMul(named, one_hot) * (share if "objectness" not in parts else iou)
+        mine, learns = op.MatMul(named, truth), self._class_losses(op, parts["classes"], aim)
+        losses = {"box": (1.0 - box_iou(op, parts["boxes"], mine, self.box), weight)}
+        losses["classes"] = op.ReduceSum(learns, [2], keepdims=0), None
+        if "objectness" in parts:
+            losses["classes"] = losses["classes"][0], found
+            entropy = _cross_entropy(op, parts["objectness"], found)
+            losses["objectness"] = op.Squeeze(entropy, [2]), None
+        sides_of = parts.get("distances")
+        if head.kind == "yolov8":
+            sides_of = _distances(op, prediction, len(anchors))
+        if sides_of is not None:
+            near, far = op.split(mine, 2, 2)
+            center, stride = op.const(anchors[:, :2]), anchors[:, 2:]
+            sides = op.Concat(center - near, far - center, axis=2) / stride
+            each = distribution_focal(op, sides_of, sides)
+            losses["distances"] = op.ReduceMean(each, [2], keepdims=0), weight
+        return self._total(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
+
+    def _total(self, op: Any, losses: dict, count: ir.Value, label: ir.Value) -> ir.Value:
+        """Write N / count sum_k gain_k sum over anchors, (N,)."""
+        rows = op.Cast(op.Shape(label, start=0, end=1), to=ir.DataType.FLOAT)
+        total = None
+        for name, (values, weight) in losses.items():
+            values = values if weight is None else values * op.Squeeze(weight, [2])
+            term = self.gains[name] * op.ReduceSum(values, [1], keepdims=0)
+            total = term if total is None else total + term
+        return total * (rows / count)
+
+    def _class_losses(self, op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
+        if self.classes == "varifocal":
+            return varifocal(op, logits, target)
+        if self.classes == "focal":
+            hit = op.Cast(op.Greater(target, 0.0), to=ir.DataType.FLOAT)
+            return og.LOSSES["focal"].formula(op, logits, hit)
+        return _cross_entropy(op, logits, target)
+
+    def _of_queries(self, op, parts, one_hot, truth, query):
+        """Write the losses of a set: the queries are matched before."""
+        raw, (height, width) = parts["raw"], self.head.size
+        places = op.Unsqueeze(op.Cast(op.arange(op.dim(raw, 1)), to=ir.DataType.FLOAT), [0, 2])
+        turned = op.Transpose(query, perm=[0, 2, 1])  # (N, 1, M)
+        named = op.Cast(op.Equal(places, turned), to=ir.DataType.FLOAT)  # (N, Q, M)
+        found = op.ReduceSum(named, [2], keepdims=1)
+        mine, hit = op.MatMul(named, truth), op.MatMul(named, one_hot)
+        near, far = op.split(mine / np.array([width, height] * 2, np.float32), 2, 2)
+        aim = op.Concat((near + far) / 2.0, far - near, axis=2)
+        iou = box_iou(op, parts["boxes"], mine, self.box)
+        losses = {
+            "box": (1.0 - iou, found),
+            "l1": (op.ReduceSum(op.Abs(raw - aim), [2], keepdims=0), found),
+        }
+        count = op.Max(op.ReduceSum(one_hot, keepdims=0), 1.0)
+        if self.head.kind == "detr":
+            weight = 0.1 + 0.9 * found
+            every = op.Concat(hit, 1.0 - found, axis=2)
+            entropy = -op.ReduceSum(
+                every * op.LogSoftmax(parts["classes"], axis=2), [2], keepdims=0
+            )
+            losses["classes"] = entropy * (count / op.ReduceSum(weight, keepdims=0)), weight
+        else:
+            quality = op.Unsqueeze(
+                op.Max(_detached(op, box_iou(op, parts["boxes"], mine)), 0.0), [2]
+            )
+            hit = hit * quality if self.classes == "varifocal" else hit
+            each = self._class_losses(op, parts["classes"], hit)
+            losses["classes"] = op.ReduceSum(each, [2], keepdims=0), None
+        return self._total(op, losses, count, truth)
+
+
+def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tuple:
+    """Write which box each anchor learns (N, A, M), 0 or 1; its share and its IoU (N, A, 1)."""
+    (boxes, scores, centers), (truth, one_hot), (most, alpha, beta) = predicted, true, how
+    corners = op.Unsqueeze(truth, [2])  # (N, M, 1, 4)
+    near, far = op.split(corners, 2, 3)
+    inner = op.Concat(op.Sub(centers, near), op.Sub(far, centers), axis=3)
+    inside = op.Greater(op.ReduceMin(inner, [3], keepdims=0), 1e-9)
+    inside = op.And(inside, op.Greater(op.ReduceSum(one_hot, [2], keepdims=1), 0.5))
+    iou = op.Max(box_iou(op, corners, op.Unsqueeze(boxes, [1]), "ciou"), 0.0)
+    iou = op.Where(inside, iou, 0.0)
+    p = op.MatMul(one_hot, op.Transpose(scores, perm=[0, 2, 1]))  # (N, M, A)
+    metric = op.Where(inside, op.Pow(p, alpha) * op.Pow(iou, beta), 0.0)
+    _, index = op.emit_many("TopK", [metric, most], {"axis": 2}, 2)
+    ones = op.Expand(op.const(1.0), op.Shape(index))
+    chosen = op.ScatterElements(op.zeros_like(metric), index, ones, axis=2)
+    chosen = op.Where(op.Greater(metric, 0.0), chosen, 0.0)
+    best = op.ArgMax(iou, axis=1, keepdims=1)
+    several = op.Greater(op.ReduceSum(chosen, [1], keepdims=1), 1.5)
+    places = op.Unsqueeze(op.arange(op.dim(truth, 1)), [0, 2])
+    largest = op.Cast(op.Equal(best, places), to=ir.DataType.FLOAT)
+    chosen = op.Where(several, largest, chosen)
+    metric, iou = metric * chosen, iou * chosen
+    scale = op.ReduceMax(iou, [2], keepdims=1) / (op.ReduceMax(metric, [2], keepdims=1) + 1e-9)
+    sides = (
+        chosen,
+        op.ReduceMax(metric * scale, [1], keepdims=1),
+        op.ReduceMax(iou, [1], keepdims=1),
+    )
+    return tuple(op.Transpose(x, perm=[0, 2, 1]) for x in sides)
+
+
+def _cross_entropy(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
+    return og.LOSSES["binary_cross_entropy"].formula(op, logits, target, from_logits=True)
+
+
+def _detached(op: Any, x: ir.Value) -> ir.Value:
+    """Write `x` without a gradient: Floor has none, and changes no float above 2^-76, scaled so."""
+    return op.Floor(x * _SHIFT) * (1 / _SHIFT)
+
+
+def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
+    """Write `x` without the Sigmoids that compute some of it; `x` itself if there are none."""
+    node = x.producer()
+    if node is None or node.domain:
+        return x
+    if node.op_type == "Sigmoid":
+        return node.inputs[0] or x
+    if node.op_type not in MOVERS:
+        return x
+    every = node.op_type == "Concat"  # the other operands of the others are lengths
+    new = [
+        _without_sigmoid(op, v) if v and (every or not i) else v for i, v in enumerate(node.inputs)
+    ]
+    if all(a is b for a, b in zip(new, node.inputs, strict=True)):
+        return x
+    return op.again(node, new)[x.index()]
+
+
+def _distances(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:
+    """Return the logits (N, A, 4, R) of the nearest Softmax over distances before `prediction`."""
+    queue, seen = [prediction], set[ir.Node]()
+    for value in queue:
+        node = value.producer()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        logits: Any = node.inputs[0] if node.op_type == "Softmax" else None
+        shape = None if logits is None else logits.shape
+        if shape is not None and len(shape) == 4:
+            axis = node.attributes["axis"].value % 4 if "axis" in node.attributes else 3
+            fours = [i for i in (1, 2, 3) if i != axis and shape[i] == 4]
+            if len(fours) == 1:
+                rest = 6 - axis - fours[0]
+                turned = op.Transpose(logits, perm=[0, rest, fours[0], axis])
+                return op.Reshape(turned, [0, anchors, 4, shape[axis]])
+        queue += [v for v in node.inputs if v is not None]
+    return None
+
+
+def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Return a function of predictions and labels (N, M, 5) that adds the query of each box, -1.
+
+    The queries of a picture are those of the least sum of 5 L1 - 2 GIoU - p (equation 1 and section
+    A.2 of Carion et al. 2020), which the Hungarian method finds.
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as e:
+        raise ImportError("matching queries to boxes needs scipy: pip install scipy") from e
+    gains = _GAINS["detr"]
+
+    def write(op: Any, prediction: ir.Value, label: ir.Value) -> Sequence:
+        parts, (height, width) = head.read(op, prediction), head.size
+        number, truth = op.split(label, [1, 4], 2)
+        near, far = op.split(truth / np.array([width, height] * 2, np.float32), 2, 2)
+        aim = op.Unsqueeze(op.Concat((near + far) / 2.0, far - near, axis=2), [2])
+        l1 = op.ReduceSum(op.Abs(op.Unsqueeze(parts["raw"], [1]) - aim), [3], keepdims=0)
+        pairs = op.Unsqueeze(parts["boxes"], [1]), op.Unsqueeze(truth, [2])
+        one_hot = op.Equal(number, np.arange(head.classes, dtype=np.float32))
+        p = op.Transpose(head.scores(op, parts, head.probabilities), perm=[0, 2, 1])
+        p = op.MatMul(op.Cast(one_hot, to=ir.DataType.FLOAT), p)
+        return [gains["l1"] * l1 - gains["box"] * box_iou(op, *pairs, "giou") - p]
+
+    runs: dict[Any, Callable[..., list]] = {}
+
+    def match(prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
+        shapes = (None, *prediction.shape[1:]), (None, None, 5)
+        if shapes not in runs:
+            runs[shapes] = compiled(write, *shapes)
+        [costs] = runs[shapes](np.asarray(prediction, np.float32), label)
+        query = np.full((*label.shape[:2], 1), -1, np.float32)
+        for row, cost in enumerate(costs):
+            real = np.flatnonzero(label[row, :, 0] >= 0)
+            boxes, queries = linear_sum_assignment(cost[real])
+            query[row, real[boxes], 0] = queries
+        return np.concatenate([label, query], axis=2)
+
+    return match
