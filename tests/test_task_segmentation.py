@@ -155,6 +155,13 @@ def test_losses_that_are_refused(loss, options, message):
         Segmentation(pixels(3), loss=loss, loss_options=options)
 
 
+def test_a_loss_of_the_user_stays():
+    spec = og.LOSSES["softmax_focal"].with_options({"gamma": 1.0})
+    assert Segmentation(pixels(3), loss=spec).loss is spec
+    with pytest.raises(ValueError, match="of losses by name"):
+        Segmentation(pixels(3), loss=spec, loss_options={"focal": {"gamma": 2}})
+
+
 def test_sums_of_other_losses_are_refused():
     for factors in ({"cross_entropy": 1, "dice": 1}, {}):
         with pytest.raises(ValueError, match="add losses of"):

@@ -76,7 +76,8 @@ class Segmentation(Task):
             0 and 255, 255 is class 1.
         loss: "cross_entropy", "dice" or "focal", several with "+" in between, or `{name: factor}`:
             see `combined_loss`; these are `binary_cross_entropy`, `dice` and `focal` of one score,
-            `cross_entropy`, `softmax_dice` and `softmax_focal` of several. Or a `LossSpec`.
+            `cross_entropy`, `softmax_dice` and `softmax_focal` of several. Or any that a `Trainer`
+            takes, for these labels.
         loss_options: options by the name of the loss, `{"focal": {"gamma": 1.5}}`.
         output: name of the scores, if the model has several outputs.
         layout: "NCHW" or "NHWC"; None: by the declared shape of the input.
@@ -149,8 +150,7 @@ class Segmentation(Task):
             form = Form.of(proto, *of_pictures)
         self.model, self._form = proto, form
         self.classes = names or [str(n) for n in range(number)]
-        if not isinstance(loss, og.LossSpec):
-            loss = _loss(loss, loss_options or {}, form)
+        loss = _loss(loss, loss_options or {}, form)
         metrics = ["iou", "iou_per_class"]
         self.loss = {form.output: loss} if form.several else loss
         self.metrics: Any = {form.output: metrics} if form.several else metrics
@@ -223,8 +223,12 @@ class Segmentation(Task):
         return written
 
 
-def _loss(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> og.LossSpec:
-    """Return a sum of losses for the scores of a model."""
+def _loss(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> Any:
+    """Return a sum of losses for the scores of a model; other losses as they are."""
+    if not isinstance(loss, (str, Mapping)):
+        if options:
+            raise ValueError("loss_options are of losses by name: give the loss its own options")
+        return loss
     names = [n.strip() for n in loss.split("+")] if isinstance(loss, str) else [*loss]
     if not {*names, *options} <= {*_LOSSES} or len({*names}) < len(names):
         raise ValueError(f"loss={loss!r}, options of {[*options]}: add some of {[*_LOSSES]}")
