@@ -52,8 +52,7 @@ test = task.read(sentences(80, slice(15, None), 1))
 before = trainer.evaluate(test)["entity_f1"]
 trainer.fit(task.data, validation=test, epochs=6, batch_size=16)
 f1 = [before, *(entry["validation_entity_f1"] for entry in trainer.history)]
-for entity in task.predict(trainer, ["Yesterday Grace Hopper left Intel, and flew to Seoul."])[0]:
-    print(entity)
+print(f1, *task.predict(trainer, ["Grace Hopper left Intel, and flew to Seoul."])[0], sep="\n")
 plt.plot(f1, "o-")
 plt.gca().set(xlabel="epochs", ylabel="F1 of names that were not trained on", ylim=(0, 1))
 plt.show()
