@@ -44,7 +44,7 @@ def detection(root):
         """f (float[N,3,32,32] x) => (float[N,21,7] y) { m = Flatten(x)  a = MatMul(m, w)
         r = Add(a, b)  z = Reshape(r, s)  c, e, p = Split<axis=2>(z, parts)  g = Exp(e)
         q = Sigmoid(p)  d = Concat<axis=2>(c, g, q)  y = Add(d, shift) }""",
-        w=rng.normal(size=(3072, 147)) * 1e-5, b=np.tile([0, 0, 2, 2, 0, 0, 0], 21),
+        w=rng.normal(size=(3072, 147)) * 1e-5, b=np.tile([0.0, 0, 2, 2, 0, 0, 0], 21),
         s=np.array([0, 21, 7]), parts=np.array([2, 2, 3]),
         shift=1.0 * np.r_[[[x * 8 + 4, y * 8 + 4] for y in range(4) for x in range(4)],
                     [[x * 16 + 8, y * 16 + 8] for y in range(2) for x in range(2)],
@@ -165,7 +165,7 @@ def test_from_files_to_predictions(job, here):
     options = ["--task", name, *MORE.get(name, [])]
     result = as_json(
         "train", "model.onnx", data, *options, "--epochs", 8, "--lr", 0.05, "--batch-size", 4,
-        "--no-curves",
+        "--no-curves", *(["--train", "b"] if job is detection else []),
     )  # fmt: skip
     assert result["steps"] > 1
     assert result["trained"]
@@ -177,7 +177,7 @@ def test_from_files_to_predictions(job, here):
     out = as_json("predict", "trained.onnx", inputs, *options, "--output", "found")
     files = [here / file for file in out["files"]]
     assert files
-    assert all(file.is_file() and file.parent == here / "found" for file in files)
+    assert all(file.is_file() and here / "found" in file.parents for file in files)
     assert main is None or main in {file.name for file in files}
     assert ort.InferenceSession("trained.onnx").get_outputs()[0].name
     line = invoke("predict", "trained.onnx", inputs, *options, "--output", "found")
@@ -211,7 +211,7 @@ def test_the_rows_held_out(here):
 def test_what_is_refused(here):
     data, inputs, _ = segmentation(here)
     start = ["train", "model.onnx", data]
-    assert "unknown task (--task) 'segment'" in refused(*start, "--task", "segment")
+    assert "Unknown task (--task) 'segment'" in refused(*start, "--task", "segment")
     text = refused(*start, "--task", "segmentation", "--loss", "dice", "--target", "a")
     assert "--task segmentation decides --loss, --target" in text
     text = refused(*start, "--task", "segmentation", "--task-option", "clases=3")
@@ -219,7 +219,7 @@ def test_what_is_refused(here):
     assert "classes" in text
     text = refused(*start, "--task", "segmentation", "--max-length", 3)
     assert "takes no --max-length" in text
-    assert "--task" in refused(*start, "--task-option", "classes=3", "--loss", "mse")
+    assert "--task" in refused(*start, "--task-option", "classes=3")
     (here / "file").write_text("x")
     text = refused("predict", "model.onnx", inputs, "--task", "segmentation", "--output", "file")
     assert "is a file" in text

@@ -366,8 +366,8 @@ np.testing.assert_allclose(frame.state.weights["w"][:, 0], [1, 2, 3], atol=0.05)
 # %%
 # Data larger than memory: `arrow_dataset` reads Parquet files, `np.memmap` arrays, and
 # `image_folder` a folder of images for each class. They are shuffled, and read by a thread while
-# the model trains. `by_length` makes batches of sequences of similar length, and pads each input;
-# of one length, where no mask tells the model what is padded.
+# the model trains. `by_length` makes batches of sequences of similar length, and pads inputs; of
+# one length, where no mask tells the model what is padded.
 
 og.arrow_dataset(DATA / "digits.parquet", y="label")
 np.save("rows.npy", rows)
