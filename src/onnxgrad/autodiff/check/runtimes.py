@@ -130,7 +130,8 @@ class GlobalMaxPool(OpRun):
 class MaxPool(op_max_pool.MaxPool):
     """It in float64 by onnxruntime, which has the kernel: that of onnx loops over positions."""
 
-    def _run(self, x: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
+    def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
+        [x] = inputs
         if x.dtype != np.float64 or any(a.ref_attr_name for a in self.onnx_node.attribute):
             return super()._run(x, **attributes)
         if not hasattr(self, "_session"):
