@@ -11,10 +11,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+from published import UnavailableError
 
 from onnxgrad.graph.operators import OPERATORS
 from pages import DOCS, TUTORIALS, code_of
-from published import UnavailableError
 
 RECIPES = sorted((DOCS / "recipes").glob("*.py"))
 SCRIPTS = [*RECIPES, TUTORIALS / "first_training.py", TUTORIALS / "finetune.py"]
