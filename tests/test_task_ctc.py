@@ -122,6 +122,26 @@ def test_a_model_of_one_width():
     assert len(task.predict(task.model, [image for image, _ in rows])) == 3
 
 
+def test_time_first_with_a_batch_of_one():
+    """As CRNN is exported; the file states nothing else of its output."""
+    rows, classes = drawn(2), ["", *ABC]
+    model = recognizer("time first")
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    task = TextRecognition(model, rows, dictionary=ABC)
+    trainer = task.trainer()
+    loss, _ = of_torch(model, rows, classes, 0)
+    measured = trainer.evaluate(task.data)
+    assert measured["loss"] == pytest.approx(loss, rel=1e-5)
+    found = task.predict(trainer, [image for image, _ in rows])
+    metric = og.TextErrorRate(lambda p, y: ([*p], [*y]))
+    metric.begin(og.PredictionInfo())
+    metric.update(*(np.array(t) for t in ([t for t, _ in found], [t for _, t in rows])))
+    assert measured["cer"] == pytest.approx(metric.compute())
+    trainer.fit(task.data, epochs=2)
+    assert trainer.history[1]["loss"] < trainer.history[0]["loss"]
+
+
 def test_colors_are_in_the_order_of_opencv():
     image = np.zeros((HEIGHT, HEIGHT, 3), np.uint8)
     image[..., 0] = 255  # red

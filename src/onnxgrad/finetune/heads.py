@@ -90,8 +90,7 @@ def replace_head(
             Sigmoid of one unit a Softmax for several, except in a detector.
         seed: of the new weights.
         keep: for each new unit the index of an old one, whose weights and bias it gets as they are,
-            or None for fresh ones, to which the mean of the kept ones is added, so that none of
-            them wins before it is trained. None: all are fresh.
+            or None for fresh ones plus the mean of those that are kept. None: all are fresh.
 
     Raises:
         ValueError: no such layer, several of different numbers of units, or several without `at`;

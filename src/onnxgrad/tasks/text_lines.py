@@ -279,6 +279,8 @@ class Alphabet:
         """Return the texts of scores, (N, T, C) or (N, C, T), and of labels (N, 1 + S)."""
         if not np.isfinite(prediction).all():
             raise ValueError("the predictions are not finite")
+        if len(prediction) != len(label):  # the rows of (T, N, C) that states no shape
+            prediction = np.swapaxes(prediction, 0, 1)
         scores = np.swapaxes(prediction, 1, 2) if self.classes_first else prediction
         pairs = zip(scores, label[:, 0], strict=True)
         found = [og.ctc_decode(row[:steps], self.blank)[0] for row, steps in pairs]
