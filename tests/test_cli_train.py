@@ -394,8 +394,8 @@ def test_the_size_of_images(here):
         os.makedirs(f"lines/{name}")
         Image.new("RGB", (30, 8), color).save(f"lines/{name}/0.png")
     line = ("predict", "lines.onnx", "lines", "--overwrite", "-o", "out.csv")
-    for size in ("4x12", "4,12"):
-        succeed(*line, "--image-size", size)
+    for size in (["4x12"], ["4,12"], [4, 12]):
+        succeed(*line, "--image-size", *size)
         assert len((here / "out.csv").read_text().splitlines()) == 3
     assert "pass --image-size" in refused(*line)
     for size in ("x", "4x", "0", "4x0", "-4", "4x12x3", "4.5"):

@@ -29,8 +29,8 @@ class InputOptions:
         panel="Task",
     )
     image_size: str | None = option(
-        "Height and width of images, as 224, or 48x320 for a height of 48.",
-        metavar="N|HxW",
+        "Height and width of images: 48 320 or 48x320, or one number for both.",
+        metavar="H [W]",
         show_default="those of the model's input",
     )
 

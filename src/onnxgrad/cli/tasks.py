@@ -17,6 +17,7 @@ from onnxgrad.cli.data_options import InputOptions
 from onnxgrad.cli.job import Job, fine_tune, parts, prepare
 from onnxgrad.cli.model_files import STDIN, read_model
 from onnxgrad.cli.options import Described
+from onnxgrad.cli.sources import image_size
 from onnxgrad.cli.task import Task as Data
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.columns import Names
@@ -59,7 +60,8 @@ def task_of(options: Any, data: str | None) -> Task:
     for each in _GIVEN_ON:
         if each in parameters and hasattr(options, each):
             if each in given or each == "seed":
-                chosen.setdefault(each, getattr(options, each))
+                value = getattr(options, each)
+                chosen.setdefault(each, image_size(value) if each == "image_size" else value)
         elif each in given and each != "seed":
             raise ValueError(f"--task {name} takes no --{each.replace('_', '-')}: leave it out")
     model = read_model(STDIN, data) if options.model == STDIN else options.model
