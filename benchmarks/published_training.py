@@ -149,6 +149,12 @@ def _(feed, outputs, rng):
     return Recipe("bce", feed, drawn(rng, *y.shape, share=0.3))
 
 
+@recipe("paddleocr-rec")
+def _(feed, outputs, rng):
+    """Lines of five characters, by CTC."""
+    return Recipe("ctc", rows(feed, 2), rng.integers(1, 6625, (2, 5)))
+
+
 @recipe("aecmos")
 def _(feed, outputs, rng):
     """The file states the output as the rows, and has two scores: so the label has no rows."""

@@ -11,6 +11,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(DOCS / "_ext"))
+sys.path.insert(0, str(ROOT / "benchmarks"))  # recipes fetch published models by `published`
 # pages are executed by kernels of Jupyter, which inherit this
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", DOCS / "_ext")))
 

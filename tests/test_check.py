@@ -6,12 +6,17 @@ import copy
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from onnxgrad import check_gradient, random_feed
+from onnxgrad.autodiff.check.original_model import OriginalModel
+from onnxgrad.autodiff.check.runtimes import on_reference
 from onnxgrad.graph.operators import OPERATORS, Operator
+from onnxgrad.model.convert import in_precision
 
 
 def parse(text: str, **weights) -> onnx.ModelProto:
@@ -43,6 +48,75 @@ def test_a_wrong_rule_is_found(monkeypatch, wrong):
     assert report.max_error > 1e-6
     assert "<-- wrong" in str(report)
     assert str(report).splitlines()[-1].startswith("WRONG, float64 on")
+
+
+def deep(scales=(1.0,) * 24, operator="Tanh") -> onnx.ModelProto:
+    """y = sum(scale_i tanh(w_i x)): a weight for each scale, and the input."""
+    text = "".join(
+        f"m{i} = Mul(x, w{i}) t{i} = {operator if i == 5 else 'Tanh'}(m{i})"
+        f" c{i} = Constant<value = float {{{scale}}}>() p{i} = Mul(t{i}, c{i}) "
+        for i, scale in enumerate(scales)
+    )
+    terms = ", ".join(f"p{i}" for i in range(len(scales)))
+    rng = np.random.default_rng(0)
+    weights = {f"w{i}": rng.uniform(0.2, 0.9, 2) for i in range(len(scales))}
+    return parse(f"g (float[N,2] x) => (float[N,2] y) {{ {text} y = Sum({terms}) }}", **weights)
+
+
+def count_runs(monkeypatch):
+    """Count the calls of the model that `check_gradient` makes."""
+    runs = []
+    call = OriginalModel.__call__
+    monkeypatch.setattr(OriginalModel, "__call__", lambda *a: runs.append(1) or call(*a))
+    return runs
+
+
+def test_many_weights_move_together(monkeypatch):
+    """A few runs for all of them, and the report says what was moved together."""
+    runs = count_runs(monkeypatch)
+    report = check_gradient(deep())
+    together = len(runs)
+    runs.clear()
+    alone = check_gradient(deep(), separately=True)
+    assert report.ok
+    assert alone.ok
+    assert together < len(runs) / 4
+    names = {name for row in report.rows[1:] for name in row.names}
+    assert names == {"x", *(f"w{i}" for i in range(24))} == {row.name for row in alone.rows[1:]}
+    assert max(len(row.names) for row in report.rows[1:]) == 8
+    assert any(row.name.endswith(" and 7 more") for row in report.rows)
+    assert "joint directions: separately=True checks each" in str(report)
+    assert "joint" not in str(alone)
+    assert all(len(row.names) == 1 for row in check_gradient(tanh()).rows[1:])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7])
+def test_a_wrong_one_of_many_is_found(monkeypatch, scale):
+    """Also if its gradient is much smaller than those of the others; it is named."""
+    model = deep([scale if i == 5 else 1.0 for i in range(24)], "Atan")
+    assert check_gradient(model).ok
+    wrong = lambda op, node, g: (1.01 * g / (1.0 + node.inputs[0] * node.inputs[0]),)  # noqa: E731
+    monkeypatch.setitem(OPERATORS, ("", "Atan"), Operator(rule=wrong))
+    report = check_gradient(model)
+    assert {row.name for row in report.rows if not row.ok} - {"x"} == {"w5"}
+
+
+def test_a_budget_says_what_it_left_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
+    report = check_gradient(deep(), separately=True, budget_seconds=6)
+    checked = {row.name for row in report.rows[1:]}
+    assert 1 <= len(checked) < 25
+    assert checked | {*report.unchecked} == {"x", *(f"w{i}" for i in range(24))}
+    assert checked.isdisjoint(report.unchecked)
+    assert report.ok
+    assert f"NOT CHECKED, as the budget was used up: {report.unchecked[0]}" in str(report)
+    assert not check_gradient(deep()).unchecked
+    least = check_gradient(tanh(), budget_seconds=1e-9, order=2)
+    assert len(least.rows) > 1
+    assert least.unchecked
+    with pytest.raises(ValueError, match="must be above 0"):
+        check_gradient(tanh(), budget_seconds=0)
 
 
 def test_a_gradient_of_another_size_is_found(monkeypatch):
@@ -271,3 +345,25 @@ def test_a_weight_that_is_lost_is_found(monkeypatch, text):
     assert report.rows[0].ok
     assert not report.ok
     assert report.rows[-1].found == 0
+
+
+@pytest.mark.parametrize(
+    "options", ["", ", pads=[1, 0, 1, 1], ceil_mode=1", ", pads=[1, 0, 1, 2]", ", dilations=[1, 3]"]
+)
+def test_max_pools_in_float64_are_those_of_the_reference(options):
+    """The kernel of onnxruntime stands in, beside a Conv that it lacks; values and gradients."""
+    model = parse(
+        "g (float[N,2,9,8] x) => (float[N,3,P,Q] y, int64[N,3,P,Q] i) { h = Conv(x, k)"
+        f" y, i = MaxPool<kernel_shape=[3, 2], strides=[2, 1]{options}>(h) }}",
+        k=np.random.default_rng(0).normal(size=(3, 2, 1, 1)),
+    )
+    x = np.random.default_rng(1).normal(size=(2, 2, 9, 8))
+    double = in_precision(model, ir.DataType.DOUBLE)
+    [y] = on_reference(double)({"x": x})
+    [expected, _] = ReferenceEvaluator(double).run(None, {"x": x})
+    assert y.dtype == np.float64
+    np.testing.assert_array_equal(y, expected)
+    if "2]" not in options:  # which onnxruntime refuses
+        report = check_gradient(model)
+        assert report.ok
+        assert report.computed == "float64 on onnx.reference"

@@ -88,6 +88,26 @@ def test_train_writes_the_users_model(here, data):
     assert not [f for f in os.listdir() if f.startswith(".")]
 
 
+def test_train_counts_what_stays(here):
+    """Of many constants a few are named, and --verbose lists all."""
+    names = [f"mean_{i}" for i in range(20)]
+    chain = " ".join(f"S{i + 1} = Sub(S{i}, {name})" for i, name in enumerate(names))
+    save(
+        "scaled.onnx",
+        f"""<ir_version: 8, opset_import: ["": 18]> g (float[N, 2] X) => (float[N, 1] Y) {{
+            S0 = Identity(X) {chain} Z = MatMul(S20, W)  Y = Add(Z, b) }}""",
+        W=np.zeros((2, 1)),
+        b=[0.0],
+        **{name: [1.0, i + 2.0] for i, name in enumerate(names)},
+    )
+    line = ("train", "scaled.onnx", "lists.parquet", *REGRESSION, "--overwrite")
+    said = run(*line).stdout
+    assert "not trained by default: 20 constants, as 'mean_0' (" in said
+    assert "--verbose or `onnxgrad trainable scaled.onnx` lists all" in said
+    assert "mean_9" not in said
+    assert all(name in run(*line, "--verbose").stdout for name in names)
+
+
 def test_train_says_what_stays(here):
     save(
         "scaled.onnx",

@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 
-from commands import invoke, succeed
+from commands import as_json, invoke, refused, succeed
 from onnxgrad import __version__
 from onnxgrad.cli import complete, train_options
 from onnxgrad.cli.command_options import EvalOptions, PredictOptions
@@ -24,7 +24,9 @@ from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.schedules import base, curves, plateau
 from onnxgrad.schedules.base import Schedule
 
-COMMANDS = ("train", "eval", "predict", "trainable", "grad", "check", "merge", "report", "show")
+COMMANDS = (
+    "train", "eval", "predict", "trainable", "losses", "grad", "check", "merge", "report", "show"
+)  # fmt: skip
 REGISTRIES = {
     "LOSSES": {*LOSSES, *ALIASES},
     "OPTIMIZERS": {*OPTIMIZERS, *WHOLE_TENSORS},
@@ -69,6 +71,28 @@ def test_every_command_has_help():
 def test_every_option_is_described(options):
     for name, each in Described.fields_of(options).items():
         assert re.search(r"\w.*\.$", each.help), name
+
+
+def test_losses_and_their_options_are_listed():
+    """All of them, with the defaults of the formulas and the first line of their docstrings."""
+    listed = as_json("losses")["losses"]
+    assert sorted(name for one in listed for name in one["names"]) == sorted(REGISTRIES["LOSSES"])
+    text = succeed("losses").stdout
+    for one in listed:
+        spec = LOSSES[next(n for n in one["names"] if n in LOSSES)]
+        assert one["mathematics"] == spec.formula.__doc__.split("\n")[0]
+        assert one["mathematics"] in text
+        assert one["options"].keys() - {"ignore_nan"} == spec.all_options.keys()
+    [mse] = as_json("losses", "mse")["losses"]
+    assert {"squared_error", "l2", "mse"} == {*mse["names"]}
+    ctc = succeed("losses", "ctc").stdout
+    for words in (
+        "Graves et al. 2006", "padded at the end with", "--loss-option blank=0\n",
+        "--loss-option from_logits=null  (the model and the labels decide)", "labels: int64",
+    ):  # fmt: skip
+        assert words in ctc
+    assert "Did you mean 'ctc'" in refused("losses", "ct")
+    assert "onnxgrad losses NAME" in " ".join(succeed("train", "--help").stdout.split())
 
 
 def completed(line, shell="bash"):
@@ -123,4 +147,4 @@ def test_importing_is_quick():
 def test_the_page_lists_every_command():
     page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
     for name in COMMANDS:
-        assert re.search(rf"\| `{name} (MODEL|RUN)", page)
+        assert re.search(rf"\| `{name} (MODEL|RUN|\[NAME\])", page)

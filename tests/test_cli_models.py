@@ -73,6 +73,17 @@ def test_check_of_a_right_gradient(here):
     assert {(r["name"], r["order"]) for r in result["rows"]} >= {("x", 1), ("W", 1), ("W", 2)}
     assert result["max_error"] < 0.02
     assert "W" in succeed("check", "layers.onnx").stdout
+    assert result["unchecked"] == []
+
+
+def test_check_within_a_budget(here):
+    line = ("check", "layers.onnx", "--separately", "--budget", 1e-9)
+    result = as_json(*line)
+    assert result["ok"]
+    left_out = {"x", "V", "W", "b"} - {r["name"] for r in result["rows"]}
+    assert set(result["unchecked"]) == left_out != set()
+    assert "NOT CHECKED, as the budget was used up" in succeed(*line).stdout
+    assert "--budget 0" in refused("check", "layers.onnx", "--budget", 0)
 
 
 TANH = HEADER + "g (float[N,2] x) => (float[N,1] y) { t = Tanh(x) y = MatMul(t, W) }"

@@ -380,3 +380,27 @@ def test_a_folder_of_images(here):
     scores = {w[0].strip('"'): np.array(w[1:], float) for w in (s.split(",") for s in lines[1:])}
     for file, z in scores.items():  # the classes are in the order of --head
         assert z.argmax() == ["red", "blue"].index(file.split("/")[-2])
+
+
+def test_the_size_of_images(here):
+    """Images that are wider than high, as lines of text, for a model of any size."""
+    Image = pytest.importorskip("PIL.Image")
+    text = HEADER + (
+        "g (float[N,3,H,W] x) => (float[N,2] z) { m = MaxPool<kernel_shape=[4, 12]>(x) "
+        "f = Flatten(m) z = MatMul(f, W) }"
+    )
+    save("lines.onnx", text, W=np.eye(3, 2))  # the pool leaves one position of 4 x 12 only
+    for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0))):
+        os.makedirs(f"lines/{name}")
+        Image.new("RGB", (30, 8), color).save(f"lines/{name}/0.png")
+    line = ("predict", "lines.onnx", "lines", "--overwrite", "-o", "out.csv")
+    for size in (["4x12"], ["4,12"], [4, 12]):
+        succeed(*line, "--image-size", *size)
+        assert len((here / "out.csv").read_text().splitlines()) == 3
+    assert "pass --image-size" in refused(*line)
+    for size in ("x", "4x", "0", "4x0", "-4", "4x12x3", "4.5"):
+        assert "neither a number of pixels" in refused(*line, f"--image-size={size}")
+    assert "folder of images" in refused("predict", "linear.onnx", "rows.csv", "--image-size", 4)
+    (here / "run.toml").write_text('image-size = "4x12"\n')
+    trained = ("train", "lines.onnx", "lines", "--loss", "cross_entropy", "--validation", 0)
+    succeed(*trained, *FAST, "--config", "run.toml")

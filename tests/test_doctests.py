@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
 NEEDS = {"OnnxClassifier": "sklearn", "OnnxRegressor": "sklearn", "texts": "tokenizers"}
-NEEDS["generate"] = "tokenizers"
+NEEDS |= {"generate": "tokenizers", "TextErrorRate": "rapidfuzz"}
 
 
 def run_examples(thing, name: str) -> None:
@@ -41,7 +41,8 @@ def test_example(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(onnxgrad.tasks.__all__))
 def test_example_of_a_task(name):
-    pytest.importorskip("PIL")
+    for library in ("PIL", *{"tokens": ("tokenizers", "seqeval")}.get(name, ())):
+        pytest.importorskip(library)
     thing = getattr(onnxgrad.tasks, name)
     if isinstance(thing, type):
         run_examples(thing, name)

@@ -578,3 +578,52 @@ def test_a_trained_head_trains_beside_adapters():
         add_lora(head, "w"), add_lora(trained, "w"), replace_head(add_lora(model, "w"), 2)
     ):  # fmt: skip
         assert sorted(t.name for t in trainable(adapted).trained) == tensors
+
+
+KEPT = """gemm; gemm transposed; gemm with factors; gemm without bias; matmul; matmul and add;
+    add the other way; fused matmul; fused gemm; fused conv; segmentation; convolution transposed;
+    in a local function; tokens"""
+
+
+@pytest.mark.parametrize("name", [name.strip() for name in KEPT.split(";")])
+def test_kept_units(name):
+    """Units that are kept have their weights bit for bit, wherever they are now."""
+    text = CASES[name][0]
+    model, x = case(text), next(x for head, x in INPUTS.items() if text.startswith(head))
+    new = replace_head(model, 5, keep=[2, None, 0, 1, None])
+    tensors = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    for names, after in zip(
+        (["w", "t", "k", "back"], ["b", "row"]), weights(valid(new)), strict=True
+    ):
+        if after is not None:
+            old, axis = next(tensors[n] for n in names if n in tensors), after.shape.index(5)
+            kept = np.take(after, [0, 2, 3], axis)
+            np.testing.assert_array_equal(kept, np.take(old, [2, 0, 1], axis))
+    axis = 2 if name == "tokens" else 1
+    before, after = (
+        np.take(run(m, x=x)[0], units, axis) for m, units in ((model, [2, 0, 1]), (new, [0, 2, 3]))
+    )
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_new_units_begin_around_the_mean_of_those_that_are_kept():
+    model = case(CASES["gemm with factors"][0])
+    new, drawn = (replace_head(model, 5, keep=keep) for keep in ([2, None, 0, None, None], None))
+    (w, b), (fresh_ones, _) = weights(new), weights(drawn)
+    mean = W[:, [2, 0]].mean(axis=1, keepdims=True)
+    expected = fresh_ones[:, [1, 3, 4]] / 2 + mean  # by alpha, which stays
+    np.testing.assert_allclose(w[:, [1, 3, 4]], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(b[[1, 3, 4]], B[[2, 0]].mean(), rtol=1e-5)
+
+
+def test_units_that_cannot_be_kept():
+    model = case(CASES["gemm"][0])
+    for keep, words in (
+        ([0, 1], "keep= has 2 entries, and the new layer has 4 units"),
+        ([0, 1, 3, None], "keep= has 3, and the units of Gemm .* are 0 to 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replace_head(model, 4, keep=keep)
+    for name in "transposed weights", "weights cast", "weights dequantized":
+        with pytest.raises(ValueError, match="quantized, computed"):
+            replace_head(case(CASES[name][0]), 4, keep=[0, 1, 2, None])

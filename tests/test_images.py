@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from onnxgrad import OrtGradientOptimizer, Trainer, add_loss_output
+from onnxgrad import OrtGradientOptimizer, Trainer, add_loss_output, preprocess
 from onnxgrad.data import images
 from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
@@ -219,3 +219,139 @@ def test_a_share_is_held_out_without_random_transforms(folder):
     loss = own.evaluate(reader.subset(np.sort(order[:count])))["loss"]
     assert own.history[-1]["validation_loss"] == pytest.approx(loss, rel=1e-6)
     assert own.state.step == -(-(reader.rows - count) // 2)
+
+
+# -- transforms of other libraries ----------------------------------------------------------------
+
+
+class Albumentation:
+    """What transforms of albumentations share: keywords, and a generator of their own."""
+
+    __module__ = "albumentations.core.transforms_interface"
+
+    def set_random_seed(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, *, image):
+        return {"image": np.rot90(image, self.rng.integers(4)).copy()}
+
+
+class Vision:
+    """What those of torchvision share: one argument, and the global generator of torch."""
+
+    __module__ = "torchvision.transforms.v2"
+
+    def __call__(self, image):
+        import torch
+
+        return image.rotate(90 * int(torch.randint(4, ())), expand=True)
+
+
+def photos(folder, size=8):
+    """Return a folder of two classes with images that show how they were turned."""
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        (folder / name).mkdir()
+        for i in range(6):
+            pixels = rng.integers(0, 255, (size, size, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+    return folder
+
+
+def derived(kind):
+    """Return a transform of a user's class, which is known by its base."""
+    return type("Own", (kind,), {"__module__": "__main__"})()
+
+
+@pytest.mark.parametrize("kind", [Albumentation, Vision, lambda: derived(Albumentation)])
+def test_transforms_of_other_libraries_are_drawn_by_seed_and_row(tmp_path, kind):
+    if kind is Vision:
+        pytest.importorskip("torch")
+    plain = image_folder(photos(tmp_path), 8, channels=3)
+    reader = image_folder(tmp_path, 8, [kind()], channels=3)
+    rows = np.arange(12)
+    still = reader.take(rows, None)[0]
+    np.testing.assert_array_equal(still, plain.take(rows, None)[0])  # evaluations change nothing
+    first, again = (reader.take(rows, 5)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first[7:9], reader.take(rows[7:9], 5)[0])
+    turned = [
+        next(k for k in range(4) if np.array_equal(np.rot90(a, k, (1, 2)), b))
+        for a, b in zip(still, first, strict=True)
+    ]
+    assert len(set(turned)) > 1
+    assert not np.array_equal(first, reader.take(rows, 6)[0])
+
+
+def test_global_generators_stay_as_they_were(tmp_path):
+    torch = pytest.importorskip("torch")
+    reader = image_folder(photos(tmp_path), 8, [Vision()], channels=3)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    reader.take(np.arange(4), 1)
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    "result", [np.zeros((8, 8, 3), np.float32), np.zeros((8, 8), np.uint8), np.zeros(3, np.uint8)]
+)
+def test_results_that_are_no_images_are_refused(tmp_path, result):
+    class Wrong(Albumentation):
+        def __call__(self, *, image):
+            return {"image": result}
+
+    reader = image_folder(photos(tmp_path), 8, [Wrong()], channels=3)
+    with pytest.raises(ValueError, match="Wrong returns an array"):
+        reader.take(np.arange(2), 1)
+
+    class Tensor(Vision):
+        def __call__(self, image):
+            return np.asarray(image)
+
+    pytest.importorskip("torch")
+    reader = image_folder(tmp_path, 8, [Tensor()], channels=3)
+    with pytest.raises(ValueError, match="Tensor returns a ndarray"):
+        reader.take(np.arange(2), 1)
+
+
+def test_models_get_no_transforms_that_only_augment():
+    made = parse(
+        "g (float[N,3,6,8] x) => (float[N,3] y) { y = ReduceMean<keepdims=0>(x, axes) }",
+        axes=np.array([2, 3]),
+    )
+    last = images.normalize([0.5] * 3, [1.0] * 3)
+    for augmenting in (Albumentation(), Vision()):
+        raw, plain = preprocess(made, [augmenting, last]), preprocess(made, [last])
+        assert raw.SerializeToString() == plain.SerializeToString()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_transforms_of_albumentations(tmp_path, channels):
+    albumentations = pytest.importorskip("albumentations")
+    photos(tmp_path)
+    transform = albumentations.Compose(
+        [albumentations.HorizontalFlip(p=0.5), albumentations.RandomBrightnessContrast(p=0.8)]
+    )
+    reader = image_folder(
+        tmp_path,
+        8,
+        [transform, images.normalize([0.5] * channels, [1.0] * channels)],
+        channels=channels,
+    )
+    rows = np.arange(12)
+    first = reader.take(rows, 5)[0]
+    np.testing.assert_array_equal(first, reader.take(rows, 5)[0])
+    assert not np.array_equal(first, reader.take(rows, None)[0])
+    assert not np.array_equal(first, reader.take(rows, 6)[0])
+
+
+def test_transforms_of_torchvision(tmp_path):
+    v2 = pytest.importorskip("torchvision.transforms.v2", exc_type=Exception)
+    photos(tmp_path)
+    transform = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.4, 0.4)])
+    reader = image_folder(tmp_path, 8, [transform], channels=3)
+    rows = np.arange(12)
+    first = reader.take(rows, 5)[0]
+    np.testing.assert_array_equal(first, reader.take(rows, 5)[0])
+    assert not np.array_equal(first, reader.take(rows, 6)[0])

@@ -283,6 +283,50 @@ def test_add_head(pool):
     np.testing.assert_allclose(p, e / e.sum(1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.parametrize("pool", [None, "mean"])
+def test_add_head_of_cosines(pool):
+    axes = "B,T,4" if pool else "B,4"
+    body = parse(f"f (float[{axes}] x) => (float[{axes}] y) {{ y = Tanh(x) }}")
+    joined = add_head(body, 5, pool=pool, cosine=True, seed=3)
+    onnx.checker.check_model(joined, full_check=True)
+    [y] = joined.graph.output
+    assert (y.name, read_note(joined, HEAD)) == ("cosines", ["head.weight"])
+    assert [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim] == ["B", 5]
+    x = RNG.normal(size=(3, 2, 4) if pool else (3, 4)).astype(np.float32)
+    t = np.tanh(x).mean(1) if pool else np.tanh(x)
+    [w] = (numpy_helper.to_array(i) for i in joined.graph.initializer if i.name == "head.weight")
+    expected = t @ w / np.linalg.norm(t, axis=1)[:, None] / np.linalg.norm(w, axis=0)
+    np.testing.assert_allclose(run(joined, x=x)[0], expected, rtol=1e-5)
+    trainer = Trainer(joined, "arcface", learning_rate=0.01).fit(x, [0, 1, 2], epochs=2)
+    assert list(trainer.state.weights) == ["head.weight"]
+
+
+@pytest.mark.parametrize("mask", [None, "m"])
+def test_pool_without_a_layer(mask):
+    body = parse("f (float[B,T,4] x, int64[B,T] m) => (float[B,T,4] y) { y = Tanh(x) }")
+    joined = add_head(body, None, pool="mean", mask=mask)
+    onnx.checker.check_model(joined, full_check=True)
+    [y] = joined.graph.output
+    assert y.name == "features"
+    assert [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim] == ["B", 4]
+    feed = {"x": RNG.normal(size=(2, 3, 4)).astype(np.float32), "m": np.int64([[1, 0, 0]] * 2)}
+    expected = np.tanh(feed["x"])[:, 0] if mask else np.tanh(feed["x"]).mean(1)
+    found = run(joined, **{x.name: feed[x.name] for x in joined.graph.input})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_add_head_refuses():
+    body = parse("f (float[B,T,4] x) => (float[B,T,4] y) { y = Tanh(x) }")
+    for arguments, message in (
+        ({"units": None}, "units=None needs pool"),
+        ({"units": None, "pool": "mean", "cosine": True}, "no other option"),
+        ({"units": None, "pool": "mean", "activation": "softmax"}, "units=None needs activation"),
+        ({"units": 3, "cosine": True, "activation": "softmax"}, "cosine=True needs activation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            add_head(body, **arguments)
+
+
 def test_add_head_is_not_put_on_probabilities():
     body = parse("f (float[N,2] x) => (float[N,2] p) { p = Softmax(x) }")
     with pytest.raises(ValueError, match="'p' holds probabilities: replace_head"):

@@ -104,6 +104,24 @@ def test_classes(average, form, weight, sk, rng):
     check_hard_labels(sk, info, true, scores.argmax(1), average, arrays)
 
 
+@pytest.mark.parametrize("kind", [Precision, Recall, F1, IoU])
+def test_each_class(kind, weight, sk, rng):
+    """A class that is neither label nor prediction has no value; one that is only one has 0."""
+    true, predicted = rng.choice([0, 1, 4], ROWS), rng.choice([0, 2, 4], ROWS)
+    info = PredictionInfo(classes=6, from_logits=True)
+    metric = kind("per_class")
+    values = fed(metric, info, np.eye(6)[predicted], true, weight)
+    names = {Precision: "precision", Recall: "recall", F1: "f1", IoU: "jaccard"}
+    of_sklearn = getattr(sk, f"{names[kind]}_score")
+    options = {"labels": range(6), "average": None, "sample_weight": weight, "zero_division": 0}
+    expected = of_sklearn(true, predicted, **options)
+    expected[[3, 5]] = np.nan
+    close(values, expected)
+    assert metric.name == f"{kind.name}_per_class"
+    assert metric.higher_is_better is None
+    assert isinstance(select(metric.name), kind)
+
+
 @pytest.mark.parametrize("average", ["binary", "macro", "micro", "weighted"])
 @pytest.mark.parametrize("form", ["logits", "probabilities", "column", "two columns", "signs"])
 def test_two_classes(average, form, weight, sk, rng):

@@ -5,7 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from onnxgrad import LearningRateSGD, OrtGradientOptimizer, Trainer, add_loss_output
+from onnxgrad import (
+    Callback,
+    Checkpoint,
+    LearningRateSGD,
+    OrtGradientOptimizer,
+    Trainer,
+    add_loss_output,
+)
 from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
@@ -134,14 +141,14 @@ def test_labels_that_are_sequences():
     """What is padded is ignored: the loss is that of each element, in float64."""
     tags = [ids % 2 for ids in IDS]
     made = OrtGradientOptimizer(tagger(), max_iter=1, batch_size=203, learning_rate=1e-9)
-    made.fit(by_length(IDS, tags))
+    made.fit(by_length(IDS, tags, value=0))
     total = 0.0
     for ids, tag in zip(IDS, tags, strict=True):
         scores = TABLE[ids] - np.log(np.exp(TABLE[ids]).sum(1, keepdims=True))
         total -= scores[np.arange(len(ids)), tag].sum()
     np.testing.assert_allclose(made.train_losses_[0], total / 203, rtol=1e-5)
     with pytest.raises(ValueError, match=r"'label' holds labels outside 0\.\.1"):
-        OrtGradientOptimizer(tagger(), max_iter=1).fit(by_length(IDS, tags, y_value=7))
+        OrtGradientOptimizer(tagger(), max_iter=1).fit(by_length(IDS, tags, value=0, y_value=7))
     with pytest.raises(ValueError, match="say with y_value what fills them"):
         by_length(IDS, [ids / 2 for ids in IDS])
 
@@ -152,7 +159,7 @@ def test_other_inputs_and_weights():
     made = add_loss_output(parse(text, w=W, one=np.array([1])), weight_name="weight")
     x, weight = R.random((203, 2)), np.arange(203) + 1.0
     fields = Fields(build_objective(made, ["w"], Plan(None, "loss", "weight"), False))
-    data = Dataset(by_length({"s": IDS, "x": x}, Y, weight)).source(fields, 203)
+    data = Dataset(by_length({"s": IDS, "x": x}, Y, weight, value=0)).source(fields, 203)
     (piece,) = data.epoch(np.random.default_rng(0), 0, lambda batch: 1)
     rows = piece.arrays["label"][0, :, 0].astype(int)
     np.testing.assert_allclose(piece.arrays["x"][0], x[rows], rtol=1e-6)
@@ -217,12 +224,12 @@ def test_each_sequence_is_padded_by_its_own_rule(seed):
 
 def test_labels_by_output_and_widths_alone():
     labels = {"a": [image[0, 0] for image in WIDE], "b": Y}
-    [(X, y, _)] = by_length(WIDE, labels, y_value=7).batches(203, None, 0)
+    [(X, y, _)] = by_length(WIDE, labels, value=0, y_value=7).batches(203, None, 0)
     np.testing.assert_array_equal(X, padded(WIDE, 0, 2))
     np.testing.assert_array_equal(y["a"], padded(labels["a"], 7))
     np.testing.assert_array_equal(y["b"], Y)
     lists = [image.tolist() for image in WIDE]
-    [(again, none, _)] = by_length(lists).batches(203, None, 0)
+    [(again, none, _)] = by_length(lists, value=0).batches(203, None, 0)
     np.testing.assert_allclose(again, X)
     assert none is None
 
@@ -232,7 +239,7 @@ def test_two_sequences_train_as_each_row_by_itself():
     sums = np.stack([[s.sum() for s in IDS], [s.sum() for s in OTHERS]], 1) * 1.0
     expected = W - 1e-4 * 2 * sums.T @ (sums @ W - Y) / 203
     made = Trainer(model, "squared_error", optimizer="sgd", learning_rate=1e-4)
-    made.fit(by_length({"ids": IDS, "others": OTHERS}, Y), batch_size=203)
+    made.fit(by_length({"ids": IDS, "others": OTHERS}, Y, value=0), batch_size=203)
     np.testing.assert_allclose(made.state.weights["w"], expected, rtol=1e-4)
 
 
@@ -244,7 +251,7 @@ def test_lengths_that_have_to_agree():
         by_length(data)
     with pytest.raises(ValueError, match="must have one length, unless same_length=False"):
         by_length({"ids": IDS, "others": OTHERS}, same_length=True)
-    [(X, _, _)] = by_length(data, same_length=False).batches(203, None, 0)
+    [(X, _, _)] = by_length(data, value=0, same_length=False).batches(203, None, 0)
     np.testing.assert_array_equal(X["others"], padded(most, 0))
     both = {"ids": IDS, "others": OTHERS}
     for X, options, message in (
@@ -262,9 +269,186 @@ def test_lengths_that_have_to_agree():
             by_length(X, **options)
 
 
+# -- sequences that nothing masks -----------------------------------------------------------------
+
+NARROW = """g (float[N,C,H,W] images) => (float[N,1] y)
+    { m = ReduceMean<keepdims=0>(images, last)  r = ReduceMax<keepdims=0>(m, last)
+      f = Relu(r)  y = MatMul(f, w) }"""
+RECURRENT = """g (int64[N,T] ids) => (float[N,1] y)
+    { e = Gather(t, ids)  x = Transpose<perm=[1, 0, 2]>(e)
+      all, h = RNN<hidden_size=2>(x, weight, state)
+      s = Squeeze(h, axes)  y = MatMul(s, w) }"""
+STATE = R.standard_normal((2, 1, 2, 2))
+
+
+def recurrent():
+    arrays = {"weight": STATE[0], "state": STATE[1], "axes": np.array([0])}
+    return parse(RECURRENT, t=TABLE, w=W, **arrays)
+
+
+def last_state(ids):
+    """Return the state of the network after a sequence, in float64."""
+    state = np.zeros(2)
+    for i in ids:
+        state = np.tanh(STATE[0][0] @ TABLE[i] + STATE[1][0] @ state)
+    return state
+
+
+STATES = np.stack([last_state(ids) for ids in IDS])
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_rows_of_one_length_make_a_batch(seed):
+    data = by_length({"ids": IDS, "others": OTHERS, "number": np.arange(203)}, OTHERS, y_value=-1)
+    for size in (1, 4, 300):
+        batches = list(data.batches(size, seed, 0))
+        rows = [row for X, _, _ in batches for row in X["number"].tolist()]
+        assert sorted(rows) == list(range(203))
+        if seed is None:
+            assert rows == data.order.tolist()
+        pairs = [(len(a), len(b)) for a, b in zip(IDS, OTHERS, strict=True)]
+        assert len(batches) == sum(-(-pairs.count(pair) // size) for pair in {*pairs})
+        assert len(batches) == data.count_batches(size)
+        for X, y, _ in batches:
+            for i, row in enumerate(X["number"]):
+                np.testing.assert_array_equal(X["ids"][i], IDS[row])
+                np.testing.assert_array_equal(X["others"][i], OTHERS[row])
+                np.testing.assert_array_equal(y[i], OTHERS[row])
+        for skip in (1, len(batches) - 1):
+            again = list(data.batches(size, seed, skip))
+            assert len(again) == len(batches) - skip
+            for a, b in zip(batches[skip:], again, strict=True):
+                np.testing.assert_array_equal(a[0]["number"], b[0]["number"])
+
+
+def test_a_network_without_mask_sees_no_padding(caplog):
+    """Losses are means of rows, predictions have their order; PyTorch would pack the rows."""
+    data = by_length({"ids": IDS}, Y / 100)
+    trainer = Trainer(recurrent(), "squared_error", optimizer="sgd", learning_rate=1e-9, train="w")
+    expected = STATES @ W
+    np.testing.assert_allclose(trainer.predict(data), expected, rtol=1e-4, atol=1e-5)
+    loss = np.mean((expected - Y / 100) ** 2)
+    assert trainer.evaluate(
+        data,
+    )["loss"] == pytest.approx(loss, rel=1e-5)
+    trainer.fit(data, epochs=2, batch_size=8, validation=data)
+    for entry in trainer.history:
+        assert entry["loss"] == pytest.approx(loss, rel=1e-5)
+        assert entry["validation_loss"] == pytest.approx(loss, rel=1e-5)
+        assert entry["step"] == entry["epoch"] * data.count_batches(8)
+    assert [r.message for r in caplog.records].count(caplog.records[0].message) == 1
+    assert "'ids': batches have rows of one length" in caplog.text
+    padded = by_length({"ids": IDS}, Y / 100, value=0)
+    assert abs(Trainer(recurrent(), "squared_error").predict(padded) - expected).max() > 0.1
+
+
+def test_gradients_of_rows_of_one_length():
+    ten = [i for i in range(203) if LENGTHS[i] == 10]
+    data = by_length({"ids": [IDS[i] for i in ten] + [IDS[0][:1]]}, np.append(Y[ten], [[0]], 0))
+    trainer = Trainer(recurrent(), "squared_error", optimizer="sgd", learning_rate=0.01, train="w")
+    trainer.fit(data, batch_size=100, shuffle=False)
+    w = W.copy()
+    for states, y in ((last_state(IDS[0][:1])[None], np.zeros((1, 1))), (STATES[ten], Y[ten])):
+        w = w - 0.01 * 2 * states.T @ (states @ w - y) / len(y)
+    np.testing.assert_allclose(trainer.state.weights["w"], w, rtol=1e-4)
+
+
+def test_widths_of_images_and_two_outputs_of_rows():
+    w = R.standard_normal((2, 1))
+    model = parse(NARROW, last=np.array([-1]), w=w)
+    images = {"images": WIDE}
+    expected = np.stack([np.maximum(image.mean(2).max(1), 0) for image in WIDE]) @ w
+    trainer = Trainer(model, "squared_error", optimizer="sgd", learning_rate=1e-9)
+    data = by_length(images, Y)
+    np.testing.assert_allclose(trainer.predict(data), expected, rtol=1e-4, atol=1e-5)
+    trainer.fit(data, batch_size=16)
+    assert trainer.history[0]["loss"] == pytest.approx(np.mean((expected - Y) ** 2), rel=1e-5)
+
+
+def test_a_share_for_validation_and_an_interrupted_training(tmp_path):
+    """Half of the epoch, saved and continued, is the same as all of it, bit for bit."""
+
+    class Stop(Callback):
+        every_steps = 70
+
+        def on_step_end(self, trainer, state, control):
+            control.stop = control.save = state.step == 70
+
+    def trained(*callbacks):
+        model = recurrent()
+        return Trainer(model, "squared_error", learning_rate=0.01, callbacks=callbacks, seed=3)
+
+    data = by_length({"ids": IDS}, Y / 100)
+    options = {"epochs": 2, "batch_size": 4, "validation": 0.25}
+    whole = trained().fit(data, **options)
+    part = trained(Stop(), Checkpoint(tmp_path)).fit(data, **options)
+    assert part.state.step == 70
+    assert part.history == whole.history[:1]
+    rest = trained(Checkpoint(tmp_path)).fit(data, **options, resume=tmp_path)
+    assert rest.history == whole.history
+    for name, value in whole.state.weights.items():
+        np.testing.assert_array_equal(rest.state.weights[name], value)
+
+
+def test_predictions_of_sequences_that_differ_in_length():
+    made = parse("g (int64[N,T] ids) => (float[N,T,2] y) { y = Gather(t, ids) }", t=TABLE)
+    trainer = Trainer(made, "squared_error")
+    with pytest.raises(ValueError, match=r"'y' has the shape \[N, 1, 2\] in one batch and"):
+        trainer.predict(by_length(IDS))
+    found = trainer.predict(by_length(IDS, value=0), batch_size=203)
+    np.testing.assert_allclose(found, TABLE[padded(IDS, 0)], rtol=1e-5)
+
+
+def test_what_masks_a_sequence():
+    ones = [np.ones(n, np.int64) for n in LENGTHS]
+    for X, options, apart in (
+        ({"ids": IDS}, {}, ["ids"]),
+        ({"ids": IDS}, {"mask": "m"}, []),
+        ({"ids": IDS}, {"lengths": "n"}, []),
+        ({"ids": IDS}, {"value": 0}, []),
+        ({"ids": IDS, "attention_mask": ones}, {}, []),
+        ({"ids": IDS, "n": LENGTHS}, {}, []),
+        ({"ids": IDS, "types": IDS}, {"value": {"types": 0}}, ["ids"]),
+        ({"ids": IDS, "others": OTHERS}, {"mask": {"ids": "m"}}, ["others"]),
+        ({"ids": IDS, "others": OTHERS}, {"mask": {"y": "m"}}, ["ids"]),
+        ({"ids": [ids[:1] for ids in IDS]}, {}, []),
+    ):
+        data = by_length(X, OTHERS, **options)
+        assert data.describe().get("apart", []) == apart
+        assert (data.order is None) == (apart == [])
+
+
 def test_descriptions():
     def of(data):
         return data.describe()
 
     assert json.loads(json.dumps(of(reader()))) == of(reader())
     assert of(reader()) != of(by_length({"ids": IDS[::-1]}, Y, mask="mask"))
+
+
+def test_sequences_that_are_read_when_they_are_needed():
+    """Those that state their shapes are read once for each batch, and are as those in memory."""
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(3, 2, n)).astype(np.float32) for n in (4, 2, 7, 3, 5)]
+    taken = []
+
+    class Files:
+        shapes = tuple(row.shape for row in rows)
+
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, i):
+            taken.append(int(i))
+            return rows[i]
+
+    labels = [[1, 2], [3], [9], [4], [5, 6, 7]]
+    lazy = by_length(Files(), labels, axis=2, same_length=False)
+    assert taken == []
+    for seed in None, 1:
+        plain = by_length(rows, labels, axis=2, same_length=False).batches(2, seed, 0)
+        for got, expected in zip(lazy.batches(2, seed, 0), plain, strict=True):
+            for a, b in zip(got[:2], expected[:2], strict=True):
+                np.testing.assert_array_equal(a, b)
+        assert sorted(taken) == list(range(5))
+        taken.clear()

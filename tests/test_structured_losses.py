@@ -189,6 +189,18 @@ def test_dice(smooth, per_channel, dims):
         np.testing.assert_allclose(results[0], loss.item())
 
 
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
+def test_dice_leaves_out_labels_that_are_nan(per_channel, dims):
+    x, bits = leaf(MAPS), (MAPS[::-1] > 0) * 1.0
+    bits[:2, :, 0, :3] = bits[2] = np.nan  # a row without any label has no weight
+    axes, kept = (2, 3) if per_channel else (1, 2, 3), torch.tensor(~np.isnan(bits))
+    t = torch.tensor(np.nan_to_num(bits))
+    loss = dice_of(x.sigmoid() * kept, t, axes, 1.0)[:2].mean()
+    results = by_name("dice", MAPS, bits, dims, per_channel=per_channel, ignore_nan=True)
+    check(results, loss, x)
+
+
 @pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
 def test_softmax_dice(dims):
     x = leaf(MAPS)
@@ -288,6 +300,88 @@ def test_hardest_triplets(dims):
     a, b, c = (x[list(i)] for i in zip(*rows, strict=True))
     loss = functional.triplet_margin_loss(a, b, c)
     check(by_name("triplet", POINTS, OF_POINTS, dims, mining="hard"), loss, x)
+
+
+@pytest.mark.parametrize("dims", ["symbols", "static"])
+@pytest.mark.parametrize("p", [1, 2])
+def test_semi_hard_triplets(dims, p):
+    x, rows = leaf(POINTS), []
+    n, far = range(len(POINTS)), np.linalg.norm(POINTS[:, None] - POINTS + 1e-6, p, axis=2)
+    kinds = []
+    for a, b in product(n, n):
+        if a != b and OF_POINTS[a] == OF_POINTS[b]:
+            negatives = [c for c in n if OF_POINTS[c] != OF_POINTS[a]]
+            farther = [c for c in negatives if far[a, c] > far[a, b]]
+            kinds.append(bool(farther))
+            c = min(farther, key=far[a].item) if farther else max(negatives, key=far[a].item)
+            rows.append((a, b, c))
+    assert len(rows) == 14
+    assert {*kinds} == {True, False}
+    a, b, c = (x[list(i)] for i in zip(*rows, strict=True))
+    loss = functional.triplet_margin_loss(a, b, c, p=p)
+    check(by_name("triplet", POINTS, OF_POINTS, dims, mining="semi-hard", p=p), loss, x)
+
+
+def test_triplets_of_one_class_only():
+    losses = by_name("triplet", POINTS, np.zeros(7, np.int64), mining="semi-hard")[1]
+    assert not losses.any()
+
+
+@pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_multiple_negatives(dims, symmetric, negatives):
+    values = RNG.standard_normal((4, 2 + negatives, 3))
+    labels = np.arange(4)[:, None] + 4 * np.maximum(np.arange(2 + negatives) - 1, 0)
+    x = leaf(values.reshape(-1, 3))
+    a, b, *others = functional.normalize(x).reshape(4, -1, 3).unbind(1)
+    scores = 20 * a @ torch.cat([b, *others]).T
+    loss = functional.cross_entropy(scores, torch.arange(4))
+    if symmetric:
+        loss = (loss + functional.cross_entropy(scores[:, :4].T, torch.arange(4))) / 2
+    flat = values.reshape(-1, 3)
+    check(by_name("multiple_negatives", flat, labels.ravel(), dims, symmetric=symmetric), loss, x)
+
+
+def test_multiple_positives():
+    """Of three rows of a class, the first is the anchor, and both others are positives."""
+    x = leaf(POINTS)
+    z = functional.normalize(x)
+    rest = [2, 3, 4, 5, 6]  # rows 0 and 1 are the anchors
+    log_p = (5 * z[[0, 1]] @ z[rest].T).log_softmax(1)
+    loss = -(log_p[0, [0, 1, 4]].mean() + log_p[1, 2]) / 2
+    check(by_name("multiple_negatives", POINTS, OF_POINTS, scale=5.0), loss, x)
+
+
+COSINES = np.concatenate([RNG.uniform(-1, 1, (5, 4)), [[-0.99, 0.99, -1, 1]]])
+
+
+@pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
+@pytest.mark.parametrize("label", [0, 1])  # in the last row, an angle near pi and one near 0
+@pytest.mark.parametrize("margin", [0.5, 0.0])
+def test_arcface(dims, label, margin):
+    x, labels = leaf(COSINES), np.append(CLASSES[:5], label)
+    hit = functional.one_hot(torch.tensor(labels), 4).bool()
+    angle = x.clamp(-1 + 1e-7, 1 - 1e-7).acos()
+    beyond = angle.cos() - margin * np.sin(margin)
+    moved = torch.where(angle + margin <= np.pi, (angle + margin).cos(), beyond)
+    loss = functional.cross_entropy(16 * torch.where(hit, moved, x), torch.tensor(labels))
+    check(by_name("arcface", COSINES, labels, dims, margin=margin, scale=16), loss, x)
+
+
+@pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
+def test_cosface(dims):
+    x, hit = leaf(COSINES), functional.one_hot(torch.tensor(CLASSES), 4).double()
+    loss = functional.cross_entropy(64 * (x - 0.35 * hit), torch.tensor(CLASSES))
+    check(by_name("cosface", COSINES, CLASSES, dims), loss, x)
+
+
+@pytest.mark.parametrize("dims", ["symbols", "static", "all symbols"])
+def test_cosine_similarity(dims):
+    x, y = leaf(POINTS[:6]), np.array([0.5, 0.5, 0.9, 0.9, -0.2, -0.2])
+    cosine = functional.cosine_similarity(x[::2], x[1::2])
+    loss = functional.mse_loss(cosine, torch.tensor(y[::2]))
+    check(by_name("cosine_similarity", POINTS[:6], y, dims), loss, x)
 
 
 def test_triplet_refuses():
@@ -457,7 +551,12 @@ def test_ctc_of_long_sequences_in_float32():
         ("softmax_dice", MAPS, MAP_CLASSES, {}),
         ("kl_divergence", F, SOFT, {}),
         ("triplet", POINTS, OF_POINTS, {"mining": "hard"}),
+        ("triplet", POINTS, OF_POINTS, {"mining": "semi-hard"}),
         ("contrastive", POINTS, OF_POINTS, {}),
+        ("multiple_negatives", POINTS, OF_POINTS, {"symmetric": True}),
+        ("cosine_similarity", POINTS[:6], np.array([0.5, 0.5, 0.9, 0.9, -0.2, -0.2]), {}),
+        ("arcface", COSINES, CLASSES, {}),
+        ("cosface", COSINES, CLASSES, {}),
         ("ctc", SCORES, padded(SEQUENCES), {}),
     ],
 )
@@ -487,6 +586,12 @@ def test_float16(name, value, label, options):
         ("triplet", POINTS, OF_POINTS, {"mining": "hard"}),
         ("contrastive", POINTS, OF_POINTS, {}),
         ("contrastive", PAIRS, np.array([0, 1, 2, 1, 0]), {}),
+        ("triplet", POINTS, OF_POINTS, {"mining": "semi-hard"}),
+        ("multiple_negatives", POINTS, OF_POINTS, {}),
+        ("multiple_negatives", POINTS, OF_POINTS, {"symmetric": True}),
+        ("cosine_similarity", POINTS[:6], np.array([0.5, 0.5, 0.9, 0.9, -0.2, -0.2]), {}),
+        ("arcface", COSINES, CLASSES, {"scale": 10.0}),
+        ("cosface", COSINES, CLASSES, {"margin": 0.2}),
         ("ctc", SCORES, padded(SEQUENCES), {}),
         ("ctc", SCORES.transpose(0, 2, 1), padded(SEQUENCES), {"axis": 1}),
         ("ctc", SCORES, np.c_[[9] * 6, padded(SEQUENCES)], {"input_lengths": True}),

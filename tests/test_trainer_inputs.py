@@ -42,6 +42,99 @@ def test_a_single_number_and_a_state_beside_the_rows():
     assert trainer.predict(X, batch_size=2).shape == (6, 1)
 
 
+class Sequences(og.Reader):
+    """Sequences of different length, in an order that the seed decides."""
+
+    sequences, count = True, 5
+
+    def __init__(self):
+        rng = np.random.default_rng(1)
+        self.lengths = [2, 3]
+        self.x = [rng.normal(size=(n, 2, 2)).astype("f") for n in self.lengths]
+        self.y = [rng.random((n, 2, 1)).astype("f") for n in self.lengths]
+        self.start = np.float32([[[0.5], [-0.5]]])
+
+    def batches(self, size, seed, skip):
+        order = [0, 1] if seed is None else np.random.default_rng(seed).permutation(2)
+        parts = [(i, t) for i in order for t in range(self.lengths[i])]
+        for number, (i, t) in enumerate(parts[skip:]):
+            if t == 0 and number + skip > 0:
+                yield None
+            h = self.start if t == 0 else np.full((1, 2, 1), 9, "f")  # not read
+            yield {"x": self.x[i][t], "rate": np.int64(2), "h": h}, self.y[i][t]
+
+
+def trained_by_hand(data, orders, w, rate):
+    """Return the weight after one step of gradient descent a batch; h is not differentiated."""
+    torch = pytest.importorskip("torch")
+    w, losses = torch.tensor(w, requires_grad=True), []
+    for i in (i for order in orders for i in order):
+        h = torch.tensor(data.start[0])
+        for x, y in zip(torch.tensor(data.x[i]), torch.tensor(data.y[i]), strict=True):
+            h = torch.tanh((x @ w + h.detach()) * 2)
+            losses.append(((h - y) ** 2).mean())
+            (slope,) = torch.autograd.grad(losses[-1], w)
+            w = (w - rate * slope).detach().requires_grad_()
+    return w.detach().numpy(), [float(loss.detach()) for loss in losses]
+
+
+@pytest.mark.parametrize("form", ["reader", "list", "generator"])
+def test_states_begin_anew_with_each_sequence(form):
+    data, begun = Sequences(), np.float32([[0.5], [-0.3]])
+    batches = list(data.batches(0, None, 0))
+    given = {"reader": data, "list": batches, "generator": lambda: iter(batches)}[form]
+    trainer = og.Trainer(
+        onnx.parser.parse_model(RECURRENT),
+        {"y": "mse"},
+        carry={"h": "new"},
+        optimizer="sgd",
+        learning_rate=0.1,
+    )
+    _, losses = trained_by_hand(data, [[0, 1]], begun, 0.0)
+    assert trainer.evaluate(given)["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    trainer.fit(given, epochs=2, shuffle=False)
+    want, _ = trained_by_hand(data, [[0, 1]] * 2, begun, 0.1)
+    np.testing.assert_allclose(trainer.state.weights["w"], want, rtol=1e-5)
+    assert trainer.state.step == 10
+
+
+def test_sequences_are_shuffled_whole():
+    data, begun = Sequences(), np.float32([[0.5], [-0.3]])
+    arguments = {"optimizer": "sgd", "learning_rate": 0.1, "carry": {"h": "new"}}
+    model, results = onnx.parser.parse_model(RECURRENT), {}
+    for order in ([0, 1], [1, 0]):
+        results[order[0]] = trained_by_hand(data, [order], begun, 0.1)[0]
+    found = {
+        min(results, key=lambda i: np.abs(results[i] - w).max()): w
+        for seed in range(6)
+        for w in [
+            og.Trainer(model, {"y": "mse"}, seed=seed, **arguments).fit(data).state.weights["w"]
+        ]
+    }
+    assert found.keys() == {0, 1}
+    for first, w in found.items():
+        np.testing.assert_allclose(w, results[first], rtol=1e-5)
+
+
+def test_a_training_goes_on_between_sequences(tmp_path):
+    """A checkpoint in the middle of an epoch is followed by the rest of it."""
+
+    class Stop(og.Callback):
+        def on_step_end(self, trainer, state, control):
+            control.stop = state.step == stop
+
+    model, ways = onnx.parser.parse_model(RECURRENT), []
+    for stop in (0, 1, 2, 3):
+        folder, arguments = tmp_path / str(stop), {"optimizer": "adam", "carry": {"h": "new"}}
+        for callbacks in ([Stop()], []):
+            callbacks = [*callbacks, og.Checkpoint(folder, every_steps=1)]
+            trainer = og.Trainer(model, {"y": "mse"}, callbacks=callbacks, **arguments)
+            trainer.fit(Sequences(), epochs=2, resume=folder)
+        assert trainer.state.step == 10
+        ways.append(trainer.state.weights["w"])
+    assert all(np.array_equal(w, ways[0]) for w in ways)
+
+
 def test_states_are_not_carried_through_shuffled_rows():
     X, label = stream()
     trainer = og.Trainer(onnx.parser.parse_model(RECURRENT), {"y": "mse"}, carry={"h": "new"})

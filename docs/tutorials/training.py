@@ -197,7 +197,9 @@ several.fit(rows, labels)
 
 # %%
 # Other losses: `focal` and `softmax_focal` for rare classes, `dice` and `softmax_dice` for masks,
-# `triplet` and `contrastive` for embeddings with classes, `ctc` for sequences without an alignment.
+# `triplet` and `contrastive` for embeddings with classes, in batches of `p_by_k`; `arcface` and
+# `cosface` for cosines to centers of classes, `add_head(..., cosine=True)`; `multiple_negatives`
+# for texts that belong together; `ctc` for sequences without an alignment.
 # `OutputLoss` needs no labels, as with pairs of images and texts:
 
 og.OutputLoss("info_nce", ["image_embedding", "text_embedding"], temperature=0.07)
@@ -248,8 +250,8 @@ print(modes.state.buffers["mean"])  # near 5
 #
 # `Progress` shows a bar, `EarlyStopping` ends training and restores the best weights, `History`
 # writes a CSV file, `Norms` and `Timing` add to the history, `NanWatch` names the node that first
-# computed NaN, and `TensorBoard`, `MLflow` and `WeightsAndBiases` log to those. `validation` is a
-# share of the rows, or `(X, y)`.
+# computed NaN, and `TensorBoard`, `MLflow` and `WeightsAndBiases` log to those; `OptunaPruning`
+# ends what a study of Optuna prunes. `validation` is a share of the rows, or `(X, y)`.
 
 watched = og.Trainer(
     MODEL,
@@ -364,13 +366,14 @@ np.testing.assert_allclose(frame.state.weights["w"][:, 0], [1, 2, 3], atol=0.05)
 # %%
 # Data larger than memory: `arrow_dataset` reads Parquet files, `np.memmap` arrays, and
 # `image_folder` a folder of images for each class. They are shuffled, and read by a thread while
-# the model trains. `by_length` makes batches of sequences of similar length, and pads each input.
+# the model trains. `by_length` makes batches of sequences of similar length, and pads inputs; of
+# one length, where no mask tells the model what is padded.
 
 og.arrow_dataset(DATA / "digits.parquet", y="label")
 np.save("rows.npy", rows)
 frame.fit(np.load("rows.npy", mmap_mode="r"), price)
 texts = [ids[i, : 3 + i % 9] for i in range(64)]
-tokens.fit(og.by_length(texts, texts, y_value=0), epochs=2)
+tokens.fit(og.by_length(texts, texts, value=0, y_value=0), epochs=2)
 
 # %%
 # Rows are on the first axis, unless the declared shapes of the model say another one; `batch_axes`

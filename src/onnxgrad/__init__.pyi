@@ -101,6 +101,9 @@ from .data.audio import (
     mel_spectrogram as mel_spectrogram,
     resample as resample,
 )
+from .data.class_batches import (
+    p_by_k as p_by_k,
+)
 from .data.images import (
     center_crop as center_crop,
     image_folder as image_folder,
@@ -148,8 +151,14 @@ from .finetune.heads import (
 from .finetune.preprocess import (
     preprocess as preprocess,
 )
+from .finetune.unroll import (
+    unroll as unroll,
+)
 from .graph.emit import (
     Emit as Emit,
+)
+from .language.ctc_decoding import (
+    ctc_decode as ctc_decode,
 )
 from .language.encoder_decoder import (
     greedy_decode as greedy_decode,
@@ -177,6 +186,9 @@ from .language.texts import (
 )
 from .limits import (
     set_limits as set_limits,
+)
+from .losses.combined import (
+    combined_loss as combined_loss,
 )
 from .losses.distillation import (
     distillation as distillation,
@@ -206,6 +218,14 @@ from .losses.spec import (
 from .metrics.base import (
     Metric as Metric,
     PredictionInfo as PredictionInfo,
+)
+from .metrics.false_alarms import (
+    AlarmCurve as AlarmCurve,
+    FalseAlarms as FalseAlarms,
+    false_alarms as false_alarms,
+)
+from .metrics.texts import (
+    TextErrorRate as TextErrorRate,
 )
 from .model.feeds import (
     random_feed as random_feed,
@@ -270,6 +290,9 @@ from .optimizers.scaling import (
     ScaleByLearningRate as ScaleByLearningRate,
     Trace as Trace,
 )
+from .optimizers.unfreezing import (
+    gradual_unfreezing as gradual_unfreezing,
+)
 from .parallel.process_groups import (
     DataParallel as DataParallel,
 )
@@ -283,6 +306,9 @@ from .plot.html import (
     Picture as Picture,
     show as show,
     to_html as to_html,
+)
+from .plot.loss_curves import (
+    plot_history as plot_history,
 )
 from .plot.summary import (
     Layer as Layer,
@@ -298,6 +324,9 @@ from .plot.text import (
 )
 from .quantization.quantize import (
     quantize as quantize,
+)
+from .report.card import (
+    write_card as write_card,
 )
 from .report.page import (
     write_report as write_report,
@@ -351,6 +380,9 @@ from .training.callbacks.nan_watch import (
 from .training.callbacks.norms import (
     Norms as Norms,
 )
+from .training.callbacks.optuna import (
+    OptunaPruning as OptunaPruning,
+)
 from .training.callbacks.progress import (
     Progress as Progress,
 )
@@ -363,6 +395,10 @@ from .training.callbacks.timing import (
 from .training.callbacks.weights_and_biases import (
     WeightsAndBiases as WeightsAndBiases,
 )
+from .training.mixing import (
+    cutmix as cutmix,
+    mixup as mixup,
+)
 from .training.parameters.defaults import (
     trainable as trainable,
 )
@@ -374,6 +410,10 @@ from .training.parameters.ties import (
 )
 from .training.progress import (
     FitProgress as FitProgress,
+)
+from .training.range_test import (
+    RangeTest as RangeTest,
+    lr_range_test as lr_range_test,
 )
 from .training.stack import (
     TrainerStack as TrainerStack,

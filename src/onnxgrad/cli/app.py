@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from onnxgrad import __version__
 from onnxgrad.cli.command import EXIT_CODES, register
@@ -13,6 +14,7 @@ from onnxgrad.cli.command_options import (
     EvalOptions,
     GenerateOptions,
     GradOptions,
+    LossesOptions,
     MergeOptions,
     PredictOptions,
     ReportOptions,
@@ -21,7 +23,23 @@ from onnxgrad.cli.command_options import (
 )
 from onnxgrad.cli.train_options import TrainOptions
 
+
+class _Commands(TyperGroup):
+    """Takes height and width of `--image-size` also as two numbers; options of click have one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Join both numbers."""
+        joined: list[str] = []
+        for text in args:
+            if joined[-2:-1] == ["--image-size"] and joined[-1].isdigit() and text.isdigit():
+                joined[-1] += f"x{text}"
+            else:
+                joined.append(text)
+        return super().parse_args(ctx, joined)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -114,6 +132,19 @@ def generate(options: GenerateOptions) -> None:
 )
 def trainable(options: TrainableOptions) -> None:
     """List the float constants of MODEL, which of them train, and why."""
+
+
+@register(
+    app,
+    "onnxgrad.cli.losses:losses",
+    "onnxgrad losses",
+    "onnxgrad losses ctc",
+)
+def losses(options: LossesOptions) -> None:
+    """List the losses, their mathematics and their options with defaults.
+
+    f is the prediction of the model, y the label.
+    """
 
 
 @register(

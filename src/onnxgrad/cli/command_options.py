@@ -74,6 +74,15 @@ class TrainableOptions(Common, ModelArgument):
 
 
 @options()
+class LossesOptions(Common):
+    """Of `onnxgrad losses`."""
+
+    name: str = argument(
+        "A loss, of which all is said; without it, all losses are listed.", required=False
+    )
+
+
+@options()
 class Differentiated:
     """What a gradient is taken with respect to."""
 
@@ -111,6 +120,15 @@ class CheckOptions(Common, Differentiated, ModelArgument):
         "Largest relative error.", min=0, show_default="1e-6 in float64, 0.02 in float32"
     )
     seed: int = option("Of the inputs and the directions.", 0, min=0)
+    separately: bool = option(
+        "Change each input and weight by itself; without it, several together if there are many.",
+        False,
+        show_default=False,
+    )
+    budget: float | None = option(
+        "Begin no further comparison after this time, and say what was not compared.",
+        metavar="SECONDS",
+    )
 
 
 @options()

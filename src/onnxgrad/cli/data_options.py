@@ -28,8 +28,10 @@ class InputOptions:
         metavar="NAME=VALUE",
         panel="Task",
     )
-    image_size: int | None = option(
-        "Height and width of images.", min=1, show_default="those of the model's input"
+    image_size: str | None = option(
+        "Height and width of images: 48 320 or 48x320, or one number for both.",
+        metavar="H [W]",
+        show_default="those of the model's input",
     )
 
 

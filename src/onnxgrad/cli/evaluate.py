@@ -12,14 +12,13 @@ from onnxgrad.cli.console import note, print_json, print_rows, say
 from onnxgrad.cli.job import check_classes, default_metrics, known_classes, map_data
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
+from onnxgrad.cli.tasks import evaluate_task, has_task
 from onnxgrad.training.judges import select_metrics
 
 
 def evaluate(options: EvalOptions) -> None:
     """Print the loss and the metrics."""
-    if options.task is not None:
-        from onnxgrad.cli.tasks import evaluate_task
-
+    if has_task(options):
         _print(options, *evaluate_task(options))
         return
     proto = read_model(options.model, options.data)

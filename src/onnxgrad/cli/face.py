@@ -21,6 +21,7 @@ OPTIONS = {  # the option of an argument, where it has another name
     "add_lora.dropout": "lora_dropout",
     "loss_options": "loss_option",
     "loss_weights": "loss_weight",
+    "budget_seconds": "budget",
     "y": "target",
 }
 NAMES = {  # what is no argument

@@ -50,15 +50,18 @@ def check(options: CheckOptions) -> None:
         rtol=options.rtol,
         order=options.order,
         random_state=options.seed,
+        separately=options.separately or None,
+        budget_seconds=options.budget,
     )
     if options.json:
-        keys = ("name", "order", "expected", "found", "error", "rtol", "ok", "undefined")
+        keys = ("name", "names", "order", "expected", "found", "error", "rtol", "ok", "undefined")
         rows = [{key: getattr(row, key) for key in keys} for row in report.rows]
         print_json(
             {
                 "ok": report.ok,
                 "max_error": report.max_error,
                 "computed": report.computed,
+                "unchecked": report.unchecked,
                 "rows": rows,
             }
         )

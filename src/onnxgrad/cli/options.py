@@ -31,9 +31,9 @@ def output_option(help: str, default: str | None = None, **more: Any) -> Any:
     return option(help, default, "--output", "-o", metavar="PATH", **more)
 
 
-def argument(help: str, **more: Any) -> Any:
-    """Return a field that is a positional argument, a text."""
-    return _field("", positional=True, help=help, names=(), panel="", more=more)
+def argument(help: str, *, required: bool = True, **more: Any) -> Any:
+    """Return a field that is a positional argument, a text; "" where one is left out."""
+    return _field("", positional=True, required=required, help=help, names=(), panel="", more=more)
 
 
 def _field(default: Any, **metadata: Any) -> Any:
@@ -78,6 +78,7 @@ class Described:
     names: tuple[str, ...]
     panel: str
     more: dict[str, Any]
+    required: bool = False
 
     @classmethod
     def fields_of(cls, options: type) -> dict[str, Described]:

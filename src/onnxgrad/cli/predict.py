@@ -17,6 +17,7 @@ from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, input
 from onnxgrad.cli.prediction_files import Columns, check_ending, writer
 from onnxgrad.cli.sources import ArrowSource, ImageSource, begin_errors, open_data
 from onnxgrad.cli.task import check_counts
+from onnxgrad.cli.tasks import has_task, predict_task
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Rows
 from onnxgrad.data.columns import read_names
@@ -33,9 +34,7 @@ _ROWS = 256
 
 def predict(options: PredictOptions) -> None:
     """Write the outputs."""
-    if options.task is not None:
-        from onnxgrad.cli.tasks import predict_task
-
+    if has_task(options):
         predict_task(options)
         return
     check_ending(options.output)

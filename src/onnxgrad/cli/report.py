@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +21,12 @@ from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.parameters.defaults import names_and_reasons, trainable
+from onnxgrad.training.parameters.table import Tensor
 from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.trainer import Trainer
 
 _VALIDATION = "validation_"
+_LISTED = 3  # tensors that do not train, named without --verbose
 
 
 def epochs(trainer: Trainer) -> list[dict[str, Any]]:
@@ -31,6 +34,18 @@ def epochs(trainer: Trainer) -> list[dict[str, Any]]:
     entries = [entry for entry in trainer.history if "loss" in entry]
     so_far = trainer.progress.loss
     return entries if entries or not math.isfinite(so_far) else [{"loss": so_far}]
+
+
+def _untrained(rows: Sequence[Tensor], options: TrainOptions) -> str:
+    """Return which tensors do not train: a few, or with `--verbose` all, with the reasons."""
+    if options.verbose or len(rows) <= _LISTED:
+        return names_and_reasons(rows, len(rows))
+    first = sorted(rows, key=lambda row: not row.doubtful)[:_LISTED]
+    model = shlex.quote(options.model)
+    return (
+        f"{len(rows)} constants, as {names_and_reasons(first)}; --verbose or `onnxgrad trainable "
+        f"{model}` lists all"
+    )
 
 
 @dataclass
@@ -118,7 +133,7 @@ class Report:
         options = self.options
         rows = [] if options.train or options.lora else trainable(self.job.proto)
         if untrained := [t for t in rows if not t.trains]:
-            say(f"not trained by default: {names_and_reasons(untrained, len(untrained))}", console)
+            say(f"not trained by default: {_untrained(untrained, options)}", console)
         for remark in self.job.task.remarks:
             say(remark, console)
 

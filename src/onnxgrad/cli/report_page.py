@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxgrad.cli.command_options import ReportOptions
-from onnxgrad.cli.console import print_json, say
+from onnxgrad.cli.console import complain, print_json, say
 from onnxgrad.cli.train_options import TrainOptions
-from onnxgrad.model.files import check_writable
+from onnxgrad.errors import printable
+from onnxgrad.estimator import NotFittedError
+from onnxgrad.model.files import check_writable, one_line
 
 if TYPE_CHECKING:
     from onnxgrad.cli.job import Job
@@ -51,6 +53,44 @@ def describe(job: Job) -> None:
             folders = getattr(job.training.data.X, "classes", None)
             callback.classes = job.classes or folders
             callback.row_numbers = job.validation.numbers if job.validation else None
+
+
+def card_of(options: TrainOptions) -> list[Path]:
+    """Return the file of the card that `--card` asks for, if it does."""
+    if options.card is None:
+        return []
+    path = Path(options.card)
+    return [path / "README.md" if path.is_dir() else path]
+
+
+def check_card(options: TrainOptions, inputs: Iterable[Path]) -> None:
+    """Raise if `--card` cannot be written, or `--license` has no card."""
+    if options.license is not None and options.card is None:
+        raise ValueError("--license is written to a card: pass --card PATH, too")
+    for file in card_of(options):
+        check_writable(file, options.overwrite, inputs)
+
+
+def card(job: Job, options: TrainOptions) -> list[Path]:
+    """Write the card of a trained model; return the files written."""
+    from onnxgrad.report.card import write_card
+
+    try:
+        return [
+            write_card(
+                job.trainer,
+                file,
+                license=options.license,
+                base=options.model if os.path.isfile(options.model) else None,
+                data=f"Read from `{printable(os.path.basename(os.path.normpath(options.data)))}`.",
+                overwrite=options.overwrite,
+            )
+            for file in card_of(options)
+        ]
+    except (OSError, NotFittedError) as e:
+        reason = one_line(e) if isinstance(e, OSError) else "no epoch has ended"
+        complain(f"the card is not written: {reason}")
+        return []
 
 
 def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:

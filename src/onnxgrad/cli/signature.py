@@ -30,7 +30,7 @@ def takes_options(function: Callable[[Any], None], runs: str) -> Callable[..., N
             chosen = config.read(file, described) | chosen
         rest = {n: v for n, v in values.items() if v is not None and n not in chosen}
         options = kind(**(rest | chosen))
-        for name in (n for n, each in described.items() if each.positional):
+        for name in (n for n, each in described.items() if each.required):
             if not getattr(options, name):
                 more = f", or as {name} = ... in the file of --config" if "config" in values else ""
                 raise ValueError(f"{name.upper()} is missing: pass it as an argument{more}")

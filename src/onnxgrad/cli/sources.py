@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ class ImageSource:
     """A folder with a folder of images for each class."""
 
     name: str
-    size: int | None
+    size: tuple[int, int] | None
 
     def reader(self, shape: Any) -> ImageFolder:
         """Return what reads the images, for an input of this declared shape."""
@@ -83,6 +84,23 @@ class ImageSource:
                 f"width, but {shape}: pass --image-size"
             )
         return image_folder(self.name, self.size or (lengths[0], lengths[1]))
+
+
+def image_size(text: str | None) -> tuple[int, int] | None:
+    """Return height and width from the value of `--image-size`.
+
+    Raises:
+        ValueError: it is neither a number of pixels nor two of them.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"0*[1-9]\d*([x,]0*[1-9]\d*)?", text.strip()):
+        raise ValueError(
+            f"--image-size {text!r} is neither a number of pixels, as 224, nor a height and a "
+            "width, as 48x320"
+        )
+    numbers = [int(number) for number in re.split("[x,]", text)]
+    return numbers[0], numbers[-1]
 
 
 @dataclass(frozen=True)
@@ -99,14 +117,19 @@ Source = FileTable | ArrowSource | ImageSource | TextSource
 def open_data(path: str, options: InputOptions) -> Source:
     """Return the data at `path`; `--ignore` and `--drop-missing` are applied to tables."""
     suffix = Path(path).suffix.lower()
+    size = image_size(options.image_size)
+    if size is not None and (path == STDIN or not os.path.isdir(path)):
+        raise ValueError(f"--image-size is of a folder of images, and {path!r} is none")
     if path != STDIN and _holds_texts(path, options):
         return TextSource(path, _read_texts(path, options))
     if path != STDIN and os.path.isdir(path):
         if _holds_images(Path(path)):
-            return ImageSource(path, options.image_size)
+            return ImageSource(path, size)
     elif suffix not in _STREAMED and not (suffix in _PARQUET and _is_large(path)):
         opened = standard_input("CSV file") if path == STDIN else path
         return read_table(opened, options.ignore, options.drop_missing)
+    if size is not None:
+        raise ValueError(f"--image-size is of a folder of images, and {path!r} holds tables")
     types = arrow_dataset(path).describe()["columns"]
     for name in options.ignore:
         if name not in types:

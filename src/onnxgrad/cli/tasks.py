@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from onnxgrad.cli.data_options import InputOptions
 from onnxgrad.cli.job import Job, fine_tune, parts, prepare
 from onnxgrad.cli.model_files import STDIN, read_model
 from onnxgrad.cli.options import Described
+from onnxgrad.cli.sources import image_size
 from onnxgrad.cli.task import Task as Data
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.columns import Names
@@ -53,17 +54,27 @@ def task_of(options: Any, data: str | None) -> Task:
     found = [getattr(module, each) for each in module.__all__]
     kind: Any = next(each for each in found if isinstance(each, type) and issubclass(each, Task))
     chosen = dict(read_value("task-option", text) for text in options.task_option)
-    check_options(f"option of task {name!r} (--task-option)", chosen, kind, skip=2)
+    parameters = signature(kind).parameters
+    if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
+        check_options(f"option of task {name!r} (--task-option)", chosen, kind, skip=2)
     for each in _GIVEN_ON:
-        if each in signature(kind).parameters and hasattr(options, each):
+        if each in parameters and hasattr(options, each):
             if each in given or each == "seed":
-                chosen.setdefault(each, getattr(options, each))
+                value = getattr(options, each)
+                chosen.setdefault(each, image_size(value) if each == "image_size" else value)
         elif each in given and each != "seed":
             raise ValueError(f"--task {name} takes no --{each.replace('_', '-')}: leave it out")
     model = read_model(STDIN, data) if options.model == STDIN else options.model
     task = kind(model, data, **chosen)
     assert isinstance(task, Task)
     return task
+
+
+def has_task(options: InputOptions) -> bool:
+    """Return whether the options name a task; raise `ValueError` for options of none."""
+    if options.task is None and options.task_option:
+        raise ValueError("--task-option needs --task: which task it is of")
+    return options.task is not None
 
 
 def _set(options: InputOptions) -> set[str]:
@@ -82,7 +93,7 @@ def _rows(reader: Any) -> Data:
 
 def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
     """Return the trainer and its data, of a task if the options name one."""
-    if options.task is None:
+    if not has_task(options):
         return prepare(options, proto, callbacks)
     arguments = trainer_arguments(options)
     task = task_of(options, options.data)
@@ -103,7 +114,8 @@ def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callb
 
 def evaluate_task(options: EvalOptions) -> tuple[dict[str, Any], int | None]:
     """Return the loss and the metrics of a trained model for the files of a task, and its rows."""
-    task = task_of(options, None)
+    # of embeddings, only data say what the loss is; other tasks would adapt the model to them
+    task = task_of(options, options.data if options.task == "embeddings" else None)
     metrics = loss_arguments(options)["metrics"]
     trainer: Trainer = task.trainer(
         device=options.device, **({"metrics": metrics} if metrics else {})

@@ -23,7 +23,7 @@ from onnxgrad.cli.model_files import (
 )
 from onnxgrad.cli.output import Output
 from onnxgrad.cli.report import Report, epochs
-from onnxgrad.cli.report_page import check_record, describe, recorder
+from onnxgrad.cli.report_page import card, card_of, check_card, check_record, describe, recorder
 from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.samples import check_prompts, sample
 from onnxgrad.cli.signals import Stopped
@@ -85,14 +85,14 @@ def train(options: TrainOptions) -> None:
             raise typer.Exit(outcome.code)
         return
     trained = job.trained_model()
-    files = _write(job.trainer, trained, options, output)
+    files = _write(job.trainer, trained, options, output) + card(job, options)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
     report.samples = sample(job, asked) if asked and not stop.request else []
     if options.json:
         print_json(report.as_json(outcome.reason))
     else:
         report.show(results(output=options.output))
-    expected = _files(options, output)[: None if report.losses else 1]
+    expected = _files(options, output)[: None if report.losses else 1] + card_of(options)
     _exit(outcome, files, expected)
 
 
@@ -115,6 +115,7 @@ def _check_files(options: TrainOptions, output: Output) -> None:
         History(options.history)  # raises for an unknown ending
         check_writable(options.history, options.overwrite or options.resume, inputs)
     check_record(options, inputs)
+    check_card(options, inputs)
     if options.resume and options.checkpoint is None:
         raise ValueError("--resume goes on from --checkpoint FOLDER: name that folder")
     if options.checkpoint is not None and os.path.isfile(options.checkpoint):

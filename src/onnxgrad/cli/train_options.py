@@ -10,8 +10,9 @@ from onnxgrad.cli.options import option, options, output_option
 LOSSES = (
     "squared_error (l2, mse), absolute_error (l1, mae), elastic, huber, poisson, "
     "binary_cross_entropy (bce), cross_entropy (ce), log, hinge, focal, softmax_focal, dice, "
-    "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, triplet, "
-    "contrastive, ctc, or causal_lm"
+    "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, "
+    "cosine_similarity, triplet, contrastive, multiple_negatives, arcface, cosface, ctc, or "
+    "causal_lm"
 )
 OPTIMIZERS = (
     "sgd, momentum, nesterov, adam, adamw, adamax, nadam, radam, adagrad, adadelta, rmsprop, "
@@ -35,7 +36,8 @@ class LossOptions:
         autocompletion=losses,
     )
     loss_option: list[str] = option(
-        "Option of the loss, as from_logits=true or delta=2; repeat for several.",
+        "Option of the loss, as from_logits=true or delta=2; repeat for several. `onnxgrad losses "
+        "NAME` lists those of a loss.",
         [],
         metavar="NAME=VALUE",
     )
@@ -258,6 +260,14 @@ class ResultOptions:
     history: str | None = option(
         "File (.csv or .json) of losses, rates and metrics by epoch.", metavar="FILE"
     )
+    card: str | None = option(
+        "File or folder of a model card: Markdown with license, data, arguments and results; what "
+        "is not known is called unknown.",
+        metavar="PATH",
+    )
+    license: str | None = option(
+        'Of the trained model, in the card, such as "mit"; default: unknown.', metavar="NAME"
+    )
     record: str | None = option(
         "Folder for what `onnxgrad report` draws: curves, norms, histograms, wrong predictions, "
         "time by operator.",
@@ -267,6 +277,9 @@ class ResultOptions:
         "Say what would be trained, for how long and in how much memory, by running a few steps; "
         "write nothing.",
         False,
+    )
+    verbose: bool = option(
+        "List at the end every constant that does not train, and why.", False, show_default=False
     )
     config: str | None = option(
         "TOML file of options by name; what the command line says wins.", metavar="FILE"

@@ -26,9 +26,10 @@ from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses import formulas
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.classification import softplus
+from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objectives import OutputTerms, formula_terms, wide, widen_label
+from onnxgrad.losses.output_terms import OutputTerms, formula_terms, widen_label
 from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
 from onnxgrad.model.draft import Shape
 from onnxgrad.runtime.values import owned, shape_of, to_numpy

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data import image_nodes
+from onnxgrad.data.foreign_transforms import adapted
 from onnxgrad.data.readers import IndexedReader, describe_files
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims
@@ -44,7 +45,9 @@ def image_folder(
             leave in another size is resized to cover it, and cropped at the center.
         transforms: applied to each image in this order: `resize`, `center_crop`, `random_crop`,
             `random_flip`, and at the end `normalize`, all of `onnxgrad.data.images`; or functions
-            `(image of Pillow, numpy.random.Generator or None) -> image`.
+            `(image of Pillow, numpy.random.Generator or None) -> image`. Also those of
+            albumentations and `torchvision.transforms` that return images of 8 bits; they are
+            applied in training only, and draw by the same seeds.
         layout: "NCHW" or "NHWC"; None: by the declared shape of the model's input.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA); None: by the declared shape.
 
@@ -73,7 +76,8 @@ def image_folder(
     if channels not in (None, *_MODES):
         raise ValueError(f"channels={channels} must be one of {', '.join(map(str, _MODES))}")
     check_order(transforms)
-    return ImageFolder(Path(path), _pair(size), tuple(transforms), layout, channels)
+    chosen = tuple(map(adapted, transforms))
+    return ImageFolder(Path(path), _pair(size), chosen, layout, channels)
 
 
 def check_order(transforms: Sequence[Transform]) -> None:

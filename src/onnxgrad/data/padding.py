@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from onnxgrad.data.arrays import to_numbers
 from onnxgrad.data.readers import Reader, describe_arrays
 from onnxgrad.errors import unknown
+from onnxgrad.reporting import logger
 from onnxgrad.runtime.values import to_numpy
 
 _POOL = 50  # batches whose rows are sorted by length together
@@ -78,7 +80,7 @@ def by_length(
     *,
     mask: str | Mapping[str, str] | None = None,
     lengths: str | Mapping[str, str] | None = None,
-    value: float | Mapping[str, float] = 0,
+    value: float | Mapping[str, float] | None = None,
     y_value: float | None = None,
     axis: int | Mapping[str, int] | None = None,
     same_length: bool | None = None,
@@ -86,24 +88,25 @@ def by_length(
     """Return sequences as data for `fit`, in batches of similar length, padded to their longest.
 
     Shuffled rows are sorted by length within 50 batches, cut, and the batches shuffled.
+    Sequences that nothing masks are not padded, as convolutions or recurrent networks would read
+    what is filled in: rows of a batch have one length, and batches fewer rows where need be; the
+    logger says so. What masks them: `mask` or `lengths`, also of other sequences with the same
+    lengths; sequences of ones or an array of the lengths in X; or a `value`, which pads anyhow.
 
     Args:
         X: N sequences (T_i, ...), or other arrays that differ in length along one axis, such as
-            images of one height; or a dict of these by input. Arrays in the dict are not padded,
-            they have one entry a row.
+            images of one height; or a dict of these by input. Its arrays are not padded, they have
+            one entry a row. Lists that have `shapes`, those of their arrays, are read by batch.
         y: labels: an array (N, ...), or a list of N sequences, padded too; or a dict by output.
         sample_weight: (N,).
-        mask: name of an input (N, T) for the mask: 1 where a sequence has an element, else 0. Where
-            sequences of one row differ in length, `{input: name of its mask}`; "y" for those of y.
+        mask: name of an input (N, T) for the mask: 1 where a sequence has an element, else 0; or
+            `{input: name of its mask}`, "y" for y, where lengths in one row differ.
         lengths: name of an input (N,) for the lengths, or a dict as for `mask`.
-        value: what fills the sequences, or `{input: value}`, 0 for those that are missing.
-        y_value: what fills sequences of labels, and is ignored by the loss; None: -100 for class
-            indices. Labels that are not integers need a value.
-        axis: along which arrays differ in length, of a row, or `{input: axis}`. None: that along
-            which they do, or else the first.
-        same_length: whether all sequences of one row must have one length, as tokens and their
-            labels; False: those of X and y may differ, as a text and its translation. None: two
-            inputs must, if they have in most rows.
+        value: what fills the sequences, or `{input: value}`. None: 0, where they are masked.
+        y_value: what fills sequences of labels, ignored by the loss; None: -100, for integers only.
+        axis: of a row, along which lengths differ, or `{input: axis}`. None: where they do, or 0.
+        same_length: whether all sequences of a row must have one length, as tokens and labels, or
+            may not, as a text and its translation. None: two must, if they have in most rows.
 
     Returns:
         A reader, which `fit(reader)` takes as X.
@@ -121,16 +124,22 @@ def by_length(
     """
     if (mask or lengths) and not isinstance(X, Mapping):
         raise ValueError("mask and lengths are inputs beside X: pass X as {input: sequences}")
-    features = dict(X) if isinstance(X, Mapping) else {"X": X}
-    key = "labels" if "y" in features else "y"
-    labels = {} if y is None else dict(y) if isinstance(y, Mapping) else {key: y}
+    features, labels = _by_names(X, y)
     axes = _by_name("axis", axis, [*features, *labels])
     values = _by_name("value", value, [*features])
     columns = {n: _column(n, c, axes[n], values[n] or 0) for n, c in features.items()}
     targets = {n: _column(n, c, axes[n], y_value) for n, c in labels.items()}
     dicts = isinstance(X, Mapping), isinstance(y, Mapping)
     made = ByLength(columns, targets, sample_weight, dicts, same_length)
-    return made.add("mask", mask, axes).add("lengths", lengths, axes)
+    made.add("mask", mask, axes).add("lengths", lengths, axes)
+    return made.keep_apart({name for name in features if values[name] is not None})
+
+
+def _by_names(X: Any, y: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return features and labels by name."""
+    features = dict(X) if isinstance(X, Mapping) else {"X": X}
+    key = "labels" if "y" in features else "y"
+    return features, {} if y is None else dict(y) if isinstance(y, Mapping) else {key: y}
 
 
 def _by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -147,13 +156,21 @@ def _by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
 class _Padded:
     """Arrays, one a row, of other `lengths` along `axis`, and the `value` that fills them."""
 
-    rows: list[Any]
+    rows: Sequence[Any]
     axis: int
     value: float
     lengths: np.ndarray
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def take(self, indices: np.ndarray) -> _Padded:
+        """Return some rows as they are."""
+        return replace(self, rows=[self.rows[i] for i in indices], lengths=self.lengths[indices])
+
+    def is_mask(self) -> bool:
+        """Return whether all elements are 1, so that zeros tell what is padded."""
+        return all((np.asarray(row) == 1).all() for row in self.rows)
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Return some rows, padded to the longest."""
@@ -165,10 +182,13 @@ class _Padded:
 
 def _column(name: str, values: Any, axis: int | None, value: float | None) -> _Padded | np.ndarray:
     """Return a list of arrays as rows to be padded, and anything else as an array."""
-    if isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values)):
+    stated = getattr(values, "shapes", None)
+    if stated is None and (
+        isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values))
+    ):
         return np.asarray(values)
-    rows = list(values)
-    shapes = [np.shape(row) for row in rows]
+    rows = list(values) if stated is None else values
+    shapes = [np.shape(row) for row in rows] if stated is None else list(stated)
     if len(ranks := {len(shape) for shape in shapes}) > 1:
         raise ValueError(f"the rows of {name!r} have different numbers of axes: {sorted(ranks)}")
     lengths = np.array(shapes)
@@ -210,6 +230,8 @@ class ByLength(Reader):
             raise ValueError("X has no sequences: a list of arrays is one, an array is not padded")
         self.rows = next(iter(counts.values()))
         self._sorted_by = self._lengths(same_length)
+        self._apart: dict[str, np.ndarray] = {}  # lengths of sequences that are not padded
+        self._told = False
 
     def _lengths(self, same: bool | None) -> list[np.ndarray]:
         """Return the different lengths of the rows; raise if there must not be other ones."""
@@ -256,28 +278,93 @@ class ByLength(Reader):
             self._beside[beside] = kind, self._padded[name].lengths
         return self
 
+    def keep_apart(self, filled: set[str]) -> ByLength:
+        """Let batches have rows of one length, of sequences neither masked nor `filled` by choice.
+
+        They are masked together with others of the same lengths.
+        """
+        masked = [lengths for _, lengths in self._beside.values()]
+        for name, column in self._X.items():
+            if not isinstance(column, _Padded):
+                masked.append(column)  # it may hold the lengths
+            elif name not in filled and column.is_mask():
+                masked.append(column.lengths)
+        for name, column in self._X.items():
+            if isinstance(column, _Padded) and name not in filled:
+                same = (np.array_equal(column.lengths, lengths) for lengths in masked)
+                if len({*column.lengths.tolist()}) > 1 and not any(same):
+                    self._apart[name] = column.lengths
+        return self
+
     def for_inputs(self, shapes: Any) -> Reader:
-        """Check that the model has the inputs for masks and lengths."""
+        """Check that the model has the inputs for masks and lengths; say what is not padded."""
         for name in self._beside:
             if name not in shapes:
                 raise unknown("input", name, shapes)
+        if self._apart and not self._told:
+            logger.warning(
+                "%s: batches have rows of one length, as no mask or lengths tell the model what is "
+                "padded; by_length(..., value=0) pads all the same",
+                ", ".join(map(repr, self._apart)),
+            )
+            self._told = True
         return self
 
+    @property
+    def order(self) -> np.ndarray | None:
+        """The numbers of the rows as batches have them that are not shuffled; None: in order."""
+        return np.argsort(self._groups(), kind="stable") if self._apart else None
+
+    def _groups(self) -> np.ndarray:
+        """Return a number for each row, the same for rows that may be in one batch."""
+        lengths = np.stack([*self._apart.values()])
+        return np.unique(lengths, axis=1, return_inverse=True)[1].reshape(-1)
+
+    def count_batches(self, size: int) -> int:
+        """Return the number of batches of a pass."""
+        if not self._apart:
+            return -(-self.rows // size)
+        return int((-(-np.bincount(self._groups()) // size)).sum())
+
+    def subset(self, numbers: np.ndarray) -> ByLength:
+        """Return the reader of some of the rows."""
+        part = copy.copy(self)
+        part._X, part._y = (
+            {
+                n: c.take(numbers) if isinstance(c, _Padded) else c[numbers]
+                for n, c in columns.items()
+            }
+            for columns in (self._X, self._y)
+        )
+        part._padded = {n: c for n, c in {**part._X, **part._y}.items() if isinstance(c, _Padded)}
+        part._weight = None if self._weight is None else self._weight[numbers]
+        part._beside = {n: (kind, own[numbers]) for n, (kind, own) in self._beside.items()}
+        part._apart = {name: own[numbers] for name, own in self._apart.items()}
+        part._sorted_by = [lengths[numbers] for lengths in self._sorted_by]
+        part.rows = len(numbers)
+        return part
+
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass; in order, they are not sorted."""
-        rows = np.arange(self.rows)
-        cut = [rows[start : start + size] for start in range(0, self.rows, size)]
-        if seed is not None:
-            rng = np.random.default_rng(seed)
-            rows = rng.permutation(self.rows)
-            cut = []
-            for start in range(0, self.rows, size * _POOL):
-                pool = rows[start : start + size * _POOL]
-                pool = pool[np.lexsort([lengths[pool] for lengths in self._sorted_by[::-1]])]
-                cut += [pool[at : at + size] for at in range(0, len(pool), size)]
+        """Yield the batches of one pass; without a seed, rows have their `order`."""
+        rng = None if seed is None else np.random.default_rng(seed)
+        rows = np.arange(self.rows) if rng is None else rng.permutation(self.rows)
+        if self._apart:
+            groups = self._groups()[rows]
+            ends = np.cumsum(np.bincount(groups))[:-1]
+            pools = np.split(rows[np.argsort(groups, kind="stable")], ends)
+        else:
+            pools = [rows[at : at + size * _POOL] for at in range(0, self.rows, size * _POOL)]
+            if rng is not None:
+                pools = [pool[self._by_length(pool)] for pool in pools]
+        cut = [pool[at : at + size] for pool in pools for at in range(0, len(pool), size)]
+        if rng is not None:
             cut = [cut[i] for i in rng.permutation(len(cut))]
         for indices in cut[skip:]:
             yield self._batch(indices)
+
+    def _by_length(self, rows: np.ndarray) -> np.ndarray:
+        """Return indices that sort rows by length."""
+        return np.lexsort([lengths[rows] for lengths in self._sorted_by[::-1]])
 
     def _batch(self, indices: np.ndarray) -> tuple[Any, ...]:
         X = {name: column[indices] for name, column in self._X.items()}
@@ -296,7 +383,8 @@ class ByLength(Reader):
         """Return the number of rows, and a digest of the lengths and labels."""
         arrays = {f"lengths {i}": lengths for i, lengths in enumerate(self._sorted_by)}
         arrays |= {name: c for name, c in self._y.items() if isinstance(c, np.ndarray)}
-        return describe_arrays("sequences", arrays) | {"rows": self.rows}
+        apart = {"apart": [*self._apart]} if self._apart else {}
+        return describe_arrays("sequences", arrays) | {"rows": self.rows} | apart
 
 
 def _first(values: Any) -> Any:

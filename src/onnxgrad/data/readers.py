@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ class Reader:
     """Data that are read batch by batch.
 
     A batch is a tuple (X,), (X, y) or (X, y, sample_weight), as `fit` takes them, with rows on
-    axis 0, or a dict of arrays by input, which goes into the model as it is.
+    axis 0, or a dict of arrays by input, which goes into the model as it is. In front of a batch,
+    None says that a sequence begins: inputs that `Trainer(carry=...)` carries have the values that
+    are in the data of that batch. The first batch of a pass always begins one.
 
     Attributes:
         rows: number of rows, None if it is unknown.
@@ -31,6 +32,8 @@ class Reader:
         shuffles: whether a seed changes the order of the rows.
         reuses: whether the arrays of a batch may be written to when the next one is read.
         pads: whether rows are padded, of which only a mask tells how long they were.
+        sequences: whether a seed changes the order of whole sequences only, each of which begins
+            with None, so that states can be carried although rows are shuffled.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -49,19 +52,25 @@ class Reader:
     shuffles = True
     reuses = False
     pads = False
+    sequences = False
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of batches without a seed; None: as they are."""
+        return None
 
     def first(self) -> Any:
         """Return a batch of one row, or of more if batches are given; None if there is none."""
-        return next(self.batches(1, None, 0), None)
+        return next((batch for batch in self.batches(1, None, 0) if batch is not None), None)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass, without the first `skip`.
 
         Args:
             size: rows of a batch; the last may have fewer. Readers of whole batches ignore it.
-            seed: decides the order of the rows, and what is random about them; None: in order,
+            seed: decides the order of the rows, and what is random about them; None: in `order`,
                 and nothing is random.
-            skip: number of batches to leave out.
+            skip: number of batches to leave out; None that stands in front of the next is not.
         """
         raise NotImplementedError
 
@@ -72,6 +81,12 @@ class Reader:
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
         """Return the reader for features of these declared shapes, by name."""
         return self
+
+    def count_batches(self, size: int) -> int | None:
+        """Return the number of batches of one pass with this size; None if it is unknown."""
+        if self.count is not None or self.rows is None:
+            return self.count
+        return -(-self.rows // size)
 
     def subset(self, numbers: np.ndarray) -> Reader | None:
         """Return the reader of the rows with these numbers; None if rows cannot be drawn."""
@@ -158,7 +173,7 @@ class Batches(Reader):
         self.source = source
         self.reuses = not isinstance(source, (list, tuple))
         try:
-            self.count = len(source)
+            self.count = len(source) - sum(b is None for b in self._listed())
         except (TypeError, NotImplementedError):
             self.count = None
         self._once = not callable(source) and isinstance(source, Iterator)
@@ -177,17 +192,30 @@ class Batches(Reader):
             )
         self._begun = True
         batches: Iterable[Any] = self.source() if callable(self.source) else self.source
-        yield from islice(batches, skip, None)
+        yield from _behind(iter(batches), skip)
 
     def describe(self) -> dict[str, Any]:
         """Return the type, the number of batches, and for a list a digest of some."""
-        entries = {"kind": full_name(self.source), "batches": self.count}
-        if isinstance(self.source, (list, tuple)) and self.source:
-            chosen = np.unique(np.linspace(0, len(self.source) - 1, _SAMPLED).astype(int))
-            arrays = enumerate(_numeric([self.source[i] for i in chosen]))
+        entries: dict[str, Any] = {"kind": full_name(self.source), "batches": self.count}
+        if listed := [batch for batch in self._listed() if batch is not None]:
+            chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))
+            arrays = enumerate(_numeric([listed[i] for i in chosen]))
             described = describe_arrays("batches", {str(i): array for i, array in arrays})
             entries["digest"] = described["digest"]
+            if len(listed) < len(self._listed()):
+                entries["begins"] = [i for i, b in enumerate(self._listed()) if b is None]
         return entries
+
+    def _listed(self) -> Sequence[Any]:
+        return self.source if isinstance(self.source, (list, tuple)) else ()
+
+
+def _behind(batches: Iterator[Any], skip: int) -> Iterator[Any]:
+    """Yield what is behind the first `skip` batches; None in front of a batch is none."""
+    for _ in range(skip):
+        while next(batches, batches) is None:
+            pass
+    yield from batches
 
 
 def full_name(value: Any) -> str:

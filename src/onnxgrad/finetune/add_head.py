@@ -26,13 +26,14 @@ POOLS = ("mean", "first", "image")
 
 def add_head(
     model: ModelLike,
-    units: int | Sequence[str] | Sequence[int],
+    units: int | Sequence[str] | Sequence[int] | None,
     at: str | None = None,
     name: str = "head",
     *,
     pool: str | None = None,
     mask: str | None = None,
     activation: str | None = None,
+    cosine: bool = False,
     seed: int = 0,
 ) -> ModelProto:
     """Return `model` with a new linear layer on the features that it computes.
@@ -40,12 +41,13 @@ def add_head(
     For encoders of texts, images or sounds, which end without a layer that `replace_head` could
     replace. The only output is y = activation(pool(features) W + b), called `logits`, or
     `probabilities` with an activation. W is drawn as by `replace_head`, and b is zero. What the
-    features do not need is removed; inputs are kept if they are still used.
+    features do not need is removed; inputs are kept if they are still used. With `cosine`, the
+    output is called `cosines`; without units, it is pool(features), called `features`.
 
     Args:
         model: model, serialized model or path; never modified.
         units: number of units; or the classes, all strings or all ints, which are stored as
-            metadata, `onnxgrad.classes`.
+            metadata, `onnxgrad.classes`. None: no layer, only `pool`.
         at: the value that holds the features, on its last axis. None: the output of `model`, if it
             has only one.
         name: the new tensors are `<name>.weight` and `<name>.bias`; a numeric suffix is added if
@@ -55,6 +57,8 @@ def add_head(
         mask: for `pool="mean"`, the input or value of `model`, of shape (N, T), that is 0 for
             positions that do not count, such as "attention_mask".
         activation: "softmax", "log_softmax" or "sigmoid"; None: scores.
+        cosine: whether y is the cosine between the features and each column of W, the center of a
+            class, for the losses "arcface" and "cosface"; there is no b.
         seed: of the new weights.
 
     Raises:
@@ -72,19 +76,34 @@ def add_head(
         >>> [node.op_type for node in classifier.graph.node], classifier.graph.output[0].name
         (['MatMul', 'ReduceMean', 'MatMul', 'Add'], 'logits')
     """
-    request = Request(units, name, activation, seed)
-    if activation == "same":
-        raise unknown("activation", activation, [*ACTIVATIONS, "None"])
-    if pool is not None and pool not in POOLS:
-        raise unknown("pool", pool, [*POOLS, "None"])
+    _check_layer(units, pool, activation, cosine)
+    request = None if units is None else Request(units, name, activation, seed)
     if mask is not None and pool != "mean":
         given, needed = argument("mask", mask), argument("pool", "mean")
         raise ValueError(f"{given} needs {needed}, not {pool!r}")
-    return _with_head(inlined(read(model)), request, at, pool, mask)
+    return _with_head(inlined(read(model)), request, at, pool, mask, cosine)
+
+
+def _check_layer(units: object, pool: str | None, activation: str | None, cosine: bool) -> None:
+    """Raise `ValueError` for arguments of `add_head` that exclude each other."""
+    if activation == "same":
+        raise unknown("activation", activation, [*ACTIVATIONS, "None"])
+    if activation is not None and (cosine or units is None):
+        other = argument("cosine", True) if cosine else argument("units", None)
+        raise ValueError(f"{other} needs {argument('activation', None)}, not {activation!r}")
+    if units is None and (pool is None or cosine):
+        raise ValueError(f"{argument('units', None)} needs {argument('pool')}, and no other option")
+    if pool is not None and pool not in POOLS:
+        raise unknown("pool", pool, [*POOLS, "None"])
 
 
 def _with_head(
-    proto: ModelProto, request: Request, at: str | None, pool: str | None, mask: str | None
+    proto: ModelProto,
+    request: Request | None,
+    at: str | None,
+    pool: str | None,
+    mask: str | None,
+    cosine: bool,
 ) -> ModelProto:
     """Return `proto` with a head; the other arguments as those of `add_head`."""
     changed = to_ir(proto)
@@ -102,20 +121,42 @@ def _with_head(
         )
     op = Emit(graph)
     x = _features(_value(graph, at or str(graph.outputs[0].name)), pool)
-    weights = _weights(op, x, pool, request)
+    weights = [] if request is None else _weights(op, x, pool, request, not cosine)
     pooled = _pool_features(op, x, pool, None if mask is None else _value(graph, mask))
-    y = op.emit("Add", [op.MatMul(pooled, weights[0]), weights[1]], {}, fresh=True)
     shape = dims(x) or ()
-    y.type, y.shape = x.type, ir.Shape([*(shape[:1] if pool else shape[:-1]), request.units])
-    if request.activation is not None:
-        y = write_activation(op, ACTIVATIONS[request.activation], y, -1)
+    if request is None:
+        y = op.copy_of(pooled)
+        width = (shape[1 if pool == "image" else 2],) if shape else (None,)
+    else:
+        y, width = _layer(op, pooled, weights), (request.units,)
+    y.type, y.shape = x.type, ir.Shape([*(shape[:1] if pool else shape[:-1]), *width])
+    label = "features" if request is None else "cosines" if cosine else "logits"
+    if request is not None and request.activation is not None:
+        y, label = write_activation(op, ACTIVATIONS[request.activation], y, -1), "probabilities"
     graph.outputs.clear()
-    y.name = op.name("logits" if request.activation is None else "probabilities")
+    y.name = op.name(label)
     graph.outputs.append(y)
     tidy(changed)
     graph.inputs[:] = [v for v in graph.inputs if v.uses()]
+    made = to_proto(changed)
+    if request is None:
+        made.ir_version = proto.ir_version
+        return made
     tensors = [str(v.name) for v in weights]
-    return request.finish(to_proto(changed), tensors, labelled=False, origin=proto)
+    return request.finish(made, tensors, labelled=False, origin=proto)
+
+
+def _layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
+    """Write x W + b; without b, the cosines of the angles between x and the columns of W."""
+    if len(weights) == 2:
+        return op.emit("Add", [op.MatMul(x, weights[0]), weights[1]], {}, fresh=True)
+    with op:
+        tiny = 1e-12  # as `normalize` in PyTorch
+        x, w = (
+            v / op.Max(op.ReduceL2(v, [axis], keepdims=1), tiny)
+            for v, axis in ((x, -1), (weights[0], 0))
+        )
+        return op.emit("MatMul", [x, w], {}, fresh=True)
 
 
 def _value(graph: ir.Graph, name: str) -> ir.Value:
@@ -159,9 +200,9 @@ def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | Non
 
 
 def _weights(
-    op: Emit, x: ir.Value, pool: str | None, request: Request
-) -> tuple[ir.Value, ir.Value]:
-    """Return the weights, features x units, and the bias.
+    op: Emit, x: ir.Value, pool: str | None, request: Request, bias: bool
+) -> list[ir.Value]:
+    """Return the weights, features x units, and the bias if there shall be one.
 
     Raises:
         ValueError: the number of features is unknown.
@@ -175,7 +216,7 @@ def _weights(
             f"{argument('at')}"
         )
     weights = fresh((request.units, width), "linear", request.seed)
-    return (
-        initializer(op, np.ascontiguousarray(weights.T), x.dtype, f"{request.name}.weight"),
-        initializer(op, np.zeros(request.units), x.dtype, f"{request.name}.bias"),
-    )
+    made = [initializer(op, np.ascontiguousarray(weights.T), x.dtype, f"{request.name}.weight")]
+    if bias:
+        made.append(initializer(op, np.zeros(request.units), x.dtype, f"{request.name}.bias"))
+    return made

@@ -15,6 +15,7 @@ from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
 from onnxgrad.finetune.head_groups import nodes_text
+from onnxgrad.finetune.kept_units import check_keep, kept_units
 from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
@@ -53,6 +54,7 @@ def replace_head(
     output: str | None = None,
     activation: str | None = "same",
     seed: int = 0,
+    keep: Sequence[int | None] | None = None,
 ) -> ModelProto:
     """Return `model` with a new last layer for another number of units, or for other classes.
 
@@ -87,11 +89,14 @@ def replace_head(
             the scores. "same": as in `model`; but a Softmax becomes a Sigmoid for one unit, and the
             Sigmoid of one unit a Softmax for several, except in a detector.
         seed: of the new weights.
+        keep: for each new unit the index of an old one, whose weights and bias it gets as they are,
+            or None for fresh ones plus the mean of those that are kept. None: all are fresh.
 
     Raises:
         ValueError: no such layer, several of different numbers of units, or several without `at`;
             it cannot be replaced, or an operator behind it needs the old number of units: the
-            message names it; an invalid argument.
+            message names it; an invalid argument; `keep` where weights are quantized, computed, or
+            those of ai.onnx.ml.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -102,8 +107,12 @@ def replace_head(
         ...     h = Gemm <transB = 1> (x, w)  p = Softmax(h) }''')
         >>> [tuple(tensor.dims) for tensor in og.replace_head(model, units=5).graph.initializer]
         [(5, 2)]
+        >>> more = og.replace_head(model, units=4, keep=[0, 1, 2, None])  # of which one is fresh
+        >>> onnx.numpy_helper.to_array(more.graph.initializer[0])[:3].tolist()
+        [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     """
-    return _with_new_layer(read(model), Request(units, name, activation, seed), at, output)
+    request = Request(units, name, activation, seed, keep)
+    return _with_new_layer(read(model), request, at, output)
 
 
 class Request:
@@ -119,12 +128,15 @@ class Request:
         name: str,
         activation: str | None,
         seed: int,
+        keep: Sequence[int | None] | None = None,
     ) -> None:
         if activation not in (None, "same", *ACTIVATIONS):
             raise unknown("activation", activation, ["same", *ACTIVATIONS, "None"])
         if not name:
             raise ValueError("name must not be empty: the new tensors begin with it")
         self.units, self.classes = _units(units)
+        check_keep(keep, self.units)
+        self.keep = keep
         self.name, self.activation, self.seed = name, activation, seed
 
     def finish(
@@ -175,6 +187,8 @@ def _with_new_layer(
                 f"{argument('at', at)} names {len(layers)} layers, of whose units the model "
                 "returns labels: name one"
             )
+    keep = request.keep
+    kept = None if keep is None else {each.y: kept_units(each, keep) for each in layers}
     for each in layers:
         standardize(op, each)
         state_rank(model, each)
@@ -190,7 +204,7 @@ def _with_new_layer(
     weights = [w for each in layers for w in each.weights]
     sources = {v for w in weights for v in origins(w) if v.producer() is None}
     old = {v for v in sources if v.const_value is not None}
-    added = replace_all(op, layers, request.units, request.name, request.seed)
+    added = replace_all(op, layers, request.units, request.name, request.seed, kept)
     tidy(model)
     _say(layers, old)
     _declare(model, before, tail)

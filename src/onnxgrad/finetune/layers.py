@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod, sqrt
 
@@ -44,6 +44,7 @@ _REFUSED = {
     "GemmFastGelu": "its activation is a part of it",
 }
 _SPLIT = frozenset("FusedConv FusedGemm MatMulNBits".split())
+Fill = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass
@@ -235,10 +236,24 @@ def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     return rng.uniform(-limit, limit, shape)
 
 
-def replace_all(op: Emit, layers: Sequence[Layer], units: int, name: str, seed: int) -> list[str]:
+def columns_are_units(node: ir.Node) -> bool:
+    """Return whether the weights of a layer have the shape (features, units, ...) in the file."""
+    bare = node.op_type in _PRODUCTS and not node.attributes.get_int("transB", 0)
+    return bare or node.op_type == "ConvTranspose"
+
+
+def replace_all(
+    op: Emit,
+    layers: Sequence[Layer],
+    units: int,
+    name: str,
+    seed: int,
+    kept: Mapping[ir.Value, Fill] | None = None,
+) -> list[str]:
     """Give `layers` new weights for `units` units, in place; return their names.
 
-    Those of several are numbered. Layers that share their weights share the new ones.
+    Those of several are numbered. Layers that share their weights share the new ones. `kept` puts
+    old units among the new weights and biases of a layer, by its output.
     """
     tied: dict[tuple, list[Layer]] = {}
     for layer in layers:
@@ -248,24 +263,33 @@ def replace_all(op: Emit, layers: Sequence[Layer], units: int, name: str, seed: 
     names = []
     for i, (first, *twins) in enumerate(tied.values()):
         own = f"{name}.{i}" if len(tied) > 1 else name
-        names += replace_weights(op, first, units, own, seed + i, twins)
+        fill = None if kept is None else kept[first.y]
+        names += replace_weights(op, first, units, own, seed + i, twins, fill)
     return names
 
 
 def replace_weights(
-    op: Emit, layer: Layer, units: int, name: str, seed: int, twins: Sequence[Layer] = ()
+    op: Emit,
+    layer: Layer,
+    units: int,
+    name: str,
+    seed: int,
+    twins: Sequence[Layer] = (),
+    kept: Fill | None = None,
 ) -> list[str]:
     """Give `layer`, and `twins` with the same weights, new ones for `units` units, in place.
 
-    Standard operators must compute it: see `standardize`. Factors of a Gemm become 1.
+    Standard operators must compute it: see `standardize`. Factors of a Gemm become 1; with `kept`,
+    which puts old units among the new weights and biases, they stay.
 
     Returns:
         The names of the new tensors.
     """
     node, old = layer.node, layer.weights
-    weights = fresh((units, *layer.shape[1:]), layer.kind, seed)
-    bare = node.op_type in _PRODUCTS and not node.attributes.get_int("transB", 0)
-    if bare or node.op_type == "ConvTranspose":
+    weights, biases = fresh((units, *layer.shape[1:]), layer.kind, seed), np.zeros(units)
+    if kept is not None:
+        weights, biases = kept(weights), kept(biases)
+    if columns_are_units(node):
         weights = np.ascontiguousarray(np.swapaxes(weights, 0, 1))
     new = [initializer(op, weights, layer.dtype, f"{name}.weight")]
     if layer.bias:
@@ -274,11 +298,11 @@ def replace_weights(
             _, (add, i) = _operands(layer)
             before = static(dims(add.inputs[i])) or (1,)
             shape = tuple(units if i == layer.axis else 1 for i in range(-len(before), 0))
-        new.append(initializer(op, np.zeros(shape), layer.dtype, f"{name}.bias"))
+        new.append(initializer(op, biases.reshape(shape), layer.dtype, f"{name}.bias"))
     for each in (layer, *twins):
         for (reader, i), value in zip(_operands(each), new, strict=True):
             reader.replace_input_with(i, value)
-        for attribute in ("alpha", "beta"):
+        for attribute in ("alpha", "beta") if kept is None else ():
             each.node.attributes.pop(attribute, None)
     for value in old:  # before IR version 4, the names of initializers were inputs
         if value.is_graph_input() and value.const_value is not None and not value.uses():

@@ -14,6 +14,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
 from onnxgrad.data.audio import Waveforms
+from onnxgrad.data.foreign_transforms import adapted
 from onnxgrad.data.images import ImageFolder, Normalize, check_order, layout_of
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph import shapes
@@ -83,7 +84,7 @@ def preprocess(
         transforms = transforms.transforms
     proto = deepcopy(raise_opset(read(model)))
     target = _Target.of(proto, input)
-    front = _front(target, list(transforms), size, layout, dtype)
+    front = _front(target, list(map(adapted, transforms)), size, layout, dtype)
     return _put_in_front(proto, front, target, name)
 
 

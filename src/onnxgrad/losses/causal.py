@@ -53,6 +53,7 @@ def causal_terms(op: Any, prediction: ir.Value, label: ir.Value, ignore_index: i
     labels=lambda options: class_indices(2, rank=3, needs="logits (rows, tokens, vocabulary)"),
     has_ignore_index=True,
     write_terms=causal_terms,
+    mixes=False,
 )
 def causal_lm(op, prediction, label, ignore_index=-100):
     """-log p of the label at the next position, p = softmax(logits).

@@ -36,7 +36,7 @@ def _labels(options: Any) -> LabelKind:
     )
 
 
-@register("ctc", labels=_labels, has_ignore_index=True, activation="Softmax")
+@register("ctc", labels=_labels, has_ignore_index=True, activation="Softmax", mixes=False)
 def ctc(
     op, prediction, label, blank=0, time_major=False, input_lengths=False, zero_infinity=False,
     ignore_index=-100, from_logits=True, eps=1e-7, axis=2,

@@ -1,20 +1,25 @@
-"""Losses of embeddings: triplets, contrast, and the cosine of pairs.
+"""Losses of embeddings: triplets, contrast, the cosine of pairs, and margins between classes.
 
-`triplet` and `contrastive` compare the rows of a batch by their class labels; `cosine_embedding`
-compares two embeddings in one row. All are formulas as those of `formulas`. The functions without
-a label are for rows that hold what is compared: see `output_losses`.
+`triplet`, `contrastive` and `multiple_negatives` compare the rows of a batch by their class labels;
+`cosine_embedding` compares two embeddings in one row, `cosine_similarity` two consecutive rows;
+`arcface` and `cosface` take the cosines of the angles to the centers of classes, which
+`add_head(..., cosine=True)` computes. All are formulas as those of `formulas`. The functions
+without a label are for rows that hold what is compared: see `output_losses`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
+from onnxgrad.losses.classification import cross_entropy_terms
 from onnxgrad.losses.formula_nodes import at_index, dims_of, lowest, positions, wide
-from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, register
+from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, class_indices, register
 
 
 def _label_of_row(
@@ -28,6 +33,8 @@ def _label_of_row(
 
 _CLASS_OF_ROW = _label_of_row("embeddings (N, D)", lambda f: len(f) == 2)
 _CLASS_OF_VIEWS = _label_of_row("embeddings (N, D), or (N, views, D)", lambda f: len(f) in (2, 3))
+_NUMBER_OF_ROW = _label_of_row("embeddings (N, D)", lambda f: len(f) == 2, None)
+_COSINES = class_indices(1, 2, "cosines (N, C)")
 _SAME_OR_NOT = _label_of_row(
     "pairs of embeddings (N, 2, D)", lambda f: len(f) == 3 and f[1] in (2, None), None
 )
@@ -49,17 +56,64 @@ def cosine_embedding(op, prediction, label, margin=0.0):
     return op.Where(op.Greater(label, 0.0), 1.0 - cosine, op.Relu(cosine - margin))
 
 
-@register("triplet", labels=lambda options: _CLASS_OF_ROW)
+@register("cosine_similarity", labels=lambda options: _NUMBER_OF_ROW, mixes=False)
+def cosine_similarity(op, prediction, label):
+    """(cos(a, b) - y)^2 for consecutive rows a, b of (N, D), N even, both with the label y.
+
+    One loss for every row, equal for both of a pair. Reimers and Gurevych 2019, arXiv:1908.10084.
+    """
+    z = _unit(op, wide(op, prediction))
+    pairs = op.Reshape(z, op.vector(-1, 2, op.dim(prediction, 1)))
+    other = op.Reshape(op.Gather(pairs, np.array([1, 0], np.int64), axis=1), op.Shape(z))
+    cosine = op.ReduceSum(z * op.set_type_like(other, z), [1], keepdims=0)
+    difference = cosine - op.Cast(label, to=z.dtype)
+    return op.Cast(difference * difference, to=prediction.dtype)
+
+
+@register("arcface", labels=lambda options: _COSINES)
+def arcface(op, prediction, label, margin=0.5, scale=64.0, eps=1e-7):
+    """-log softmax_y(s c), with cos(t_y + m) for c_y = cos t_y.  Deng et al. 2019, 1801.07698.
+
+    One loss for every row of cosines c, (N, C); the margin m is an angle in radians. Where
+    t_y + m > pi, it is c_y - m sin m instead, so that the loss rises on. The cosine of the label is
+    clipped to [-1 + eps, 1 - eps].
+    """
+    cosine = op.Clip(wide(op, prediction), eps - 1.0, 1.0 - eps)
+    moved = cosine * math.cos(margin) - op.Sqrt(1.0 - cosine * cosine) * math.sin(margin)
+    within = op.GreaterOrEqual(cosine, -math.cos(margin))
+    moved = op.Where(within, moved, cosine - margin * math.sin(margin))
+    return _margin_loss(op, prediction, moved, label, scale)
+
+
+@register("cosface", labels=lambda options: _COSINES)
+def cosface(op, prediction, label, margin=0.35, scale=64.0):
+    """-log softmax_y(s c), with c_y - m for c_y.  Wang et al. 2018, arXiv:1801.09414, eq. 4.
+
+    One loss for every row of cosines c, (N, C).
+    """
+    return _margin_loss(op, prediction, wide(op, prediction) - margin, label, scale)
+
+
+def _margin_loss(op, cosines, moved, label, scale):
+    """Write the cross-entropy of scaled cosines, with the `moved` ones for the labels."""
+    hit = op.Equal(op.Unsqueeze(label, [1]), positions(op, cosines, 1))
+    logits = op.set_type_like(op.Where(hit, moved, wide(op, cosines)) * scale, moved)
+    return op.Cast(cross_entropy_terms(op, logits, label, axis=1).losses, to=cosines.dtype)
+
+
+@register("triplet", labels=lambda options: _CLASS_OF_ROW, mixes=False)
 def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
     """max(0, |a - b + eps|_p - |a - c + eps|_p + margin), b of the class of a, c of another.
 
     Triplets are rows of the batch: with mining="all", every one, and the mean is over triplets
-    (Schroff et al. 2015, arXiv:1503.03832); with "hard", the farthest b and the nearest c of every
-    row a that has both, and the mean is over these rows (Hermans et al. 2017, arXiv:1703.07737).
-    Memory: N^2 D, and N^3 for "all". p is 1 or 2.
+    (Schroff et al. 2015, arXiv:1503.03832); with "semi-hard", for every a and b the nearest c that
+    is farther than b, or the farthest c where none is, and the mean is over these a and b; with
+    "hard", the farthest b and the nearest c of every row a that has both, and the mean is over
+    these rows (Hermans et al. 2017, arXiv:1703.07737). Memory: N^2 D, and N^3 but for "hard". p is
+    1 or 2.
     """
-    if mining not in ("all", "hard"):
-        raise unknown("mining", mining, ["all", "hard"])
+    if mining not in ("all", "semi-hard", "hard"):
+        raise unknown("mining", mining, ["all", "semi-hard", "hard"])
     difference = op.Unsqueeze(prediction, [1]) - op.Unsqueeze(prediction, [0])
     far = _norm(op, difference, p, eps)
     same, itself = _same(op, label), _diagonal(op, label)
@@ -72,11 +126,27 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
         loss = op.Relu(op.Where(has_both, b - c, 0.0) + margin)
         weight = op.Cast(has_both, to=far.dtype)
         return Terms(loss * weight, weight)
+    count = _count(op, positive, far) * _count(op, negative, far)
+    if mining == "semi-hard":
+        valid = op.And(positive, op.Greater(op.Unsqueeze(count, [1]), 0.0))
+        c = _semi_hard(op, far, negative)
+        losses = op.Where(valid, op.Relu(op.Where(valid, far - c, 0.0) + margin), 0.0)
+        count = _count(op, valid, far)
+        return Terms(op.ReduceSum(losses, [1], keepdims=0) / op.Max(count, 1.0), count)
     terms = op.Relu(op.Unsqueeze(far, [2]) - op.Unsqueeze(far, [1]) + margin)
     valid = op.And(op.Unsqueeze(positive, [2]), op.Unsqueeze(negative, [1]))
     summed = op.ReduceSum(op.Where(valid, terms, 0.0), [1, 2], keepdims=0)
-    count = _count(op, positive, far) * _count(op, negative, far)
     return Terms(summed / op.Max(count, 1.0), count)
+
+
+def _semi_hard(op, far, negative):
+    """Write for rows a, b the distance from a to the semi-hard negative, (N, N)."""
+    low, negatives = lowest(op, far), op.Unsqueeze(negative, [1])  # (a, 1, c)
+    to_c = op.Unsqueeze(far, [1])
+    farther = op.And(negatives, op.Greater(to_c, op.Unsqueeze(far, [2])))
+    nearest = op.ReduceMin(op.Where(farther, to_c, -low), [2], keepdims=0)
+    farthest = op.ReduceMax(op.Where(negative, far, low), [1], keepdims=1)
+    return op.Where(op.Less(nearest, -low), nearest, farthest)
 
 
 def triplet_margin(op, anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False):
@@ -91,7 +161,7 @@ def triplet_margin(op, anchor, positive, negative, margin=1.0, p=2, eps=1e-6, sw
     return op.Relu(near - far + margin)
 
 
-@register("contrastive", labels=lambda options: _CLASS_OF_VIEWS)
+@register("contrastive", labels=lambda options: _CLASS_OF_VIEWS, mixes=False)
 def contrastive(op, prediction, label, temperature=0.1, normalize=True):
     """-mean of log softmax_a(z . z_a / T) over the a of the class of z.  Khosla et al. 2020.
 
@@ -114,6 +184,33 @@ def contrastive(op, prediction, label, temperature=0.1, normalize=True):
     for v in means:
         v.shape = ir.Shape(shape[:1])
     return Terms(*means)
+
+
+@register("multiple_negatives", labels=lambda options: _CLASS_OF_ROW, mixes=False)
+def multiple_negatives(op, prediction, label, scale=20.0, symmetric=False):
+    """-mean of log softmax_j(s cos(a, z_j)) over the rows j of the class of a.  1705.00652, eq. 9.
+
+    Henderson et al. 2017, as in sentence-transformers. The first row of each class in the batch
+    that has another one is an anchor a. j are all rows that are no anchors: the others of its
+    class, its positives; those of other anchors; and rows that are alone in their class, hard
+    negatives. One loss for every row; the mean is over anchors. symmetric: the mean with
+    -log softmax_a(s cos(a, z_j)), over all anchors a for each positive j.
+    """
+    dtype, z = prediction.dtype, _unit(op, wide(op, prediction))
+    same, place = _same(op, label), positions(op, label, 0)
+    others = op.And(same, op.Not(_diagonal(op, label)))
+    before = op.And(same, op.Less(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1])))
+    first = op.Equal(_count(op, before, z), 0.0)
+    anchor = op.And(first, op.Greater(_count(op, others, z), 0.0))
+    row = op.Unsqueeze(anchor, [1])
+    positive = op.And(others, row)
+    scores, low = op.MatMul(z, op.Transpose(z, perm=[1, 0])) * scale, lowest(op, z)
+    log_p = op.LogSoftmax(op.Where(op.Unsqueeze(anchor, [0]), low, scores), axis=1)
+    if symmetric:
+        log_p = 0.5 * (log_p + op.LogSoftmax(op.Where(row, scores, low), axis=0))
+    summed = op.ReduceSum(op.Where(positive, log_p, 0.0), [1], keepdims=0)
+    loss = -summed / op.Max(_count(op, positive, z), 1.0)
+    return Terms(op.Cast(loss, to=dtype), op.Cast(anchor, to=dtype))
 
 
 def info_nce(op, first, second, temperature=0.1, normalize=True, symmetric=True):

@@ -68,7 +68,7 @@ _ONE_COLUMN = LabelKind(
 
 _NOT_NEGATIVE = ("gamma", "smooth", "l1_weight", "l2_weight", "pos_weight", "margin")
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    **dict.fromkeys(("delta", "eps"), (lambda v: v > 0, "above 0")),
+    **dict.fromkeys(("delta", "eps", "scale"), (lambda v: v > 0, "above 0")),
     **dict.fromkeys(_NOT_NEGATIVE, (lambda v: v >= 0, "of 0 or more")),
     "label_smoothing": (lambda v: 0 <= v < 1, "of at least 0 and less than 1"),
 }

@@ -14,19 +14,14 @@ from onnx import ModelProto
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.losses.applied_to import before_activation, decide_options
 from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, write_causal
-from onnxgrad.losses.class_columns import (
-    keep_opposite,
-    logits_of_two,
-    refuse_other_columns,
-    scores_of_votes,
-)
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.class_columns import keep_opposite
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, float_outputs, label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.spec import LossSpec, Terms
+from onnxgrad.losses.mixed_rows import MixedRows, check_mixable
+from onnxgrad.losses.output_terms import OutputTerms, formula_terms
+from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.model.convert import non_tensor, tensor_behind
 
@@ -38,24 +33,9 @@ ALIASES = {
 }
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
-OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Pairs = Sequence[tuple[ir.Value, ir.Value]]  # several of these
 Shape = Sequence[int]
 Values = Mapping[str, ir.Value]
-
-
-@dataclass(frozen=True)
-class OutputTerms:
-    """The loss of one output in a graph: the label, the terms, and what limits the label.
-
-    `gradient`: a value, and the gradient of the sum of the terms with respect to it, where the loss
-    writes that itself.
-    """
-
-    label: ir.Value
-    terms: Terms
-    info: LossInfo
-    gradient: OwnGradient = None
 
 
 class LossObject(Protocol):
@@ -155,6 +135,7 @@ class TrainingLoss:
         labelled: whether there are labels; without, a language model has its own tokens.
         in_chunks: whether the loss of a language model may be a Scan that depends on weights.
         wrt: the values with respect to which the graph will be differentiated, if at all.
+        mixed: how rows are mixed; None: they are not.
     """
 
     losses: Mapping[str | None, Loss]
@@ -164,10 +145,19 @@ class TrainingLoss:
     labelled: bool = True
     in_chunks: bool = True
     wrt: Sequence[ir.Value] = ()
+    mixed: MixedRows | None = None
 
-    def differentiated(self, wrt: Sequence[ir.Value]) -> TrainingLoss:
-        """Return the loss of a graph that will be differentiated with respect to these values."""
-        return replace(self, wrt=wrt)
+    def differentiated(
+        self, wrt: Sequence[ir.Value], mixed: MixedRows | None = None
+    ) -> TrainingLoss:
+        """Return the loss of a graph that will be differentiated with respect to these values.
+
+        Raises:
+            ValueError: rows are `mixed`, and a loss has no meaning for a mixture of them.
+        """
+        if mixed is not None:
+            check_mixable(self.losses)
+        return replace(self, wrt=wrt, mixed=mixed)
 
     def outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the float tensors of the model that the losses are applied to.
@@ -224,6 +214,11 @@ class TrainingLoss:
                     every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
                     weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
                 total, count = sum_and_count(op, one.terms, one.label, weight)
+                if self.mixed is not None and one.of_partners is not None:  # of an equal count
+                    label, terms = one.of_partners
+                    other = None if weight is None else self.mixed.of_partners(op, weight)
+                    theirs, _ = sum_and_count(op, terms, label, other)
+                    total = self.mixed.blend(op, total, theirs)
                 if own is not None and weight is not None:
                     own = own[0], scaled_rows(op, own[1], weight)
                 pairs = None if own is None else [own]
@@ -265,7 +260,7 @@ class TrainingLoss:
         if not isinstance(loss := self.losses[name if name in self.losses else None], LossSpec):
             return loss.output_terms(op, prediction, label_name)
         shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
-        return formula_terms(op, loss, prediction, label_name, shape)
+        return formula_terms(op, loss, prediction, label_name, shape, self.mixed)
 
 
 def sample_weight(op: Emit, predictions: Iterable[ir.Value], axes: int = 1) -> ir.Value:
@@ -364,37 +359,5 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
         spec = loss_spec(name, None, chosen)
     else:
         raise unknown("loss", loss, [*LOSSES, *ALIASES])
-    left_open = {name: None for name in ("from_logits", "soft_labels") if name in spec.all_options}
+    left_open = {name: None for name in LEFT_OPEN if name in spec.all_options}
     return spec.with_options(left_open | {**spec.options})
-
-
-def formula_terms(
-    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None = None
-) -> OutputTerms:
-    """Write the terms of a formula; `shape` is that of the labels, None if it is unknown."""
-    if shape is not None:
-        spec = spec.for_labels(shape)
-    refuse_other_columns(spec, prediction)
-    prediction = scores_of_votes(spec, prediction)
-    logits = logits_of_two(op, spec, prediction)
-    if logits is not None:
-        spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
-    plain = decide_options(spec, prediction)
-    applied, value = before_activation(op, spec, plain, prediction)
-    value = wide(op, value)
-    label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
-    widen_label(label)
-    options = plain.all_options
-    info = replace(
-        LossInfo.of(plain, prediction),
-        axis=options.get("axis"),
-        from_logits=options.get("from_logits"),
-        shift=options.get("shift") or None,
-    )
-    return OutputTerms(label, applied.terms(op, value, label), info)
-
-
-def widen_label(label: ir.Value) -> None:
-    """Declare a label of 16 bits in float32."""
-    if label.dtype is not None and label.dtype.is_floating_point() and label.dtype.bitwidth == 16:
-        label.type = ir.TensorType(ir.DataType.FLOAT)

@@ -91,14 +91,25 @@ def _balance(op, like, hit, alpha):
     like_prediction(3, "a prediction (N, C, d1, ...)") if options["per_channel"]
     else like_prediction(2, "a prediction (N, ...)")
 ))  # fmt: skip
-def dice(op, prediction, label, smooth=1.0, from_logits=True, per_channel=False):
+def dice(
+    op, prediction, label, smooth=1.0, from_logits=True, per_channel=False, ignore_nan=False
+):  # fmt: skip
     """1 - (2 sum(p y) + s) / (sum p + sum y + s).  Milletari et al. 2016, arXiv:1606.04797.
 
     The sums are over all axes but the first: one loss for every row; or but the first two with
-    per_channel: one for every row and channel.
+    per_channel: one for every row and channel. With ignore_nan, they are without the labels that
+    are NaN, and the mean is over rows (and channels) with a label that is not.
     """
+    first = 2 if per_channel else 1
     p = op.Sigmoid(prediction) if from_logits else prediction
-    return _dice(op, p, label, smooth, 2 if per_channel else 1)
+    if not ignore_nan:
+        return _dice(op, p, label, smooth, first)
+    nan = op.IsNaN(label)
+    known = op.set_type_like(op.Where(nan, 0.0, label), label)
+    losses = _dice(op, op.Where(nan, 0.0, p), known, smooth, first)
+    axes = list(range(first, len(dims_of(prediction))))
+    kept = op.Cast(op.Not(nan), to=p.dtype)
+    return Terms(losses, op.ReduceMax(kept, axes, keepdims=0))
 
 
 @register(

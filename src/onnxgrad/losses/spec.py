@@ -15,6 +15,8 @@ import onnx_ir as ir
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.shapes import Dims, dims, equal, rank
 
+LEFT_OPEN = ("from_logits", "soft_labels")  # options that model and labels decide
+
 Formula = Callable[..., ir.Value]
 Options = Mapping[str, Any]
 
@@ -140,7 +142,9 @@ class LossSpec:
             that `formula` writes is not the loss of a batch; None where it is.
         activation: operator that computes the probabilities that `from_logits=False` expects.
         ignore_nan: whether labels that are NaN are left out; an option of each loss with float
-            labels that has one term for each of them.
+            labels that has one term for each of them. A `formula` with a parameter `ignore_nan`
+            gets these labels, and leaves them out itself.
+        mixes: whether the loss of a mixture of two rows is that of both labels, by their shares.
         options: options that the user set.
         label_shape: shape of the labels that the user passes, if the caller knows it.
 
@@ -162,6 +166,7 @@ class LossSpec:
     write_terms: Callable[..., Terms] | None = None
     activation: str | None = None
     ignore_nan: bool = False
+    mixes: bool = True
     options: Options = field(default_factory=dict)
     label_shape: tuple[int, ...] | None = None
 
@@ -202,10 +207,15 @@ class LossSpec:
         """The kind of the labels."""
         return self.labels(self.all_options)
 
+    @property
+    def _formula_options(self) -> Options:
+        own = self.ignore_nan and "ignore_nan" in signature(self.formula).parameters
+        return {**self.options, "ignore_nan": True} if own else self.options
+
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the weighted loss of every element or every row; their sum is the loss."""
         known, nan = self._labels(op, label)
-        losses = self.formula(op, prediction, known, **self.options)
+        losses = self.formula(op, prediction, known, **self._formula_options)
         if isinstance(losses, Terms):
             losses = losses.losses if losses.weights is None else losses.losses * losses.weights
         return losses if nan is None else self._without_nan(op, losses, label, nan)
@@ -217,7 +227,8 @@ class LossSpec:
         """
         label = shaped_label(op, label, prediction)
         known, nan = self._labels(op, label)
-        terms = (self.write_terms or self.formula)(op, prediction, known, **self.options)
+        write = self.write_terms or self.formula
+        terms = write(op, prediction, known, **self._formula_options)
         terms = terms if isinstance(terms, Terms) else Terms(terms)
         if nan is None:
             return terms
@@ -227,7 +238,7 @@ class LossSpec:
 
     def _labels(self, op: Any, label: ir.Value) -> tuple[ir.Value, ir.Value | None]:
         """Return labels without NaN, and which of them are NaN; None: these are no special ones."""
-        if not self.ignore_nan:
+        if not self.ignore_nan or "ignore_nan" in self._formula_options:
             return label, None
         nan = op.IsNaN(label)
         return op.set_type_like(op.Where(nan, 0.0, label), label), nan

@@ -28,7 +28,7 @@ from onnxgrad.metrics.base import PredictionInfo, nothing
 from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
 from onnxgrad.metrics.metric_batch import Rows
 
-AVERAGES = ("binary", "macro", "micro", "weighted")
+AVERAGES = ("binary", "macro", "micro", "weighted", "per_class")
 
 
 @dataclass
@@ -140,8 +140,9 @@ class Precision(CountMetric):
     Args:
         average: "binary": that of class 1 of two; "macro": the mean over the classes; "weighted":
             the mean weighted by the labels of each class; "micro": hits and predictions of all
-            classes added up. The name has it at its end, such as "precision_macro", except the
-            default.
+            classes added up; "per_class": an array (classes,) of the value of each, NaN where a
+            class is neither label nor prediction. The name has it at its end, such as
+            "precision_macro", except the default.
         zero_division: the value of a class that is never predicted.
 
     Raises:
@@ -157,6 +158,8 @@ class Precision(CountMetric):
             raise unknown(f"average of metric {self.name!r}", self.average, AVERAGES)
         if self.average != type(self).average:
             self.name = f"{type(self).name}_{self.average}"
+        if self.average == "per_class":
+            self.higher_is_better = None
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
@@ -168,14 +171,16 @@ class Precision(CountMetric):
                 f"classes: use '{kind}_macro', '{kind}_micro' or '{kind}_weighted'"
             )
 
-    def compute(self) -> float:
-        """Return the average."""
+    def compute(self) -> float | np.ndarray:
+        """Return the average, or the value of each class."""
         self._require_rows()
         parts = np.stack(self._fraction())
         if self.average == "binary":
             return float(self._ratio(parts[:, 1:])[0])
         if self.average == "micro":
             return float(self._ratio(parts.sum(axis=1, keepdims=True))[0])
+        if self.average == "per_class":
+            return np.where(self._present, self._ratio(parts), np.nan)
         weights = self._true if self.average == "weighted" else self._present
         return float(np.average(self._ratio(parts), weights=weights))
 

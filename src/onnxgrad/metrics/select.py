@@ -23,6 +23,7 @@ from onnxgrad.metrics.classification import (
 from onnxgrad.metrics.foreign import FunctionMetric, TorchMetric
 from onnxgrad.metrics.probabilities import AUC, LogLoss, Perplexity
 from onnxgrad.metrics.regression import MAE, MAPE, MSE, R2, RMSE
+from onnxgrad.metrics.retrieval import CosineSpearman, Retrieval
 
 _CLASSES: list[Callable[..., Metric]] = [
     *(Accuracy, BalancedAccuracy, Precision, Recall, F1, IoU, ConfusionMatrix),
@@ -61,8 +62,13 @@ def select(metric: Any) -> Metric:
     if isinstance(metric, str):
         if top := re.fullmatch(r"top_([1-9][0-9]*)_accuracy", metric):
             return TopK(int(top[1]))
+        if search := re.fullmatch(r"(query_)?(recall|hit_rate)_at_([1-9][0-9]*)", metric):
+            return Retrieval(int(search[3]), search[2], "first" if search[1] else "all")
+        if metric == CosineSpearman.name:
+            return CosineSpearman()
         if metric not in METRICS:
-            raise unknown("metric", metric, METRICS)
+            known = [*METRICS, "recall_at_5", "hit_rate_at_5", CosineSpearman.name]
+            raise unknown("metric", metric, known)
         return METRICS[metric]()
     if isinstance(metric, type):
         raise ValueError(f"pass {metric.__name__}(), an object, instead of the class")

@@ -59,6 +59,8 @@ class Optimizer:
             without setting it.
         averages: whether `evaluated` may differ from the weight. True for a class that overrides
             `evaluated` without setting it.
+        first_step: number of the first step, counted from 0, that may change a weight or a slot;
+            until then, gradients are zero where all of them are needed at once.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -79,6 +81,7 @@ class Optimizer:
     rate_first: bool = False
     joint: bool = False
     averages: bool = False
+    first_step: int = 0
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -159,6 +162,11 @@ class Composite(Optimizer):
     def averages(self) -> bool:  # type: ignore[override]
         """Return whether a member averages weights."""
         return any(member.averages for member in self.members)
+
+    @property
+    def first_step(self) -> int:  # type: ignore[override]
+        """Return the first step of the last member that begins."""
+        return max(member.first_step for member in self.members)
 
     def check_names(self, names: Iterable[str]) -> None:
         """Check the patterns of all members."""

@@ -6,14 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+
 from onnxgrad.errors import printable
 from onnxgrad.optimizers.averages import Around
 from onnxgrad.optimizers.base import (
+    Arrays,
     Composite,
     Excluding,
     Inputs,
     Optimizer,
     Shape,
+    Slots,
     check_patterns,
     check_range,
     matches,
@@ -30,6 +35,13 @@ class ParamGroup:
         optimizer: None is the `default` of `param_groups`.
         rate: factor of the learning rate.
         weight_decay: replaces the weight decay of the optimizer; None keeps it.
+        start: number of steps before the group begins to train. Until then its weights and slots
+            stay as they are, weight decay included, and its gradients do not count for a norm that
+            is clipped, though they are computed; then its optimizer counts steps from 1. As
+            parameters of PyTorch with `requires_grad=False` for so long.
+
+    Raises:
+        ValueError: a `start` that is not an integer of 0 or more.
 
     Examples:
         >>> import onnxgrad as og
@@ -42,6 +54,11 @@ class ParamGroup:
     optimizer: Optimizer | None = None
     rate: float = 1.0
     weight_decay: float | None = None
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
+            raise ValueError(f"start is a number of steps, 0 or more, not {self.start!r}")
 
     def resolved(self, default: Optimizer | None) -> Optimizer:
         """Return the optimizer of the group.
@@ -59,7 +76,8 @@ class ParamGroup:
                     f"{optimizer} has no weight decay: create it with weight_decay=..."
                 )
             optimizer = changed
-        return optimizer if self.rate == 1.0 else WithRate(optimizer, self.rate)
+        optimizer = optimizer if self.rate == 1.0 else WithRate(optimizer, self.rate)
+        return optimizer if self.start == 0 else Starting(optimizer, self.start)
 
 
 @dataclass(frozen=True)
@@ -75,6 +93,39 @@ class WithRate(Around):
     def inner_inputs(self, inputs: Inputs) -> Inputs:
         """Return the inputs with the learning rate times the factor."""
         return replace(inputs, minus_learning_rate=inputs.minus_learning_rate * self.rate)
+
+
+@dataclass(frozen=True)
+class Starting(Around):
+    """An optimizer that begins after a number of steps, and counts its own from then on."""
+
+    start: int = 0
+    rate_first = False
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Return whether the optimizer is elementwise."""
+        return self.optimizer.elementwise
+
+    @property
+    def first_step(self) -> int:  # type: ignore[override]
+        """Return the number of the first step that changes a weight or a slot."""
+        return self.start + self.optimizer.first_step
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the nodes of the optimizer; before it begins, their results do not count."""
+        begun, number = op.Greater(inputs.step, float(self.start)), inputs.step - float(self.start)
+        number = op.Max(number, op.const(1.0, number.dtype))
+        step, new = super().update(op, u, slots, replace(inputs, step=number))
+        step = op.set_type_like(op.Where(begun, step, op.const(0.0, step.dtype)), step)
+        return step, {
+            slot: op.set_type_like(op.Where(begun, new[slot], slots[slot]), slots[slot])
+            for slot in new
+        }
+
+    def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
+        """Return what the optimizer evaluates after its own steps."""
+        return self.optimizer.evaluated(weight, slots, max(steps - self.start, 0))
 
 
 class Choice(Composite):

@@ -33,6 +33,7 @@ from onnxgrad.training.fit import Fit
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
+from onnxgrad.training.mixing import Mix, check_mix
 from onnxgrad.training.modes.ranges import with_ranges
 from onnxgrad.training.modes.stored_integers import pairs
 from onnxgrad.training.parameters.choice import separated_choice
@@ -61,6 +62,7 @@ class TrainerBase(Settings):
         accumulate: int = 1,
         batch_norm: str = "frozen",
         dropout: Mapping[str, float] | None = None,
+        mix: Mix | None = None,
         class_weight: Any = None,
         loss_options: Mapping[str, Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
@@ -78,7 +80,7 @@ class TrainerBase(Settings):
         self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
-        self.class_weight = class_weight
+        self.class_weight, self.mix = class_weight, check_mix(mix)
         self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
         self.recompute = check_choice("recompute", recompute, tuple(RECOMPUTE))
         self.metrics_by_output = select_metrics(metrics)

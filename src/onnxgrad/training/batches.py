@@ -37,7 +37,8 @@ class Slice:
 
     `rows` counts those of one batch. The arrays may have only a `part` of them: `own` rows, of
     which the first `counted` count; if none does, they have another one, as a model needs a row.
-    `numbers` are those of all own rows in the data, if these are in memory.
+    `numbers` are those of all own rows in the data, if these are in memory. `begins` says which
+    batches begin a sequence; None: none beside the first of an epoch.
     """
 
     arrays: dict[str, np.ndarray]
@@ -47,6 +48,7 @@ class Slice:
     own: int = -1
     counted: int = -1
     numbers: np.ndarray | None = None
+    begins: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.own < 0:
@@ -253,12 +255,15 @@ class ReaderSource(BatchSource):
         shapes = {name: fields.fields[name].shape for name in fields.features}
         self.reader, self.fields = reader.for_inputs(shapes), fields
         self.batch_size, self.prefetch = int(batch_size), prefetch
-        self.rows, self.batches = reader.rows, reader.count
-        self.shuffles = reader.shuffles
+        self.rows, self.batches = reader.rows, self.reader.count_batches(self.batch_size)
+        self.shuffles = reader.shuffles and not reader.sequences
         self.cuts = reader.count is None and reader.rows is not None
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
-        if self.rows is not None and self.batches is None:
-            self.batches = -(-self.rows // self.batch_size)
+
+    @property
+    def numbers(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
+        return self.reader.order
 
     def take(self, indices: np.ndarray) -> BatchSource:
         """Return the source of some of the rows, if the reader has them by number."""
@@ -302,8 +307,12 @@ class ReaderSource(BatchSource):
         """Yield slices of batches of equal shapes."""
         number, most, shapes = skip, 1, None
         held: list[dict[str, np.ndarray]] = []
-        rows = 0
+        begins: list[bool] = []
+        rows, begin = 0, False
         for item in self.reader.batches(self.batch_size, seed, skip):
+            if item is None:
+                begin = True
+                continue
             try:
                 arrays, count = self.fields.batch(item)
             except ValueError as e:
@@ -311,36 +320,43 @@ class ReaderSource(BatchSource):
             if self.reader.reuses:
                 arrays = {name: array.copy() for name, array in arrays.items()}
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
-                yield _stack(held, rows)
-                held = []
+                yield _stack(held, rows, begins)
+                held, begins = [], []
             if self.fields.divides and count != (self.fields.fixed_rows or count):
-                yield from self._in_fixed_batches(arrays, count)
+                yield from self._in_fixed_batches(arrays, count, begin)
+                begin = False
                 continue
             if not held:
                 shapes, rows = {n: a.shape for n, a in arrays.items()}, count
                 size = max(1, sum(a.nbytes for a in arrays.values()))
                 most = max(1, min(budget(number), SLICE_BYTES // size))
             held.append(arrays)
+            begins.append(begin)
+            begin = False
             number += 1
             if len(held) >= most:
-                yield _stack(held, rows)
-                held = []
+                yield _stack(held, rows, begins)
+                held, begins = [], []
         if held:
-            yield _stack(held, rows)
+            yield _stack(held, rows, begins)
 
-    def _in_fixed_batches(self, arrays: Mapping[str, np.ndarray], rows: int) -> Iterator[Slice]:
+    def _in_fixed_batches(
+        self, arrays: Mapping[str, np.ndarray], rows: int, begins: bool
+    ) -> Iterator[Slice]:
         """Yield the rows of a batch in the batches that the model takes."""
         axes, size = self.fields.axes(arrays), self.fields.fixed_rows or rows
         for start in range(0, rows, size):
             part = slice(start, start + size)
-            yield _stack([{n: rows_of(a, axes[n], part) for n, a in arrays.items()}], size)
+            rest = {n: rows_of(a, axes[n], part) for n, a in arrays.items()}
+            yield _stack([rest], size, [begins and not start])
 
 
-def _stack(batches: list[dict[str, np.ndarray]], rows: int) -> Slice:
+def _stack(batches: list[dict[str, np.ndarray]], rows: int, begins: list[bool]) -> Slice:
     if len(batches) == 1:
-        return Slice({name: a[None] for name, a in batches[0].items()}, 1, rows)
-    arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
-    return Slice(arrays, len(batches), rows)
+        arrays = {name: a[None] for name, a in batches[0].items()}
+    else:
+        arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+    return Slice(arrays, len(batches), rows, begins=np.array(begins) if any(begins) else None)
 
 
 def rows_of(array: np.ndarray, axis: int | None, rows: slice) -> np.ndarray:

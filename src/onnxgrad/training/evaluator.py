@@ -16,7 +16,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.data.columns import Names
-from onnxgrad.errors import escaping
+from onnxgrad.errors import argument, escaping
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.shapes import dims
@@ -26,7 +26,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
-from onnxgrad.training.batches import Batch, BatchSource, Slice, rows_of
+from onnxgrad.training.batches import Batch, BatchSource, ReaderSource, Slice, rows_of
 from onnxgrad.training.causes import cause_in_evaluation
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
@@ -257,7 +257,7 @@ class Evaluator:
         predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
-            whole = np.concatenate(every, self.row_axis(name) + axis)
+            whole = _joined(name, every, self.row_axis(name) + axis, source)
             predictions[name] = whole.astype(self._declared.get(name, whole.dtype), copy=False)
         return predictions
 
@@ -292,6 +292,8 @@ class Evaluator:
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched(source)):
             arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
+            if piece.begins is not None:
+                carried = {}
             first = () if carried else states
             begun = {n: np.broadcast_to(arrays[n], (*axis, *arrays[n].shape)) for n in first}
             fed = {**values, **arrays, **begun, **carried}
@@ -319,6 +321,26 @@ class Evaluator:
             for piece in slices:
                 yield piece
                 bar.advance(task, piece.rows)
+
+
+def _joined(name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSource) -> np.ndarray:
+    """Return the results of all batches, with the rows on `axis` in their order in the data.
+
+    Raises:
+        ValueError: the results differ in length along another axis.
+    """
+    shapes = sorted({(*y.shape[:axis], None, *y.shape[axis + 1 :]) for y in parts}, key=str)
+    if len(shapes) > 1:
+        first, second = (str(list(shape)).replace("None", "N") for shape in shapes[:2])
+        raise ValueError(
+            f"{name!r} has the shape {first} in one batch and {second} in another, as sequences "
+            "differ in length: predict those of one length at a time, or all rows in one batch: "
+            f"{argument('batch_size')}<number of rows>"
+        )
+    whole, order = np.concatenate(parts, axis), None
+    if isinstance(source, ReaderSource):
+        order = source.numbers
+    return whole if order is None else whole.take(np.argsort(order), axis)
 
 
 def over_members(objective: Objective, members: int) -> Objective:

@@ -27,6 +27,7 @@ from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.run.runner import micro_batches
 from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
@@ -167,6 +168,7 @@ class Fit:
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""
         source, trainer = self._source(self.data, fields), self.trainer
+        self._check_mixed(source)
         if trainer.carry and shuffle and source.shuffles:
             raise ValueError(
                 f"carry passes a state from batch to batch, and {argument('shuffle', True)} "
@@ -182,6 +184,18 @@ class Fit:
         for part in both:
             fields.check_rows(part.rows or 0)
         return both
+
+    def _check_mixed(self, source: BatchSource) -> None:
+        """Raise `ValueError` if rows are to be mixed, and a part of a batch has one row only."""
+        processes = 1 if self.sharing is None else self.sharing.part.size
+        rows = min(source.batch_size, source.rows or source.batch_size) // processes
+        parts = micro_batches(max(rows, 1), self.trainer.accumulate)
+        if self.trainer.mix is not None and rows < 2 * parts:
+            raise ValueError(
+                f"mix has nothing to mix: batches of {source.batch_size} rows are cut into single "
+                f"rows, by {argument('accumulate', self.trainer.accumulate)} and {processes} "
+                "processes. Pass a larger batch_size, or leave mix out"
+            )
 
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""

@@ -61,8 +61,8 @@ class Identity(Mapping[str, Any]):
 def identity_of(trainer: Settings, source: BatchSource, shuffle: bool) -> Identity:
     """Return what two trainings must have in common for one to go on with the other."""
     arguments = (
-        "optimizer learning_rate clip_norm accumulate batch_norm dropout carry recompute precision "
-        "seed"
+        "optimizer learning_rate clip_norm accumulate batch_norm dropout mix carry recompute "
+        "precision seed"
     )
     return Identity(
         trainer.digest or trainer.proto,

@@ -23,6 +23,7 @@ from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.label_checks import require_labels
+from onnxgrad.losses.mixed_rows import MixedRows
 from onnxgrad.losses.objectives import TrainingLoss as OfOutputs, Written
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
@@ -30,6 +31,7 @@ from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.parallel import Part
 from onnxgrad.training.filled import fill
+from onnxgrad.training.mixing import Mix, Mixing
 from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.replacement import walk
@@ -64,6 +66,7 @@ class Plan:
     - `precision`: in which a model of 16 bits computes: "float32"; "mixed", in its own, but its
       weights and the loss in float32; "file", in its own.
     - `filled`: inputs that nodes compute, as the data lack them: see `filled.fillable`.
+    - `mix`: how the rows of a batch are mixed while it trains.
     """
 
     loss: TrainingLoss | None
@@ -80,6 +83,7 @@ class Plan:
     beside: tuple[str, ...] = ()
     precision: str = "file"
     filled: frozenset[str] = frozenset()
+    mix: Mix | None = None
 
     def read_outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the tensors of a model that the loss reads, or that are the loss."""
@@ -108,6 +112,7 @@ class Objective:
         stop_gradient: values through which no gradient flows.
         straight_through: whether the gradient passes through the rounding of quantized layers;
             otherwise such models are refused.
+        mixing: how rows are mixed; None: they are not.
         scales: whether a step scales the loss, so that gradients of 16 bits do not vanish.
         freed: whether the file takes one row only, and the graph any number.
     """
@@ -128,6 +133,7 @@ class Objective:
     beside: dict[str, ir.Value] = field(default_factory=dict)
     stop_gradient: Collection[ir.Value] = frozenset()
     straight_through: bool = False
+    mixing: Mixing | None = None
     scales: bool = False
     freed: bool = False
 
@@ -219,8 +225,7 @@ def build_objective(
     """
     predicted = plan.loss.outputs(proto) if plan.loss else outputs_beside(proto, plan.loss_output)
     model, results, freed = _prepared(proto, plan, predicted, weights)
-    graph, data = model.graph, list(model.graph.inputs)
-    op = Emit(graph)
+    graph, data, op = model.graph, list(model.graph.inputs), Emit(model.graph)
     form = _Form.of(op, plan, data, results) if training else _Form()
     states, beside = _states(op, plan, data, results), {name: results[name] for name in plan.beside}
     results = {name: results[name] for name in (predicted if plan.loss else results)}
@@ -238,7 +243,7 @@ def build_objective(
             written = write_model_loss(op, proto, own, data, plan.row_weight, plan.reduction)
         else:
             if training and isinstance(loss, OfOutputs):  # it may write its gradient itself
-                loss = loss.differentiated(trained)
+                loss = loss.differentiated(trained, form.mixed)
             written = loss.write(op, results, weighted)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
@@ -257,6 +262,7 @@ def build_objective(
         carried=form.carried,
         beside=beside,
         straight_through=plan.straight_through,
+        mixing=form.mixing,
         scales=plan.precision == "mixed",
         freed=freed,
     )
@@ -312,6 +318,12 @@ class _Form:
     first: ir.Value | None = None
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
+    mixing: Mixing | None = None
+
+    @property
+    def mixed(self) -> MixedRows | None:
+        """How rows are mixed; None: they are not."""
+        return None if self.mixing is None else self.mixing.rows
 
     @classmethod
     def of(
@@ -331,7 +343,7 @@ class _Form:
         carried = _carry(op, data, results, plan.carry, first)
         buffers |= {before: y for before, (_, y) in carried.items()}
         names = {str(before.name): name for before, (name, _) in carried.items()}
-        return cls(draw, first, buffers, names)
+        return cls(draw, first, buffers, names, Mixing.of(op, plan, data, BATCH))
 
 
 def _scalar(op: Emit, name: str, dtype: ir.DataType) -> ir.Value:

@@ -32,7 +32,7 @@ from onnxgrad.training.step.update import build_update
 
 _ARGUMENTS = (  # of a trainer, that decide what a step or an evaluation computes
     *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
-    *("batch_norm", "dropout", "batch_axes", "carry", "recompute", "precision"),
+    *("batch_norm", "dropout", "mix", "batch_axes", "carry", "recompute", "precision"),
     *("seed", "trained", "members", "optimizers"),
 )
 Shapes = dict[str, tuple[int, ...]]
@@ -126,6 +126,7 @@ class Recipe:
             across=None if self.sharing is None else self.sharing.normalized,
             precision=trainer.precision,
             filled=self.facts.filled,
+            mix=trainer.mix,
         )
 
     @property

@@ -18,6 +18,7 @@ from onnxgrad.schedules.base import LearningRate, constant
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.judges import ByOutput
+from onnxgrad.training.mixing import Mix
 from onnxgrad.training.precision import Dtypes, for_file, rounded, rounding, widened
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.update import evaluated
@@ -45,6 +46,7 @@ class Settings:
     accumulate: int = 1
     batch_norm: str = "frozen"
     dropout: dict[str, float] = field(default_factory=dict)
+    mix: Mix | None = None
     metrics_by_output: ByOutput = field(default_factory=dict)
     callbacks: Callbacks = field(default_factory=Callbacks)
     batch_axes: dict[str, int | None] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from onnxgrad.training.member_arguments import (
     initial_weights,
     per_member,
 )
+from onnxgrad.training.mixing import Mix
 from onnxgrad.training.modes import exported
 from onnxgrad.training.state import TrainState, Values
 
@@ -67,6 +68,7 @@ class TrainerStack(TrainerBase):
         accumulate: as for `Trainer`.
         batch_norm: as for `Trainer`.
         dropout: as for `Trainer`.
+        mix: as for `Trainer`; all members see the same mixed rows.
         class_weight: as for `Trainer`.
         loss_options: as for `Trainer`.
         loss_weights: as for `Trainer`.
@@ -129,6 +131,7 @@ class TrainerStack(TrainerBase):
         accumulate: int = 1,
         batch_norm: str = "frozen",
         dropout: Mapping[str, float] | None = None,
+        mix: Mix | None = None,
         class_weight: Any = None,
         loss_options: Mapping[str, Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
@@ -157,6 +160,7 @@ class TrainerStack(TrainerBase):
             accumulate=accumulate,
             batch_norm=batch_norm,
             dropout=dropout,
+            mix=mix,
             class_weight=class_weight,
             loss_options=loss_options,
             loss_weights=loss_weights,
@@ -168,15 +172,18 @@ class TrainerStack(TrainerBase):
             precision=precision,
             device=device,
             seed=seed,
-            parallel=False,
         )
-        self.members, self.optimizers = count, optimizers
-        self._begin(weights, init, rates)
+        self._begin(weights, init, rates, optimizers)
 
     def _begin(
-        self, weights: Sequence[Mapping[str, Any]] | None, init: str, rates: list[Any]
+        self,
+        weights: Sequence[Mapping[str, Any]] | None,
+        init: str,
+        rates: list[Any],
+        optimizers: list[Optimizer],
     ) -> None:
         """Let members begin with their weights; raise `ValueError` if all members are equal."""
+        self.members, self.optimizers, self.parallel = len(optimizers), optimizers, False
         self.learning_rates = [select_rate(rate) for rate in rates]
         self.callbacks.check_members()
         own, count = self.state.weights, len(self.optimizers)

@@ -318,11 +318,10 @@ class TrainState:
             "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
         }
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        if self.members is not None:
-            numbers["history"] = [
-                {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in record.items()}
-                for record in self.history
-            ]
+        numbers["history"] = [  # metrics of each class, and values of members, are arrays
+            {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in record.items()}
+            for record in self.history
+        ]
         own = {"step": values.steps, "frozen": dict(values.frozen), "identity": dict(self.identity)}
         return arrays, numbers | own
 
@@ -343,11 +342,10 @@ class TrainState:
         for path, array in arrays["kept"].items():
             key, _, name = path.partition("/")
             state.kept.setdefault(key, {})[name] = array
-        if state.members is not None:
-            state.history = [
-                {n: np.array(v) if isinstance(v, list) else v for n, v in record.items()}
-                for record in state.history
-            ]
+        state.history = [
+            {n: np.array(v) if isinstance(v, list) else v for n, v in record.items()}
+            for record in state.history
+        ]
         slots, frozen = saving.nested(arrays["slots"]), numbers.get("frozen", {})
         state.values = Values(
             arrays["weights"],

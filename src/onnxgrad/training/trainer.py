@@ -47,6 +47,8 @@ class Trainer(TrainerBase):
             and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
             output matches, in training only.
+        mix: `mixup(alpha=0.2)` or `cutmix(alpha=1.0)`: rows of each batch are mixed with others of
+            it, in training only.
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
             inversely proportional to their frequencies in the labels of the last `fit`, also in
             `evaluate` and `partial_fit`, which need one before.
@@ -58,8 +60,10 @@ class Trainer(TrainerBase):
         batch_axes: `{input: axis}`, the axis of an array along which its rows are; None: it has
             none, and goes into every batch whole. Otherwise read from the declared shapes.
         carry: `{input: output}`: the input gets the value of the output of the batch before, and
-            that of the data in the first batch of an epoch. The gradient does not pass: truncated
-            backpropagation through time. Needs `shuffle=False`, or an iterable of batches.
+            that of the data in the first batch of an epoch, and in those with None in front of them
+            in an iterable or `Reader`. The gradient does not pass: truncated backpropagation
+            through time, over the steps of a batch, which `unroll` adds to a model of one. Needs
+            `shuffle=False`, an iterable of batches, or a reader of sequences.
         recompute: what the backward pass computes again instead of keeping it, to save memory; the
             weights are the same up to rounding. "none": nothing. "cheap": normalizations, and
             what `partition` calls cheap. "all": the forward pass in segments, also products and

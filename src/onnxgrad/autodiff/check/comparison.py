@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.check.groups import together
 from onnxgrad.autodiff.check.original_model import OriginalModel
 from onnxgrad.autodiff.check.report import GradientReport, GradientRow
 from onnxgrad.autodiff.check.runtimes import (
@@ -31,7 +33,7 @@ from onnxgrad.model.convert import in_precision
 _FLOOR = 1e-5  # relative to the size of the outputs: smaller differences are rounding
 _EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32
 _ROUGH = 1e-5  # outputs that differ more in float64 come from a kernel that approximates
-_STEPS = (1e-3, 1e-4, 1e-5, 1e-6)
+_STEPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Problem:
     rtol: float | None
     order: int
     seed: int
+    separately: bool = True  # a direction for each of `wrt`, or for several together
+    deadline: float = inf  # of `time.monotonic`, after which no further direction is begun
+
+    def rtol_of(self, method: Method) -> float:
+        """Return the largest relative error of derivatives by a method."""
+        rtol = method.rtol if self.rtol is None else self.rtol
+        return max(rtol, self.accuracy.differences) if method is COARSE else rtol
 
 
 def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
@@ -95,11 +104,8 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
         function = method.load(primal)
     precise = original and method.dtype is np.float64
     outputs = _outputs(function, point, problem, precise)
-    rtol = method.rtol if problem.rtol is None else problem.rtol
-    if method is COARSE:
-        rtol = max(rtol, problem.accuracy.differences)
-
     rows: list[GradientRow] = []
+    unchecked: list[str] = []
     last = min(problem.order, method.max_order)
     for order in range(1, last + 1):
         seeds = sheet.cotangents()
@@ -118,15 +124,16 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
                 raise NoKernelError("a kernel approximates")
         gradients = dict(zip((str(x.name) for x in reached), results[n:], strict=True))
         weighted = _WeightedSum(function, point, outputs, factors, gradients)
-        rows += [
-            _row(method, weighted, name, _normal(rng, point[name]), rtol, order) for name in wrt
-        ]
+        vs = {name: _normal(rng, point[name]) for name in wrt}
+        compared, left_out = _rows(method, weighted, vs, problem, order)
+        rows += compared
+        unchecked += left_out
         if order < last:
             names = [str(g.name) for g in sheet.graph.outputs[len(sheet.kept) :]]
             sheet = Sheet(proto, [], [*wrt, *cotangents], names, own=True)
             point, outputs = point | cotangents, results[n:]
             function = partial(_behind, n, run)
-    return GradientReport(tuple(rows), method.name)
+    return GradientReport(tuple(rows), method.name, tuple(dict.fromkeys(unchecked)))
 
 
 def _outputs(function: Function, point: Feed, problem: Problem, precise: bool) -> list[np.ndarray]:
@@ -166,8 +173,8 @@ class _WeightedSum:
     factors: Sequence[np.ndarray]
     gradients: Mapping[str, np.ndarray]
 
-    def __call__(self, name: str, x: np.ndarray) -> float:
-        outputs = self.function({**self.point, name: x})
+    def __call__(self, moved: Feed) -> float:
+        outputs = self.function({**self.point, **moved})
         return sum(_dot(u, y) for u, y in zip(self.factors, outputs, strict=True))
 
     @property
@@ -178,46 +185,75 @@ class _WeightedSum:
         )
 
     @np.errstate(invalid="ignore")
-    def difference(self, name: str, v: np.ndarray) -> tuple[float, float]:
-        """Return the derivative along v by differences, and according to the gradient.
+    def difference(self, vs: Feed, h: float) -> tuple[float, float]:
+        """Return the derivative along h v by differences, and according to the gradient.
 
-        The third and fourth orders of the differences cancel. A variable that the model stores in
-        float32 moves by rounded steps, and both results are for those.
+        `vs` are directions by name, which are moved along together. The third and fourth orders of
+        the differences cancel. A variable that the model stores in float32 moves by rounded steps,
+        and both results are for those.
         """
-        x, g = self.point[name], self.gradients.get(name)
         rounded = getattr(self.function, "rounded", lambda name, x: x)
         by_differences = by_gradient = 0.0
-        for step, share in ((v, -1 / 6), (v / 2, 8 / 6)):
-            ahead, back = (rounded(name, np.asarray(x + s)) for s in (step, -step))
-            by_differences += share * (self(name, ahead) - self(name, back))
-            if g is not None:  # an infinite element does not move: its gradient must be zero
-                moved = np.where(np.isfinite(x), ahead - back, 2 * step)
-                by_gradient += share * float(np.vdot(g, moved))
+        for size, share in ((h, -1 / 6), (h / 2, 8 / 6)):
+            ahead, back = (
+                {n: rounded(n, np.asarray(self.point[n] + s * v)) for n, v in vs.items()}
+                for s in (size, -size)
+            )
+            by_differences += share * (self(ahead) - self(back))
+            for n in vs.keys() & self.gradients.keys():
+                # an infinite element does not move: its gradient must be zero
+                still = 2 * size * vs[n]
+                moved = np.where(np.isfinite(self.point[n]), ahead[n] - back[n], still)
+                by_gradient += share * float(np.vdot(self.gradients[n], moved))
         return by_differences, by_gradient
 
 
-def _row(
-    method: Method, f: _WeightedSum, name: str, v: np.ndarray, rtol: float, order: int
-) -> GradientRow:
-    """Return the comparison of the derivatives of `f` along v, for the step that agrees best.
+def _rows(
+    method: Method, f: _WeightedSum, vs: Feed, problem: Problem, order: int
+) -> tuple[list[GradientRow], list[str]]:
+    """Return the comparisons along the directions `vs`, and what the budget left out."""
+    rows: list[GradientRow] = []
+    unchecked: list[str] = []
+    alone = problem.separately or method.dtype is np.float32  # whose tolerance would hide a member
+    groups = [[n] for n in vs] if alone else together(vs, f.gradients)
+    for group in groups:  # the loop inserts members of groups that differ
+        if time.monotonic() > problem.deadline and rows:
+            unchecked += group
+            continue
+        row = _row(method, f, {n: vs[n] for n in group}, problem.rtol_of(method), order)
+        if row.ok or len(group) == 1:
+            rows.append(row)
+            continue
+        at = groups.index(group) + 1  # which of them is wrong, or has a kink within the steps
+        groups[at:at] = [[n] for n in group]
+    place = {n: i for i, n in enumerate(vs)}
+    rows.sort(key=lambda row: place[row.names[0]])
+    return rows, sorted(unchecked, key=place.__getitem__)
 
-    The error is infinite if the gradient has not as many elements as its input or weight.
+
+def _row(method: Method, f: _WeightedSum, vs: Feed, rtol: float, order: int) -> GradientRow:
+    """Return the comparison of the derivatives of `f` along `vs`, for the step that agrees best.
+
+    The error is infinite if a gradient has not as many elements as its input or weight.
     """
-    if name in f.gradients and f.gradients[name].size != v.size:
-        return GradientRow(name, nan, nan, inf, rtol, order)
+    names = tuple(vs)
+    name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    if any(n in f.gradients and f.gradients[n].size != v.size for n, v in vs.items()):
+        return GradientRow(name, nan, nan, inf, rtol, order, names)
     floor = _FLOOR * f.size + float(np.finfo(method.dtype).eps) / (method.steps[0] * method.rtol)
-    terms = np.abs(v * f.gradients.get(name, 0.0))  # which may cancel in their sum
-    floor += _EPS32 / method.rtol * float(terms.sum(where=np.isfinite(terms)))
+    for n in names:
+        terms = np.abs(vs[n] * f.gradients.get(n, 0.0))  # which may cancel in their sum
+        floor += _EPS32 / method.rtol * float(terms.sum(where=np.isfinite(terms)))
     tried: list[tuple[float, float, float]] = []
     for h in method.steps:
-        expected, computed = np.divide(f.difference(name, h * v), h).tolist()
+        expected, computed = np.divide(f.difference(vs, h), h).tolist()
         scale = max(abs(computed), abs(expected)) + floor
         tried.append((abs(computed - expected) / scale if scale else 0.0, expected, computed))
-        if tried[-1][0] < 1e-3 * method.rtol:  # good enough
+        if tried[-1][0] < 0.1 * method.rtol:  # good enough
             break
     finite = [row for row in tried if np.isfinite(row[0])]
     error, expected, computed = min(finite or tried[:1])
-    return GradientRow(name, expected, computed, error, rtol, order)
+    return GradientRow(name, expected, computed, error, rtol, order, names)
 
 
 def _normal(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:

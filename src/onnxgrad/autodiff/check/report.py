@@ -10,6 +10,8 @@ import numpy as np
 from onnxgrad.errors import printable
 from onnxgrad.reporting import html_table
 
+_LISTED = 8  # names in a message
+
 
 @dataclass(frozen=True)
 class GradientRow:
@@ -22,6 +24,7 @@ class GradientRow:
         error: their relative difference.
         rtol: the largest error that is ok.
         order: 1 for the gradient, 2 for the gradient of the gradient.
+        names: all that change along the direction, if they are several.
 
     Examples:
         >>> from onnxgrad import GradientRow
@@ -35,6 +38,7 @@ class GradientRow:
     error: float
     rtol: float
     order: int = 1
+    names: tuple[str, ...] = ()
 
     @property
     def undefined(self) -> bool:
@@ -52,8 +56,9 @@ class GradientReport:
     """The comparisons of `check_gradient`; `print` shows them as a table.
 
     Attributes:
-        rows: one for the outputs, then one for each input and weight.
+        rows: one for the outputs, then one for each input and weight, or for several together.
         computed: precision and runtime.
+        unchecked: inputs and weights that were not compared, as the budget was used up.
 
     Examples:
         >>> import onnx, onnxgrad as og
@@ -66,10 +71,11 @@ class GradientReport:
 
     rows: tuple[GradientRow, ...]
     computed: str
+    unchecked: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within its tolerance."""
+        """Whether every error is within its tolerance; `unchecked` are not judged."""
         return all(row.ok for row in self.rows)
 
     @property
@@ -88,7 +94,20 @@ class GradientReport:
             numbers = f"{row.expected:14.7g}  {row.found:14.7g}  {row.error:9.2g}"
             mark = "  (undefined)" if row.undefined else "" if row.ok else "  <-- wrong"
             lines.append(f"{name:{width}}  {numbers}{mark}")
-        return "\n".join([*lines, f"{'ok' if self.ok else 'WRONG'}, {self.computed}"])
+        return "\n".join([*lines, self._verdict()])
+
+    def _verdict(self) -> str:
+        """Return what the comparisons say, and what they do not say."""
+        text = f"{'ok' if self.ok else 'WRONG'}, {self.computed}"
+        if groups := [row for row in self.rows if len(row.names) > 1]:
+            count = sum(len(row.names) for row in groups)
+            text += f"; {count} in {len(groups)} joint directions: separately=True checks each"
+        if self.unchecked:
+            listed = ", ".join(map(printable, self.unchecked[:_LISTED]))
+            more = f" and {len(self.unchecked) - _LISTED} more"
+            text += f"; NOT CHECKED, as the budget was used up: {listed}"
+            text += more if len(self.unchecked) > _LISTED else ""
+        return text
 
     def _repr_html_(self) -> str:
         rows = [
@@ -97,4 +116,4 @@ class GradientReport:
             for row in self.rows
         ]  # fmt: skip
         head = ("", "order", "expected", "found", "error", "")
-        return html_table(head, rows, [f"{'ok' if self.ok else 'WRONG'}, {self.computed}"])
+        return html_table(head, rows, [self._verdict()])

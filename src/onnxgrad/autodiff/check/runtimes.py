@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import erf, pi, sqrt
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto, TensorProto
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_max_pool
 
 from onnxgrad.errors import PrintableError
 from onnxgrad.model.convert import non_tensor
@@ -125,8 +127,49 @@ class GlobalMaxPool(OpRun):
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
 
 
+class MaxPool(op_max_pool.MaxPool):
+    """It in float64 by onnxruntime, which has the kernel: that of onnx loops over positions."""
+
+    def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
+        [x] = inputs
+        if x.dtype != np.float64 or any(a.ref_attr_name for a in self.onnx_node.attribute):
+            return super()._run(x, **attributes)
+        if not hasattr(self, "_session"):
+            self._session = self._load()
+        if self._session is None:
+            return super()._run(x, **attributes)
+        return tuple(self._session.run(None, {"x": x}))
+
+    def _load(self) -> ort.InferenceSession | None:
+        """Return a session of the node; None for padding as long as the kernel: it refuses that."""
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        proto = _model_of(self.onnx_node, self.run_params["opsets"][""])
+        try:
+            return ort.InferenceSession(proto, options, providers=CPU.providers)
+        except Exception:  # onnxruntime's errors have no common base
+            return None
+
+
+def _model_of(node: NodeProto, opset: int) -> bytes:
+    """Return a model of one node that reads `x`, of float64."""
+    proto = ModelProto(ir_version=8)
+    proto.opset_import.add(version=opset)
+    graph = proto.graph
+    graph.name = node.op_type
+    own = graph.node.add()
+    own.CopyFrom(node)
+    own.input[:] = ["x"]
+    for i, y in enumerate(own.output):
+        dtype = TensorProto.INT64 if i else TensorProto.DOUBLE
+        graph.output.add(name=y).type.tensor_type.elem_type = dtype
+    graph.input.add(name="x").type.tensor_type.elem_type = TensorProto.DOUBLE
+    return proto.SerializeToString()
+
+
 _REPLACEMENTS = [
     Erf, Gelu, Mean, LRN, GlobalMaxPool, MeanVarianceNormalization, DynamicQuantizeLinear,
+    MaxPool,
 ]  # fmt: skip
 
 

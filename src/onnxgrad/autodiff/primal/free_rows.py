@@ -42,6 +42,8 @@ def free_rows(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) ->
         symbol: the name of the number of rows in shapes.
         stated: the axis of the rows of inputs, where it is known; None for an input without rows.
     """
+    if any(symbol in (dims(x) or ()) for x in model.graph.inputs):
+        return None  # it takes any number: an axis of length 1 is another, as of a state
     if not any(1 in (dims(x) or ())[:1] for x in model.graph.inputs if x.name not in stated):
         return None
     for axes in islice(_choices(model.graph, stated), _TRIED):

@@ -120,7 +120,8 @@ class MemberRunner(Runner):
         results = []
         for i in range(piece.batches):
             arrays = {name: array[i : i + 1] for name, array in piece.arrays.items()}
-            one = replace(piece, arrays=arrays, batches=1)
+            begins = None if piece.begins is None else piece.begins[i : i + 1]
+            one = replace(piece, arrays=arrays, batches=1, begins=begins)
             while (losses := super().run(one, rates[i : i + 1, self.ids], position + i)) is None:
                 self.freeze(self._bad, not_finite=True)
                 if not self.living.any():

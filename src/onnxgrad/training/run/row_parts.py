@@ -43,7 +43,7 @@ def splits(objective: Objective, axes: Mapping[str, int | None], lengths: Shapes
 def mixes_no_rows(objective: Objective) -> bool:
     """Return whether there are neither statistics of a batch nor random numbers."""
     random = objective.draw is not None and objective.draw.uses()
-    return not objective.buffers and not random
+    return not objective.buffers and not random and objective.mixing is None
 
 
 def _with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model:

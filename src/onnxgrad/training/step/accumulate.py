@@ -71,7 +71,8 @@ def build_accumulating_step(
 def _scanned(parts: Gradients) -> list[ir.Value]:
     """Return what differs from micro-batch to micro-batch."""
     used = parts.draw is not None and parts.draw.uses()
-    return [*parts.data.values(), *([parts.draw] if parts.draw is not None and used else [])]
+    draw = [parts.draw] if parts.draw is not None and used else []
+    return [*parts.data.values(), *draw, *(parts.mixing.inputs if parts.mixing else [])]
 
 
 def _counted(op: Emit, again: Objective, stacks: dict[ir.Value, ir.Value]) -> list[ir.Value]:
@@ -136,6 +137,7 @@ def _summed(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gra
         None,
         reported,
         parts.rounding,
+        mixing=None if parts.mixing is None else parts.mixing.stacked(stacks),
     )
 
 

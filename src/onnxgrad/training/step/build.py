@@ -26,6 +26,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
+from onnxgrad.training.mixing import Mixing
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.exchange import (
     Across,
@@ -134,7 +135,7 @@ class Gradients:
     `graph` has the weights of `of` among its inputs, and `data` are the batch. A batch changes the
     values of `buffers`; `reported` are the losses. The gradient passes straight through the
     rounding of the operators `rounding`, one for each node. With a `scale`, the gradients are those
-    of the loss times that.
+    of the loss times that. `mixing` says how rows are mixed.
     """
 
     graph: ir.Graph
@@ -146,6 +147,7 @@ class Gradients:
     reported: list[ir.Value]
     rounding: list[str] = field(default_factory=list)
     scale: LossScale | None = None
+    mixing: Mixing | None = None
 
 
 def build_step(
@@ -175,9 +177,10 @@ def build_step(
 def build_gradients(objective: Objective) -> ModelProto:
     """Return the first half of a step as a model of its own; `build_update` is the second half.
 
-    Inputs: the weights, the buffers, the data, and `draw` if there is dropout. Outputs: the
-    gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what the objective
-    reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
+    Inputs: the weights, the buffers, the data, `draw` if there is dropout, and if rows are mixed
+    `partners`, the row that each is mixed with, and `mix_numbers`, what `Mix.numbers` draws.
+    Outputs: the gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what
+    the objective reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
 
     Raises:
         ValueError: the loss depends on none of the weights.
@@ -186,6 +189,7 @@ def build_gradients(objective: Objective) -> ModelProto:
     op, graph = Emit(objective.model.graph), objective.model.graph
     parts, _ = write_gradients(op, objective, objective.cotangents(op))
     scalars = [v for v in (_if_used(parts.draw), _if_used(parts.first)) if v is not None]
+    scalars += [] if parts.mixing is None else parts.mixing.inputs
     graph.inputs[:] = [*parts.of, *parts.buffers, *parts.data.values(), *scalars]
     reported = _separate(op, parts.reported)
     for i, value in enumerate(reported):  # sums, then as many counts
@@ -239,6 +243,7 @@ def write_gradients(
         objective.first,
         objective.reported,
         [node.op_type for node in quantized.rounding],
+        mixing=objective.mixing,
     )
     return parts, [str(w.name) for w in unreached]
 
@@ -274,6 +279,7 @@ def write_step(
         list(parts.buffers),
         parts.data,
         {n: v for n, v in read.items() if v is not None and (v.uses() or v is update.rate)},
+        parts.mixing,
     )
     graph.inputs[:] = inputs.all
     reported = _separate(op, [*parts.reported, *returned])

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.training.batches import Slice
+from onnxgrad.training.mixing import Mixing
 
 Arrays = dict[str, np.ndarray]
 
@@ -81,10 +82,16 @@ def _shares(call: Call) -> np.ndarray:
     return np.full(call.piece.batches, call.piece.counted / call.piece.rows)
 
 
+def _firsts(call: Call) -> np.ndarray:
+    """Return which batches begin an epoch or a sequence."""
+    first = call.numbers == call.done - call.position
+    return first if call.piece.begins is None else first | call.piece.begins
+
+
 RATE = Scalar("minus_learning_rate", ir.DataType.FLOAT, lambda call: -call.rates)
 STEP = Scalar("step", ir.DataType.INT64, lambda call: call.numbers + 1)
 DRAW = Scalar("draw", ir.DataType.INT64, _draws, of_rows=True)
-FIRST = Scalar("first", ir.DataType.BOOL, lambda call: call.numbers == call.done - call.position)
+FIRST = Scalar("first", ir.DataType.BOOL, _firsts)
 SHARE = Scalar("share", ir.DataType.FLOAT, _shares, of_rows=True)
 SCALARS = {scalar.name: scalar for scalar in (RATE, STEP, DRAW, FIRST, SHARE)}
 
@@ -97,12 +104,14 @@ class StepInputs:
     - `buffers`: other states that it replaces.
     - `data`: those of a batch, by their names in the objective.
     - `scalars`: those of `SCALARS` that it reads, by their names there.
+    - `mixing`: how rows are mixed, with inputs of its own; None: they are not.
     """
 
     states: list[ir.Value]
     buffers: list[ir.Value]
     data: dict[str, ir.Value]
     scalars: dict[str, ir.Value]
+    mixing: Mixing | None = None
 
     @property
     def carried(self) -> list[ir.Value]:
@@ -112,7 +121,8 @@ class StepInputs:
     @property
     def all(self) -> list[ir.Value]:
         """All inputs, in their order."""
-        return [*self.carried, *self.data.values(), *self.scalars.values()]
+        mixed = [] if self.mixing is None else self.mixing.inputs
+        return [*self.carried, *self.data.values(), *self.scalars.values(), *mixed]
 
     @property
     def of_rows(self) -> list[ir.Value]:
@@ -123,4 +133,8 @@ class StepInputs:
     def fed(self, call: Call, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """Return data and scalars for the steps of a call, by the names of the inputs."""
         fed = {str(x.name): arrays[name] for name, x in self.data.items()}
-        return fed | {str(v.name): SCALARS[n].fed(call, v) for n, v in self.scalars.items()}
+        fed |= {str(v.name): SCALARS[n].fed(call, v) for n, v in self.scalars.items()}
+        if self.mixing is not None:
+            rows = call.piece.own // (call.micro_batches or 1)
+            fed |= self.mixing.fed(_draws(call), rows)
+        return fed

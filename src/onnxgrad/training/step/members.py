@@ -109,6 +109,7 @@ class Members:
             axis.all_of(inputs.buffers),
             inputs.data,
             {name: axis.of(v) for name, v in inputs.scalars.items()},
+            inputs.mixing,
         )
 
 

@@ -88,9 +88,13 @@ def update_groups(
     in_place: bool = False,
 ) -> Update:
     """Write the nodes that update the states of `groups`, each by its gradient."""
-    cotangents = optimizer.across(op, gradients)
     wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
     rate, number = RATE.input(op, wide=wide), STEP.input(op)
+    if optimizer.joint:
+        gradients = [
+            _begun(op, g, group, number) for group, g in zip(groups, gradients, strict=True)
+        ]
+    cotangents = optimizer.across(op, gradients)
     if in_place:
         models = [update_of(group, wide, op.opset) for group in groups]
         return Update(groups, cotangents, rate, number, cotangents, models)
@@ -105,6 +109,16 @@ def update_groups(
                 updated += [op.Add(group.state, u), *(new[slot] for slot in group.slots)]
     _forget_unread(number)
     return Update(groups, updated, rate, number, cotangents)
+
+
+def _begun(op: Emit, gradient: ir.Value, group: Group, number: ir.Value) -> ir.Value:
+    """Return a gradient, or zeros before the first step of its group."""
+    first = group.optimizer.first_step
+    if first == 0:
+        return gradient
+    begun = op.Greater(number, np.int64(first))
+    zero = op.const(0.0, gradient.dtype)
+    return op.set_type_like(op.Where(begun, gradient, zero), gradient)
 
 
 def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:

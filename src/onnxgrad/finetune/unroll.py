@@ -1,0 +1,138 @@
+"""`unroll`: a model of one step in time becomes one of several, through which gradients flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.errors import unknown
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.traversal import all_names
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.read import ModelLike, read
+
+_STEPS = "steps"  # the symbol of the new axis
+
+
+def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
+    """Return a model that runs `model` for each step of sequences, and hands its states on.
+
+    Inputs (N, ...) become (N, steps, ...), and so do outputs; scalar inputs are the same in all
+    steps. An input of `carry` is the state before the first step, its output that after the last.
+    With `Trainer(carry=carry)`, this is truncated backpropagation through time (Williams and Peng
+    1990): a batch has some steps of each sequence, the gradient flows through all of them, and the
+    next batch goes on with the state. Constants keep their names, so that
+    `replace_initializers_into_onnx(model, trainer.state.weights)` is the model of one step again.
+
+    The steps are those of a Scan, in which a `Trainer` refuses `dropout` and `batch_norm="train"`.
+
+    Args:
+        model: model, serialized model or path; never modified. It has rows on the first axis of
+            what is not carried.
+        carry: `{input: output}`, the states.
+
+    Raises:
+        ValueError: no state, an unknown name, an output that two inputs take, one of another dtype
+            or rank than its input, or an input or output of unknown rank.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> cell = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x, float[N,2] h) => (float[N,2] y, float[N,2] new) {
+        ...     new = Add(x, h)  y = Relu(new) }''')
+        >>> print(onnx.printer.to_text(og.unroll(cell, {"h": "new"}).graph).splitlines()[0])
+        f (float[N,steps,2] x, float[N,2] h) => (float[N,steps,2] y, float[N,2] new) {
+    """
+    proto = inlined(read(model))
+    one = to_ir(proto)
+    infer(one)
+    body = one.graph
+    _check(body, carry)
+    graph = _scan(body, [*carry], [*carry.values()])
+    made = to_proto(ir.Model(graph, ir_version=one.ir_version, producer_name="onnxgrad"))
+    made.metadata_props.extend(proto.metadata_props)
+    return made
+
+
+def _scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
+    """Return a graph with a Scan over `body`, of these states before and after a step."""
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
+    op = Emit(graph, all_names(body))
+    _move_constants(body, graph)
+    inputs, outputs = list(body.inputs), list(body.outputs)
+    before, after = (
+        [next(v for v in values if v.name == name) for name in names]
+        for values, names in ((inputs, befores), (outputs, afters))
+    )
+    scanned = [x for x in inputs if x not in before and dims(x)]
+    rest = [y for y in outputs if y not in after]
+    outer = {v: _outside(v, v in scanned or v in rest) for v in (*inputs, *outputs)}
+    for x in inputs:
+        if x not in before and x not in scanned:
+            ir.convenience.replace_all_uses_with(x, outer[x])
+    for v in (*inputs, *outputs):
+        v.name = op.name(f"{v.name}/step")
+    body.inputs[:] = [*before, *scanned]
+    body.outputs[:] = []
+    Emit(body, outer=op).give([*after, *rest])
+    axes = {"scan_input_axes": [1] * len(scanned), "scan_output_axes": [1] * len(rest)}
+    attributes = {"body": body, "num_scan_inputs": len(scanned), **axes}
+    fed = [outer[x] for x in (*before, *scanned)]
+    results = op.emit_many("Scan", fed, attributes, outputs=len(after) + len(rest))
+    for y, result in zip((*after, *rest), results, strict=True):
+        stated = outer[y]
+        result.name, result.type, result.shape = stated.name, stated.type, stated.shape
+        outer[y] = result
+    graph.inputs.extend(outer[x] for x in inputs)
+    graph.outputs.extend(outer[y] for y in outputs)
+    return graph
+
+
+def _check(body: ir.Graph, carry: Mapping[str, str]) -> None:
+    """Raise `ValueError` for states that there are not, or shapes that are not declared."""
+    inputs, outputs = ({str(v.name): v for v in vs} for vs in (body.inputs, body.outputs))
+    if not carry or len({*carry.values()}) < len(carry):
+        raise ValueError(f"carry={dict(carry)}: name each state, as {{input: its output}}")
+    for name, output in carry.items():
+        for kind, given, known in (("input", name, inputs), ("output", output, outputs)):
+            if given not in known:
+                raise unknown(f"{kind} in carry", given, known)
+    for name, v in (inputs | outputs).items():
+        if v.shape is None:
+            raise ValueError(f"{name!r} has no declared shape: declare at least its rank")
+    for name, output in carry.items():
+        x, y = inputs[name], outputs[output]
+        if x.dtype != y.dtype or len(dims(x) or ()) != len(dims(y) or ()):
+            raise ValueError(
+                f"carry: the output {output!r}, {y.dtype} {y.shape}, cannot become the input "
+                f"{name!r}, {x.dtype} {x.shape}"
+            )
+    if not any(dims(x) for name, x in inputs.items() if name not in carry):
+        raise ValueError(f"the model has no input with steps beside the states {[*carry]}")
+    for name, y in outputs.items():
+        if name not in carry.values() and not dims(y):
+            raise ValueError(f"the output {name!r} is a single number, and has no rows")
+
+
+def _move_constants(body: ir.Graph, graph: ir.Graph) -> None:
+    """Let `graph` hold the constants of `body`, which are the same in all steps."""
+    for name, value in list(body.initializers.items()):
+        del body.initializers[name]
+        graph.register_initializer(value)
+    for node in [node for node in body if node.op_type == "Constant" and not node.domain]:
+        body.remove(node)
+        graph.append(node)
+
+
+def _outside(value: ir.Value, stacked: bool) -> ir.Value:
+    """Return an input or output of the same name, with an axis of steps if it is `stacked`."""
+    own = list(value.shape or ())
+    shape = ir.Shape([*own[:1], _STEPS, *own[1:]] if stacked else own)
+    return ir.Value(name=value.name, type=value.type, shape=shape)

@@ -1,0 +1,84 @@
+"""Decoding of what is trained with CTC: from the scores of time steps to labels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def ctc_decode(
+    log_p: np.ndarray, blank: int = 0, beam: int | None = None
+) -> tuple[list[int], float]:
+    """Return the most likely labels: argmax of p(l), the sum over alignments of prod_t p_t.
+
+    Without a beam, they are those of the most likely alignment, with repeated classes merged and
+    blanks removed (best path decoding, Graves et al. 2006). A beam adds up the alignments of each
+    prefix, and keeps the best prefixes from step to step (Hannun et al. 2014, arXiv:1408.2873,
+    algorithm 1, without a language model).
+
+    Args:
+        log_p: logarithms of probabilities, (T, C).
+        blank: the class that is the blank.
+        beam: number of prefixes that are kept; None: the most likely alignment.
+
+    Returns:
+        The labels and a confidence: with a beam, p(l) as far as the beam has seen it; without, the
+        mean over labels of the probability at the first step of each, 0 without any.
+
+    Raises:
+        ValueError: a beam below 1.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> log_p = np.log([[0.6, 0.4], [0.6, 0.4]])  # of a blank, and of the class 1
+        >>> og.ctc_decode(log_p)  # the alignment of two blanks has 0.36
+        ([], 0.0)
+        >>> labels, p = og.ctc_decode(log_p, beam=4)  # the other three add up
+        >>> labels, round(p, 2)
+        ([1], 0.64)
+    """
+    if beam is None:
+        best = log_p.argmax(axis=1)
+        kept = (best != blank) & (best != np.append(-1, best)[:-1])
+        sure = np.exp(log_p.max(axis=1)[kept]).mean() if kept.any() else 0.0
+        return best[kept].tolist(), float(sure)
+    if beam < 1:
+        raise ValueError(f"beam={beam} must be 1 or more")
+    prefixes: list[tuple[int, ...]] = [()]
+    ends = np.array([[0.0], [-np.inf]])
+    for step in np.asarray(log_p, np.float64):
+        prefixes, ends = _longer(prefixes, ends, step, blank, beam)
+    total = np.logaddexp(*ends)
+    return [*prefixes[int(total.argmax())]], float(np.exp(total.max()))
+
+
+def _longer(
+    prefixes: list[tuple[int, ...]], ends: np.ndarray, step: np.ndarray, blank: int, beam: int
+) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """Return the best prefixes after one more step, and log p of each with a blank or label last.
+
+    Args:
+        prefixes: those before it.
+        ends: the same of these, (2, prefixes).
+        step: log p of the classes.
+        blank: as in `ctc_decode`.
+        beam: as in `ctc_decode`.
+    """
+    total, n = np.logaddexp(*ends), len(prefixes)
+    last = [prefix[-1] if prefix else blank for prefix in prefixes]
+    stays = np.stack([total + step[blank], ends[1] + step[last]])
+    grown = total[:, None] + step
+    grown[np.arange(n), last] = ends[0] + step[last]  # equal labels need a blank in between
+    grown[:, blank] = -np.inf
+    at = {prefix: i for i, prefix in enumerate(prefixes)}
+    for j, prefix in enumerate(prefixes):
+        if prefix and (i := at.get(prefix[:-1])) is not None:  # grows into one that is there
+            stays[1, j] = np.logaddexp(stays[1, j], grown[i, prefix[-1]])
+            grown[i, prefix[-1]] = -np.inf
+    scores = np.append(np.logaddexp(*stays), grown)
+    chosen = np.argpartition(-scores, min(beam, len(scores) - 1))[:beam]
+    chosen = chosen[scores[chosen] > -np.inf]
+    old, new = chosen[chosen < n], chosen[chosen >= n]
+    grew = [divmod(int(k) - n, len(step)) for k in new]
+    ended = np.stack([np.full(len(new), -np.inf), scores[new]])
+    kept = [prefixes[k] for k in old] + [(*prefixes[i], label) for i, label in grew]
+    return kept, np.append(stays[:, old], ended, axis=1)

@@ -1,0 +1,103 @@
+"""A sum of losses of one prediction."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import chain
+from math import isfinite
+from typing import Any
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import rank
+from onnxgrad.losses.formulas import LOSSES
+from onnxgrad.losses.spec import LossSpec, Terms
+
+_SHARED = ("from_logits", "axis", "ignore_index", "ignore_nan", "soft_labels", "shift")
+
+
+def combined_loss(
+    factors: Mapping[str, float], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> LossSpec:
+    """sum_k f_k l_k over losses l_k of the same prediction and labels, with factors f_k.
+
+    Of losses of elements and of rows, such as `cross_entropy` and `softmax_dice`, those of a row
+    are added to each of its elements, and the mean is over the elements that are not ignored: a row
+    counts by their number. Where none is ignored, it is the sum of both means. Weights of elements,
+    as by `class_weight`, are those of the first loss of elements.
+
+    Args:
+        factors: `{name: factor}`, names of `LOSSES`: of classes (cross_entropy, softmax_focal,
+            softmax_dice), or of scores of two classes (binary_cross_entropy, focal, dice).
+        options: options by name, `{"softmax_focal": {"gamma": 1.5}}`. What all have in common, as
+            `ignore_index`, are options of the result: `loss_options` of a `Trainer`.
+
+    Raises:
+        ValueError: an unknown loss or option, losses of both kinds, or none.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.combined_loss({"cross_entropy": 1, "softmax_dice": 0.5}).name
+        'cross_entropy + 0.5 softmax_dice'
+    """
+    specs, two = _specs(factors, options or {})
+    if len(specs) == 1 and [*factors.values()] == [1]:
+        return next(iter(specs.values()))
+
+    def add(op: Any, prediction: Any, label: Any, **shared: Any) -> Terms:
+        own = [spec.with_options({**spec.options, **shared}) for spec in specs.values()]
+        terms = [spec.terms(op, prediction, label) for spec in own]
+        return _sum(op, terms, [*factors.values()])
+
+    def of_classes(op, prediction, label, from_logits=True, ignore_index=-100, axis=None):
+        options = {"ignore_index": ignore_index, "axis": axis}
+        return add(op, prediction, label, from_logits=from_logits, **options)
+
+    def of_two(op, prediction, label, from_logits=True, ignore_nan=False):
+        return add(op, prediction, label, from_logits=from_logits, ignore_nan=ignore_nan)
+
+    title = " + ".join(n if f == 1 else f"{f:g} {n}" for n, f in factors.items())
+    base = LOSSES["focal" if two else "softmax_focal"]
+    return replace(base, formula=of_two if two else of_classes, name=title)
+
+
+def _specs(
+    factors: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, LossSpec], bool]:
+    """Return the losses, and whether they are those of scores of two classes."""
+    kinds = {name: _kind(spec) for name, spec in LOSSES.items() if _kind(spec)}
+    for name, factor in factors.items():
+        if name not in kinds:
+            raise unknown("loss", name, kinds)
+        if not isfinite(factor):
+            raise ValueError(f"the factor of {name!r} must be a finite number, not {factor}")
+    if other := {*options} - {*factors}:
+        raise ValueError(f"options of {sorted(other)}, but the losses are {[*factors]}")
+    if len({kinds[name] for name in factors}) != 1:
+        raise ValueError(f"{[*factors]}: add losses of classes, or of scores of two classes")
+    if shared := {*chain(*options.values())} & {*_SHARED}:
+        raise ValueError(f"{sorted(shared)} of all losses together: use loss_options of a Trainer")
+    specs = {name: LOSSES[name].with_options(options.get(name, {})) for name in factors}
+    return specs, kinds[next(iter(factors))] == "two classes"
+
+
+def _sum(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Terms:
+    """Write the sum of the terms, those of rows for each of their elements."""
+    ranks = [rank(one.losses) or 1 for one in terms]
+    each = []
+    for one, n, factor in zip(terms, ranks, factors, strict=True):
+        behind = list(range(n, max(ranks)))
+        losses = op.Unsqueeze(one.losses, behind) if behind else one.losses
+        each.append(losses if factor == 1 else losses * float(factor))
+    return replace(terms[ranks.index(max(ranks))], losses=reduce(operator.add, each))
+
+
+def _kind(spec: LossSpec) -> str | None:
+    """Return what a loss tells apart, None if it is none of those that can be added."""
+    if spec.activation == "Sigmoid":
+        return "two classes"
+    by_class = "axis" in spec.all_options and spec.has_ignore_index
+    maps = by_class and spec.label_kind.shape(("N", 2, "H", "W")) == ("N", "H", "W")
+    return "classes" if maps else None

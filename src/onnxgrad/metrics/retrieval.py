@@ -1,0 +1,156 @@
+"""Metrics of embeddings: what a search by their cosines finds, and how cosines rank pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.metrics.base import Metric, PredictionInfo, nothing
+
+_CHUNK = 1024  # queries compared with the corpus at once
+
+
+class EmbeddingMetric(Metric):
+    """A metric of all embeddings (rows, D) at once, with one label for each row."""
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._batches: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Keep a batch: embeddings (rows, D) and labels (rows,).
+
+        Raises:
+            ValueError: arrays of other shapes, NaN, or sample weights, which mean nothing here.
+        """
+        self.check_begun()
+        z, y = np.asarray(prediction, np.float64), np.asarray(label)
+        if z.ndim != 2 or y.shape != z.shape[:1]:
+            raise ValueError(
+                f"metric {self.name!r}: embeddings are (rows, D) with labels (rows,), not "
+                f"{z.shape} with {y.shape}"
+            )
+        if not np.isfinite(z).all():
+            raise ValueError(f"metric {self.name!r}: the embeddings are not finite")
+        if weight is not None and (np.asarray(weight) != 1).any():
+            raise ValueError(f"metric {self.name!r}: it has no sample weights: leave them out")
+        lengths = np.linalg.norm(z, axis=1, keepdims=True)
+        self._batches.append((z / np.maximum(lengths, 1e-12), y))
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all embeddings, of length 1, and labels; raise `ValueError` if there are none."""
+        self.check_begun()
+        if not self._batches:
+            raise nothing(self.name)
+        z, y = zip(*self._batches, strict=True)
+        return np.concatenate(z), np.concatenate(y)
+
+
+@dataclass
+class Retrieval(EmbeddingMetric):
+    """What the k rows with the largest cosines to a query have of those that are of its class.
+
+    The mean over queries, without those that are alone in their class. In `update`, labels are the
+    classes of rows. Among equal cosines, the first row comes first.
+
+    Args:
+        k: number of rows that are looked at.
+        measure: "recall": the share of the other rows of its class that are among them;
+            "hit_rate": 1 if any is, else 0, which metric learning also calls Recall@k.
+        queries: "all": each row is a query in all others; "first": queries are the first rows of
+            the classes, and the others are searched, as for pairs of a question and its answer.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.retrieval import Retrieval
+        >>> metric = Retrieval(1)
+        >>> metric.begin(PredictionInfo())
+        >>> metric.update(np.array([[1, 0], [0, 1], [1, 0.1], [0.9, 0.2]]), np.array([0, 1, 0, 1]))
+        >>> metric.name, metric.compute()
+        ('recall_at_1', 0.25)
+    """
+
+    k: int = 1
+    measure: str = "recall"
+    queries: str = "all"
+    name: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k={self.k} must be 1 or more")
+        for option, value, known in (
+            ("measure", self.measure, ["recall", "hit_rate"]),
+            ("queries", self.queries, ["all", "first"]),
+        ):
+            if value not in known:
+                raise unknown(option, value, known)
+        start = "query_" if self.queries == "first" else ""
+        self.name = f"{start}{self.measure}_at_{self.k}"
+
+    def compute(self) -> float:
+        """Return the mean over queries; raise `ValueError` if no class has two rows."""
+        z, y = self.rows()
+        _, first, inverse, counts = np.unique(y, True, True, True)
+        several = counts[inverse] > 1
+        query = several.copy()
+        if self.queries == "first":
+            query &= first[inverse] == np.arange(len(y))
+        if not query.any():
+            raise ValueError(f"metric {self.name!r}: no class has two rows, to find one by another")
+        values = []
+        numbers = np.flatnonzero(query)
+        for rows in np.array_split(numbers, -(-len(numbers) // _CHUNK)):
+            scores = z[rows] @ z.T
+            scores[np.arange(len(rows)), rows] = -np.inf
+            if self.queries == "first":
+                scores[:, query] = -np.inf
+            found = np.argsort(-scores, axis=1, kind="stable")[:, : self.k]
+            possible = np.isfinite(np.take_along_axis(scores, found, axis=1))
+            hits = ((y[found] == y[rows, None]) & possible).sum(axis=1)
+            relevant = counts[inverse[rows]] - 1
+            values.append(hits > 0 if self.measure == "hit_rate" else hits / relevant)
+        return float(np.concatenate(values).mean())
+
+
+@dataclass
+class CosineSpearman(EmbeddingMetric):
+    """Spearman's rank correlation of cosines with labels, of consecutive rows as pairs.
+
+    Rows 0 and 1 are a pair, and 2 and 3; both rows have the label of their pair. Equal values have
+    the mean of their ranks.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.retrieval import CosineSpearman
+        >>> metric = CosineSpearman()
+        >>> metric.begin(PredictionInfo())
+        >>> z = np.array([[1, 0], [1, 0], [1, 0], [1, 1], [1, 0], [0, 1]])
+        >>> metric.update(z, np.array([0.9, 0.9, 0.5, 0.5, 0.1, 0.1]))
+        >>> round(metric.compute(), 6)
+        1.0
+    """
+
+    name = "cosine_spearman"
+
+    def compute(self) -> float:
+        """Return the correlation; raise `ValueError` if it is undefined, or rows are no pairs."""
+        z, y = self.rows()
+        if len(y) % 2 or (y[::2] != y[1::2]).any():
+            raise ValueError(f"metric {self.name!r}: both rows of a pair need its label")
+        ranks = [_ranks(v) for v in ((z[::2] * z[1::2]).sum(axis=1), y[::2])]
+        if any(np.ptp(r) == 0 for r in ranks):
+            raise ValueError(f"metric {self.name!r}: it is undefined if all values are equal")
+        return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return the ranks of values, of equal ones their mean."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

@@ -1,0 +1,272 @@
+"""Text recognition: lines of text in images, by models that are trained with CTC."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+import onnxgrad as og
+from onnxgrad.tasks.base import Task
+from onnxgrad.tasks.text_lines import (
+    Alphabet,
+    LineForm,
+    Lines,
+    characters_in,
+    images_in,
+    is_file,
+    line_form,
+    name_of,
+    rows_in,
+)
+
+__all__ = ["TextRecognition"]
+
+_TOGETHER = 32  # images of one width that are read in one call
+
+
+class TextRecognition(Task):
+    """Text recognition with CTC: PaddleOCR's recognizers, CRNN and models like them.
+
+    The model takes images of lines (N, channels, height, width) and returns scores, logarithms or
+    probabilities of its classes, (N, T, C) in any order: the characters of a dictionary, and the
+    blank. Images are resized to its height, and those of a batch padded with zeros on the right to
+    the widest, at least to a square. The loss and the metrics, "cer" and "wer", read the time steps
+    of each image, without those of its padding.
+
+    The rows of data are images and their texts: a label file of PaddleOCR, `path<TAB>text` in each
+    line; a CSV file with the columns file and text; a folder of images with their texts, as `1.png`
+    and `1.txt`; or a list of pairs (image, text). Paths are relative to the file.
+
+    The dictionary may lack the blank; and with it the space, which then is the last class. It is
+    written into the metadata of the model if it changes: `character`, a character in each line, as
+    RapidOCR reads it, and `blank` unless that is 0.
+
+    Args:
+        model: model or path, with one input and one output.
+        data: the rows to train on; None for a model that was trained.
+        dictionary: file with a character in each line, or a list; None: that of the metadata.
+        extend: whether the last layer gets new units for characters of `data` that the dictionary
+            lacks; or a text with these characters. The old units keep their weights.
+        blank: class of the blank, -1 for the last. None: by the metadata or dictionary, or else 0.
+        height: of images for the model; None: as declared, or else 48, that of PP-OCRv3 and later.
+        width: to which all images are padded, and wider ones squeezed; None: as declared, if it is.
+        colors: "BGR", "RGB" or "L" for gray. None: "L" for one channel, "BGR" for three, as
+            PaddleOCR reads them.
+        mean: of values from 0 to 1, a number or one for each channel: it is subtracted.
+        std: by which values are divided then.
+        beam: how many prefixes `predict` keeps, see `ctc_decode`; None: the best path, as metrics.
+        seed: of the weights of new characters.
+
+    Raises:
+        ImportError: Pillow or rapidfuzz is not installed.
+        ValueError: a model, a dictionary or data that do not fit; the message names the file.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,1,2,W] x) => (float[N,W,3] y)
+        ...     <int64[1] one = {1}, float[2,3] w = {3, -1, -1, 3, -1, -1}> {
+        ...     s = Squeeze(x, one)  t = Transpose <perm = [0, 2, 1]> (s)  y = MatMul(t, w) }''')
+        >>> image = np.full((2, 9), 255, np.uint8)  # a gray one
+        >>> image[:, 2:4] = 0
+        >>> reading = og.tasks.ctc.TextRecognition(
+        ...     model, [(image, "c")], dictionary=["a", "b"], extend=True)
+        >>> reading.classes
+        ['', 'a', 'b', 'c']
+        >>> trainer = reading.trainer(learning_rate=0.1).fit(reading.data, epochs=30)
+        >>> [(text, confidence)] = reading.predict(trainer, [image])
+        >>> text
+        'c'
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto | str | os.PathLike,
+        data: Any = None,
+        *,
+        dictionary: str | os.PathLike | Sequence[str] | None = None,
+        extend: bool | str = False,
+        blank: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        colors: str | None = None,
+        mean: float | Sequence[float] = 0.5,
+        std: float | Sequence[float] = 0.5,
+        beam: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.beam = _loaded(model), beam
+        stored = {entry.key: entry.value for entry in self.model.metadata_props}
+        characters = characters_in(dictionary, stored)
+        shape = _input_shape(self.model)
+        self._form = line_form(shape, height, width, colors, mean, std)
+        self._output = _Output(self.model, shape, self._form, len(characters))
+        if blank is None and "blank" in stored:
+            blank = int(stored["blank"])
+        self._alphabet = Alphabet.of(
+            characters, self._output.classes, blank, self._output.axes[2] < self._output.axes[1]
+        )
+        rows = [] if data is None else rows_in(data)
+        if extend is True and not rows:
+            raise ValueError("extend=True takes the characters of data: pass it, or the characters")
+        new = extend if isinstance(extend, str) else "".join(text for _, text in rows if extend)
+        if (added := sorted({*new} - {*self._alphabet.classes})) or dictionary is not None:
+            self.model = self._alphabet.extend(self.model, added, seed)
+        self.data = self._reader(rows) if rows else None
+        self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read
+        self.metrics = [og.TextErrorRate(read), og.TextErrorRate(read, "words")]
+        options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
+        self.arguments = {"loss_options": options}
+
+    def read(self, path: Any) -> og.Reader:
+        """Return other rows for the same model, such as those to validate on, as `data` has them.
+
+        Raises:
+            ValueError: files that cannot be read, characters that the dictionary lacks, or a text
+                that needs more time steps than its image has: one a character, and one between two
+                that are equal.
+        """
+        return self._reader(rows_in(path))
+
+    def predict(self, model: Any, inputs: Any) -> list[tuple[str, float]]:
+        """Return the text of each image and a confidence, see `ctc_decode`.
+
+        Images of one width are read together, without padding: the results do not depend on others.
+
+        Args:
+            model: a trained model, a path, or a `Trainer`.
+            inputs: a folder; or a list of files, arrays (height, width, 3) in RGB or (height,
+                width), uint8, or images of Pillow.
+        """
+        run = _runner(_loaded(model))
+        lines = Lines(images_in(inputs), self._form)
+        results: dict[int, tuple[str, float]] = {}
+        groups = defaultdict(list)
+        for i, (_, _, width) in enumerate(lines.shapes):
+            groups[width].append(i)
+        size = self._output.rows or _TOGETHER
+        for rows in groups.values():
+            for own in (rows[i : i + size] for i in range(0, len(rows), size)):
+                x = np.stack([lines[i] for i in own])
+                x = np.resize(x, (self._output.rows or len(x), *x.shape[1:]))  # repeats some
+                for i, log_p in zip(own, self._output.log_p(run(x)), strict=False):
+                    log_p = log_p[: self._output.steps(lines.widths[i])]
+                    labels, sure = og.ctc_decode(log_p, self._alphabet.blank, self.beam)
+                    results[i] = self._alphabet.text(labels), sure
+        return [results[i] for i in range(len(lines))]
+
+    def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
+        """Write `results.txt`: `path<TAB>text<TAB>confidence`, with numbers for paths of arrays."""
+        file = Path(folder) / "results.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pairs = zip(images_in(inputs), results, strict=True)
+        lines = [
+            f"{source if is_file(source) else number}\t{text}\t{sure:.4f}\n"
+            for number, (source, (text, sure)) in enumerate(pairs)
+        ]
+        file.write_text("".join(lines), encoding="utf-8")
+        return [file]
+
+    def _reader(self, rows: Sequence[tuple[Any, str]]) -> og.Reader:
+        lines, labels = Lines([source for source, _ in rows], self._form), []
+        numbers = {c: i for i, c in reversed([*enumerate(self._alphabet.classes)]) if c}
+        lacks = [(source, {*text} - {*numbers}) for source, text in rows]
+        if missing := [(source, chars) for source, chars in lacks if chars]:
+            every = "".join(sorted(set().union(*(chars for _, chars in missing))))
+            raise ValueError(
+                f"{name_of(missing[0][0])} has the characters {sorted(missing[0][1])}, which the "
+                f"dictionary lacks; {len(missing)} of {len(rows)} texts have {every!r}: pass "
+                "extend=True with the rows to train on, or correct the texts"
+            )
+        for (source, text), width in zip(rows, lines.widths, strict=True):
+            steps = self._output.steps(width)
+            needed = len(text) + sum(a == b for a, b in pairwise(text))
+            if needed > steps:
+                raise ValueError(
+                    f"{name_of(source)} has {steps} time steps, and its text {text!r} needs "
+                    f"{needed}: leave it out, or cut it into two images"
+                )
+            labels.append([steps, *(numbers[c] for c in text)])
+        return og.by_length(lines, labels, axis={"X": 2, "y": 0}, same_length=False)
+
+
+def _loaded(model: Any) -> onnx.ModelProto:
+    """Return the model of a trainer or file, or as it is."""
+    if isinstance(model, onnx.ModelProto):
+        return model
+    return model.model if isinstance(model, og.Trainer) else onnx.load(model)
+
+
+def _runner(model: onnx.ModelProto) -> Callable[[np.ndarray], np.ndarray]:
+    """Return what computes the output of a model in float32."""
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    [x] = session.get_inputs()
+    dtype = np.float16 if "float16" in x.type else np.float32
+    return lambda images: session.run(None, {x.name: images.astype(dtype)})[0].astype(np.float32)
+
+
+def _input_shape(model: onnx.ModelProto) -> list[int | None]:
+    """Return the declared shape of the only input, None for lengths that are not static."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [x for x in model.graph.input if x.name not in weights]
+    shape = [d.dim_value or None for x in inputs for d in x.type.tensor_type.shape.dim]
+    if len(inputs) != 1 or len(model.graph.output) != 1 or len(shape) != 4:
+        raise ValueError(
+            f"text recognition takes a model with one input (N, channels, height, width) and one "
+            f"output, not with {[x.name for x in inputs]} {shape} and "
+            f"{[y.name for y in model.graph.output]}: see select_model_inputs_outputs"
+        )
+    return shape
+
+
+class _Output:
+    """What a model returns, as running it shows.
+
+    Attributes:
+        rows: of a static batch, or None.
+        axes: of rows, time steps and classes.
+        classes: their number.
+        options: of the loss.
+        steps: from the width of an image to its number of time steps.
+    """
+
+    def __init__(
+        self, model: onnx.ModelProto, shape: list[int | None], form: LineForm, characters: int
+    ) -> None:
+        run, self.rows = _runner(model), shape[0]
+
+        def shown(width: int) -> np.ndarray:
+            return run(np.zeros((self.rows or 3, form.channels, form.height, width)))
+
+        y = shown(shape[3] or 8 * form.height)
+        fits = [a for a in range(y.ndim) if 0 <= y.shape[a] - characters <= 2]
+        batch = [a for a in range(y.ndim) if y.shape[a] == (self.rows or 3) and a not in fits[-1:]]
+        if y.ndim != 3 or not fits or not batch:
+            raise ValueError(
+                f"the model returns {y.shape} for {self.rows or 3} images, and the dictionary has "
+                f"{characters} characters: no axis is as long as these, with a blank and a space"
+            )
+        at, first = fits[-1], batch[0]
+        [time] = {0, 1, 2} - {at, first}
+        self.axes, self.classes = (first, time, at), y.shape[at]
+        self.options = {"axis": at, "time_major": time < first}
+        self._shares = y.min() >= 0 and np.allclose(y.sum(at), 1, atol=1e-3)
+        self.steps = cache(lambda width: (y if shape[3] else shown(width)).shape[time])
+
+    def log_p(self, y: np.ndarray) -> np.ndarray:
+        """Return logarithms of probabilities, (N, T, C)."""
+        y = y.transpose(self.axes)
+        if self._shares:
+            return np.log(np.maximum(y, 1e-30))
+        y = y - y.max(axis=2, keepdims=True)
+        return y - np.log(np.exp(y).sum(axis=2, keepdims=True))

@@ -1,0 +1,272 @@
+"""`Sound`: wake words, classes of sounds, and events in streams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+import onnxgrad as og
+from onnxgrad.tasks.base import Task
+from onnxgrad.tasks.sound_events import Heard, hear, named, write_events
+from onnxgrad.tasks.sound_files import (
+    Augment,
+    Clip,
+    Clips,
+    Streams,
+    fitted,
+    length_of,
+    list_clips,
+    read_wave,
+    sound_files,
+)
+from onnxgrad.tasks.sound_model import SoundModel, loaded, noted_classes, with_classes
+
+__all__ = ["Heard", "Sound", "read_wave"]
+
+
+class Sound(Task):
+    """Trains models of sounds: one wake word, exclusive classes, or events in streams.
+
+    The files of `data` are in a folder of folders, one a class, or in a list, CSV or JSON lines,
+    with the columns `file` (relative to the list) and `label`, and in seconds `start` and `end`.
+    A row is a clip: the middle of the part, cut or padded with zeros to the length of the model.
+    With `carry`, a row is a window of a file, and states begin anew with each file, at zero; the
+    label of a window is what is labelled in half of it or more. The gradient does not pass from
+    batch to batch.
+
+    The loss is the cross-entropy of the classes, or of one score for `word`. `trainer` takes
+    `class_weight` for rare ones.
+
+    Args:
+        model: takes waveforms (N, samples) or (N, 1, samples), or what `front` returns.
+        data: path of the folder or list.
+        validation: other files, in either form.
+        rate: sample rate of the model in Hz; files of other rates are resampled.
+        seconds: length of a window, if the shape of the input does not state it.
+        front: from float32 (N, samples) to features, such as `onnxgrad.mel_spectrogram`; their last
+            two axes are swapped, and an axis of length 1 is added, where the input says so.
+        word: the class that a model with one score detects; all others are the background.
+        classes: names of the units of the model, in their order; None: those of the data, sorted.
+            A model with another number of units gets a new last layer, by `replace_head`. The model
+            that comes out stores them, as `onnxgrad.classes`; `word` too.
+        background: the class that is no event. A stream of several classes has it for what has no
+            label, and first, unless `classes` says otherwise.
+        carry: `{input: output}`, states that go from window to window.
+        context: samples of the window before that are part of the input, in front of a window.
+        constants: values of further inputs; None: of one called "sr", the sample rate.
+        files: files of a stream side by side in a batch; of a model whose states have no rows, the
+            consecutive windows of one file, through which the gradient passes.
+        shift: seconds by which clips are moved at random, at most, in training.
+        gain: dB by which they are louder or softer, at most.
+        noise: folder of sounds that are added.
+        snr: lowest and highest ratio of both powers, in dB.
+        output: name of the output of scores, if several could be.
+        activation: "sigmoid" or "softmax", which makes probabilities of outputs; "none" if they are
+            such. None: by the last operator of the model.
+
+    Raises:
+        ValueError: files that cannot be read, classes that do not fit, or inputs of unknown length.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,4] x) => (float[N,1] p) <float[4,1] w = {1, 1, 1, 1}>
+        ...     { a = MatMul(x, w)  p = Sigmoid(a) }''')
+        >>> task = og.tasks.sound.Sound(model, rate=2, word="beep")
+        >>> (heard,) = task.predict(model, [np.float32([0, 0, 0, 0, 1, 1, 1, 1])], threshold=0.9)
+        >>> [(start, end, label) for start, end, label, score in heard.events]
+        [(2.0, 4.0, 'beep')]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: str | os.PathLike | None = None,
+        *,
+        validation: str | os.PathLike | None = None,
+        rate: int = 16000,
+        seconds: float | None = None,
+        front: Callable[[np.ndarray], Any] | None = None,
+        word: str | None = None,
+        classes: Sequence[str] | None = None,
+        background: str = "background",
+        carry: Mapping[str, str] | None = None,
+        context: int = 0,
+        constants: Mapping[str, Any] | None = None,
+        files: int = 8,
+        shift: float = 0.0,
+        gain: float = 0.0,
+        noise: str | os.PathLike | None = None,
+        snr: tuple[float, float] = (0.0, 20.0),
+        output: str | None = None,
+        activation: str | None = None,
+    ) -> None:
+        described = rate, seconds, front, carry or {}, context, constants or {}, output
+        clips = [] if data is None else list_clips(data)
+        self.word, self.background, self.files = word, background, files
+        self.model = loaded(model)
+        self.form = SoundModel(self.model, *described)
+        stored = noted_classes(self.model)
+        if word is None and classes is None and self.form.units == len(stored) == 1:
+            self.word = stored[0]
+        self.classes = self._named_classes(classes, clips)
+        if self.form.units != len(self.classes):
+            if data is None:
+                raise ValueError(f"{self.form.units} units, and the classes {self.classes}")
+            self.model = og.replace_head(self.model, self.classes, output=self.form.output)
+            self.form = SoundModel(self.model, *described)
+        if data is not None:
+            self.model = with_classes(self.model, self.classes)
+        one = len(self.classes) == 1
+        self.activation = activation or self.form.activation or ("sigmoid" if one else "softmax")
+        noises = [] if noise is None else [read_wave(f, rate) for f in sound_files(Path(noise))]
+        if noise is not None and not noises:
+            raise ValueError(f"noise={str(noise)!r} has no sounds")
+        self.augment = Augment(rate, shift, gain, noises, snr)
+        loss = "binary_cross_entropy" if one else "cross_entropy"
+        self.loss = loss if self.form.single else {self.form.output: loss}
+        alarms = [og.FalseAlarms(self.form.samples / rate)] if one and not carry else []
+        self.metrics = ["accuracy", *alarms]
+        self.arguments = {"carry": self.form.carry}
+        if self.form.along:
+            self.arguments["batch_axes"] = dict.fromkeys(self.form.carry)
+        self.data = None if data is None else self._reader(clips)
+        self.validation = None if validation is None else self.read(validation)
+
+    def _named_classes(self, given: Sequence[str] | None, clips: list[Clip]) -> list[str]:
+        """Return the classes: of the word, the caller, the data or the model."""
+        if self.word is not None:
+            if clips and self.word not in {clip.label for clip in clips}:
+                raise ValueError(f"word={self.word!r} is the label of no clip")
+            return [self.word]
+        if given is not None:
+            return list(given)
+        if clips:
+            found = sorted({clip.label for clip in clips} - {""})
+            if self.form.carry:
+                found = [self.background, *(c for c in found if c != self.background)]
+            if len(found) < 2:
+                raise ValueError(f"the only class is {found}: of one, pass its name as word=")
+            return found
+        units = self.form.units if isinstance(self.form.units, int) else 0
+        return noted_classes(self.model) or [str(i) for i in range(units)]
+
+    def trainer(self, **arguments: Any) -> og.Trainer:
+        """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
+        weights, output = arguments.get("class_weight"), self.form.output
+        by_output = isinstance(weights, Mapping) and output in weights
+        if weights is not None and not self.form.single and not by_output:
+            arguments["class_weight"] = {output: weights}
+        return super().trainer(**arguments)
+
+    def read(self, path: str | os.PathLike) -> og.Reader:
+        """Return the clips or streams of another folder or list.
+
+        Raises:
+            ValueError: files that cannot be read, or a class that the model does not have.
+        """
+        return self._reader(list_clips(path))
+
+    def _reader(self, clips: list[Clip]) -> og.Reader:
+        form = self.form
+        for clip in clips:
+            if self.word is None and (clip.label or self.background) not in self.classes:
+                raise ValueError(
+                    f"{str(clip.file)!r} has the label {clip.label!r}, not of {self.classes}"
+                )
+        if not form.carry:
+            labels = self._shaped(np.array([self._number(clip.label) for clip in clips]))
+            return Clips(clips, labels, form.samples, self.augment, form.inputs)
+        files: dict[Path, list[Clip]] = {}
+        for clip in clips:
+            files.setdefault(clip.file, []).append(clip)
+        counts = [-(-length_of(file, form.rate) // form.samples) for file in files]
+        width = self.files if form.rows is None else form.rows
+        return Streams(list(files.values()), self._stream, form.inputs, counts, width, form.along)
+
+    def _number(self, label: str) -> int:
+        if self.word is not None:
+            return int(label == self.word)
+        return self.classes.index(label or self.background)
+
+    def _shaped(self, numbers: np.ndarray) -> np.ndarray:
+        """Return numbers of classes as labels of the loss."""
+        if len(self.classes) == 1:
+            return np.float32(numbers).reshape(-1, *[1] * (len(self.form.out) - 1))
+        return numbers.reshape(-1, *[1] * (len(self.form.out) - 2))
+
+    def _stream(
+        self, clips: list[Clip], rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the windows of a file, and their labels."""
+        form = self.form
+        x = self.augment(read_wave(clips[0].file, form.rate), rng)
+        windows, first = form.windows(x, form.samples)
+        starts, size = first / form.rate, form.samples / form.rate
+        numbers = np.zeros(len(windows), np.int64)
+        numbers += self._number("")
+        for clip in clips:
+            end = np.inf if clip.end is None else clip.end
+            within = np.minimum(end, starts + size) - np.maximum(clip.start, starts)
+            numbers[within >= size / 2] = self._number(clip.label)
+        return windows, self._shaped(numbers)
+
+    def predict(
+        self,
+        model: Any,
+        inputs: Any,
+        *,
+        hop: float | None = None,
+        threshold: float = 0.5,
+        hold: float = 0.0,
+    ) -> list[Heard]:
+        """Return what is heard in each file.
+
+        Args:
+            model: a trained model, a path, or a `Trainer`.
+            inputs: a folder, a file, files, or waveforms (samples,) at the rate of the model.
+            hop: seconds from one window to the next; None: their length. The last window ends with
+                the file, or of a model with states, in zeros.
+            threshold: the probability from which a window is one of an event; of several classes,
+                it must be the largest, too.
+            hold: seconds; windows of a class that are at most so far apart are one event.
+
+        Raises:
+            ValueError: a file that cannot be read; `hop` of a model with states.
+        """
+        form = self.form
+        if hop is not None and form.carry:
+            raise ValueError(f"hop={hop}: the windows of a model with states follow each other")
+        step = form.samples if hop is None else max(1, round(hop * form.rate))
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # published files hold constants that no node reads
+        session = onnxruntime.InferenceSession(loaded(model).SerializeToString(), options)
+        results = []
+        for name, given in named(inputs):
+            path = isinstance(given, Path)
+            x = read_wave(given, form.rate) if path else np.asarray(given, np.float32)
+            if x.ndim != 1 or not len(x):
+                raise ValueError(f"{name!r} has the shape {x.shape}: a waveform is (samples,)")
+            if not form.carry and len(x) < form.samples:
+                x = fitted(x, form.samples)
+            windows, starts = form.windows(x, step)
+            scores = form.scores(session, windows, self.activation)
+            times = starts / form.rate, step / form.rate, form.samples / form.rate
+            results.append(hear(scores, times, self.classes, self.background, threshold, hold))
+        return results
+
+    def write(self, inputs: Any, results: Iterable[Heard], folder: str | os.PathLike) -> list[Path]:
+        """Write events into `events.csv`, and a label track of Audacity, `.txt`, for each file.
+
+        Args:
+            inputs: as those of `predict`.
+            results: what `predict` returned for them.
+            folder: is created; files in it of the same names are replaced.
+        """
+        return write_events(inputs, results, Path(folder))

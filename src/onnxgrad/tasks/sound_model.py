@@ -1,0 +1,211 @@
+"""What a model of sounds says of itself: inputs, states, windows, and what its outputs are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+_VIEWS = frozenset(
+    "Identity Reshape Squeeze Unsqueeze Flatten Transpose Cast Gather Slice ReduceMean".split()
+)
+Shape = tuple[int | str | None, ...]
+
+
+def loaded(model: Any) -> onnx.ModelProto:
+    """Return a model, one in a file, or that of a trainer."""
+    if isinstance(model, (str, os.PathLike)):
+        return onnx.load(model)
+    if isinstance(model, bytes):
+        return onnx.load_model_from_string(model)
+    return model if isinstance(model, onnx.ModelProto) else model.model
+
+
+def noted_classes(proto: onnx.ModelProto) -> list[str]:
+    """Return the classes that `replace_head` or `add_head` stored in a model."""
+    notes = {entry.key: entry.value for entry in proto.metadata_props}
+    return [str(name) for name in json.loads(notes.get("onnxgrad.classes", "[]"))]
+
+
+def with_classes(proto: onnx.ModelProto, classes: list[str]) -> onnx.ModelProto:
+    """Return a model that stores its classes as `replace_head` does."""
+    if noted_classes(proto) == classes:
+        return proto
+    noted = onnx.ModelProto()
+    noted.CopyFrom(proto)
+    entries = [e for e in proto.metadata_props if e.key != "onnxgrad.classes"]
+    del noted.metadata_props[:]
+    noted.metadata_props.extend(entries)
+    noted.metadata_props.add(key="onnxgrad.classes", value=json.dumps(classes))
+    return noted
+
+
+def values(listed: Any, without: Any = ()) -> dict[str, tuple[np.dtype, Shape]]:
+    """Return dtypes and shapes of tensors by name; a dimension is a length or a symbol."""
+    found = {}
+    for proto in listed:
+        value: ir.Value = ir.from_proto(proto)
+        if value.name not in without and value.dtype is not None and value.shape is not None:
+            shape = tuple(d if isinstance(d, int) else d.value for d in value.shape)
+            found[str(value.name)] = (value.dtype.numpy(), shape)
+    return found
+
+
+class SoundModel:
+    """Runs a model on windows of waveforms.
+
+    Args:
+        proto: the model.
+        front, carry, context, constants, rate, output: as of `Sound`.
+        seconds: length of a window, if the input does not state it.
+    """
+
+    def __init__(
+        self,
+        proto: onnx.ModelProto,
+        rate: int,
+        seconds: float | None,
+        front: Callable[[np.ndarray], Any] | None,
+        carry: Mapping[str, str],
+        context: int,
+        constants: Mapping[str, Any],
+        output: str | None,
+    ) -> None:
+        self.rate, self.front, self.carry, self.context = rate, front, dict(carry), context
+        weights = {tensor.name for tensor in proto.graph.initializer}
+        inputs = values(proto.graph.input, weights)
+        outputs = values(proto.graph.output, self.carry.values())
+        for name in carry:
+            if name not in inputs:
+                raise ValueError(f"carry: the model has no input {name!r}, but {list(inputs)}")
+        others = {n: v for n, v in inputs.items() if n not in carry and n not in constants}
+        self.input = _only("input of sounds", others, None)
+        self.output = _only("output", outputs, output)
+        self.single = len(proto.graph.output) == 1
+        self.shape, self.out = inputs[self.input][1], outputs[self.output][1]
+        self.states = {name: inputs[name] for name in carry}
+        self.constants = {
+            n: np.asarray(constants.get(n, rate), dtype)
+            for n, (dtype, shape) in inputs.items()
+            if n in constants or (shape == () and n == "sr")
+        }
+        if unknown := set(inputs) - {self.input, *carry, *self.constants}:
+            raise ValueError(f"the model has the inputs {sorted(unknown)}, too: pass constants=")
+        self.units = self.out[-1] if len(self.out) > 1 else 1
+        self.samples = self._samples(seconds)
+        self.rows = self.shape[0] if isinstance(self.shape[0], int) else None
+        self.activation = _activation(proto.graph, self.output)
+
+    def _samples(self, seconds: float | None) -> int:
+        stated = self.shape[-1]
+        asked = None if seconds is None else round(seconds * self.rate)
+        if self.front is None and isinstance(stated, int):
+            if asked not in (None, stated - self.context):
+                raise ValueError(
+                    f"seconds={seconds} are {asked} samples, and the input {self.input!r} takes "
+                    f"{stated}, of which {self.context} are context"
+                )
+            asked = stated - self.context
+        if asked is None or asked < 1:
+            raise ValueError(f"how long is a window? The input {self.input!r} has the shape "
+                             f"{self.shape}: pass seconds=")  # fmt: skip
+        return asked
+
+    @property
+    def along(self) -> bool:
+        """Whether the rows of a batch are consecutive windows: rows that no state has."""
+        own = [shape for _, shape in self.states.values()]
+        return bool(own) and self.rows is None and not any(self.shape[0] in s for s in own)
+
+    def zeros(self, rows: int) -> dict[str, np.ndarray]:
+        """Return the states at the beginning of `rows` files."""
+        return {
+            name: np.zeros([d if isinstance(d, int) else rows for d in shape], dtype)
+            for name, (dtype, shape) in self.states.items()
+        }
+
+    def inputs(self, waves: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the inputs for windows (N, samples), with the states of the beginning.
+
+        Raises:
+            ValueError: the features do not have the shape of the input.
+        """
+        x = waves if self.front is None else np.asarray(self.front(waves), np.float32)
+        for y in (x, x.swapaxes(-1, -2)) if x.ndim > 2 else (x,):
+            if y.ndim + 1 == len(self.shape):
+                y = np.expand_dims(y, 1 if self.shape[1] == 1 else -1)
+            pairs = zip(y.shape[1:], self.shape[1:], strict=False)
+            if y.ndim == len(self.shape) and all(
+                n == d or not isinstance(d, int) for n, d in pairs
+            ):
+                return {self.input: y, **self.constants, **self.zeros(len(y))}
+        raise ValueError(
+            f"the input {self.input!r} has the shape {self.shape}, and "
+            f"{'windows' if self.front is None else 'what front returns'} {x.shape}"
+        )
+
+    def windows(self, x: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a waveform in windows (count, context + samples), and the sample of their start.
+
+        The last one ends with the waveform, or of a model with states, in zeros.
+        """
+        count = max(1, -(-(len(x) - self.samples) // step) + 1)
+        starts, size = np.arange(count) * step, self.context + self.samples
+        if not self.carry:
+            starts = np.minimum(starts, max(0, len(x) - self.samples))
+        padded = np.zeros(starts[-1] + size, np.float32)
+        padded[self.context :][: len(x)] = x
+        return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
+
+    def scores(
+        self, session: onnxruntime.InferenceSession, windows: np.ndarray, activation: str
+    ) -> np.ndarray:
+        """Return probabilities (windows, classes); states go from window to window."""
+        size = 1 if self.carry and not self.along else self.rows or 64
+        state, found = self.zeros(self.rows or 1), []
+        for at in range(0, len(windows), size):
+            x = windows[at : at + size]
+            count = len(x)
+            if self.rows:
+                x = np.resize(x, (self.rows, x.shape[1]))
+            feed = {**self.inputs(np.ascontiguousarray(x)), **state}
+            y, *new = session.run([self.output, *self.carry.values()], feed)
+            state = dict(zip(self.carry, new, strict=True))
+            found.append(y.reshape(len(x), -1)[:count])
+        y = np.concatenate(found)
+        if activation == "sigmoid":
+            return 1 / (1 + np.exp(-y))
+        if activation == "softmax":
+            y = np.exp(y - y.max(axis=1, keepdims=True))
+            return y / y.sum(axis=1, keepdims=True)
+        if y.min() < 0 or y.max() > 1.0001:
+            raise ValueError(f"{self.output!r} holds {y.min()} to {y.max()}, no probabilities: "
+                             "pass activation=")  # fmt: skip
+        return y
+
+
+def _only(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None) -> str:
+    """Return the name of the only value of floats, or the chosen one."""
+    names = [n for n, (dtype, shape) in found.items() if dtype.kind == "f" and shape]
+    if chosen in names:
+        return str(chosen)
+    if chosen is not None or len(names) != 1:
+        raise ValueError(f"{what}: the model has {names}: choose one, carry= or constants= others")
+    return names[0]
+
+
+def _activation(graph: onnx.GraphProto, output: str) -> str | None:
+    """Return "none" if the output is one of probabilities by its last operator, None if not."""
+    makers = {name: node for node in graph.node for name in node.output}
+    while (node := makers.get(output)) is not None and node.op_type in _VIEWS:
+        output = node.input[0]
+    if node is not None and node.op_type == "If":
+        branch = next(a.g for a in node.attribute if a.name == "then_branch")
+        return _activation(branch, branch.output[list(node.output).index(output)].name)
+    return "none" if node is not None and node.op_type in ("Sigmoid", "Softmax") else None

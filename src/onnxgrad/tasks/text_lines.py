@@ -1,0 +1,287 @@
+"""Images of lines of text, what they say, and the characters that a model knows."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+import onnxgrad as og
+
+_SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
+_ORIENTATION = 0x0112  # in Exif
+_BLANKS = ("", "blank", "<blank>", "[blank]")
+
+
+@dataclass(frozen=True)
+class LineForm:
+    """How a model takes images of lines; without a `width`, each has its own."""
+
+    height: int
+    width: int | None
+    colors: str
+    mean: Any
+    std: Any
+
+    @property
+    def channels(self) -> int:
+        """The number of channels."""
+        return 1 if self.colors == "L" else 3
+
+    def widths(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the widths of an image of this size (width, height), resized, and of its array."""
+        width = max(1, -(-self.height * size[0] // size[1]))
+        return (
+            (width, max(width, self.height))
+            if self.width is None
+            else (
+                min(width, self.width),
+                self.width,
+            )
+        )
+
+    def array(self, image: Any) -> np.ndarray:
+        """Return an image of Pillow as float32 (channels, height, width), padded with zeros."""
+        if image.has_transparency_data:
+            from PIL import Image
+
+            paper = Image.new("RGBA", image.size, "white")
+            paper.alpha_composite(image.convert("RGBA"))
+            image = paper
+        width, padded = self.widths(image.size)
+        image = image.convert("L" if self.colors == "L" else "RGB")
+        image = og.resize((self.height, width))(image, None)
+        values = np.asarray(image, np.float32).reshape(self.height, width, self.channels) / 255
+        values = values[..., ::-1] if self.colors == "BGR" else values
+        mean, std = (np.broadcast_to(v, self.channels).tolist() for v in (self.mean, self.std))
+        values = np.asarray(og.normalize(mean, std)(values, None))
+        return np.pad(np.moveaxis(values, -1, 0), [(0, 0), (0, 0), (0, padded - width)])
+
+
+class Lines(Sequence[np.ndarray]):
+    """Arrays of images, which are read when they are needed.
+
+    Attributes:
+        sources: what `opened` takes.
+        shapes: of the arrays.
+        widths: of the texts in them, of which a square is the least.
+    """
+
+    def __init__(self, sources: Sequence[Any], form: LineForm) -> None:
+        self.sources, self.form = sources, form
+        both = [form.widths(opened(source).size) for source in sources]
+        self.shapes = [(form.channels, form.height, padded) for _, padded in both]
+        self.widths = [min(max(width, form.height), padded) for width, padded in both]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, i: Any) -> Any:
+        try:
+            return self.form.array(opened(self.sources[i]))
+        except OSError as e:  # of Pillow, for damaged files
+            raise ValueError(f"cannot read the image {name_of(self.sources[i])}: {e}") from e
+
+
+def opened(source: Any) -> Any:
+    """Return an image of Pillow: of a file, of an array (height, width[, 3]), or as it is.
+
+    JPEGs are turned upright, as they state it. Values are decoded when they are needed.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: it cannot be read, or has more than 8 bits a value.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as e:
+        raise ImportError("images need Pillow: pip install pillow") from e
+    try:
+        image = Image.open(source) if is_file(source) else source
+        image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+        if image.format == "JPEG" and image.getexif().get(_ORIENTATION, 1) != 1:
+            image = ImageOps.exif_transpose(image)
+    except (OSError, SyntaxError, TypeError) as e:
+        raise ValueError(f"cannot read the image {name_of(source)}: {e}") from e
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"the image {name_of(source)} has more than 8 bits a value: convert it")
+    return image
+
+
+def is_file(source: Any) -> bool:
+    """Return whether an image is given by its path."""
+    return isinstance(source, (str, os.PathLike))
+
+
+def name_of(source: Any) -> str:
+    """Return how a message calls an image."""
+    return repr(str(source)) if is_file(source) else f"of {type(source).__name__}"
+
+
+def images_in(inputs: Any) -> list[Any]:
+    """Return the images of a folder in the order of their names, of one file, or of a list."""
+    if not is_file(inputs):
+        return list(inputs)
+    path = Path(inputs)
+    if not path.is_dir():
+        return [path]
+    found = sorted(p for p in path.iterdir() if p.suffix.lower() in _SUFFIXES)
+    if not found:
+        raise ValueError(f"{str(path)!r} has no image ({' '.join(sorted(_SUFFIXES))})")
+    return found
+
+
+def lines_of(path: str | os.PathLike) -> list[str]:
+    """Return the lines of a text file, as they are, with spaces at their ends."""
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
+def rows_in(data: Any) -> list[tuple[Any, str]]:
+    """Return images and their texts: see `TextRecognition`.
+
+    Raises:
+        ValueError: a file without image or text, or a text of several lines.
+    """
+    if not is_file(data):
+        rows = [(image, text) for image, text in data]
+    elif (path := Path(data)).is_dir():
+        rows = [(image, _text_beside(image)) for image in images_in(path)]
+        texts = {image.with_suffix(".txt") for image, _ in rows}
+        if alone := sorted({*path.glob("*.txt")} - texts):
+            raise ValueError(
+                f"{str(alone[0])!r} has no image beside it: if it lists images, pass it as the data"
+            )
+    else:
+        rows = [(path.parent / name, text) for name, text in _listed(path)]
+    if not rows:
+        raise ValueError(f"{data!r} has no rows")
+    for image, text in rows:
+        if is_file(image) and not Path(image).is_file():
+            raise ValueError(f"there is no file {str(image)!r}, which {str(data)!r} lists")
+        if "\n" in text:
+            raise ValueError(f"the text of {name_of(image)} has several lines: cut the image")
+    return rows
+
+
+def _text_beside(image: Path) -> str:
+    file = image.with_suffix(".txt")
+    if not file.is_file():
+        raise ValueError(f"{str(image)!r} has no text beside it, {file.name!r}")
+    return "\n".join(lines_of(file))
+
+
+def _listed(path: Path) -> list[tuple[str, str]]:
+    """Return the names and texts of a CSV or label file."""
+    if path.suffix.lower() == ".csv":
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            if not {"file", "text"} <= {*(table.fieldnames or ())}:
+                raise ValueError(
+                    f"{str(path)!r} has the columns {table.fieldnames}, not file, text"
+                )
+            return [(row["file"], row["text"]) for row in table]
+    rows = [
+        (number, *line.partition("\t")) for number, line in enumerate(lines_of(path), 1) if line
+    ]
+    if wrong := [number for number, _, tab, _ in rows if not tab]:
+        raise ValueError(f"line {wrong[0]} of {str(path)!r} has no tab between path and text")
+    return [(name, text) for _, name, _, text in rows]
+
+
+def line_form(
+    shape: list[int | None],
+    height: int | None,
+    width: int | None,
+    colors: str | None,
+    mean: Any,
+    std: Any,
+) -> LineForm:
+    """Return how a model of this input takes images; raise where options contradict it."""
+    colors = colors or ("L" if shape[1] == 1 else "BGR")
+    if colors not in ("BGR", "RGB", "L"):
+        raise ValueError(f"colors={colors!r} must be 'BGR', 'RGB' or 'L'")
+    form = LineForm(height or shape[2] or 48, width or shape[3], colors, mean, std)
+    given = {"colors": form.channels, "height": form.height, "width": form.width}
+    for (name, value), declared in zip(given.items(), shape[1:], strict=True):
+        if declared not in (None, value):
+            raise ValueError(f"the model takes images {shape}, which {name}= contradicts")
+    return form
+
+
+def characters_in(dictionary: Any, stored: dict[str, str]) -> list[str]:
+    """Return the characters of a file, a list or the metadata of a model."""
+    if dictionary is not None:
+        return lines_of(dictionary) if is_file(dictionary) else list(dictionary)
+    if "character" not in stored:
+        raise ValueError("the model has no metadata 'character': pass dictionary=, a file or list")
+    return stored["character"].removesuffix("\n").split("\n")
+
+
+@dataclass
+class Alphabet:
+    """The text of each class, "" for the blank; and whether classes are before time steps."""
+
+    classes: list[str]
+    blank: int
+    classes_first: bool
+
+    @classmethod
+    def of(
+        cls, characters: list[str], count: int, blank: int | None, classes_first: bool
+    ) -> Alphabet:
+        """Return that of `count` classes: blank and space are added if they are missing."""
+        classes, whole = [*characters], count == len(characters)
+        marked = [i for i, c in enumerate(classes) if c in _BLANKS]
+        if blank is None and whole and not marked:
+            raise ValueError(f"none of the {count} characters is the blank: say which with blank=")
+        if blank is None:
+            blank = marked[0] if whole else 0
+        if not -count <= blank < count:
+            raise ValueError(f"blank={blank}, and the model has {count} classes")
+        classes += [" "] * (count - len(classes) - 1)
+        classes[blank % count : blank % count + whole] = [""]
+        return cls(classes, blank % count, classes_first)
+
+    def extend(self, model: onnx.ModelProto, added: list[str], seed: int) -> onnx.ModelProto:
+        """Return a model with units for more characters, and the dictionary in its metadata."""
+        n, new = len(self.classes), onnx.ModelProto()
+        at = n - (self.classes[-1] in ("", " "))  # these stay the last
+        self.classes[at:at] = added
+        self.blank += len(added) * (self.blank >= at)
+        new.CopyFrom(model)
+        del new.metadata_props[:]
+        new.metadata_props.extend(
+            e for e in model.metadata_props if e.key not in ("character", "blank")
+        )
+        if added:
+            keep = [*range(at), *[None] * len(added), *range(at, n)]
+            new = og.replace_head(new, len(self.classes), keep=keep, seed=seed)
+        characters = [c for i, c in enumerate(self.classes) if i != self.blank]
+        if self.blank:
+            new.metadata_props.add(key="blank", value=str(self.blank))
+        elif characters[-1:] == [" "]:
+            characters.pop()  # RapidOCR adds it
+        new.metadata_props.add(key="character", value="\n".join(characters))
+        return new
+
+    def text(self, labels: Iterable[int]) -> str:
+        """Return the text of classes."""
+        return "".join(self.classes[i] for i in labels)
+
+    def read(self, prediction: np.ndarray, label: np.ndarray) -> tuple[list[str], list[str]]:
+        """Return the texts of scores, (N, T, C) or (N, C, T), and of labels (N, 1 + S)."""
+        if not np.isfinite(prediction).all():
+            raise ValueError("the predictions are not finite")
+        if len(prediction) != len(label):  # the rows of (T, N, C) that states no shape
+            prediction = np.swapaxes(prediction, 0, 1)
+        scores = np.swapaxes(prediction, 1, 2) if self.classes_first else prediction
+        pairs = zip(scores, label[:, 0], strict=True)
+        found = [og.ctc_decode(row[:steps], self.blank)[0] for row, steps in pairs]
+        return [*map(self.text, found)], [self.text(own[own >= 0]) for own in label[:, 1:]]

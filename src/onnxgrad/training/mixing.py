@@ -1,0 +1,348 @@
+"""Mixup and CutMix: rows of a batch that are mixed with others, in the graph of a step.
+
+What is drawn for a batch is a function of the seed and the number of the draw, and an input of the
+step, so that a resumed training mixes the same rows by the same shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.losses.mixed_rows import MixedRows
+from onnxgrad.losses.objectives import TrainingLoss
+
+_STREAM = 3  # of random numbers; others of a trainer begin with the seed and 1, or 2
+_FEW = 4  # channels of an image that has them last
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Base of `mixup` and `cutmix`, which return one."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.alpha, bool) or not 0 < float(self.alpha) < float("inf"):
+            raise ValueError(f"alpha must be a number above 0, not {self.alpha!r}")
+
+    def numbers(self, rng: np.random.Generator) -> list[float]:
+        """Draw the numbers of a batch."""
+        raise NotImplementedError
+
+    def names(self, features: Sequence[str]) -> Sequence[str]:
+        """Return the inputs that are mixed."""
+        raise NotImplementedError
+
+    def write(
+        self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
+    ) -> tuple[list[ir.Value], MixedRows]:
+        """Write the mixed inputs; return them, and how the rows are mixed."""
+        raise NotImplementedError
+
+
+def check_mix(mix: Any) -> Mix | None:
+    """Return the argument `mix` of a trainer; raise `ValueError` for another one."""
+    if mix is None or isinstance(mix, Mix):
+        return mix
+    raise ValueError(f"mix is mixup(...) or cutmix(...), not {mix!r}")
+
+
+@dataclass(frozen=True)
+class Mixup(Mix):
+    """See `mixup`."""
+
+    inputs: tuple[str, ...] | None = None
+
+    def numbers(self, rng: np.random.Generator) -> list[float]:
+        """Draw the share of each row itself."""
+        return [rng.beta(self.alpha, self.alpha)]
+
+    def names(self, features: Sequence[str]) -> Sequence[str]:
+        """Return the inputs that are mixed."""
+        return _only(features, "mixup(inputs=[...])") if self.inputs is None else self.inputs
+
+    def write(
+        self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
+    ) -> tuple[list[ir.Value], MixedRows]:
+        """Write share x_i + (1 - share) x_partners[i]."""
+        mixed = MixedRows(partners, op.Reshape(numbers, []))
+        for x in inputs:
+            if x.dtype is None or not x.dtype.is_floating_point():
+                raise ValueError(
+                    f"mixup: the input {x.name!r} has no floats, but {x.dtype}: name others by "
+                    "mixup(inputs=[...]), or use cutmix"
+                )
+        return [mixed.blend(op, x, mixed.of_partners(op, x)) for x in inputs], mixed
+
+
+@dataclass(frozen=True)
+class CutMix(Mix):
+    """See `cutmix`."""
+
+    input: str | None = None
+    axes: tuple[int, ...] | None = None
+
+    def numbers(self, rng: np.random.Generator) -> list[float]:
+        """Draw the share of the image itself, and numbers from 0 to 1 for the center of the box."""
+        centers = rng.random(8)  # as many as an input may have axes
+        return [rng.beta(self.alpha, self.alpha), *centers]
+
+    def names(self, features: Sequence[str]) -> Sequence[str]:
+        """Return the input that is mixed."""
+        return _only(features, "cutmix(input=...)") if self.input is None else [self.input]
+
+    def write(
+        self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
+    ) -> tuple[list[ir.Value], MixedRows]:
+        """Write images with a box of the partner's; the share is that of the area outside of it."""
+        [x] = inputs
+        axes, n = self._axes(x), rank(x) or 0
+        own = op.Gather(numbers, [0], axis=0)
+        rest = op.Sub(op.const(1.0, own.dtype), own)
+        half = op.Mul(op.const(0.5, own.dtype), op.Pow(rest, op.const(1 / len(axes), own.dtype)))
+        inside, shares = None, []
+        for i, axis in enumerate(axes):
+            length = op.Shape(x, start=axis, end=axis + 1)
+            whole = op.Cast(length, to=own.dtype)
+            center = op.Floor(op.Mul(op.Gather(numbers, [i + 1], axis=0), whole))
+            reach = op.Floor(op.Mul(half, whole))
+            begin = op.Max(op.Sub(center, reach), op.const(0.0, own.dtype))
+            end = op.Min(op.Add(center, reach), whole)
+            shares.append(op.Div(op.Sub(end, begin), whole))
+            at = op.Cast(op.arange(length), to=own.dtype)
+            along = op.And(op.GreaterOrEqual(at, begin), op.Less(at, end))
+            along = op.Reshape(along, [-1] + [1] * (n - 1 - axis))
+            inside = along if inside is None else op.And(inside, along)
+        box = shares[0]
+        for share in shares[1:]:
+            box = op.Mul(box, share)
+        share = op.Reshape(op.Sub(op.const(1.0, own.dtype), box), [])
+        mixed = MixedRows(partners, share, of_parts=True)
+        cut = op.Where(inside, mixed.of_partners(op, x), x)
+        return [op.set_type_like(cut, x)], mixed
+
+    def _axes(self, x: ir.Value) -> tuple[int, ...]:
+        """Return the axes of the box, counted from the first axis."""
+        n, shape = rank(x), dims(x) or ()
+        if n is None:
+            raise ValueError(f"cutmix: the input {x.name!r} has an unknown number of axes")
+        if self.axes is not None:
+            axes = tuple(axis % n if -n <= axis < n else -1 for axis in self.axes)
+            if not axes or len(set(axes)) < len(axes) or any(axis < 1 for axis in axes):
+                raise ValueError(
+                    f"cutmix: axes={self.axes} are no axes of the input {x.name!r} but the first, "
+                    f"of the shape {list(shape)}"
+                )
+            return axes
+        few = [isinstance(d, int) and d <= _FEW for d in shape]
+        if n != 4 or (few[3] and not few[1]):
+            raise ValueError(
+                f"cutmix: the input {x.name!r} of the shape {list(shape)} has no images (rows, "
+                "channels, height, width): name the axes of height and width, as "
+                "cutmix(axes=(1, 2))"
+            )
+        return 2, 3
+
+
+def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
+    """l x_i + (1 - l) x_j and l loss(y_i) + (1 - l) loss(y_j), l ~ Beta(alpha, alpha).
+
+    An argument of a trainer, `mix=mixup()`, that mixes the rows of each batch while it trains
+    (Zhang et al. 2017, arXiv:1710.09412): row i with the row j of a random permutation, by one
+    share l for all rows. Labels may be of any kind. The loss of both labels is that of the mixed
+    label where it is linear in the label, as cross entropy is, and has the gradient of that for the
+    squared error. Sample weights, class weights and ignored labels count as those of each label.
+    Evaluations and predictions mix nothing.
+
+    Draws are functions of seed and step. With `accumulate`, and where processes share a batch, rows
+    are mixed within their part of it, with a share of its own.
+
+    Args:
+        alpha: a number above 0; the shares are near 0 and 1 for a small one, and uniform for 1.
+        inputs: names of the float inputs that are mixed; None: the only input. Others stay those of
+            the row i.
+
+    Returns:
+        The argument `mix` of a trainer.
+
+    Raises:
+        ValueError: another alpha. When training begins: inputs without floats; losses whose rows
+            are sequences, or are compared with each other, or that a model computes; rows that are
+            not along the first axis; or `carry`.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,3] y) <float[2,3] w = {0.0, 0, 0, 0, 0, 0}> {
+        ...         y = MatMul(x, w) }''')
+        >>> X, y = np.float32(np.eye(2)[[0, 1] * 8]), np.array([0, 2] * 8)
+        >>> trainer = og.Trainer(model, "cross_entropy", learning_rate=0.1, mix=og.mixup(alpha=0.2))
+        >>> trainer.fit(X, y, epochs=20).predict(X[:2]).argmax(axis=1).tolist()
+        [0, 2]
+    """
+    return Mixup(alpha, None if inputs is None else _names("inputs", inputs))
+
+
+def cutmix(
+    alpha: float = 1.0, input: str | None = None, axes: Iterable[int] | None = None
+) -> CutMix:
+    """x_i with a box of x_j, and l loss(y_i) + (1 - l) loss(y_j), l the share outside of the box.
+
+    An argument of a trainer, `mix=cutmix()` (Yun et al. 2019, arXiv:1905.04899, algorithm 1). With
+    l ~ Beta(alpha, alpha), the box has sides of sqrt(1 - l) of those of the image and a uniform
+    center; where the image cuts it off, l becomes the share that is left. One box for all rows of a
+    batch, at random places from batch to batch. What `mixup` says of rows, labels and draws holds.
+
+    Args:
+        alpha: a number above 0.
+        input: name of the input with the images, of any dtype; None: the only input.
+        axes: its axes of height and width, or others, of any number below 9; None: (2, 3), for
+            images (rows, channels, height, width). A box of n axes has sides of (1 - l)^(1/n).
+
+    Returns:
+        The argument `mix` of a trainer.
+
+    Raises:
+        ValueError: another alpha. When training begins: as `mixup`; an input without such axes, or
+            labels of pixels.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.cutmix(axes=(1, 2))  # of images (rows, height, width, channels)
+        CutMix(alpha=1.0, input=None, axes=(1, 2))
+    """
+    chosen = None if axes is None else tuple(int(axis) for axis in axes)
+    if chosen is not None and not 0 < len(chosen) < 9:
+        raise ValueError(f"axes are one to eight axes, not {chosen}")
+    return CutMix(alpha, input, chosen)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The mixing of rows in the graph of a step: its inputs, and what is fed to them.
+
+    - `partners`: the row that each row is mixed with, int64 (N,).
+    - `numbers`: those that `mix` draws for a batch, float64.
+    """
+
+    mix: Mix
+    seed: int
+    partners: ir.Value
+    numbers: ir.Value
+    rows: MixedRows
+    names: ClassVar[tuple[str, ...]] = ("partners", "mix_numbers")
+
+    @classmethod
+    def of(cls, op: Emit, plan: Any, data: Sequence[ir.Value], rows: Any) -> Mixing | None:
+        """Mix inputs as the `Plan` of an objective says; return how, or None if it says nothing.
+
+        Raises:
+            ValueError: inputs that cannot be mixed, or a plan that does not fit.
+        """
+        if plan.mix is None:
+            return None
+        if not isinstance(plan.loss, TrainingLoss):
+            kind = "computed by a model" if plan.loss is None else f"a {type(plan.loss).__name__}"
+            raise ValueError(
+                f"mix takes losses of onnxgrad.LOSSES, not one that is {kind}: leave it out"
+            )
+        for name, given in (("carry", plan.carry), ("batch_axes", sorted(plan.exempt))):
+            if given:
+                raise ValueError(
+                    f"mix and {name} for {list(given)}: batches are mixed one by one, along the "
+                    "first axis. Leave mix out"
+                )
+        return cls.write(op, plan.mix, plan.seed, data, rows)
+
+    @classmethod
+    def write(cls, op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any) -> Mixing:
+        """Mix inputs of a graph, and let its nodes read them in their place.
+
+        Args:
+            op: writes into the graph.
+            mix: how.
+            seed: of what is drawn.
+            data: the inputs of a batch, without labels.
+            rows: the symbol of their rows.
+
+        Raises:
+            ValueError: inputs that cannot be mixed.
+        """
+        inputs = {str(x.name): x for x in data}
+        chosen = []
+        for name in mix.names(list(inputs)):
+            if name not in inputs:
+                raise unknown("input of mix", name, inputs)
+            chosen.append(inputs[name])
+        length = _rows(chosen, rows)
+        uses = {x: list(x.uses()) for x in chosen}
+        count = len(mix.numbers(np.random.default_rng(0)))
+        partners = _input(op, cls.names[0], ir.DataType.INT64, length)
+        numbers = _input(op, cls.names[1], ir.DataType.DOUBLE, count)
+        with op.at(next(iter(op.graph), None)):
+            values, mixed = mix.write(op, chosen, partners, numbers)
+        for x, value in zip(chosen, values, strict=True):
+            for node, index in uses[x]:
+                node.replace_input_with(index, value)
+        return cls(mix, seed, partners, numbers, mixed)
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        """The inputs of the graph."""
+        return [self.partners, self.numbers]
+
+    def stacked(self, stacks: Mapping[ir.Value, ir.Value]) -> Mixing:
+        """Return the mixing whose inputs are those of all micro-batches."""
+        own = stacks[self.partners], stacks[self.numbers]
+        return Mixing(self.mix, self.seed, *own, self.rows)
+
+    def fed(self, draws: np.ndarray, rows: int) -> dict[str, np.ndarray]:
+        """Return what is fed for draws of these numbers, each of which has so many rows."""
+        partners, numbers = [], []
+        for draw in draws.ravel().tolist():
+            rng = np.random.default_rng([self.seed, _STREAM, draw])
+            numbers.append(self.mix.numbers(rng))
+            partners.append(rng.permutation(rows))
+        return {
+            str(v.name): np.array(drawn, v.dtype.numpy()).reshape(*draws.shape, -1)
+            for v, drawn in zip(self.inputs, (partners, numbers), strict=True)
+            if v.dtype is not None
+        }
+
+
+def _rows(inputs: Sequence[ir.Value], rows: Any) -> Any:
+    """Return the length of the first axis of the inputs, a number or the symbol of the rows."""
+    lengths = [(dims(x) or (None,))[0] for x in inputs]
+    for x, length in zip(inputs, lengths, strict=True):
+        if length == 1:
+            raise ValueError(f"mix needs batches of several rows, and {x.name!r} has one row")
+        if length != lengths[0] or (not isinstance(length, int) and length != rows):
+            raise ValueError(f"mix needs the rows of {x.name!r} on its first axis: leave mix out")
+    return lengths[0]
+
+
+def _input(op: Emit, name: str, dtype: ir.DataType, length: Any) -> ir.Value:
+    return ir.Value(name=op.name(name), type=ir.TensorType(dtype), shape=ir.Shape([length]))
+
+
+def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str):  # its letters would be the names
+        raise ValueError(f"{name} is a list of names: write {name}=[{values!r}]")
+    if not (chosen := tuple(values)):
+        raise ValueError(f"{name} is empty: name one input or more")
+    return chosen
+
+
+def _only(features: Sequence[str], remedy: str) -> Sequence[str]:
+    if len(features) != 1:
+        raise ValueError(f"the model has the inputs {list(features)}: say which by {remedy}")
+    return features
