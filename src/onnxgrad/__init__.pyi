@@ -104,6 +104,11 @@ from .data.audio import (
 from .data.class_batches import (
     p_by_k as p_by_k,
 )
+from .data.image_files import (
+    image_size as image_size,
+    list_images as list_images,
+    open_image as open_image,
+)
 from .data.images import (
     center_crop as center_crop,
     image_folder as image_folder,

@@ -16,7 +16,8 @@ from onnxgrad.cli.data_options import InputOptions
 from onnxgrad.cli.model_files import STDIN, folder_of, standard_input
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.data.images import SUFFIXES, ImageFolder
+from onnxgrad.data.image_files import SUFFIXES
+from onnxgrad.data.images import ImageFolder
 from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable, read_table
 from onnxgrad.errors import unknown

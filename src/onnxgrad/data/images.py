@@ -13,11 +13,11 @@ import numpy as np
 
 from onnxgrad.data import image_nodes
 from onnxgrad.data.foreign_transforms import adapted
+from onnxgrad.data.image_files import SUFFIXES, is_image, open_image, pillow
 from onnxgrad.data.readers import IndexedReader, describe_files
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims
 
-SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 # (image of Pillow, generator or None) -> image; a `Normalize` takes and returns an array instead
@@ -70,7 +70,7 @@ def image_folder(
         ...     print("has no image" in str(error))
         True
     """
-    _pillow()
+    pillow()
     if layout not in (None, "NCHW", "NHWC"):
         raise unknown("layout", layout, ["NCHW", "NHWC"])
     if channels not in (None, *_MODES):
@@ -108,7 +108,7 @@ class ImageFolder(IndexedReader):
         self.files: list[Path] = []
         labels: list[int] = []
         for number, folder in enumerate(folders):
-            files = sorted(p for p in folder.rglob("*") if _is_image(p))
+            files = sorted(p for p in folder.rglob("*") if is_image(p))
             if not files:
                 raise ValueError(f"{str(folder)!r} has no image ({' '.join(sorted(SUFFIXES))})")
             self.files += files
@@ -131,17 +131,11 @@ class ImageFolder(IndexedReader):
         return images, self.labels[indices]
 
     def _image(self, row: int, seed: int | None) -> np.ndarray:
-        from PIL import ImageOps
-
         rng = None if seed is None else np.random.default_rng([seed, row])
         channels = self.channels or 3
         normalizes = bool(self.transforms) and isinstance(self.transforms[-1], Normalize)
         transforms = self.transforms[:-1] if normalizes else self.transforms
-        try:
-            with _pillow().open(self.files[row]) as opened:
-                image = ImageOps.exif_transpose(_eight_bits(opened)).convert(_MODES[channels])
-        except (OSError, ValueError, SyntaxError) as e:  # of Pillow, for damaged files
-            raise ValueError(f"cannot read the image {str(self.files[row])!r}: {e}") from e
+        image = open_image(self.files[row], _MODES[channels])
         for transform in transforms:
             image = transform(image, rng)
         if image.size != self.size[::-1]:
@@ -175,10 +169,6 @@ def _name(transform: Transform) -> str:
     return named or repr(transform)
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
-
-
 def layout_of(
     name: str,
     shape: Dims | None,
@@ -203,32 +193,12 @@ def layout_of(
     return layout, channels or 3
 
 
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as e:
-        raise ImportError("folders of images need Pillow: pip install pillow") from e
-    return Image
-
-
-def _eight_bits(image: Any) -> Any:
-    """Return an image of 16 bits a value in 8 bits: Pillow would cut values above 255."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-        exif = image.getexif()
-        image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image.getexif().update(exif)  # the rotation
-        return image
-    if image.mode in ("I", "F"):
-        raise ValueError("its values have 32 bits, and what is white is unknown: convert it")
-    return image
-
-
 def _cover(image: Any, size: tuple[int, int]) -> Any:
     """Return `image` resized so that it just covers (height, width)."""
     width, height = image.size
     scale = max(size[0] / height, size[1] / width)
     wide, high = max(size[1], round(width * scale)), max(size[0], round(height * scale))
-    return image.resize((wide, high), _pillow().Resampling.BILINEAR)
+    return image.resize((wide, high), pillow().Resampling.BILINEAR)
 
 
 def _crop(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
@@ -255,7 +225,7 @@ class Resize:
             wide, high = (max(1, round(n * self.size / short)) for n in image.size)
         else:
             high, wide = self.size
-        return image.resize((wide, high), _pillow().Resampling.BILINEAR)
+        return image.resize((wide, high), pillow().Resampling.BILINEAR)
 
     def write(self, op: Any, x: Any) -> Any:
         """Write the resized images."""
@@ -302,7 +272,7 @@ class RandomFlip:
         """Return the image, mirrored if `rng` draws it."""
         if rng is None or rng.random() >= self.probability:
             return image
-        return image.transpose(_pillow().Transpose.FLIP_LEFT_RIGHT)
+        return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
 
     def write(self, op: Any, x: Any) -> Any:
         """Return the images as they are, as in evaluations."""

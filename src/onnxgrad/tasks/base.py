@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnxruntime as ort
 from onnx import ModelProto
 
 import onnxgrad as og
@@ -85,3 +91,76 @@ class Task:
             folder: is created; files in it of the same names are replaced.
         """
         raise NotImplementedError
+
+
+_CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, too
+
+
+def model_of(model: Any) -> ModelProto:
+    """Return a model, one in a file or serialized, or that of a trainer."""
+    if isinstance(model, og.Trainer):
+        return model.model
+    if isinstance(model, bytes):
+        return onnx.load_model_from_string(model)
+    return model if isinstance(model, ModelProto) else onnx.load(model)
+
+
+def notes_of(model: ModelProto) -> dict[str, str]:
+    """Return the metadata of a model."""
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto:
+    """Return a model with other metadata of these keys, without those that are None."""
+    old = notes_of(model)
+    if (new := {k: v for k, v in {**old, **notes}.items() if v is not None}) == old:
+        return model
+    noted = ModelProto()
+    noted.CopyFrom(model)
+    del noted.metadata_props[:]
+    for key, value in new.items():
+        noted.metadata_props.add(key=key, value=value)
+    return noted
+
+
+def stored_classes(model: ModelProto) -> list[str]:
+    """Return the classes in the metadata, as this package or ultralytics write them, or none."""
+    notes = notes_of(model)
+    try:
+        own = _CLASSES in notes
+        found = json.loads(notes[_CLASSES]) if own else ast.literal_eval(notes.get("names", ""))
+    except (SyntaxError, ValueError):
+        return []
+    found = [found[i] for i in sorted(found)] if isinstance(found, dict) else found
+    return [str(name) for name in found] if isinstance(found, list) else []
+
+
+def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
+    """Return a model that stores its classes, so that it needs no data to name them."""
+    same = stored_classes(model) == [*classes]
+    return model if same else with_notes(model, {_CLASSES: json.dumps([*classes])})
+
+
+class Runner:
+    """A model on the CPU; `inputs` and `outputs` are what onnxruntime says of each by name."""
+
+    def __init__(self, model: Any) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3  # published files hold constants that no node reads
+        self._folder = tempfile.TemporaryDirectory()  # weights of large models stay files
+        og.save(model_of(model), path := Path(self._folder.name, "model.onnx"))
+        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.inputs = {x.name: x for x in self._session.get_inputs()}
+        self.outputs = {y.name: y for y in self._session.get_outputs()}
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of an input or output."""
+        kind = (self.inputs | self.outputs)[name].type.removeprefix("tensor(").removesuffix(")")
+        return np.dtype({"float": "float32", "double": "float64"}.get(kind, kind))
+
+    def __call__(self, feed: Any, outputs: Sequence[str] | None = None) -> list[np.ndarray]:
+        """Return outputs for arrays by name, or for that of the first input, in its dtype."""
+        by_name = feed if isinstance(feed, Mapping) else {next(iter(self.inputs)): feed}
+        return self._session.run(
+            outputs, {name: np.asarray(a, self.dtype(name)) for name, a in by_name.items()}
+        )

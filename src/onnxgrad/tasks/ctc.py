@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Task
+from onnxgrad.tasks.base import Runner, Task, model_of, notes_of
 from onnxgrad.tasks.text_lines import (
     Alphabet,
     LineForm,
     Lines,
     characters_in,
-    images_in,
-    is_file,
     line_form,
     name_of,
     rows_in,
@@ -105,8 +102,8 @@ class TextRecognition(Task):
         beam: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.model, self.beam = _loaded(model), beam
-        stored = {entry.key: entry.value for entry in self.model.metadata_props}
+        self.model, self.beam = model_of(model), beam
+        stored = notes_of(self.model)
         characters = characters_in(dictionary, stored)
         shape = _input_shape(self.model)
         self._form = line_form(shape, height, width, colors, mean, std)
@@ -148,8 +145,8 @@ class TextRecognition(Task):
             inputs: a folder; or a list of files, arrays (height, width, 3) in RGB or (height,
                 width), uint8, or images of Pillow.
         """
-        run = _runner(_loaded(model))
-        lines = Lines(images_in(inputs), self._form)
+        run = Runner(model)
+        lines = Lines([image for _, image in og.list_images(inputs)], self._form)
         results: dict[int, tuple[str, float]] = {}
         groups = defaultdict(list)
         for i, (_, _, width) in enumerate(lines.shapes):
@@ -159,7 +156,7 @@ class TextRecognition(Task):
             for own in (rows[i : i + size] for i in range(0, len(rows), size)):
                 x = np.stack([lines[i] for i in own])
                 x = np.resize(x, (self._output.rows or len(x), *x.shape[1:]))  # repeats some
-                for i, log_p in zip(own, self._output.log_p(run(x)), strict=False):
+                for i, log_p in zip(own, self._output.log_p(run(x)[0]), strict=False):
                     log_p = log_p[: self._output.steps(lines.widths[i])]
                     labels, sure = og.ctc_decode(log_p, self._alphabet.blank, self.beam)
                     results[i] = self._alphabet.text(labels), sure
@@ -169,10 +166,10 @@ class TextRecognition(Task):
         """Write `results.txt`: `path<TAB>text<TAB>confidence`, with numbers for paths of arrays."""
         file = Path(folder) / "results.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        pairs = zip(images_in(inputs), results, strict=True)
+        pairs = zip(og.list_images(inputs), results, strict=True)
         lines = [
-            f"{source if is_file(source) else number}\t{text}\t{sure:.4f}\n"
-            for number, (source, (text, sure)) in enumerate(pairs)
+            f"{name if isinstance(image, np.ndarray) else image}\t{text}\t{sure:.4f}\n"
+            for (name, image), (text, sure) in pairs
         ]
         file.write_text("".join(lines), encoding="utf-8")
         return [file]
@@ -197,22 +194,7 @@ class TextRecognition(Task):
                     f"{needed}: leave it out, or cut it into two images"
                 )
             labels.append([steps, *(numbers[c] for c in text)])
-        return og.by_length(lines, labels, axis={"X": 2, "y": 0}, same_length=False)
-
-
-def _loaded(model: Any) -> onnx.ModelProto:
-    """Return the model of a trainer or file, or as it is."""
-    if isinstance(model, onnx.ModelProto):
-        return model
-    return model.model if isinstance(model, og.Trainer) else onnx.load(model)
-
-
-def _runner(model: onnx.ModelProto) -> Callable[[np.ndarray], np.ndarray]:
-    """Return what computes the output of a model in float32."""
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    [x] = session.get_inputs()
-    dtype = np.float16 if "float16" in x.type else np.float32
-    return lambda images: session.run(None, {x.name: images.astype(dtype)})[0].astype(np.float32)
+        return og.by_length(lines, labels, axis={"X": 2, "y": 0}, value=0, same_length=False)
 
 
 def _input_shape(model: onnx.ModelProto) -> list[int | None]:
@@ -243,10 +225,11 @@ class _Output:
     def __init__(
         self, model: onnx.ModelProto, shape: list[int | None], form: LineForm, characters: int
     ) -> None:
-        run, self.rows = _runner(model), shape[0]
+        run, self.rows = Runner(model), shape[0]
 
         def shown(width: int) -> np.ndarray:
-            return run(np.zeros((self.rows or 3, form.channels, form.height, width)))
+            size = (form.channels, form.height, width)
+            return np.float32(run(np.zeros((self.rows or 3, *size)))[0])
 
         y = shown(shape[3] or 8 * form.height)
         fits = [a for a in range(y.ndim) if 0 <= y.shape[a] - characters <= 2]
@@ -265,7 +248,7 @@ class _Output:
 
     def log_p(self, y: np.ndarray) -> np.ndarray:
         """Return logarithms of probabilities, (N, T, C)."""
-        y = y.transpose(self.axes)
+        y = np.float32(y).transpose(self.axes)
         if self._shares:
             return np.log(np.maximum(y, 1e-30))
         y = y - y.max(axis=2, keepdims=True)

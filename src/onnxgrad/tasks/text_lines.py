@@ -13,9 +13,8 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
+from onnxgrad.tasks.base import with_notes
 
-_SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
-_ORIENTATION = 0x0112  # in Exif
 _BLANKS = ("", "blank", "<blank>", "[blank]")
 
 
@@ -68,14 +67,14 @@ class Lines(Sequence[np.ndarray]):
     """Arrays of images, which are read when they are needed.
 
     Attributes:
-        sources: what `opened` takes.
+        sources: what `og.open_image` takes.
         shapes: of the arrays.
         widths: of the texts in them, of which a square is the least.
     """
 
     def __init__(self, sources: Sequence[Any], form: LineForm) -> None:
         self.sources, self.form = sources, form
-        both = [form.widths(opened(source).size) for source in sources]
+        both = [form.widths(og.image_size(source)) for source in sources]
         self.shapes = [(form.channels, form.height, padded) for _, padded in both]
         self.widths = [min(max(width, form.height), padded) for width, padded in both]
 
@@ -83,35 +82,7 @@ class Lines(Sequence[np.ndarray]):
         return len(self.sources)
 
     def __getitem__(self, i: Any) -> Any:
-        try:
-            return self.form.array(opened(self.sources[i]))
-        except OSError as e:  # of Pillow, for damaged files
-            raise ValueError(f"cannot read the image {name_of(self.sources[i])}: {e}") from e
-
-
-def opened(source: Any) -> Any:
-    """Return an image of Pillow: of a file, of an array (height, width[, 3]), or as it is.
-
-    JPEGs are turned upright, as they state it. Values are decoded when they are needed.
-
-    Raises:
-        ImportError: Pillow is not installed.
-        ValueError: it cannot be read, or has more than 8 bits a value.
-    """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as e:
-        raise ImportError("images need Pillow: pip install pillow") from e
-    try:
-        image = Image.open(source) if is_file(source) else source
-        image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-        if image.format == "JPEG" and image.getexif().get(_ORIENTATION, 1) != 1:
-            image = ImageOps.exif_transpose(image)
-    except (OSError, SyntaxError, TypeError) as e:
-        raise ValueError(f"cannot read the image {name_of(source)}: {e}") from e
-    if image.mode.startswith(("I", "F")):
-        raise ValueError(f"the image {name_of(source)} has more than 8 bits a value: convert it")
-    return image
+        return self.form.array(og.open_image(self.sources[i], None))
 
 
 def is_file(source: Any) -> bool:
@@ -122,19 +93,6 @@ def is_file(source: Any) -> bool:
 def name_of(source: Any) -> str:
     """Return how a message calls an image."""
     return repr(str(source)) if is_file(source) else f"of {type(source).__name__}"
-
-
-def images_in(inputs: Any) -> list[Any]:
-    """Return the images of a folder in the order of their names, of one file, or of a list."""
-    if not is_file(inputs):
-        return list(inputs)
-    path = Path(inputs)
-    if not path.is_dir():
-        return [path]
-    found = sorted(p for p in path.iterdir() if p.suffix.lower() in _SUFFIXES)
-    if not found:
-        raise ValueError(f"{str(path)!r} has no image ({' '.join(sorted(_SUFFIXES))})")
-    return found
 
 
 def lines_of(path: str | os.PathLike) -> list[str]:
@@ -152,7 +110,7 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
     if not is_file(data):
         rows = [(image, text) for image, text in data]
     elif (path := Path(data)).is_dir():
-        rows = [(image, _text_beside(image)) for image in images_in(path)]
+        rows = [(image, _text_beside(image)) for _, image in og.list_images(path)]
         texts = {image.with_suffix(".txt") for image, _ in rows}
         if alone := sorted({*path.glob("*.txt")} - texts):
             raise ValueError(
@@ -251,25 +209,18 @@ class Alphabet:
 
     def extend(self, model: onnx.ModelProto, added: list[str], seed: int) -> onnx.ModelProto:
         """Return a model with units for more characters, and the dictionary in its metadata."""
-        n, new = len(self.classes), onnx.ModelProto()
+        n = len(self.classes)
         at = n - (self.classes[-1] in ("", " "))  # these stay the last
         self.classes[at:at] = added
         self.blank += len(added) * (self.blank >= at)
-        new.CopyFrom(model)
-        del new.metadata_props[:]
-        new.metadata_props.extend(
-            e for e in model.metadata_props if e.key not in ("character", "blank")
-        )
         if added:
             keep = [*range(at), *[None] * len(added), *range(at, n)]
-            new = og.replace_head(new, len(self.classes), keep=keep, seed=seed)
+            model = og.replace_head(model, len(self.classes), keep=keep, seed=seed)
         characters = [c for i, c in enumerate(self.classes) if i != self.blank]
-        if self.blank:
-            new.metadata_props.add(key="blank", value=str(self.blank))
-        elif characters[-1:] == [" "]:
+        if not self.blank and characters[-1:] == [" "]:
             characters.pop()  # RapidOCR adds it
-        new.metadata_props.add(key="character", value="\n".join(characters))
-        return new
+        blank = str(self.blank) if self.blank else None
+        return with_notes(model, {"character": "\n".join(characters), "blank": blank})
 
     def text(self, labels: Iterable[int]) -> str:
         """Return the text of classes."""
