@@ -9,14 +9,14 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
+from onnxgrad.losses.boxes import box_iou, distribution_focal, varifocal
 from onnxgrad.tasks.detection import (
     Detection,
     Head,
     MeanAveragePrecision,
     detection_loss,
-    horizontal_flip,
 )
-from onnxgrad.tasks.detection_losses import box_iou, distribution_focal, matcher, varifocal
+from onnxgrad.tasks.detection_losses import matcher
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -570,7 +570,7 @@ def test_missing_files_are_named(tmp_path):
 
 def test_flips_follow_the_seed_and_the_row(tmp_path):
     folder = coco(tmp_path / "c", [BOX, BOX | {"id": 2, "image_id": 3}])
-    task = Detection(small_yolox(), folder, head="yolox", augment=[horizontal_flip()])
+    task = Detection(small_yolox(), folder, head="yolox", augment=[og.random_flip()])
     plain = task.data.take([0], None)[1]
     drawn = [task.data.take([0], seed)[1] for seed in range(8)]
     left = {float(y[0, 0, 1]) for y in drawn}
@@ -651,7 +651,7 @@ def test_predictions_are_those_of_the_file(trained, squares, tmp_path):
     for i in range(3):
         X, _ = task.data.take([i], None)
         expected = decoded_by_hand(session.run(None, {"images": X})[0], 0.25, 0.65)
-        [result] = task.predict(trainer, task.data.of.files[i])
+        [result] = task.predict(trainer, task.data.files[i])
         assert [task.classes[c] for _, c, _ in expected] == result.classes
         np.testing.assert_allclose(result.scores, [s for s, *_ in expected], rtol=1e-5)
         boxes = np.array([b for *_, b in expected]).reshape(-1, 4).clip(0, 32)

@@ -16,7 +16,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from published import fetched
 
-from onnxgrad.tasks.detection import Detection, horizontal_flip
+import onnxgrad as og
+from onnxgrad.tasks.detection import Detection
 
 # %%
 # The pictures are drawn, and annotated as COCO does: lists of images, boxes and classes.
@@ -56,7 +57,7 @@ draw(Path("other_signs"), 10)
 # %%
 # The mean average precision is on pictures that were not trained on.
 
-task = Detection(fetched("ddddocr"), "signs", augment=[horizontal_flip()])
+task = Detection(fetched("ddddocr"), "signs", augment=[og.random_flip()])
 print(task.head)
 layers = [f"Conv_{number}.*" for number in (251, 261, 262, 272, 282, 283, 293, 303, 304)]
 layers += task.class_layers

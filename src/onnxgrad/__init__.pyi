@@ -101,6 +101,10 @@ from .data.audio import (
     mel_spectrogram as mel_spectrogram,
     resample as resample,
 )
+from .data.boxes import (
+    annotated_images as annotated_images,
+    letterbox as letterbox,
+)
 from .data.class_batches import (
     p_by_k as p_by_k,
 )
@@ -191,6 +195,11 @@ from .language.texts import (
 )
 from .limits import (
     set_limits as set_limits,
+)
+from .losses.boxes import (
+    box_iou as box_iou,
+    distribution_focal as distribution_focal,
+    varifocal as varifocal,
 )
 from .losses.combined import (
     combined_loss as combined_loss,

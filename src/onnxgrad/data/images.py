@@ -159,13 +159,14 @@ class ImageFolder(IndexedReader):
             "rows": self.rows,
             "classes": self.classes,
             "size": list(self.size),
-            "transforms": [_name(transform) for transform in self.transforms],
+            "transforms": [named_transform(transform) for transform in self.transforms],
             "digest": describe_files(self.files, self.path),
         }
 
 
-def _name(transform: Transform) -> str:
-    named = getattr(transform, "__qualname__", None)  # not the address in memory
+def named_transform(transform: Any) -> str:
+    """Return what identifies a transform, without its address in memory."""
+    named = getattr(transform, "__qualname__", None)
     return named or repr(transform)
 
 

@@ -11,6 +11,8 @@ import onnx_ir as ir
 from onnxgrad.graph.shapes import dims, equal, rank, static
 from onnxgrad.graph.writer import Writer
 
+_DETACHED = 2.0**100
+
 
 class Emit(Writer):
     """Writes nodes into a graph: the argument `op` of rules, lowerings, losses and optimizers.
@@ -37,6 +39,13 @@ class Emit(Writer):
             node.op_type, inputs, attributes, len(node.outputs), node.domain, fresh=True
         )
         return [self.set_type_like(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
+
+    def detached(self, x: ir.Value) -> ir.Value:
+        """Return `x`, float32 below 2^28, without a gradient.
+
+        Floor has none, and scaled so, it changes no number above 2^-76.
+        """
+        return self.Mul(self.Floor(self.Mul(x, _DETACHED)), 1 / _DETACHED)
 
     def arange(self, n: int | ir.Value) -> ir.Value:
         """Return 0, 1, ..., n - 1 as int64; `n` may be an int64 tensor of one element."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,18 +14,8 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Task
-from onnxgrad.tasks.detection_files import (
-    Annotated,
-    Pictures,
-    files_in,
-    horizontal_flip,
-    letterbox,
-    open_picture,
-    read_annotations,
-    to_array,
-)
-from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of, input_of
+from onnxgrad.tasks.base import Runner, Task, model_of, stored_classes, with_classes
+from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 from onnxgrad.tasks.detection_metric import MeanAveragePrecision, extent
 
@@ -36,7 +25,6 @@ __all__ = [
     "Head",
     "MeanAveragePrecision",
     "detection_loss",
-    "horizontal_flip",
 ]
 
 JOINED = "detections"  # the output of a model with two outputs that the loss reads
@@ -65,14 +53,9 @@ class Detections(NamedTuple):
 class Detection(Task):
     """Detectors on annotated pictures, as COCO and YOLO hold them.
 
-    `data` is a COCO file, or a folder with `instances.json`: its images are beside it, or in
-    `images/`; boxes of crowds are left out. Or a `data.yaml` of YOLO, or a folder with one: it
-    names `train`, perhaps `val`, and `names`; the boxes of `images/a.png` are the lines of
-    `labels/a.txt`, class and center x, y, width and height as shares of the picture.
-
-    Pictures are resized to fit into the input of the model, and gray around it. Where the data have
-    another number of classes than the model, it gets new layers for the classes, by `replace_head`.
-    `task.trainer(train=task.class_layers)` trains those layers alone.
+    `data` are those of `og.annotated_images`, from files of COCO or YOLO, in `image_size`. Where
+    they have another number of classes than the model, it gets new layers for the classes, by
+    `replace_head`. `task.trainer(train=task.class_layers)` trains those layers alone.
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
     which the loss reads; `finished` takes it away again. Their rows are matched
@@ -84,8 +67,7 @@ class Detection(Task):
         data: the pictures to train on; None: to predict, and `classes` are those of the metadata.
         head: what its output means: a kind as `Head` lists them, or a `Head`. None: by its shape.
         image_size: height and width, a number for both, where the model leaves them open.
-        augment: functions of image and boxes, as `horizontal_flip`, for training only; they draw by
-            the seed of the epoch and the number of the picture.
+        augment: `transforms` of `og.annotated_images`, such as `og.random_flip()`.
         pixels: function from RGB (H, W, 3) of 0 to 1 to what the model takes. None: by head, as it
             is; for "yolox" BGR of 0 to 255, for "detr" normalized as ImageNet.
         loss: arguments of `detection_loss`, as `{"classes": "varifocal"}`.
@@ -121,9 +103,9 @@ class Detection(Task):
         pixels: Callable[[np.ndarray], np.ndarray] | None = None,
         loss: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = _proto(model)
-        train = None if data is None else read_annotations(Path(data))
-        named = _class_names(self.model)
+        self.model = model_of(model)
+        train: Any = None if data is None else og.annotated_images(data, transforms=augment)
+        named = stored_classes(self.model)
         self.classes = named if train is None else train.classes
         self.ids = list(range(len(named))) if train is None else train.ids
         self.head = head_of(self.model, head, len(named), len(self.classes), image_size)
@@ -133,8 +115,7 @@ class Detection(Task):
         self.class_layers = class_layers(self.model, self.head)
         if not self.head.has_anchors:
             self.model = _joined(self.model)
-        self.pixels = pixels or _PIXELS.get(self.head.kind, _as_it_is)
-        self.augment = tuple(augment)
+        self.pixels = pixels or _PIXELS.get(self.head.kind)
         self.decoder = Decoder(self.head)
         only = None if len(self.model.graph.output) == 1 else JOINED
         spec = detection_loss(self.head, **(loss or {}))
@@ -142,11 +123,11 @@ class Detection(Task):
         self._trainer: Any = None
         self._only = only
         if train is not None:
-            self.model = _with_classes(self.model, self.classes)
+            self.model = with_classes(self.model, self.classes)
             self._measure()
-            self.data = self._reader(train, self.augment)
-            held_out = read_annotations(Path(str(data)), "val")
-            self.validation = held_out and self._reader(held_out)
+            self.data = self._fed(train)
+            if "val" in train.parts:
+                self.validation = self._fed(og.annotated_images(str(data), part="val"))
 
     def _measure(self) -> None:
         """Measure mAP; without data, only where there is a trainer: this needs pycocotools."""
@@ -179,13 +160,12 @@ class Detection(Task):
         Raises:
             ValueError: files that do not hold what they must, or other classes.
         """
-        read = read_annotations(Path(path), "val") or read_annotations(Path(path))
-        assert read is not None  # there is a part to train on
+        read = og.annotated_images(path, part=None)
         if list(read.classes) != list(self.classes):
             raise ValueError(
                 f"{os.fspath(path)!r} has the classes {read.classes}, not {list(self.classes)}"
             )
-        return self._reader(read)
+        return self._fed(read)
 
     def predict(
         self, model: Any, inputs: Any, score: float = 0.25, overlap: float = 0.65
@@ -205,18 +185,12 @@ class Detection(Task):
         Raises:
             ValueError: a picture that cannot be read.
         """
-        import onnxruntime as ort
-
-        proto = model.model if isinstance(model, og.Trainer) else _proto(model)
-        session = ort.InferenceSession(
-            proto.SerializeToString(), providers=["CPUExecutionProvider"]
-        )
-        name, results = input_of(proto)[0], []
-        outputs = [y.name for y in session.get_outputs() if y.name != JOINED]
-        for picture in _pictures(inputs):
-            image = open_picture(picture)
-            framed, scale, corner = letterbox(image, self.head.size)
-            values = session.run(outputs, {name: to_array(framed, self.pixels)[None]})
+        run, results = Runner(model), []
+        outputs = [name for name in run.outputs if name != JOINED]
+        for _, picture in og.list_images(inputs):
+            image = og.open_image(picture)
+            x, scale, corner = og.letterbox(image, self.head.size, self.pixels)
+            values = run(x[None], outputs)
             values.sort(key=lambda value: value.shape[2] != 4)  # boxes in front of classes
             [found] = self.decoder(np.concatenate(values, 2), score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
@@ -247,14 +221,13 @@ class Detection(Task):
         """
         from PIL import ImageDraw
 
-        pictures, results, folder = _pictures(inputs), list(results), Path(folder)
+        pictures, results, folder = og.list_images(inputs), list(results), Path(folder)
         if len(pictures) != len(results):
             raise ValueError(f"there are {len(results)} results for {len(pictures)} pictures")
         folder.mkdir(parents=True, exist_ok=True)
         written, rows = [], []
-        for number, (picture, found) in enumerate(zip(pictures, results, strict=True)):
-            stem = Path(picture).stem if isinstance(picture, (str, os.PathLike)) else str(number)
-            image = open_picture(picture)
+        for (stem, picture), found in zip(pictures, results, strict=True):
+            image = og.open_image(picture)
             draw = ImageDraw.Draw(image)
             for box, score, name in zip(*found, strict=True):
                 at = self.classes.index(name)
@@ -270,9 +243,11 @@ class Detection(Task):
         written[-1].write_text(json.dumps(rows), encoding="utf-8")
         return written
 
-    def _reader(self, of: Annotated, augment: Sequence[Callable[..., tuple]] = ()) -> Pictures:
-        match = None if self.head.has_anchors else self._matched
-        return Pictures(of, self.head.size, self.pixels, augment, match)
+    def _fed(self, reader: Any) -> og.Reader:
+        """Return a reader for the model."""
+        reader.size, reader.pixels = self.head.size, self.pixels
+        reader.relabel = None if self.head.has_anchors else self._matched
+        return reader
 
     def _matched(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Return labels with the queries that learn them, by a prediction of the trainer."""
@@ -302,10 +277,6 @@ class Detection(Task):
             self.model = og.replace_initializers_into_onnx(self.model, few)
 
 
-def _as_it_is(rgb: np.ndarray) -> np.ndarray:
-    return rgb
-
-
 def _bgr_of_bytes(rgb: np.ndarray) -> np.ndarray:
     return rgb[..., ::-1] * np.float32(255)
 
@@ -316,38 +287,6 @@ def _of_imagenet(rgb: np.ndarray) -> np.ndarray:
 
 
 _PIXELS = {"yolox": _bgr_of_bytes, "detr": _of_imagenet}  # an "rtdetr" takes 0 to 1
-
-
-def _proto(model: Any) -> onnx.ModelProto:
-    if isinstance(model, onnx.ModelProto):
-        return model
-    if isinstance(model, bytes):
-        return onnx.load_model_from_string(model)
-    return onnx.load(model)
-
-
-def _class_names(model: onnx.ModelProto) -> list[str]:
-    """Return the classes in the metadata, as this package or ultralytics write them."""
-    notes = {entry.key: entry.value for entry in model.metadata_props}
-    if "onnxgrad.classes" in notes:
-        return [str(name) for name in json.loads(notes["onnxgrad.classes"])]
-    try:
-        named = ast.literal_eval(notes.get("names", ""))
-    except (SyntaxError, ValueError):
-        return []
-    return [str(named[i]) for i in sorted(named)] if isinstance(named, dict) else list(named)
-
-
-def _with_classes(model: onnx.ModelProto, classes: Sequence[str]) -> onnx.ModelProto:
-    """Return the model with the names of its classes in the metadata."""
-    named = onnx.ModelProto()
-    named.CopyFrom(model)
-    notes = {entry.key: entry.value for entry in model.metadata_props}
-    notes["onnxgrad.classes"] = json.dumps(list(classes))
-    del named.metadata_props[:]
-    for key, value in notes.items():
-        named.metadata_props.add(key=key, value=value)
-    return named
 
 
 def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -361,13 +300,3 @@ def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
     joined.name = JOINED
     read.graph.outputs.append(joined)
     return ir.to_proto(read)
-
-
-def _pictures(inputs: Any) -> list[Any]:
-    """Return each picture of a folder, a file, or a list of files, arrays or images."""
-    if isinstance(inputs, (str, os.PathLike)):
-        path = Path(inputs)
-        return files_in(path) if path.is_dir() else [path]
-    if isinstance(inputs, np.ndarray) and inputs.ndim == 3:
-        return [inputs]
-    return list(inputs) if isinstance(inputs, Iterable) else [inputs]

@@ -12,68 +12,11 @@ import onnx_ir as ir
 import onnxgrad as og
 from onnxgrad.tasks.detection_heads import MOVERS, Head, compiled
 
-_SHIFT = 2.0**100
 _GAINS = {  # of the papers and programs that `detection_loss` names
     "yolov8": {"box": 7.5, "classes": 0.5, "distances": 1.5},
     "yolox": {"box": 5.0, "classes": 1.0, "objectness": 1.0},
     "detr": {"box": 2.0, "classes": 1.0, "l1": 5.0},
 }
-
-
-def box_iou(op: Any, a: ir.Value, b: ir.Value, kind: str = "iou", eps: float = 1e-7) -> ir.Value:
-    """|a ∩ b| / |a ∪ b|, less what GIoU or CIoU subtract for the distance of the boxes.
-
-    GIoU: Rezatofighi et al. 2019, arXiv:1902.09630. CIoU: Zheng et al. 2020, arXiv:1911.08287,
-    whose factor alpha is a constant in the gradient.
-
-    `a` and `b` are boxes (..., 4), x1, y1, x2, y2, that broadcast to each other; there is one
-    number for each pair, (...). `kind` is "iou", "giou" or "ciou".
-    """
-    ax, ay, aX, aY = op.split(a, [1] * 4, -1)
-    bx, by, bX, bY = op.split(b, [1] * 4, -1)
-    w, h, w2, h2 = aX - ax, aY - ay + eps, bX - bx, bY - by + eps
-    shared = op.Max(op.Min(aX, bX) - op.Max(ax, bx), 0.0)
-    shared = shared * op.Max(op.Min(aY, bY) - op.Max(ay, by), 0.0)
-    union = w * h + w2 * h2 - shared + eps
-    iou = shared / union
-    if kind != "iou":
-        wide, high = op.Max(aX, bX) - op.Min(ax, bx), op.Max(aY, bY) - op.Min(ay, by)
-    if kind == "giou":
-        hull = wide * high + eps
-        iou = iou - (hull - union) / hull
-    if kind == "ciou":
-        x, y = bx + bX - ax - aX, by + bY - ay - aY
-        distance = (x * x + y * y) / 4.0 / (wide * wide + high * high + eps)
-        angle = op.Atan(w2 / h2) - op.Atan(w / h)
-        v = angle * angle * (4 / np.pi**2)
-        iou = iou - distance - v * _detached(op, v / (v - iou + (1.0 + eps)))
-    return op.Squeeze(iou, [-1])
-
-
-def varifocal(op: Any, logits: ir.Value, target: ir.Value, alpha=0.75, gamma=2.0) -> ir.Value:
-    """t BCE(p, t) where t > 0, and alpha p^gamma BCE(p, 0) elsewhere.  Zhang et al. 2021, eq. 2.
-
-    "VarifocalNet", arXiv:2008.13367; p is the sigmoid of a logit, t from 0 to 1.
-
-    Both have one shape, and there is one loss for each element.
-    """
-    weight = op.Where(op.Greater(target, 0.0), target, alpha * op.Pow(op.Sigmoid(logits), gamma))
-    return weight * _cross_entropy(op, logits, target)
-
-
-def distribution_focal(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
-    """-(j + 1 - t) log p_j - (t - j) log p_{j+1}, j the whole part of t.  Li et al. 2020, eq. 6.
-
-    "Generalized Focal Loss", arXiv:2006.04388: p is the softmax of logits (..., R); t (...) is from
-    0 to R - 1.
-
-    Targets beyond R - 1.01 are cut to it; there is one loss for each.
-    """
-    bins: Any = (logits.shape or [0])[-1]
-    target = op.Clip(target, 0.0, bins - 1.01)
-    away = op.Abs(op.Unsqueeze(target, [-1]) - np.arange(bins, dtype=np.float32))
-    share = op.Max(1.0 - away, 0.0)
-    return -op.ReduceSum(share * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)
 
 
 def detection_loss(
@@ -175,8 +118,8 @@ class _Rule:
             return self._of_queries(op, parts, one_hot, truth, query[0])
         hidden = [parts[name] for name in ("classes", "objectness") if name in parts]
         log_p = [-op.Softplus(-x) for x in hidden]  # of small p, Sigmoid has few digits
-        scores = _detached(op, log_p[0] + log_p[1] if hidden[1:] else log_p[0])
-        boxes, anchors = _detached(op, parts["boxes"]), head.anchors
+        scores = op.detached(log_p[0] + log_p[1] if hidden[1:] else log_p[0])
+        boxes, anchors = op.detached(parts["boxes"]), head.anchors
         most = op.const([min(self.topk, len(anchors))])
         named, share, iou = _assigned(
             op, (boxes, scores, anchors[:, :2]), (truth, one_hot), (most, self.alpha, self.beta)
@@ -185,7 +128,7 @@ class _Rule:
         weight = share if "objectness" not in parts else found
         aim = op.MatMul(named, one_hot) * (share if "objectness" not in parts else iou)
         mine, learns = op.MatMul(named, truth), self._class_losses(op, parts["classes"], aim)
-        losses = {"box": (1.0 - box_iou(op, parts["boxes"], mine, self.box), weight)}
+        losses = {"box": (1.0 - og.box_iou(op, parts["boxes"], mine, self.box), weight)}
         losses["classes"] = op.ReduceSum(learns, [2], keepdims=0), None
         if "objectness" in parts:
             losses["classes"] = losses["classes"][0], found
@@ -198,7 +141,7 @@ class _Rule:
             near, far = op.split(mine, 2, 2)
             center, stride = op.const(anchors[:, :2]), anchors[:, 2:]
             sides = op.Concat(center - near, far - center, axis=2) / stride
-            each = distribution_focal(op, sides_of, sides)
+            each = og.distribution_focal(op, sides_of, sides)
             losses["distances"] = op.ReduceMean(each, [2], keepdims=0), weight
         return self._total(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
 
@@ -214,7 +157,7 @@ class _Rule:
 
     def _class_losses(self, op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
         if self.classes == "varifocal":
-            return varifocal(op, logits, target)
+            return og.varifocal(op, logits, target)
         if self.classes == "focal":
             hit = op.Cast(op.Greater(target, 0.0), to=ir.DataType.FLOAT)
             return og.LOSSES["focal"].formula(op, logits, hit)
@@ -230,7 +173,7 @@ class _Rule:
         mine, hit = op.MatMul(named, truth), op.MatMul(named, one_hot)
         near, far = op.split(mine / np.array([width, height] * 2, np.float32), 2, 2)
         aim = op.Concat((near + far) / 2.0, far - near, axis=2)
-        iou = box_iou(op, parts["boxes"], mine, self.box)
+        iou = og.box_iou(op, parts["boxes"], mine, self.box)
         losses = {
             "box": (1.0 - iou, found),
             "l1": (op.ReduceSum(op.Abs(raw - aim), [2], keepdims=0), found),
@@ -245,7 +188,7 @@ class _Rule:
             losses["classes"] = entropy * (count / op.ReduceSum(weight, keepdims=0)), weight
         else:
             quality = op.Unsqueeze(
-                op.Max(_detached(op, box_iou(op, parts["boxes"], mine)), 0.0), [2]
+                op.Max(op.detached(og.box_iou(op, parts["boxes"], mine)), 0.0), [2]
             )
             hit = hit * quality if self.classes == "varifocal" else hit
             each = self._class_losses(op, parts["classes"], hit)
@@ -261,7 +204,7 @@ def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tu
     inner = op.Concat(op.Sub(centers, near), op.Sub(far, centers), axis=3)
     inside = op.Greater(op.ReduceMin(inner, [3], keepdims=0), 1e-9)
     inside = op.And(inside, op.Greater(op.ReduceSum(one_hot, [2], keepdims=1), 0.5))
-    iou = op.Max(box_iou(op, corners, op.Unsqueeze(boxes, [1]), "ciou"), 0.0)
+    iou = op.Max(og.box_iou(op, corners, op.Unsqueeze(boxes, [1]), "ciou"), 0.0)
     iou = op.Where(inside, iou, 0.0)
     log_p = op.MatMul(one_hot, op.Transpose(scores, perm=[0, 2, 1]))  # (N, M, A)
     metric = op.Where(inside, op.Exp(alpha * log_p) * op.Pow(iou, beta), 0.0)
@@ -286,11 +229,6 @@ def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tu
 
 def _cross_entropy(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
     return og.LOSSES["binary_cross_entropy"].formula(op, logits, target, from_logits=True)
-
-
-def _detached(op: Any, x: ir.Value) -> ir.Value:
-    """Write `x` without a gradient: Floor has none, and changes no float above 2^-76, scaled so."""
-    return op.Floor(x * _SHIFT) * (1 / _SHIFT)
 
 
 def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
@@ -354,7 +292,7 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         one_hot = op.Equal(number, np.arange(head.classes, dtype=np.float32))
         p = op.Transpose(head.scores(op, parts, head.probabilities), perm=[0, 2, 1])
         p = op.MatMul(op.Cast(one_hot, to=ir.DataType.FLOAT), p)
-        return [gains["l1"] * l1 - gains["box"] * box_iou(op, *pairs, "giou") - p]
+        return [gains["l1"] * l1 - gains["box"] * og.box_iou(op, *pairs, "giou") - p]
 
     runs: dict[Any, Callable[..., list]] = {}
 

@@ -1,0 +1,344 @@
+"""Images with boxes, as COCO and YOLO hold them, decoded while training reads them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onnxgrad.data.image_files import is_image, open_image, pillow
+from onnxgrad.data.images import RandomFlip, named_transform
+from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import Dims
+
+_GRAY = 114  # around images, as detectors are used to
+_SLACK = 2e-3  # of the side of an image: annotations are rounded
+
+# (image of Pillow, boxes in pixels (n, 4), generator) -> image and boxes
+BoxTransform = Callable[[Any, np.ndarray, np.random.Generator], tuple[Any, np.ndarray]]
+
+
+def annotated_images(
+    path: str | os.PathLike,
+    size: int | tuple[int, int] | None = None,
+    transforms: Sequence[RandomFlip | BoxTransform] = (),
+    pixels: Callable[[np.ndarray], np.ndarray] | None = None,
+    part: str | None = "train",
+) -> AnnotatedImages:
+    """Return images and the boxes in them as data for `fit`, decoded while it runs.
+
+    A batch has images, float32 (N, 3, height, width), and labels, float32 (N, M, 5): class number,
+    x1, y1, x2, y2 in pixels of these; M is the most in an image, and class -1 fills rows up. Images
+    are resized to fit into `size`, and are gray around that, see `letterbox`.
+
+    Args:
+        path: a COCO file, or a folder with `instances.json`: its images are beside it, or in
+            `images/`; boxes of crowds are left out. Or a `data.yaml` of YOLO, or a folder with one:
+            it names `train`, perhaps `val`, and `names`; the boxes of `images/a.png` are the lines
+            of `labels/a.txt`, class and center x, y, width and height as shares of the image.
+        size: height and width of the images for the model, a number for both; None: as the model's
+            input declares.
+        transforms: `random_flip()`, or functions `(image of Pillow, boxes, numpy.random.Generator)
+            -> (image, boxes)`; boxes are float32 (n, 4), x1, y1, x2, y2 in pixels of the image, one
+            for each that it was given. They are applied in training only, and draw by the seed of
+            the epoch and the number of the image.
+        pixels: as of `letterbox`.
+        part: "train", or "val" of a data.yaml; None: "val" if that names it, or else "train".
+
+    Returns:
+        A reader, which `fit(reader)` takes as X; see `AnnotatedImages` for its attributes.
+
+    Raises:
+        ImportError: Pillow is not installed, or PyYAML for a data.yaml.
+        ValueError: files that are missing, or do not say what they must; the message names the row.
+
+    Examples:
+        >>> import json, pathlib, tempfile, onnxgrad as og
+        >>> from PIL import Image
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> Image.new("RGB", (8, 4), "white").save(root / "a.png")
+        >>> boxes = [{"id": 1, "image_id": 7, "category_id": 3, "bbox": [2, 0, 4, 2]}]
+        >>> images = [{"id": 7, "file_name": "a.png", "width": 8, "height": 4}]
+        >>> content = {"images": images, "annotations": boxes,
+        ...            "categories": [{"id": 3, "name": "cat"}]}
+        >>> _ = (root / "instances.json").write_text(json.dumps(content))
+        >>> reader = og.annotated_images(root, size=16)
+        >>> X, labels = next(reader.batches(1, None, 0))
+        >>> X.shape, labels.tolist(), reader.classes
+        ((1, 3, 16, 16), [[[0.0, 4.0, 4.0, 12.0, 8.0]]], ['cat'])
+    """
+    pillow()
+    if part not in ("train", "val", None):
+        raise unknown("part", part, ["train", "val"])
+    return AnnotatedImages(_read(Path(path), part), size, transforms, pixels)
+
+
+def letterbox(
+    image: Any, size: tuple[int, int], pixels: Callable[[np.ndarray], np.ndarray] | None = None
+) -> tuple[np.ndarray, float, np.ndarray]:
+    """Return an image as detectors take it: it fits into `size`, and is gray around that.
+
+    Args:
+        image: as `open_image` takes it.
+        size: height and width.
+        pixels: function from RGB, float32 (height, width, 3) of 0 to 1, to what the model takes,
+            such as BGR of 0 to 255; None: as it is.
+
+    Returns:
+        The array, float32 (3, height, width); the scale of the image in it; and its corner there,
+        float32 (4,), x, y, x, y: boxes (..., 4) of the image are at boxes * scale + corner.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> array, scale, corner = og.letterbox(np.zeros((4, 8, 3), np.uint8), (16, 16))
+        >>> array.shape, scale, corner.tolist()
+        ((3, 16, 16), 2.0, [0.0, 4.0, 0.0, 4.0])
+    """
+    image = open_image(image)
+    scale = min(size[0] / image.height, size[1] / image.width)
+    wide, high = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    left, top = (size[1] - wide) // 2, (size[0] - high) // 2
+    framed = pillow().new("RGB", size[::-1], (_GRAY,) * 3)
+    framed.paste(image.resize((wide, high), pillow().Resampling.BILINEAR), (left, top))
+    array = np.asarray(framed, np.float32) / np.float32(255)
+    array = np.moveaxis(array if pixels is None else pixels(array), -1, 0)
+    corner = np.array([left, top, left, top], np.float32)
+    return np.ascontiguousarray(array, dtype=np.float32), scale, corner
+
+
+class _Files(NamedTuple):
+    """What files hold of each image: boxes are class, x1, y1, x2, y2 as shares of its sides."""
+
+    files: list[Path]
+    boxes: list[np.ndarray]
+    classes: list[str]
+    ids: list[int]
+    sizes: Mapping[Path, tuple[int, int]] = MappingProxyType({})  # width and height as annotated
+    parts: tuple[str, ...] = ("train",)
+
+
+class AnnotatedImages(IndexedReader):
+    """Images and the boxes in them; what `annotated_images` returns.
+
+    Attributes:
+        classes: their names, in the order of their numbers.
+        ids: their numbers in the files.
+        files: the images.
+        boxes: those of each, float32 (n, 5): class number, x1, y1, x2, y2 as shares of its sides.
+        parts: "train", and "val" if a data.yaml names it.
+        size, transforms, pixels: as of `annotated_images`.
+        relabel: function of images and labels of a batch that returns other labels, or None.
+    """
+
+    def __init__(
+        self,
+        read: _Files,
+        size: int | tuple[int, int] | None,
+        transforms: Sequence[RandomFlip | BoxTransform],
+        pixels: Callable[[np.ndarray], np.ndarray] | None,
+    ) -> None:
+        self.files, self.boxes, self.classes, self.ids, self._sizes, self.parts = read
+        self.size = (size, size) if isinstance(size, int) else size
+        self.transforms, self.pixels = tuple(transforms), pixels
+        self.relabel: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+        self.rows: int = len(self.files)
+        self._most = max([1, *map(len, self.boxes)])
+
+    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> AnnotatedImages:
+        """Return the reader with the size of the only feature."""
+        if self.size is not None:
+            return self
+        shape = next(iter(shapes.values()), None) if len(shapes) == 1 else None
+        if shape is None or len(shape) != 4 or not all(isinstance(n, int) for n in shape[2:]):
+            raise ValueError(f"the inputs {dict(shapes)} state no height and width: pass size=")
+        new = copy.copy(self)
+        new.size = int(str(shape[2])), int(str(shape[3]))
+        return new
+
+    def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the images and labels of a batch."""
+        pairs = [self._row(int(row), seed) for row in indices]
+        X, y = (np.stack(part) for part in zip(*pairs, strict=True))
+        return X, y if self.relabel is None else self.relabel(X, y)
+
+    def _row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+        file, boxes = self.files[row], self.boxes[row]
+        image = open_image(file)
+        if self._sizes.get(file, image.size) != image.size:
+            raise ValueError(
+                f"{str(file)!r} has {image.size[0]} x {image.size[1]} pixels, and is annotated as "
+                f"{self._sizes[file]}"
+            )
+        if self.size is None:
+            raise ValueError("the size of images is unknown: pass size=")
+        corners = boxes[:, 1:] * np.array(image.size * 2, np.float32)
+        if seed is not None:
+            rng = np.random.default_rng([seed, row])
+            for change in self.transforms:
+                image, corners = _changed(change, image, corners, rng)
+                if len(corners) != len(boxes):
+                    raise ValueError(
+                        f"{change!r} returns {len(corners)} boxes for the {len(boxes)} of "
+                        f"{str(file)!r}: return one for each"
+                    )
+        array, scale, corner = letterbox(image, self.size, self.pixels)
+        label = np.full((self._most, 5), -1, np.float32)
+        label[: len(boxes), 0] = boxes[:, 0]
+        label[: len(boxes), 1:] = corners * np.float32(scale) + corner
+        return array, label
+
+    def subset(self, numbers: np.ndarray) -> AnnotatedImages:
+        """Return some of the images."""
+        new = copy.copy(self)
+        new.files, new.boxes = ([part[i] for i in numbers] for part in (self.files, self.boxes))
+        new.rows = len(numbers)
+        return new
+
+    def describe(self) -> dict[str, Any]:
+        """Return the classes, what is done to images, and a digest of them and their boxes."""
+        boxes = hashlib.blake2b(b"".join(b.tobytes() for b in self.boxes), digest_size=16)
+        return {
+            "kind": "annotated images",
+            "rows": self.rows,
+            "classes": self.classes,
+            "size": self.size and list(self.size),
+            "transforms": [named_transform(change) for change in self.transforms],
+            "digest": describe_files(self.files) + boxes.hexdigest(),
+        }
+
+
+def _changed(
+    change: Any, image: Any, boxes: np.ndarray, rng: np.random.Generator
+) -> tuple[Any, np.ndarray]:
+    """Return an image and its boxes after a transform."""
+    if not isinstance(change, RandomFlip):
+        return change(image, boxes, rng)
+    if (turned := change(image, rng)) is not image:
+        boxes = np.stack([image.width - boxes[:, 2], boxes[:, 1], image.width - boxes[:, 0],
+                          boxes[:, 3]], 1)  # fmt: skip
+    return turned, boxes
+
+
+def _read(path: Path, part: str | None) -> _Files:
+    """Return what a COCO file holds, a folder with one, a data.yaml or a folder with one."""
+    if path.is_dir():
+        found = [path / name for name in ("data.yaml", "instances.json") if (path / name).is_file()]
+        if not found:
+            raise ValueError(f"{str(path)!r} has no instances.json (COCO) and no data.yaml (YOLO)")
+        path = found[0]
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file")
+    if path.suffix != ".json":
+        return _read_yolo(path, part)
+    if part == "val":
+        raise ValueError(f"{str(path)!r} is a file of COCO, which has no part 'val'")
+    return _read_coco(path)
+
+
+def _read_coco(path: Path) -> _Files:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        categories = sorted(read["categories"], key=lambda category: category["id"])
+        pictures = {image["id"]: image for image in read["images"]}
+        notes = read["annotations"]
+        files = {i: _found(path, image["file_name"]) for i, image in pictures.items()}
+        sizes = {files[i]: (image["width"], image["height"]) for i, image in pictures.items()}
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise ValueError(f"{str(path)!r} is no file of COCO: {type(e).__name__}: {e}") from e
+    numbers = {category["id"]: i for i, category in enumerate(categories)}
+    rows: dict[Any, list] = {i: [] for i in pictures}
+    for row, note in enumerate(notes):
+        where = f"{str(path)!r}, annotation {row} (id {note.get('id')})"
+        if note.get("image_id") not in pictures:
+            raise ValueError(f"{where}: no image has the id {note.get('image_id')!r}")
+        if note.get("category_id") not in numbers:
+            raise ValueError(f"{where}: no category has the id {note.get('category_id')!r}")
+        if note.get("iscrowd"):
+            continue
+        box = np.array(note.get("bbox", ()), float)
+        if box.shape != (4,):
+            raise ValueError(f"{where}: 'bbox' must be x, y, width and height, not {box.tolist()}")
+        corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(sizes[files[note["image_id"]]], 2)
+        rows[note["image_id"]].append([numbers[note["category_id"]], *_inside(corners, where)])
+    boxes = [np.array(rows[i], np.float32).reshape(-1, 5) for i in pictures]
+    names = [str(category["name"]) for category in categories]
+    return _Files([files[i] for i in pictures], boxes, names, list(numbers), sizes)
+
+
+def _found(path: Path, name: str) -> Path:
+    places = [path.parent / name, path.parent / "images" / name]
+    if (file := next((p for p in places if p.is_file()), None)) is None:
+        raise ValueError(f"{str(path)!r}: the image {name!r} is not in {str(path.parent)!r}")
+    return file
+
+
+def _inside(corners: np.ndarray, where: str) -> np.ndarray:
+    """Return x1, y1, x2, y2 as shares, cut to the picture by what is a rounding error."""
+    if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
+        raise ValueError(f"{where}: the box is outside of the picture: {corners.round(4).tolist()}")
+    corners = corners.clip(0, 1)
+    if not (corners[2:] > corners[:2]).all():
+        raise ValueError(f"{where}: the box is empty: {corners.round(4).tolist()}")
+    return corners
+
+
+def _read_yolo(path: Path, part: str | None) -> _Files:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError as e:
+        raise ImportError(f"{str(path)!r} needs PyYAML: pip install pyyaml") from e
+    read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(read, Mapping) or "names" not in read or "train" not in read:
+        raise ValueError(f"{str(path)!r} must name 'train' and 'names'")
+    named = read["names"]
+    named = dict(enumerate(named)) if isinstance(named, list) else dict(named)
+    if sorted(named) != list(range(len(named))):
+        raise ValueError(f"{str(path)!r}: the numbers of 'names' must be 0, 1, ...: {list(named)}")
+    parts = tuple(name for name in ("train", "val") if read.get(name))
+    chosen = part or parts[-1]
+    if chosen not in parts:
+        raise ValueError(f"{str(path)!r} names no part {chosen!r}")
+    folder = path.parent / (read.get("path") or "") / read[chosen]
+    files = sorted(filter(is_image, folder.iterdir())) if folder.is_dir() else []
+    if not files:
+        raise ValueError(f"{str(path)!r}: {chosen}: {str(folder)!r} is no folder of images")
+    boxes = [_read_label_file(_label_file(file), len(named)) for file in files]
+    names = [str(named[i]) for i in sorted(named)]
+    return _Files(files, boxes, names, sorted(named), parts=parts)
+
+
+def _label_file(file: Path) -> Path:
+    """Return where the boxes of an image are: labels/ in place of the last images/."""
+    parts = list(file.parts)
+    at = [i for i, part in enumerate(parts[:-1]) if part == "images"]
+    if at:
+        parts[at[-1]] = "labels"
+    return Path(*parts).with_suffix(".txt")
+
+
+def _read_label_file(path: Path, classes: int) -> np.ndarray:
+    """Return the boxes of a file with class, center x and y, width and height in each line."""
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is missing: an image without boxes has an empty file")
+    rows = []
+    for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"{str(path)!r}, line {row}"
+        if not line.strip():
+            continue
+        try:
+            number, x, y, w, h = map(float, line.split())
+        except ValueError as e:
+            raise ValueError(f"{where}: must be class, x, y, width, height: {line!r}") from e
+        if number not in range(classes):
+            raise ValueError(f"{where}: class {number:g} is not among the {classes} of 'names'")
+        corners = np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
+        rows.append([number, *_inside(corners, where)])
+    return np.array(rows, np.float32).reshape(-1, 5)
