@@ -14,8 +14,9 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.tasks import sound_events, sound_files
-from onnxgrad.tasks.sound import Sound, read_wave
+from onnxgrad.data import sounds as sound_files
+from onnxgrad.tasks import sound_events
+from onnxgrad.tasks.sound import Sound
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4000
@@ -54,12 +55,12 @@ def folder_of(root: Path, count: int = 6, seconds: float = 0.5) -> Path:
 def test_waves_are_read(tmp_path, width):
     x = noise(1000, 2)
     path = write_wave(tmp_path / "a.wav", x, width=width)
-    np.testing.assert_allclose(read_wave(path, RATE), x.mean(axis=1), atol=4e-5)
-    part = read_wave(path, RATE, 0.1, 0.2)
-    np.testing.assert_array_equal(part, read_wave(path, RATE)[400:800])
-    slow = read_wave(path, RATE // 2)
+    np.testing.assert_allclose(og.read_wave(path, RATE), x.mean(axis=1), atol=4e-5)
+    part = og.read_wave(path, RATE, 0.1, 0.2)
+    np.testing.assert_array_equal(part, og.read_wave(path, RATE)[400:800])
+    slow = og.read_wave(path, RATE // 2)
     np.testing.assert_array_equal(
-        slow, og.resample(RATE, RATE // 2)(read_wave(path, RATE)[None])[0]
+        slow, og.resample(RATE, RATE // 2)(og.read_wave(path, RATE)[None])[0]
     )
     assert sound_files.length_of(path, RATE // 2) == len(slow)
 
@@ -70,20 +71,20 @@ def test_files_that_are_no_waves(tmp_path):
         import soundfile  # noqa: F401
     except ImportError:
         with pytest.raises(ImportError, match=r"a\.wav.*pip install soundfile"):
-            read_wave(tmp_path / "a.wav", RATE)
+            og.read_wave(tmp_path / "a.wav", RATE)
     else:
         with pytest.raises(ValueError, match=r"a\.wav"):
-            read_wave(tmp_path / "a.wav", RATE)
+            og.read_wave(tmp_path / "a.wav", RATE)
     path = write_wave(tmp_path / "b.wav", noise(100))
     with pytest.raises(ValueError, match=r"b\.wav.*no samples from 3"):
-        read_wave(path, RATE, 3)
+        og.read_wave(path, RATE, 3)
 
 
 def test_soundfile_reads_what_wave_does_not(tmp_path):
     soundfile = pytest.importorskip("soundfile")
     x = noise(1000)
     soundfile.write(tmp_path / "a.flac", x, RATE)
-    np.testing.assert_allclose(read_wave(tmp_path / "a.flac", RATE, 0.1), x[400:], atol=1e-4)
+    np.testing.assert_allclose(og.read_wave(tmp_path / "a.flac", RATE, 0.1), x[400:], atol=1e-4)
 
 
 def test_lists(tmp_path):
@@ -238,7 +239,7 @@ def test_a_small_network_trains_as_in_pytorch(tmp_path):
     task = Sound(model, root, rate=RATE, seconds=0.5, front=mel)
     trainer = task.trainer(optimizer="sgd", learning_rate=0.05, class_weight=[1.0, 2.0, 3.0])
     X, y = task.data.take(np.arange(12), None)
-    waves = np.stack([read_wave(clip.file, RATE) for clip in task.data.clips])
+    waves = np.stack([og.read_wave(clip.file, RATE) for clip in task.data.clips])
     seconds = torch.tensor(waves).double()
     window = torch.hann_window(256, dtype=torch.float64)
     spectrum = torch.stft(seconds, 256, 100, window=window, return_complex=True).abs() ** 2
@@ -304,7 +305,7 @@ GRU = {"rate": RATE, "carry": {"state": "new"}, "context": 8, "word": "beep"}
 def by_torch(module, path, groups, rate):
     """Train by truncated backpropagation through time: one window a step, files side by side."""
     torch = pytest.importorskip("torch")
-    files, losses = [read_wave(path.parent / f"{i}.wav", RATE) for i in range(4)], []
+    files, losses = [og.read_wave(path.parent / f"{i}.wav", RATE) for i in range(4)], []
     optimizer = torch.optim.SGD(module.parameters(), lr=rate)
     for group in groups:
         counts = [-(-len(files[i]) // 40) for i in group]
@@ -368,7 +369,7 @@ def test_a_stream_is_heard_as_chunk_by_chunk(tmp_path):
     files = [path.parent / f"{i}.wav" for i in range(4)]
     found = task.predict(trainer, files, threshold=0.3)
     for file, heard in zip(files, found, strict=True):
-        x = read_wave(file, RATE)
+        x = og.read_wave(file, RATE)
         state, before = np.zeros((1, 1, 5), np.float32), np.zeros(8, np.float32)
         for at, score in enumerate(heard.scores):
             chunk = np.zeros(40, np.float32)

@@ -129,6 +129,11 @@ from .data.readers import (
     IndexedReader as IndexedReader,
     Reader as Reader,
 )
+from .data.sounds import (
+    list_sounds as list_sounds,
+    read_wave as read_wave,
+    sound_folder as sound_folder,
+)
 from .data.tables import (
     FileTable as FileTable,
     read_table as read_table,

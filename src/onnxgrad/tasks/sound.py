@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Task
-from onnxgrad.tasks.sound_events import Heard, hear, named, write_events
-from onnxgrad.tasks.sound_files import (
-    Augment,
-    Clip,
-    Clips,
-    Streams,
-    fitted,
-    length_of,
-    list_clips,
-    read_wave,
-    sound_files,
-)
-from onnxgrad.tasks.sound_model import SoundModel, loaded, noted_classes, with_classes
+from onnxgrad.tasks.base import Runner, Task, model_of, stored_classes, with_classes
+from onnxgrad.tasks.sound_events import Heard, hear, write_events
+from onnxgrad.tasks.sound_model import SoundModel
+from onnxgrad.tasks.sound_streams import Streams
 
-__all__ = ["Heard", "Sound", "read_wave"]
+__all__ = ["Heard", "Sound"]
 
 
 class Sound(Task):
     """Trains models of sounds: one wake word, exclusive classes, or events in streams.
 
-    The files of `data` are in a folder of folders, one a class, or in a list, CSV or JSON lines,
-    with the columns `file` (relative to the list) and `label`, and in seconds `start` and `end`.
-    A row is a clip: the middle of the part, cut or padded with zeros to the length of the model.
+    `data` are those of `og.sound_folder`: a folder of folders, one a class, or a list. A row is a
+    clip, in the length of the model.
     With `carry`, a row is a window of a file, and states begin anew with each file, at zero; the
     label of a window is what is labelled in half of it or more. The gradient does not pass from
     batch to batch.
@@ -61,10 +50,7 @@ class Sound(Task):
         constants: values of further inputs; None: of one called "sr", the sample rate.
         files: files of a stream side by side in a batch; of a model whose states have no rows, the
             consecutive windows of one file, through which the gradient passes.
-        shift: seconds by which clips are moved at random, at most, in training.
-        gain: dB by which they are louder or softer, at most.
-        noise: folder of sounds that are added.
-        snr: lowest and highest ratio of both powers, in dB.
+        shift, gain, noise, snr: what is random about clips in training, see `og.sound_folder`.
         output: name of the output of scores, if several could be.
         activation: "sigmoid" or "softmax", which makes probabilities of outputs; "none" if they are
             such. None: by the last operator of the model.
@@ -108,27 +94,25 @@ class Sound(Task):
         activation: str | None = None,
     ) -> None:
         described = rate, seconds, front, carry or {}, context, constants or {}, output
-        clips = [] if data is None else list_clips(data)
         self.word, self.background, self.files = word, background, files
-        self.model = loaded(model)
+        self.model = model_of(model)
         self.form = SoundModel(self.model, *described)
-        stored = noted_classes(self.model)
+        folder = None
+        if data is not None:
+            folder = self._folder(data, shift=shift, gain=gain, noise=noise, snr=snr)
+        stored = stored_classes(self.model)
         if word is None and classes is None and self.form.units == len(stored) == 1:
             self.word = stored[0]
-        self.classes = self._named_classes(classes, clips)
+        self.classes = self._named_classes(classes, [] if folder is None else folder.classes)
         if self.form.units != len(self.classes):
-            if data is None:
+            if folder is None:
                 raise ValueError(f"{self.form.units} units, and the classes {self.classes}")
             self.model = og.replace_head(self.model, self.classes, output=self.form.output)
             self.form = SoundModel(self.model, *described)
-        if data is not None:
+        if folder is not None:
             self.model = with_classes(self.model, self.classes)
         one = len(self.classes) == 1
         self.activation = activation or self.form.activation or ("sigmoid" if one else "softmax")
-        noises = [] if noise is None else [read_wave(f, rate) for f in sound_files(Path(noise))]
-        if noise is not None and not noises:
-            raise ValueError(f"noise={str(noise)!r} has no sounds")
-        self.augment = Augment(rate, shift, gain, noises, snr)
         loss = "binary_cross_entropy" if one else "cross_entropy"
         self.loss = loss if self.form.single else {self.form.output: loss}
         alarms = [og.FalseAlarms(self.form.samples / rate)] if one and not carry else []
@@ -136,26 +120,30 @@ class Sound(Task):
         self.arguments = {"carry": self.form.carry}
         if self.form.along:
             self.arguments["batch_axes"] = dict.fromkeys(self.form.carry)
-        self.data = None if data is None else self._reader(clips)
+        self.data = None if folder is None else self._reader(folder)
         self.validation = None if validation is None else self.read(validation)
 
-    def _named_classes(self, given: Sequence[str] | None, clips: list[Clip]) -> list[str]:
+    def _folder(self, path: str | os.PathLike, **random: Any) -> Any:
+        form = self.form
+        return og.sound_folder(path, form.rate, form.samples / form.rate, form.inputs, **random)
+
+    def _named_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
         """Return the classes: of the word, the caller, the data or the model."""
         if self.word is not None:
-            if clips and self.word not in {clip.label for clip in clips}:
+            if found and self.word not in found:
                 raise ValueError(f"word={self.word!r} is the label of no clip")
             return [self.word]
         if given is not None:
             return list(given)
-        if clips:
-            found = sorted({clip.label for clip in clips} - {""})
+        if found:
+            found = [name for name in found if name]
             if self.form.carry:
                 found = [self.background, *(c for c in found if c != self.background)]
             if len(found) < 2:
                 raise ValueError(f"the only class is {found}: of one, pass its name as word=")
             return found
         units = self.form.units if isinstance(self.form.units, int) else 0
-        return noted_classes(self.model) or [str(i) for i in range(units)]
+        return stored_classes(self.model) or [str(i) for i in range(units)]
 
     def trainer(self, **arguments: Any) -> og.Trainer:
         """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
@@ -166,29 +154,27 @@ class Sound(Task):
         return super().trainer(**arguments)
 
     def read(self, path: str | os.PathLike) -> og.Reader:
-        """Return the clips or streams of another folder or list.
+        """Return the clips or streams of another folder or list; nothing is random about them.
 
         Raises:
             ValueError: files that cannot be read, or a class that the model does not have.
         """
-        return self._reader(list_clips(path))
+        return self._reader(self._folder(path))
 
-    def _reader(self, clips: list[Clip]) -> og.Reader:
+    def _reader(self, folder: Any) -> og.Reader:
         form = self.form
-        for clip in clips:
+        for clip in folder.clips:
             if self.word is None and (clip.label or self.background) not in self.classes:
                 raise ValueError(
                     f"{str(clip.file)!r} has the label {clip.label!r}, not of {self.classes}"
                 )
         if not form.carry:
-            labels = self._shaped(np.array([self._number(clip.label) for clip in clips]))
-            return Clips(clips, labels, form.samples, self.augment, form.inputs)
-        files: dict[Path, list[Clip]] = {}
-        for clip in clips:
-            files.setdefault(clip.file, []).append(clip)
-        counts = [-(-length_of(file, form.rate) // form.samples) for file in files]
+            numbers = np.array([self._number(clip.label) for clip in folder.clips])
+            folder.labels = self._shaped(numbers)
+            return folder
         width = self.files if form.rows is None else form.rows
-        return Streams(list(files.values()), self._stream, form.inputs, counts, width, form.along)
+        windows = partial(self._stream, folder.augment)
+        return Streams(folder, windows, form.inputs, width, form.along)
 
     def _number(self, label: str) -> int:
         if self.word is not None:
@@ -202,11 +188,11 @@ class Sound(Task):
         return numbers.reshape(-1, *[1] * (len(self.form.out) - 2))
 
     def _stream(
-        self, clips: list[Clip], rng: np.random.Generator | None
+        self, augment: Callable[..., np.ndarray], clips: list, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the windows of a file, and their labels."""
         form = self.form
-        x = self.augment(read_wave(clips[0].file, form.rate), rng)
+        x = augment(og.read_wave(clips[0].file, form.rate), rng)
         windows, first = form.windows(x, form.samples)
         starts, size = first / form.rate, form.samples / form.rate
         numbers = np.zeros(len(windows), np.int64)
@@ -244,19 +230,16 @@ class Sound(Task):
         if hop is not None and form.carry:
             raise ValueError(f"hop={hop}: the windows of a model with states follow each other")
         step = form.samples if hop is None else max(1, round(hop * form.rate))
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # published files hold constants that no node reads
-        session = onnxruntime.InferenceSession(loaded(model).SerializeToString(), options)
-        results = []
-        for name, given in named(inputs):
+        run, results = Runner(model), []
+        for name, given in og.list_sounds(inputs):
             path = isinstance(given, Path)
-            x = read_wave(given, form.rate) if path else np.asarray(given, np.float32)
+            x = og.read_wave(given, form.rate) if path else np.asarray(given, np.float32)
             if x.ndim != 1 or not len(x):
                 raise ValueError(f"{name!r} has the shape {x.shape}: a waveform is (samples,)")
-            if not form.carry and len(x) < form.samples:
-                x = fitted(x, form.samples)
+            if not form.carry and (missing := form.samples - len(x)) > 0:
+                x = np.pad(x, (-(-missing // 2), missing // 2))
             windows, starts = form.windows(x, step)
-            scores = form.scores(session, windows, self.activation)
+            scores = form.scores(run, windows, self.activation)
             times = starts / form.rate, step / form.rate, form.samples / form.rate
             results.append(hear(scores, times, self.classes, self.background, threshold, hold))
         return results

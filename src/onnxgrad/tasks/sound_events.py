@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onnxgrad.tasks.sound_files import sound_files
+import onnxgrad as og
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ def write_events(inputs: Any, results: Iterable[Heard], folder: Path) -> list[Pa
     with written[0].open("w", newline="", encoding="utf-8") as table:
         rows = csv.writer(table)
         rows.writerow(["file", "start", "end", "label", "score"])
-        for (name, _), heard in zip(named(inputs), results, strict=True):
+        for (name, _), heard in zip(og.list_sounds(inputs), results, strict=True):
             rows.writerows([name, *event] for event in heard.events)
             track = folder / f"{Path(name).stem}.txt"
             if track in written:
@@ -80,12 +79,3 @@ def write_events(inputs: Any, results: Iterable[Heard], folder: Path) -> list[Pa
             track.write_text("".join(lines), encoding="utf-8")
             written.append(track)
     return written
-
-
-def named(inputs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a name and a path or waveform for each input: a folder, a file, or several."""
-    if isinstance(inputs, (str, os.PathLike)):
-        inputs = sound_files(Path(inputs)) if Path(inputs).is_dir() else [inputs]
-    for number, given in enumerate(inputs):
-        path = isinstance(given, (str, os.PathLike))
-        yield (str(given), Path(given)) if path else (str(number), given)

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
+
+from onnxgrad.tasks.base import Runner
 
 _VIEWS = frozenset(
     "Identity Reshape Squeeze Unsqueeze Flatten Transpose Cast Gather Slice ReduceMean".split()
 )
 Shape = tuple[int | str | None, ...]
-
-
-def loaded(model: Any) -> onnx.ModelProto:
-    """Return a model, one in a file, or that of a trainer."""
-    if isinstance(model, (str, os.PathLike)):
-        return onnx.load(model)
-    if isinstance(model, bytes):
-        return onnx.load_model_from_string(model)
-    return model if isinstance(model, onnx.ModelProto) else model.model
-
-
-def noted_classes(proto: onnx.ModelProto) -> list[str]:
-    """Return the classes that `replace_head` or `add_head` stored in a model."""
-    notes = {entry.key: entry.value for entry in proto.metadata_props}
-    return [str(name) for name in json.loads(notes.get("onnxgrad.classes", "[]"))]
-
-
-def with_classes(proto: onnx.ModelProto, classes: list[str]) -> onnx.ModelProto:
-    """Return a model that stores its classes as `replace_head` does."""
-    if noted_classes(proto) == classes:
-        return proto
-    noted = onnx.ModelProto()
-    noted.CopyFrom(proto)
-    entries = [e for e in proto.metadata_props if e.key != "onnxgrad.classes"]
-    del noted.metadata_props[:]
-    noted.metadata_props.extend(entries)
-    noted.metadata_props.add(key="onnxgrad.classes", value=json.dumps(classes))
-    return noted
 
 
 def values(listed: Any, without: Any = ()) -> dict[str, tuple[np.dtype, Shape]]:
@@ -163,9 +134,7 @@ class SoundModel:
         padded[self.context :][: len(x)] = x
         return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
 
-    def scores(
-        self, session: onnxruntime.InferenceSession, windows: np.ndarray, activation: str
-    ) -> np.ndarray:
+    def scores(self, run: Runner, windows: np.ndarray, activation: str) -> np.ndarray:
         """Return probabilities (windows, classes); states go from window to window."""
         size = 1 if self.carry and not self.along else self.rows or 64
         state, found = self.zeros(self.rows or 1), []
@@ -175,7 +144,7 @@ class SoundModel:
             if self.rows:
                 x = np.resize(x, (self.rows, x.shape[1]))
             feed = {**self.inputs(np.ascontiguousarray(x)), **state}
-            y, *new = session.run([self.output, *self.carry.values()], feed)
+            y, *new = run(feed, [self.output, *self.carry.values()])
             state = dict(zip(self.carry, new, strict=True))
             found.append(y.reshape(len(x), -1)[:count])
         y = np.concatenate(found)

@@ -1,4 +1,4 @@
-"""Files of sounds: waveforms, lists of labels, and readers of clips and of streams."""
+"""Sounds in files: waveforms, lists of labels, and a reader of clips."""
 
 from __future__ import annotations
 
@@ -7,17 +7,73 @@ import hashlib
 import json
 import os
 import wave
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import onnxgrad as og
+from onnxgrad.data.audio import resample
+from onnxgrad.data.readers import IndexedReader, describe_files
 
 SUFFIXES = frozenset(".wav .flac .ogg .mp3 .aiff .aif .opus".split())
+_ENDS = ("start", "end")
+
+
+def sound_folder(
+    path: str | os.PathLike,
+    rate: int = 16000,
+    seconds: float = 1.0,
+    front: Callable[[np.ndarray], Any] | None = None,
+    shift: float = 0.0,
+    gain: float = 0.0,
+    noise: str | os.PathLike | None = None,
+    snr: tuple[float, float] = (0.0, 20.0),
+) -> SoundFolder:
+    """Return clips of sounds and their classes as data for `fit`, read while it runs.
+
+    A row is the middle of a clip, cut or padded with zeros to one length. What is random about it
+    follows from the seed of the epoch and its number; in evaluations, nothing is.
+
+    Args:
+        path: a folder of folders, one a class, with files that `read_wave` reads; or a list, CSV or
+            JSON lines, with the columns `file` (relative to the list) and `label`, and perhaps
+            `start` and `end` in seconds.
+        rate: sample rate in Hz; files of other rates are resampled.
+        seconds: length of a row.
+        front: function from waveforms, float32 (N, samples), to what the model takes, an array or a
+            dict by input, such as `mel_spectrogram(...)`; None: as they are.
+        shift: seconds by which clips are moved at random, at most, in training.
+        gain: dB by which they are louder or softer, at most.
+        noise: folder of sounds that are added.
+        snr: lowest and highest ratio of both powers, in dB.
+
+    Returns:
+        A reader, which `fit(reader)` takes as X; see `SoundFolder` for its attributes.
+
+    Raises:
+        ValueError: no clip, a file that does not exist, or a row that cannot be read.
+        ImportError: a format that needs `soundfile`.
+
+    Examples:
+        >>> import pathlib, tempfile, wave, onnxgrad as og
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> (root / "beep").mkdir()
+        >>> with wave.open(str(root / "beep" / "1.wav"), "wb") as file:
+        ...     file.setparams((1, 2, 8000, 0, "NONE", ""))
+        ...     file.writeframes(bytes([0, 64] * 4000))
+        >>> reader = og.sound_folder(root, rate=8000, seconds=0.25)
+        >>> X, labels = next(reader.batches(1, None, 0))
+        >>> X.shape, labels.tolist(), reader.classes
+        ((1, 2000), [0], ['beep'])
+    """
+    noises = [] if noise is None else [read_wave(f, rate) for f in sound_files(Path(noise))]
+    if noise is not None and not noises:
+        raise ValueError(f"noise={str(noise)!r} has no sounds")
+    augment = Augment(rate, shift, gain, noises, snr)
+    return SoundFolder(list_clips(path), round(seconds * rate), augment, front)
 
 
 class Clip(NamedTuple):
@@ -36,7 +92,7 @@ def read_wave(
 
     Args:
         path: WAV of 16 or 32 bits; other files by `soundfile`, if that is installed.
-        rate: sample rate of the result; others are resampled by `onnxgrad.resample`.
+        rate: sample rate of the result; others are resampled by `resample`.
         start: second at which the part begins that is read.
         end: second at which it ends; None: the end of the file.
 
@@ -48,20 +104,19 @@ def read_wave(
         ImportError: a format that needs `soundfile`.
 
     Examples:
-        >>> import pathlib, tempfile, wave
-        >>> from onnxgrad.tasks.sound import read_wave
+        >>> import pathlib, tempfile, wave, onnxgrad as og
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "short.wav"
         >>> with wave.open(str(path), "wb") as file:
         ...     file.setparams((1, 2, 8000, 0, "NONE", ""))
         ...     file.writeframes(bytes([0, 64] * 4))
-        >>> read_wave(path, 8000).tolist()
+        >>> og.read_wave(path, 8000).tolist()
         [0.5, 0.5, 0.5, 0.5]
     """
     data, own = _channels(Path(path), start, end)
     if not len(data):
         raise ValueError(f"{str(path)!r} has no samples from {start} s to {end or 'its end'}")
     x = np.asarray(data.mean(axis=1), np.float32)
-    return x if own == rate else og.resample(own, rate)(x[None])[0]
+    return x if own == rate else resample(own, rate)(x[None])[0]
 
 
 def _channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, int]:
@@ -140,9 +195,6 @@ def _clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
     return clip
 
 
-_ENDS = ("start", "end")
-
-
 def sound_files(folder: Path) -> list[Path]:
     """Return all files of sounds below a folder, in the order of their names."""
     found = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -151,7 +203,7 @@ def sound_files(folder: Path) -> list[Path]:
 
 @dataclass
 class Augment:
-    """What is random about a waveform in training; see `Sound`."""
+    """What is random about a waveform in training; see `sound_folder`."""
 
     rate: int
     shift: float = 0.0
@@ -185,37 +237,68 @@ def fitted(x: np.ndarray, samples: int, moved: int = 0) -> np.ndarray:
     return result
 
 
+def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
+    """Return the sounds below a folder, in the order of their names, of a file or of a list.
+
+    Args:
+        inputs: a folder, a file, or a list of files and waveforms.
+
+    Returns:
+        A name and a `Path` or waveform for each; waveforms are named by their number.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> [name for name, sound in og.list_sounds(["a.wav", np.zeros(8)])]
+        ['a.wav', '1']
+    """
+    if isinstance(inputs, (str, os.PathLike)):
+        inputs = sound_files(Path(inputs)) if Path(inputs).is_dir() else [inputs]
+    paths = [isinstance(given, (str, os.PathLike)) for given in inputs]
+    return [
+        (str(given), Path(given)) if path else (str(number), given)
+        for number, (given, path) in enumerate(zip(inputs, paths, strict=True))
+    ]
+
+
 @dataclass(eq=False)
-class Clips(og.IndexedReader):
-    """Clips, each of them a row: `inputs` makes those of the model from waveforms.
+class SoundFolder(IndexedReader):
+    """Clips of sounds, each of them a row; what `sound_folder` returns.
 
     Attributes:
-        clips: the parts of files.
-        labels: one for each, in the form of the loss.
-        inputs: from float32 (N, samples) to the features.
+        clips: the parts of files: `file`, `label`, `start` and `end` in seconds.
+        samples: length of a row.
+        augment: function `(waveform, generator or None) -> waveform` that adds noise and gain.
+        front: as of `sound_folder`.
+        classes: labels of the clips, sorted.
+        labels: number of the class of each clip, int64; others may be set, with a row for each.
     """
 
     clips: list[Clip]
-    labels: np.ndarray
     samples: int
     augment: Augment
-    inputs: Callable[[np.ndarray], dict[str, np.ndarray]]
+    front: Callable[[np.ndarray], Any] | None = None
 
     def __post_init__(self) -> None:
         self.rows = len(self.clips)
+        self.classes = sorted({clip.label for clip in self.clips})
+        numbers = {name: i for i, name in enumerate(self.classes)}
+        self.labels = np.array([numbers[clip.label] for clip in self.clips], np.int64)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
-        """Return features and labels of a batch."""
-        return self.inputs(np.stack([self._one(int(i), seed) for i in indices])), self.labels[
-            indices
-        ]
+        """Return waveforms, or what `front` makes of them, and labels of a batch."""
+        x = np.stack([self._one(int(i), seed) for i in indices])
+        return x if self.front is None else self.front(x), self.labels[indices]
 
     def _one(self, row: int, seed: int | None) -> np.ndarray:
         clip, rng = self.clips[row], None if seed is None else np.random.default_rng([seed, row])
         x = read_wave(clip.file, self.augment.rate, clip.start, clip.end)
         return self.augment(fitted(x, self.samples, self.augment.moved(rng)), rng)
 
-    def subset(self, numbers: np.ndarray) -> Clips:
+    def length(self, file: Path) -> int:
+        """Return how many samples a file has at the sample rate, without reading all of a WAV."""
+        return length_of(file, self.augment.rate)
+
+    def subset(self, numbers: np.ndarray) -> SoundFolder:
         """Return some of the clips."""
         part = copy(self)
         part.clips, part.labels = [self.clips[i] for i in numbers], self.labels[numbers]
@@ -224,85 +307,8 @@ class Clips(og.IndexedReader):
 
     def describe(self) -> dict[str, Any]:
         """Return the number of rows and a digest of clips, labels, sizes and times of files."""
-        return {"kind": "clips", "rows": self.rows, "digest": _digest(self.clips, self.labels)}
-
-
-def _digest(clips: Sequence[Clip], labels: Any) -> str:
-    stats = [(c.file.name, *c[1:], c.file.stat().st_size, c.file.stat().st_mtime_ns) for c in clips]
-    return hashlib.blake2b(repr((stats, labels)).encode(), digest_size=16).hexdigest()
-
-
-@dataclass(eq=False)
-class Streams(og.Reader):
-    """Files in consecutive windows, several side by side as the rows of a batch.
-
-    Files of similar length share their batches; shorter ones end in windows of weight zero. A seed
-    changes the order of such groups. A group begins with the states in its data.
-
-    Attributes:
-        files: the labelled parts of each file.
-        windows: returns windows (count, samples) and labels (count, ...) of a file, for a generator
-            or None.
-        inputs: from windows (N, samples) to the features, with states if told so.
-        counts: the number of windows of each file.
-        width: files side by side, or if `along`, consecutive windows of one file.
-        along: whether the rows of a batch are windows of one file.
-    """
-
-    files: list[list[Clip]]
-    windows: Callable[[list[Clip], np.random.Generator | None], tuple[np.ndarray, np.ndarray]]
-    inputs: Callable[[np.ndarray], dict[str, np.ndarray]]
-    counts: list[int]
-    width: int
-    along: bool = False
-    groups: list[list[int]] = field(init=False)
-    sequences = True
-
-    def __post_init__(self) -> None:
-        order = sorted(range(len(self.files)), key=lambda i: self.counts[i])
-        size = 1 if self.along else min(self.width, len(order))
-        self.groups = [order[i : i + size] for i in range(0, len(order), size)]
-        self.count = sum(self._steps(group) for group in self.groups)
-
-    def _steps(self, group: list[int]) -> int:
-        longest = max(self.counts[i] for i in group)
-        return -(-longest // self.width) if self.along else longest
-
-    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; `size` is not read."""
-        order = np.arange(len(self.groups))
-        if seed is not None:
-            order = np.random.default_rng(seed).permutation(order)
-        for group in (self.groups[i] for i in order):
-            if skip >= (steps := self._steps(group)):
-                skip -= steps
-                continue
-            if not skip and group is not self.groups[order[0]]:
-                yield None
-            yield from self._group(group, seed, skip)
-            skip = 0
-
-    def _group(self, group: list[int], seed: int | None, skip: int) -> Iterator[Any]:
-        read = []
-        for i in group:
-            rng = None if seed is None else np.random.default_rng([seed, i])
-            read.append(self.windows(self.files[i], rng))
-        if self.along:
-            ((x, y),) = read
-            for at in range(skip * self.width, len(x), self.width):
-                rows = slice(at, at + self.width)
-                yield self.inputs(x[rows]), y[rows], np.ones(len(y[rows]), np.float32)
-            return
-        sides = [read[i % len(read)] for i in range(len(self.groups[0]))]  # each batch has as many
-        for t in range(skip, self._steps(group)):
-            own = [min(t, len(y) - 1) for _, y in sides]
-            weight = [i < len(read) and t < len(y) for i, (_, y) in enumerate(sides)]
-            x, y = (
-                np.stack([side[k][at] for side, at in zip(sides, own, strict=True)]) for k in (0, 1)
-            )
-            yield self.inputs(x), y, np.asarray(weight, np.float32)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the number of batches and a digest of parts, sizes and times of files."""
-        clips = [clip for file in self.files for clip in file]
-        return {"kind": "streams", "count": self.count, "digest": _digest(clips, self.width)}
+        facts = repr(([(c.file.name, *c[1:]) for c in self.clips], self.labels.tolist(),
+                      self.samples, self.augment.rate))  # fmt: skip
+        digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        files = describe_files([clip.file for clip in self.clips])
+        return {"kind": "sounds", "rows": self.rows, "digest": digest + files}
