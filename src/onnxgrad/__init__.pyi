@@ -121,6 +121,9 @@ from .data.images import (
     random_flip as random_flip,
     resize as resize,
 )
+from .data.masks import (
+    masked_images as masked_images,
+)
 from .data.padding import (
     by_length as by_length,
     pad_sequences as pad_sequences,

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,7 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Task
-from onnxgrad.tasks.masks import (
-    MODES,
-    Form,
-    MaskRows,
-    Pair,
-    check_pairs,
-    coco_pairs,
-    folder_pairs,
-    palette,
-    pictures,
-    pillow,
-    read_picture,
-    runner,
-)
+from onnxgrad.tasks.base import Runner, Task, model_of, notes_of, stored_classes, with_classes
 
 __all__ = ["Segmentation"]
 
@@ -37,7 +24,8 @@ _LOSSES = {
     "dice": ("dice", "softmax_dice"),
     "focal": ("focal", "softmax_focal"),
 }
-_CLASSES = "onnxgrad.classes"  # where `replace_head` stores their names
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_BILINEAR = 2  # of Pillow
 _HELD = ("val", "valid", "validation")
 _logger = logging.getLogger("onnxgrad")
 
@@ -45,11 +33,8 @@ _logger = logging.getLogger("onnxgrad")
 class Segmentation(Task):
     """A class for every pixel: semantic segmentation by scores (N, classes, H, W).
 
-    Data are a folder with `images` and `masks` of the same names, or a JSON file of COCO. A mask is
-    a PNG with a palette or in gray, whose values are class numbers. `classes.txt` in the folder may
-    name the classes, one a line; it may have two such folders, `train` and `val`. The categories of
-    COCO are classes from 1 on, by their ids, and 0 is "background"; Pillow draws polygons, and
-    later annotations are above earlier ones.
+    `data` are those of `og.masked_images`, a folder with `images` and `masks` or a JSON file of
+    COCO. A folder may also have two such folders, `train` and `val`.
 
     Pictures are resized to the input of the model (bilinear), masks to its output (nearest
     neighbor), also where that is smaller: loss and metrics are those of its pixels. For
@@ -66,14 +51,9 @@ class Segmentation(Task):
             largest number in masks. If the model has scores of another number, it gets a new last
             layer by `replace_head`, and the logger warns.
         image_size: (height, width) of pictures for the model; None: as its input declares.
-        images: folder of the pictures of a JSON file; None: that of the file.
+        images, ignore: as of `og.masked_images`.
         normalize: of values from 0 to 1, as `og.normalize(mean, std)`.
-        augment: of pictures and masks in training, in this order: `og.random_flip()`,
-            `og.random_crop(size)`, or functions `(picture, mask, numpy.random.Generator) ->
-            (picture, mask)` of Pillow; masks have the mode "P". What is random about a row follows
-            from the seed of the epoch and its number.
-        ignore: the value in masks of pixels without a label; None: there are none, and in masks of
-            0 and 255, 255 is class 1.
+        augment: `transforms` of `og.masked_images`, such as `og.random_flip()`.
         loss: "cross_entropy", "dice" or "focal", several with "+" in between, or `{name: factor}`:
             see `combined_loss`; these are `binary_cross_entropy`, `dice` and `focal` of one score,
             `cross_entropy`, `softmax_dice` and `softmax_focal` of several. Or any that a `Trainer`
@@ -121,20 +101,16 @@ class Segmentation(Task):
         layout: str | None = None,
         seed: int = 0,
     ) -> None:
-        pillow()
-        proto = model if isinstance(model, onnx.ModelProto) else onnx.load(model)
+        proto = model_of(model)
         self.images, self.ignore = images, ignore
         of_pictures = image_size, layout, output, normalize
-        form = Form.of(proto, *of_pictures)
+        self._form = form = Form.of(proto, *of_pictures)
         held = next((p for n in _HELD if data and (p := Path(data) / n).is_dir()), None)
         names, number = ([], classes) if isinstance(classes, int) else ([*(classes or ())], None)
-        stored = json.loads({p.key: p.value for p in proto.metadata_props}.get(_CLASSES, "[]"))
         if data is not None:
-            pairs, own = self._pairs(Path(data) / "train" if held else Path(data))
-            if own and (names not in ([], own) or number not in (None, len(own))):
-                raise ValueError(f"classes={classes!r}, but those of {str(data)!r} are {own}")
-            names = names or own
-            number = check_pairs(pairs, ignore, len(names) or number)
+            rows = self._rows(Path(data) / "train" if held else data, names or number, augment)
+            names, number = rows.classes if rows.named else names, len(rows.classes)
+        stored = stored_classes(proto)
         if not names and classes is None and (number or 0) <= len(stored):
             names = stored
         if (number or 0) > 255:
@@ -147,22 +123,32 @@ class Segmentation(Task):
             _logger.warning("scores of %d classes: a new last layer has those of %d", had, number)
             at = output if form.several else None
             proto = og.replace_head(proto, names or number, output=at, seed=seed)
-            form = Form.of(proto, *of_pictures)
-        self.model, self._form = proto, form
+            self._form = form = Form.of(proto, *of_pictures)
         self.classes = names or [str(n) for n in range(number)]
+        self.model = proto if data is None else with_classes(proto, self.classes)
         loss = _loss(loss, loss_options or {}, form)
         metrics = ["iou", "iou_per_class"]
         self.loss = {form.output: loss} if form.several else loss
         self.metrics: Any = {form.output: metrics} if form.several else metrics
         self.arguments = {}
         if data is not None:
-            self.data = MaskRows(form, pairs, self.classes, ignore, tuple(augment))
+            self.data, rows.classes = self._labelled(rows), self.classes
             self.validation = self.read(held) if held else None
 
-    def _pairs(self, path: Path, images: Any = None) -> tuple[list[Pair], list[str]]:
-        if path.suffix.lower() == ".json":
-            return coco_pairs(path, Path(images or self.images or path.parent))
-        return folder_pairs(path)
+    def _rows(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
+        """Return the pictures and masks of files, for the model."""
+        form, images = self._form, images or self.images
+        return og.masked_images(
+            path, form.size, augment, form.front, mask_size=form.grid, classes=classes or None,
+            ignore=self.ignore, images=images, channels=form.channels,
+        )  # fmt: skip
+
+    def _labelled(self, rows: Any) -> og.Reader:
+        """Return a reader with labels for one score, where the model has one."""
+        axis = self._form.axes[1]
+        if self._form.scores == 1:
+            rows.relabel = lambda X, y: np.float32(np.expand_dims(np.where(y < 0, np.nan, y), axis))
+        return rows
 
     def read(self, path: str | os.PathLike, images: str | os.PathLike | None = None) -> og.Reader:
         """Return other pictures with masks of the same classes; nothing augments them.
@@ -174,11 +160,7 @@ class Segmentation(Task):
         Raises:
             ValueError: files that cannot be read or do not fit, or other classes.
         """
-        pairs, own = self._pairs(Path(path), images)
-        if own and own != [*self.classes]:
-            raise ValueError(f"the classes of {str(path)!r} are {own}, not {[*self.classes]}")
-        check_pairs(pairs, self.ignore, len(self.classes))
-        return MaskRows(self._form, pairs, self.classes, self.ignore, ())
+        return self._labelled(self._rows(path, [*self.classes], images=images))
 
     def predict(self, model: Any, inputs: Any) -> list[np.ndarray]:
         """Return the mask of each picture: class numbers, uint8, (height, width) of the picture.
@@ -188,10 +170,10 @@ class Segmentation(Task):
             inputs: a folder, files, or arrays (height, width, channels) of uint8.
         """
         form, found = self._form, []
-        run: Any = model.predict if isinstance(model, og.Trainer) else runner(model, form.output)
-        for _, source in pictures(inputs):
-            picture = read_picture(source, MODES[form.channels])
-            scores = run(np.repeat(form.array(picture)[None], form.batch, 0))
+        run = Runner(model)
+        for _, source in og.list_images(inputs):
+            picture = og.open_image(source, _MODES[form.channels])
+            [scores] = run(np.repeat(form.array(picture)[None], form.batch, 0), [form.output])
             found.append(form.classes(scores[0], picture.size))
         return found
 
@@ -206,17 +188,18 @@ class Segmentation(Task):
         Raises:
             ValueError: two pictures of the same name, or not one result for each.
         """
-        named, written = pictures(inputs), []
+        from PIL import Image
+
+        named, written = og.list_images(inputs), []
         if len({name for name, _ in named}) < len(named):
             raise ValueError(f"pictures of the same name: {[name for name, _ in named]}")
         for part in ("masks", "overlays"):
             (Path(folder) / part).mkdir(parents=True, exist_ok=True)
         for (name, source), result in zip(named, results, strict=True):
-            mask = pillow().fromarray(result)
+            mask = Image.fromarray(result)
             mask.putpalette(palette())
-            picture = read_picture(source, "RGB")
-            shown = pillow().fromarray(np.uint8(result > 0) * np.uint8(128))
-            over = pillow().composite(mask.convert("RGB"), picture, shown)
+            shown = Image.fromarray(np.uint8(result > 0) * np.uint8(128))
+            over = Image.composite(mask.convert("RGB"), og.open_image(source), shown)
             for part, image in (("masks", mask), ("overlays", over)):
                 written.append(Path(folder) / part / f"{name}.png")
                 image.save(written[-1])
@@ -238,3 +221,98 @@ def _loss(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> An
     spec = og.combined_loss({own[n]: factors[n] for n in names}, by_name)
     known = {"ignore_nan": True} if form.scores == 1 else {"axis": form.axes[1]}
     return spec.with_options({**spec.options, **known})
+
+
+def palette() -> bytes:
+    """Return the colors of 256 classes, three bytes each, those of Pascal VOC."""
+    n, channel = np.arange(256)[:, None], np.arange(3)
+    bits = [((n >> (3 * j + channel)) & 1) << (7 - j) for j in range(8)]
+    return np.sum(bits, axis=0).astype(np.uint8).tobytes()
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a model takes and returns: pictures of `size` and scores on `grid`, (H, W) each."""
+
+    output: str
+    several: bool  # outputs
+    dtype: np.dtype
+    batch: int
+    size: tuple[int, int]
+    channels: int
+    axes: tuple[int, int]  # of the channels of the picture, and of the scores
+    grid: tuple[int, int]
+    scores: int
+    threshold: float | None  # between two classes, of one score
+    normalize: Callable[..., np.ndarray] | None
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto, size: Any, layout: Any, output: Any, norm: Any) -> Form:
+        """Run the model on a black picture; raise ValueError if it does not segment it."""
+        run = Runner(model)
+        x, *others = run.inputs.values()
+        if others or run.dtype(x.name).kind != "f" or len(x.shape) != 4:
+            found = [(i.name, i.type, i.shape) for i in (x, *others)]
+            raise ValueError(f"inputs {found}: needs one of pictures, floats with 4 axes")
+        axis, size = _axis_and_size(x, size, layout)
+        channels = x.shape[axis] if x.shape[axis] in _MODES else 3
+        shape = [x.shape[0] if isinstance(x.shape[0], int) else 1, *size]
+        shape.insert(axis, channels)
+        outputs = [y for y in run.outputs if run.dtype(y).kind == "f"]
+        if output not in outputs and (output or len(outputs) != 1):
+            raise ValueError(f"output={output!r}: name that of the scores, one of {outputs}")
+        name = output or outputs[0]
+        try:
+            scores = run(np.zeros(shape), [name])[0].shape
+        except Exception as e:
+            raise ValueError(f"pictures of {size} do not run, pass another image_size: {e}") from e
+        if len(scores) != 4:
+            raise ValueError(f"output {name!r} of shape {scores}: needs 4 axes, one of classes")
+        one = next((a for a in (1, 3) if scores[a] == 1), None)
+        loss = "cross_entropy" if one is None else "binary_cross_entropy"
+        noted = og.add_loss_output(model, loss, output_index=name, from_logits=None)
+        facts = json.loads(notes_of(noted)["onnxgrad.loss"])
+        of_classes = (facts.get("axis") or 1) % 4 if one is None else one
+        grid = tuple(n for a, n in enumerate(scores) if a not in (0, of_classes))
+        of_scores = (axis, of_classes), grid, scores[of_classes], facts.get("threshold")
+        dtype, several = run.dtype(x.name), len(run.outputs) > 1
+        return cls(name, several, dtype, shape[0], size, channels, *of_scores, norm)
+
+    def front(self, array: np.ndarray) -> np.ndarray:
+        """Return (height, width, channels) of 0 to 1 as the model takes it, in a row."""
+        array = array if self.normalize is None else self.normalize(array, None)
+        return np.moveaxis(array, -1, self.axes[0] - 1).astype(self.dtype)
+
+    def array(self, picture: Any) -> np.ndarray:
+        """Return a picture as the model takes it, in a row."""
+        resized = np.asarray(og.resize(self.size)(picture, None), np.float32) / np.float32(255)
+        return self.front(resized.reshape(*self.size, self.channels))
+
+    def classes(self, scores: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Return the class of each pixel of (width, height), by scores that are resized to it."""
+        from PIL import Image
+
+        planes = np.moveaxis(scores.astype(np.float32), self.axes[1] - 1, 0)
+        resized = (np.asarray(Image.fromarray(p).resize(size, _BILINEAR)) for p in planes)
+        best = next(resized)
+        if self.scores == 1:
+            return (best > self.threshold).astype(np.uint8)
+        classes = np.zeros(best.shape, np.uint8)
+        for number, plane in enumerate(resized, 1):
+            classes[plane > best] = number
+            best = np.maximum(best, plane)
+        return classes
+
+
+def _axis_and_size(x: Any, size: Any, layout: str | None) -> tuple[int, tuple[int, int]]:
+    """Return the axis of the channels of an input, and (height, width)."""
+    name, known = f"input {x.name!r} of shape {x.shape}", {"NCHW": [1], "NHWC": [3]}
+    axes = known.get(str(layout), []) if layout else [a for a in (1, 3) if x.shape[a] in _MODES]
+    if len(axes) != 1:
+        raise ValueError(f"{name}: pass layout='NCHW' or 'NHWC', not {layout!r}")
+    fixed = [n for axis, n in enumerate(x.shape) if axis not in (0, *axes)]
+    size = tuple(size or fixed)
+    other = any(isinstance(n, int) and n != m for n, m in zip(fixed, size, strict=False))
+    if other or len(size) != 2 or not all(isinstance(n, int) for n in size):
+        raise ValueError(f"{name}: pass (height, width) as image_size, not {size}")
+    return axes[0], size

@@ -1,0 +1,303 @@
+"""Images with masks, in folders and as COCO holds them, decoded while training reads them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
+from onnxgrad.data.images import CenterCrop, RandomFlip, Resize, named_transform
+from onnxgrad.data.readers import IndexedReader, describe_files
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_IGNORED = -100
+_WHITE = 255  # in masks: class 1 of black and white ones; in others, mostly what is ignored
+
+# (image and mask of Pillow, generator) -> both
+MaskTransform = Callable[[Any, Any, np.random.Generator], tuple[Any, Any]]
+
+
+def masked_images(
+    path: str | os.PathLike,
+    size: int | tuple[int, int],
+    transforms: Sequence[Any] = (),
+    front: Callable[[np.ndarray], np.ndarray] | None = None,
+    *,
+    mask_size: int | tuple[int, int] | None = None,
+    classes: int | Sequence[str] | None = None,
+    ignore: int | None = 255,
+    images: str | os.PathLike | None = None,
+    channels: int = 3,
+) -> MaskedImages:
+    """Return images and the class of each pixel as data for `fit`, decoded while it runs.
+
+    A batch has images, float32 (N, channels, height, width) from 0 to 1, and labels, int64 (N,
+    height, width), -100 where ignored. Images are resized (bilinear), masks too (nearest neighbor).
+
+    Args:
+        path: a folder with `images` and `masks` of the same names, or a JSON file of COCO. A mask
+            is a PNG with a palette or in gray, whose values are class numbers; `classes.txt` in the
+            folder may name the classes, one a line. The categories of COCO are classes from 1 on,
+            by their ids, and 0 is "background"; later annotations are above earlier ones.
+        size: height and width of the images for the model, a number for both.
+        transforms: of images and masks in training, in this order: `random_flip()`,
+            `random_crop(size)`, `center_crop(size)`, or functions `(image, mask,
+            numpy.random.Generator) -> (image, mask)` of Pillow; masks have the mode "P". They draw
+            by the seed of the epoch and the number of the image.
+        front: function from an image, float32 (height, width, channels) of 0 to 1, to what the
+            model takes; None: (channels, height, width).
+        mask_size: height and width of the labels; None: those of the images.
+        classes: names of the classes, or their number; None: those that the files name, or up to
+            the largest number in masks.
+        ignore: the value in masks of pixels without a label; None: there are none, and in masks of
+            0 and 255, 255 is class 1.
+        images: folder of the images of a JSON file; None: that of the file.
+        channels: 1 (gray), 3 (RGB) or 4 (RGBA).
+
+    Returns:
+        A reader, which `fit(reader)` takes as X; see `MaskedImages` for its attributes.
+
+    Raises:
+        ImportError: Pillow is not installed, or pycocotools for masks that COCO holds by runs.
+        ValueError: files that are missing or do not fit, classes that differ from `classes`, or
+            class numbers that are none; the message names the file.
+
+    Examples:
+        >>> import pathlib, tempfile, onnxgrad as og
+        >>> from PIL import Image
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> for part, color in (("images", "white"), ("masks", 1)):
+        ...     (root / part).mkdir()
+        ...     Image.new("L", (8, 8), color).save(root / part / "1.png")
+        >>> reader = og.masked_images(root, size=4, mask_size=2)
+        >>> X, labels = next(reader.batches(1, None, 0))
+        >>> X.shape, labels.tolist(), reader.classes
+        ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
+    """
+    pillow()
+    home = Path(path)
+    if home.suffix.lower() == ".json":
+        pairs, named = _coco_pairs(home, Path(images or home.parent))
+    else:
+        pairs, named = _folder_pairs(home)
+    given = None if classes is None or isinstance(classes, int) else [*classes]
+    number = len(given) if given else classes if isinstance(classes, int) else None
+    if named and (given not in (None, named) or number not in (None, len(named))):
+        wanted = classes if given is None else given
+        raise ValueError(f"classes={wanted!r}, but those of {str(path)!r} are {named}")
+    number = _check_pairs(pairs, ignore, number or len(named) or None)
+    names = given or named
+    both = [(n, n) if isinstance(n, int) else n for n in (size, mask_size or size)]
+    reader = MaskedImages(pairs, names or [str(i) for i in range(number)], bool(names))
+    reader.size, reader.mask_size = both
+    reader.transforms, reader.front = tuple(transforms), front
+    reader.ignore, reader.channels = ignore, channels
+    return reader
+
+
+class _Pair(NamedTuple):
+    """An image, and its mask: a file, or [(class, polygons or RLE), ...] to draw in `size`."""
+
+    image: Path
+    mask: Any
+    size: tuple[int, int] | None = None  # (width, height), where the annotations say it
+
+
+class MaskedImages(IndexedReader):
+    """Images and the class of each pixel; what `masked_images` returns.
+
+    Attributes:
+        classes: their names, or their numbers as texts.
+        named: whether the files or the caller named them.
+        size, mask_size, transforms, front, ignore, channels: as of `masked_images`.
+        relabel: function of images and labels of a batch that returns other labels, or None.
+    """
+
+    size: tuple[int, int]
+    mask_size: tuple[int, int]
+    transforms: tuple[Any, ...]
+    front: Callable[[np.ndarray], np.ndarray] | None
+    ignore: int | None
+    channels: int
+
+    def __init__(self, pairs: list[_Pair], classes: list[str], named: bool) -> None:
+        self._pairs, self.classes, self.named, self.rows = pairs, classes, named, len(pairs)
+        self.relabel: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+
+    def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the images and labels of a batch."""
+        pairs = [self._row(int(i), seed) for i in indices]
+        X, y = (np.stack(part) for part in zip(*pairs, strict=True))
+        return X, y if self.relabel is None else self.relabel(X, y)
+
+    def _row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+        image = open_image(self._pairs[row].image, _MODES[self.channels])
+        mask = _read_mask(self._pairs[row], image.size, self.ignore)
+        rng = None if seed is None else np.random.default_rng([seed, row])
+        for change in self.transforms if rng is not None else ():
+            if isinstance(change, (RandomFlip, CenterCrop)):  # the same numbers, for both
+                again = copy.deepcopy(rng)
+                image, mask = change(image, rng), change(mask, again)
+            else:
+                image, mask = change(image, mask, rng)
+            if mask.mode != "P" or mask.size != image.size:
+                of = f"size {mask.size} and mode {mask.mode!r} for an image of {image.size}"
+                raise ValueError(f"{change!r} returned a mask of {of}, and not 'P'")
+        numbers = np.asarray(mask.resize(self.mask_size[::-1], 0)).astype(np.int64)  # nearest
+        if self.ignore is not None:
+            numbers[numbers == self.ignore] = _IGNORED
+        array = np.asarray(Resize(self.size)(image, None), np.float32) / np.float32(255)
+        array = array.reshape(*self.size, self.channels)
+        return np.moveaxis(array, -1, 0) if self.front is None else self.front(array), numbers
+
+    def subset(self, numbers: np.ndarray) -> MaskedImages:
+        """Return some of the images."""
+        part = copy.copy(self)
+        part._pairs, part.rows = [self._pairs[i] for i in numbers], len(numbers)
+        return part
+
+    def describe(self) -> dict[str, Any]:
+        """Return the classes, the sizes, and a digest of names, sizes and times of files."""
+        files = [pair.image for pair in self._pairs]
+        masks = [pair.mask for pair in self._pairs]
+        files += [mask for mask in masks if not isinstance(mask, list)]
+        drawn = repr([mask for mask in masks if isinstance(mask, list)]).encode()
+        return {
+            "kind": "masked images",
+            "rows": self.rows,
+            "classes": self.classes,
+            "size": [*self.size, *self.mask_size],
+            "ignore": self.ignore,
+            "transforms": [named_transform(change) for change in self.transforms],
+            "digest": describe_files(files) + hashlib.blake2b(drawn, digest_size=16).hexdigest(),
+        }
+
+
+def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
+    """Return the mask of a picture of (width, height); raise ValueError for no class numbers.
+
+    It has the mode "P", and its indices are the class numbers: Pillow resizes this mode by nearest
+    neighbor only.
+    """
+    if isinstance(pair.mask, list):
+        mask = _drawn(pair.mask, size)
+    else:
+        name = f"the mask {str(pair.mask)!r}"
+        try:
+            with pillow().open(pair.mask) as opened:
+                mode, own, numbers = opened.mode, opened.size, np.asarray(opened).astype(np.uint8)
+        except (OSError, SyntaxError) as e:
+            raise ValueError(f"cannot read {name}: {e}") from e
+        if mode not in ("1", "L", "P") or own != size:
+            needs = f"gray or with a palette ('L', 'P', '1') and as large as its picture, {size}"
+            raise ValueError(f"{name} has the mode {mode!r} and the size {own}: it must be {needs}")
+        if ignore is None and (white := numbers == _WHITE).any():
+            if (numbers[~white] > 0).any():
+                raise ValueError(f"{name} has 255 and others than 0: pass ignore=255")
+            numbers = white.astype(np.uint8)
+        mask = pillow().fromarray(numbers)
+    mask.putpalette(bytes(range(256)) * 3)
+    return mask
+
+
+def _drawn(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
+    """Return the mask of shapes, later ones above earlier ones."""
+    from PIL import ImageDraw
+
+    mask = pillow().new("L", size)
+    for number, parts in shapes:
+        if isinstance(parts, dict):
+            mask.paste(number, mask=pillow().fromarray(_decode_rle(parts) * np.uint8(255)))
+        else:
+            for part in parts:
+                ImageDraw.Draw(mask).polygon(part, fill=number)
+    return mask
+
+
+def _decode_rle(rle: dict[str, Any]) -> np.ndarray:
+    """Return the pixels (height, width) of a run-length encoding of COCO."""
+    try:
+        from pycocotools import mask as coco  # type: ignore[import-untyped]
+    except ImportError as e:
+        raise ImportError("RLE masks of COCO need pycocotools: pip install pycocotools") from e
+    packed = coco.frPyObjects(rle, *rle["size"]) if isinstance(rle["counts"], list) else rle
+    return np.asarray(coco.decode(packed))
+
+
+def _folder_pairs(path: Path) -> tuple[list[_Pair], list[str]]:
+    """Return the pairs of `images` and `masks`, and the names of classes in `classes.txt`."""
+    found = {}
+    for part in ("images", "masks"):
+        if not (path / part).is_dir():
+            raise ValueError(f"{str(path)!r} has no folder {part!r}: it takes 'images' and 'masks'")
+        files = sorted(filter(is_image, (path / part).iterdir()))
+        found[part] = {file.stem: file for file in files}
+        if len(found[part]) < len(files):
+            raise ValueError(f"{str(path / part)!r} has files that differ in their suffix only")
+    images, masks = found["images"], found["masks"]
+    if alone := sorted(images.keys() ^ masks.keys()):
+        raise ValueError(f"{str(path)!r}: {alone[:5]} have no picture or no mask of the same name")
+    listed = path / "classes.txt"
+    names = listed.read_text("utf-8").splitlines() if listed.is_file() else []
+    return [_Pair(images[s], masks[s]) for s in images], [n.strip() for n in names if n.strip()]
+
+
+def _coco_pairs(path: Path, images: Path) -> tuple[list[_Pair], list[str]]:
+    """Return the pairs of a COCO file, and its classes: "background" and the categories."""
+    content = json.loads(path.read_text("utf-8"))
+    if missing := {"images", "annotations", "categories"} - content.keys():
+        raise ValueError(f"{str(path)!r} is no file of COCO: it has no {sorted(missing)}")
+    categories = sorted(content["categories"], key=lambda c: c["id"])
+    numbers = {c["id"]: n for n, c in enumerate(categories, 1)}
+    pairs = {
+        i["id"]: _Pair(images / i["file_name"], [], (i["width"], i["height"]))
+        for i in content["images"]
+    }
+    for a in content["annotations"]:
+        parts, where = a.get("segmentation"), f"{str(path)!r}: annotation {a.get('id')!r}"
+        pair, number = pairs.get(a["image_id"]), numbers.get(a["category_id"])
+        if pair is None or number is None:
+            given = f"image {a['image_id']!r}, category {a['category_id']!r}"
+            raise ValueError(f"{where} is of {given}, which the file does not list")
+        if isinstance(parts, dict):
+            fits = _decode_rle(parts).shape[::-1] == pair.size
+        else:
+            fits = parts and all(len(p) >= 6 and len(p) % 2 == 0 for p in parts)
+        if not fits:
+            raise ValueError(f"{where} has no polygons [x, y, x, y, x, y] or RLE of its image")
+        pair.mask.append((number, parts))
+    return [*pairs.values()], ["background", *(str(c["name"]) for c in categories)]
+
+
+def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None) -> int:
+    """Return the number of classes in masks, and `classes` where that is given.
+
+    Raises:
+        ValueError: pictures that are missing or of another size than their mask, or class numbers
+            that are no classes.
+    """
+    seen: dict[int, Path] = {}
+    for pair in pairs:
+        size = image_size(pair.image)
+        if pair.size not in (None, size):
+            sizes = f"has the size {size}, and {pair.size} in its annotations"
+            raise ValueError(f"the image {str(pair.image)!r} {sizes}")
+        if not isinstance(pair.mask, list):
+            counts = _read_mask(pair, size, ignore).histogram()
+            seen = {n: pair.mask for n, count in enumerate(counts) if count} | seen
+    if ignore == _WHITE and seen and {*seen} <= {0, _WHITE}:
+        remedy = "pass ignore=None for black and white masks, where 255 is class 1"
+        raise ValueError(f"the masks have the values {sorted(seen)}, and ignore=255: {remedy}")
+    largest = max(seen.keys() - {ignore}, default=0)
+    if classes is not None and largest >= classes:
+        found = f"the mask {str(seen[largest])!r} has the value {largest}"
+        remedy = "pass more classes, or the value as ignore"
+        raise ValueError(f"{found}, and classes are 0 to {classes - 1}: {remedy}")
+    return classes or largest + 1
