@@ -13,7 +13,7 @@ from small_models import parse
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("seqeval")
-EntityF1, Tokens = og.tasks.tokens.EntityF1, og.tasks.tokens.Tokens
+EntityF1, Tokens = og.EntityF1, og.tasks.tokens.Tokens
 
 R = np.random.default_rng(0)
 NAMES = ["O", "B-LOC", "I-LOC", "B-PER", "I-PER"]

@@ -241,6 +241,9 @@ from .metrics.base import (
     Metric as Metric,
     PredictionInfo as PredictionInfo,
 )
+from .metrics.entities import (
+    EntityF1 as EntityF1,
+)
 from .metrics.false_alarms import (
     AlarmCurve as AlarmCurve,
     FalseAlarms as FalseAlarms,

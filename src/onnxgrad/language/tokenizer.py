@@ -12,9 +12,10 @@ import numpy as np
 
 from onnxgrad.language.chat import ChatTemplate, read_template
 
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILE, CONFIG, VOCABULARY = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
 SPECIAL = ("pad", "bos", "eos")
 _NAMED = (*SPECIAL, "unk", "sep", "cls", "mask")
+_FILLS = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
 
 
 def _library() -> Any:
@@ -37,6 +38,9 @@ class Tokenizer:
     Attributes:
         size: number of tokens, those that were added included.
         pad_id, bos_id, eos_id: ids of special tokens, None for those that there are not.
+        fill_id: what fills rows up: `pad_id`, or that of a token with a usual name, or 0.
+        max_length: number of tokens at which its file cuts texts, None if it does not; `encode`
+            does not cut.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Tokenizer:
     ) -> None:
         self.backend, self.special = backend, dict(special or {})
         self.chat_template = chat_template
+        self.max_length: int | None = (backend.truncation or {}).get("max_length")
         backend.no_truncation()
         backend.no_padding()
         self.size = int(backend.get_vocab_size(with_added_tokens=True))
@@ -55,6 +60,8 @@ class Tokenizer:
         given = {name: i for name, i in (ids or {}).items() if i is not None}
         known = given | {name: i for name, i in found.items() if i is not None}
         self.pad_id, self.bos_id, self.eos_id = (known.get(name) for name in SPECIAL)
+        fills = [self.pad_id, *map(backend.token_to_id, _FILLS)]
+        self.fill_id: int = next((i for i in fills if i is not None and i >= 0), 0)
 
     @classmethod
     def of_folder(
@@ -72,12 +79,7 @@ class Tokenizer:
                 f"{os.fspath(folder)!r} has no {FILE}: let transformers write it, with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
-        try:
-            backend = _library().Tokenizer.from_file(str(home / FILE))
-        except ImportError:
-            raise
-        except Exception as e:  # the library raises nothing more precise
-            raise ValueError(f"{str(home / FILE)!r} cannot be read: {e}") from None
+        backend = _read(home / FILE)
         config = _config(home)
         special = {n: t for n in _NAMED if (t := _text(config.get(f"{n}_token"))) is not None}
         return cls(backend, special, read_template(home, config, special), ids)
@@ -105,8 +107,9 @@ def as_tokenizer(source: Any) -> Tokenizer:
     """Return the tokenizer that `source` is or has.
 
     Args:
-        source: a `ModelFolder`; the path of a folder or of a `tokenizer.json`; a
-            `tokenizers.Tokenizer`; or a fast tokenizer of transformers.
+        source: a `ModelFolder`; the path of a folder, of a `tokenizer.json` or of the `vocab.txt`
+            of a BERT; a `tokenizers.Tokenizer`; or a fast tokenizer of transformers. It is not
+            changed: what it cuts and pads is not what the result does.
 
     Raises:
         ValueError: it is none of these.
@@ -122,14 +125,32 @@ def as_tokenizer(source: Any) -> Tokenizer:
         copy = type(backend).from_str(backend.to_str())
         return Tokenizer(copy, special, template and ChatTemplate(template, special))
     if hasattr(source, "encode_batch"):
-        return Tokenizer(type(source).from_str(source.to_str()))
+        return Tokenizer(_library().Tokenizer.from_str(source.to_str()))
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
+        if path.is_dir() and not (path / FILE).is_file() and (path / VOCABULARY).is_file():
+            path = path / VOCABULARY
+        if path.is_file() and path.name != FILE:
+            return Tokenizer(_read(path))
         return Tokenizer.of_folder(path.parent if path.name == FILE else path)
     raise ValueError(
         "a tokenizer is that of a folder, a path, or an object of tokenizers or transformers, not "
         f"{type(source).__name__}"
     )
+
+
+def _read(path: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` of a file, JSON or the vocabulary of a BERT."""
+    library = _library()
+    try:
+        if path.suffix != ".txt":
+            return library.Tokenizer.from_file(str(path))
+        words = path.read_text(encoding="utf-8").split()
+        cased = any(word != word.lower() for word in words if not word.startswith("["))
+        pieces = library.BertWordPieceTokenizer(str(path), lowercase=not cased)
+        return library.Tokenizer.from_str(pieces.to_str())
+    except Exception as e:  # the library raises nothing more precise
+        raise ValueError(f"{str(path)!r} cannot be read: {e}") from None
 
 
 def _config(home: Path) -> dict[str, Any]:

@@ -18,73 +18,11 @@ import onnxgrad as og
 from onnxgrad.tasks.base import Task
 from onnxgrad.tasks.labelled_texts import Text, classes_of, read_texts
 
-__all__ = ["EntityF1", "Tokens"]
+__all__ = ["Tokens"]
 
 _IGNORED, _BATCH = -100, 32
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _PADS = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
-
-
-class EntityF1(og.Metric):
-    """F1 = 2 P R / (P + R) of whole entities, as the library seqeval counts them.
-
-    An entity is right if its first word, its last one and its kind are. A row is a sentence.
-
-    Args:
-        classes: names of the classes in the order of their numbers, as `B-PER`, `I-PER` and `O`.
-        scheme: None: as the script of CoNLL, where an entity may begin with `I-`. "IOB2", "IOBES"
-            or another scheme of seqeval: in its strict mode.
-
-    Raises:
-        ImportError: seqeval is not installed.
-        ValueError: an unknown scheme.
-
-    Examples:
-        >>> import numpy as np, onnxgrad as og
-        >>> f1 = og.tasks.tokens.EntityF1(["O", "B-PER", "I-PER"])
-        >>> f1.begin(og.PredictionInfo(classes=3, axis=2, ignore_index=-100))
-        >>> f1.update(np.eye(3)[[[1, 2, 0, 1]]], np.array([[1, 2, 0, -100]]))
-        >>> f1.compute()
-        1.0
-    """
-
-    name = "entity_f1"
-
-    def __init__(self, classes: Sequence[str], scheme: str | None = None) -> None:
-        try:
-            from seqeval import scheme as schemes
-        except ImportError as e:
-            raise ImportError("the F1 of entities needs seqeval: pip install seqeval") from e
-        self.classes, self.options = list(classes), {}
-        if scheme is not None:
-            if not isinstance(known := getattr(schemes, scheme, None), type):
-                raise ValueError(f"scheme={scheme!r}: seqeval has IOB1, IOB2, IOE1, IOE2, IOBES")
-            self.options = {"mode": "strict", "scheme": known}
-
-    def begin(self, prediction: og.PredictionInfo) -> None:
-        """Forget all batches."""
-        super().begin(prediction)
-        self._true: list[list[str]] = []
-        self._found: list[list[str]] = []
-
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
-        """Add a batch: scores, with classes along `axis` of the info, and labels (N, T)."""
-        if weight is not None:
-            raise ValueError(f"metric {self.name!r} takes no sample weights")
-        for true, found in zip(label, prediction.argmax(self.info.axis), strict=True):
-            kept = true != self.info.ignore_index
-            self._true.append([self.classes[int(k)] for k in true[kept]])
-            self._found.append([self.classes[k] for k in found[kept]])
-
-    def compute(self) -> float:
-        """Return the F1 of all batches; 0 where there is no entity."""
-        from seqeval.metrics import f1_score
-
-        if not any(self._true):
-            raise ValueError(f"metric {self.name!r} has nothing to compute: no word has a label")
-        return float(f1_score(self._true, self._found, zero_division=0, **self.options))
 
 
 class _Row(NamedTuple):
@@ -116,7 +54,7 @@ class Tokens(Task):
         max_length: tokens of a row; None: where the tokenizer cuts, or else 512.
         stride: tokens that a row sees of the rows before and after it; at most a quarter of it.
         label_all: whether all tokens of a word are labelled, those after the first as `I-`.
-        scheme: as for `EntityF1`.
+        scheme: as for `og.EntityF1`.
         seed: of a new layer.
 
     Raises:
@@ -165,7 +103,7 @@ class Tokens(Task):
         self._joins = any(name.startswith("B-") for name in self.classes)
         options = {"axis": 2, "ignore_index": _IGNORED, "from_logits": None}
         self.loss = og.LOSSES["cross_entropy"].with_options(options)
-        self.metrics = [*([EntityF1(self.classes, scheme)] if self._joins else []), "accuracy"]
+        self.metrics = [*([og.EntityF1(self.classes, scheme)] if self._joins else []), "accuracy"]
         self.arguments: dict[str, Any] = {}
         self.data = None if texts is None else self._reader(self._rows(texts, learnt=True))
 
