@@ -192,6 +192,9 @@ from .language.folders import (
 from .language.generation import (
     generate as generate,
 )
+from .language.labelled_texts import (
+    labelled_texts as labelled_texts,
+)
 from .language.log_probs import (
     sequence_log_probs as sequence_log_probs,
 )

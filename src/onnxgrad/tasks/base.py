@@ -141,6 +141,21 @@ def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
     return model if same else with_notes(model, {_CLASSES: json.dumps([*classes])})
 
 
+def home_of(model: Any) -> Path | None:
+    """Return the folder of a model that is given by its path."""
+    return Path(model).parent if isinstance(model, (str, os.PathLike)) else None
+
+
+def tokenizer_for(source: Any, home: Path | None) -> Any:
+    """Return a tokenizer that is given, or the path of one beside a model or above its folder."""
+    if source is None and home is not None:
+        places = (home / "tokenizer.json", home / "vocab.txt", home.parent / "tokenizer.json")
+        source = next((path for path in places if path.is_file()), None)
+    if source is None:
+        raise ValueError("tokenizer=None, and no tokenizer.json or vocab.txt beside the model")
+    return source
+
+
 class Runner:
     """A model on the CPU; `inputs` and `outputs` are what onnxruntime says of each by name."""
 

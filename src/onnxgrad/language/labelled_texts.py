@@ -1,0 +1,355 @@
+"""Texts whose words have labels, as rows of tokens: for named entities and parts of speech."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onnxgrad.data.padding import by_length
+from onnxgrad.data.readers import Reader, describe_arrays
+from onnxgrad.graph.shapes import Dims
+from onnxgrad.language.records import LINES, TABLES, records
+from onnxgrad.language.tokenizer import as_tokenizer
+
+_WORD = re.compile(r"\w+(?:[-'.]\w+)*|[^\w\s]")
+_TAGS = ("tags", "ner_tags", "pos_tags", "labels")
+_IGNORED, _DEFAULT_LENGTH = -100, 512
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def labelled_texts(
+    source: Any,
+    tokenizer: Any,
+    classes: Sequence[str] | None = None,
+    max_length: int | None = None,
+    *,
+    known: Sequence[str] = (),
+    stride: int = 32,
+    label_all: bool = False,
+    labels: bool = True,
+) -> LabelledTexts:
+    """Return texts whose words have labels as data for token classification.
+
+    A batch has `input_ids`, `attention_mask` and `token_type_ids`, those that the model has, and
+    labels, int64 (N, T). The first token of a word has its label; special tokens and others have
+    -100. A text of more than `max_length` tokens becomes several rows, which overlap: each word is
+    labelled in one of them, and none begins within an entity. A warning counts such texts. A text
+    with entities by characters is cut into words and marks, with BIO labels.
+
+    Args:
+        source: a CoNLL file (on each line a word and, last, its label; an empty one ends a
+            sentence); JSON lines or Parquet of `{"tokens": words, "tags": labels}` or `{"text":
+            ..., "entities": [{"start": 0, "end": 5, "label": "PER"}]}`; a list of such dicts, a
+            table, or a dataset of Hugging Face.
+        tokenizer: the path of a folder, a `tokenizer.json` or `vocab.txt`, or an object of
+            tokenizers or transformers.
+        classes: their names, in order, if labels are numbers, or to have another order; None: those
+            that occur.
+        max_length: tokens of a row; None: where the tokenizer cuts, or else 512.
+        known: classes, in order, that are taken if no others occur, such as those of a model.
+        stride: tokens that a row sees of the rows before and after it; at most a quarter of it.
+        label_all: whether all tokens of a word are labelled, those after the first as `I-`.
+        labels: False: texts need none, and rows are sorted by length, for `LabelledTexts.of_words`;
+            they may be texts or lists of words, too.
+
+    Returns:
+        A reader, which `fit(reader)` takes as X; see `LabelledTexts` for its attributes.
+
+    Raises:
+        ValueError: one that cannot be read, a label that is no class, or entities that overlap; the
+            message names its line or number.
+        ImportError: the library tokenizers is not installed.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> words = Tokenizer(models.WordLevel({"?": 0, "Ann": 1, "sees": 2}, unk_token="?"))
+        >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> rows = [{"tokens": ["Ann", "sees"], "tags": ["B-PER", "O"]}]
+        >>> reader = og.labelled_texts(rows, words)
+        >>> X, labels, _ = next(reader.batches(1, None, 0))
+        >>> reader.classes, X["input_ids"].tolist(), labels.tolist()
+        (['O', 'B-PER', 'I-PER'], [[1, 2]], [[1, 0]])
+    """
+    texts = [*_read(source, classes or known)]
+    chosen = [*(classes or _classes_of(texts, known))]
+    if not chosen:
+        raise ValueError("neither data nor the model says what the classes are: pass classes=")
+    encoder = _Encoder(as_tokenizer(tokenizer), chosen, max_length, stride, label_all)
+    rows = encoder.rows(texts, labels)
+    if not labels:
+        rows.sort(key=lambda row: len(row.ids))
+    return LabelledTexts(texts, rows, chosen, encoder.tokenizer.fill_id)
+
+
+class _Row(NamedTuple):
+    text: int  # the number of its text
+    ids: np.ndarray
+    types: np.ndarray
+    words: np.ndarray  # of tokens that count, the number of their word in the text; -1 of others
+    labels: np.ndarray
+
+
+class LabelledTexts(Reader):
+    """Rows of tokens and labels; what `labelled_texts` returns.
+
+    Attributes:
+        classes: their names, in the order of their numbers.
+        texts: each with its `text`, and as `words` the (start, end) of these in it.
+    """
+
+    rows: int
+    pads = True
+
+    def __init__(
+        self, texts: list[LabelledText], rows: list[_Row], classes: list[str], fill: int
+    ) -> None:
+        self.texts, self.classes, self._rows, self._fill = texts, classes, rows, fill
+        self.rows = len(rows)
+        self._padded = self._by_length(_INPUTS) if rows else None
+
+    def _by_length(self, inputs: Iterable[str]) -> Reader:
+        """Return the reader for some inputs; without a mask, rows of one length make a batch."""
+        X = {
+            "input_ids": [r.ids for r in self._rows],
+            "token_type_ids": [r.types for r in self._rows],
+        }
+        masked = "attention_mask" in inputs
+        mask, value = ("attention_mask", {"input_ids": self._fill}) if masked else (None, None)
+        X = {name: column for name, column in X.items() if name in inputs}
+        labels = [row.labels for row in self._rows]
+        return by_length(X, labels, mask=mask, value=value, y_value=_IGNORED)
+
+    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> LabelledTexts:
+        """Return the reader for the inputs of a model.
+
+        Raises:
+            ValueError: it has others.
+        """
+        if extra := sorted({*shapes}.difference(_INPUTS)):
+            raise ValueError(f"the model has the inputs {extra}; a tokenizer gives {[*_INPUTS]}")
+        new = copy.copy(self)
+        new._padded = self._by_length(shapes).for_inputs(shapes) if self.rows else None
+        return new
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of batches without a seed; None: as they are."""
+        return None if self._padded is None else self._padded.order
+
+    def count_batches(self, size: int) -> int | None:
+        """Return the number of batches of a pass."""
+        return 0 if self._padded is None else self._padded.count_batches(size)
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass, as `by_length` does."""
+        yield from () if self._padded is None else self._padded.batches(size, seed, skip)
+
+    def subset(self, numbers: np.ndarray) -> LabelledTexts:
+        """Return some of the rows."""
+        new = copy.copy(self)
+        new._rows, new.rows = [self._rows[i] for i in numbers], len(numbers)
+        new._padded = None if self._padded is None else self._padded.subset(numbers)
+        return new
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of rows, and digests of tokens, labels and lengths."""
+        own = {} if self._padded is None else self._padded.describe()
+        parts = [part for row in self._rows for part in (row.ids, row.labels)]
+        tokens = describe_arrays("", {"": np.concatenate([*parts, np.zeros(1, np.int64)])})
+        return own | {"kind": "labelled texts", "tokens": tokens["digest"], "classes": self.classes}
+
+    def of_words(self, batches: Iterable[np.ndarray]) -> list[np.ndarray]:
+        """Return what a model says of words: for each text an array (words, ...).
+
+        Args:
+            batches: values (N, T, ...) of the tokens of all batches without a seed. A word has
+                those of its first token, and zeros if it has no token of its own.
+        """
+        listed = [row for batch in batches for row in batch]
+        shape, dtype = (listed[0].shape[1:], listed[0].dtype) if listed else ((), np.float32)
+        found = [np.zeros((len(text.words), *shape), dtype) for text in self.texts]
+        order = range(self.rows) if self.order is None else self.order
+        for i, values in zip(order, listed, strict=True):
+            row = self._rows[i]
+            heads = np.flatnonzero(row.words >= 0)
+            found[row.text][row.words[heads]] = values[heads]
+        return found
+
+
+class _Encoder:
+    """Cuts texts into rows of tokens."""
+
+    def __init__(
+        self, tokenizer: Any, classes: list[str], length: int | None, stride: int, every: bool
+    ) -> None:
+        self.tokenizer, self.classes, self.label_all = tokenizer, classes, every
+        self.max_length = length or tokenizer.max_length or _DEFAULT_LENGTH
+        self._whole = tokenizer.backend
+        self._cutting = type(self._whole).from_str(self._whole.to_str())
+        self._cutting.enable_truncation(self.max_length)
+        self._room = self.max_length - self._whole.num_special_tokens_to_add(False)
+        self._stride = min(stride, self._room // 4)
+
+    def rows(self, texts: Sequence[LabelledText], learnt: bool) -> list[_Row]:
+        """Return the rows of all texts; if they are `learnt`, warn of labels that are not."""
+        rows, counts = [], Counter[str]()
+        for number, text in enumerate(texts):
+            labels, inside = self._numbers(text, learnt)
+            spans = np.array(text.words, np.int64).reshape(-1, 2)
+            owners = _encode(text.text, spans, self._whole)[2]
+            each, seen = np.bincount(owners[owners >= 0], minlength=len(spans)), 0
+            for first, stop, begin, end in self._cut(each, text.labels or () if learnt else ()):
+                ids, types, own = _encode(text.text, spans[begin:end], self._cutting)
+                own = np.where(own >= 0, own + begin, -1)
+                counted = (first <= own) & (own < stop)
+                heads = counted & np.append(True, own[1:] != own[:-1])
+                row = np.where(heads, labels[own], inside[own])
+                row[~(counted if self.label_all else heads)] = _IGNORED
+                rows.append(_Row(number, ids, types, np.where(heads, own, -1), row))
+                seen += int(heads.sum())
+            long = len(owners) > self.max_length
+            counts[f"texts have more than {self.max_length} tokens and become several rows"] += long
+            counts["words have more tokens than a row and are cut"] += int(sum(each > self._room))
+            counts["words have no token of their own and are not learnt"] += len(spans) - seen
+            counts["entities begin or end in a word, which is labelled whole"] += text.misfits
+        if learnt and any(counts.values()):
+            said = "; ".join(f"{n} {what}" for what, n in counts.items() if n)
+            warnings.warn(f"of {len(texts)} texts: {said}", stacklevel=4)
+        return rows
+
+    def _numbers(self, text: LabelledText, learnt: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the class of the first token of each word, and that of its other tokens."""
+        names = text.labels if learnt else ["O"] * len(text.words)
+        numbers = {name: k for k, name in enumerate(self.classes)}
+        if names is None:
+            raise ValueError(f"{text.name} has no labels")
+        if learnt and (wrong := [name for name in names if name not in numbers]):
+            raise ValueError(f"{text.name}: {wrong[0]!r} is none of the classes {self.classes}")
+        inside = [f"I-{name[2:]}" if name.startswith("B-") else name for name in names]
+        first = [numbers.get(name, 0) for name in names]
+        rest = [numbers.get(*pair) for pair in zip(inside, first, strict=True)]
+        return np.array(first, np.int64), np.array(rest, np.int64)
+
+    def _cut(self, each: np.ndarray, labels: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield for each row the words that it labels, first and stop, and those that it sees.
+
+        `each` are the numbers of tokens of the words. A row stops in front of an entity.
+        """
+        before, first = np.append(0, np.cumsum(each)), 0
+        while first < len(each):
+            begin = int(np.searchsorted(before, before[first] - self._stride))
+            end = int(np.searchsorted(before, before[begin] + self._room, "right")) - 1
+            end = stop = max(end, first + 1)
+            if end < len(each):
+                stop = int(np.searchsorted(before, before[end] - self._stride, "right")) - 1
+                stop = last = max(stop, first + 1)
+                while labels and stop > first and labels[stop].startswith("I-"):
+                    stop -= 1
+                stop = stop if stop > first else last
+            yield first, stop, begin, end
+            first = stop
+
+
+def _encode(text: str, spans: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, ...]:
+    """Return ids and types of the tokens of some words, and the number of the word of each."""
+    start, end = (spans[0, 0], spans[-1, 1]) if len(spans) else (0, 0)
+    found = tokenizer.encode(text[start:end])
+    begins, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T + start
+    own = np.searchsorted(spans[:, 1], begins, side="right")  # the first that ends behind it
+    begun = np.append(spans[:, 0], len(text))[own] < ends
+    own[~begun | np.array(found.special_tokens_mask, bool)] = -1
+    return np.array(found.ids, np.int64), np.array(found.type_ids, np.int64), own
+
+
+class LabelledText(NamedTuple):
+    """A text, the characters (start, end) of its words, their labels if it has some; its place.
+
+    `misfits` counts the entities that begin or end within a word.
+    """
+
+    text: str
+    words: list[tuple[int, int]]
+    labels: list[str] | None
+    name: str
+    misfits: int = 0
+
+
+def _read(source: Any, classes: Sequence[str]) -> Iterator[LabelledText]:
+    """Yield the texts of a CoNLL file, or of records."""
+    is_path = isinstance(source, (str, os.PathLike))
+    if not is_path or Path(source).suffix.lower() in (*LINES, *TABLES):
+        for name, record in records(source):
+            yield _of_record(record, name, classes)
+        return
+    path, words, labels = Path(source), list[str](), list[str]()
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate([*lines, ""], 1):
+        name, fields = f"{str(path)!r}, line {number}", line.split()
+        if len(fields) == 1:
+            raise ValueError(f"{name}: {line!r} has no label after the word")
+        if fields and fields[0] != "-DOCSTART-":
+            words, labels = [*words, fields[0]], [*labels, fields[-1]]
+        elif words and not fields:
+            yield _joined(words, labels, f"the sentence before {name}")
+            words, labels = [], []
+
+
+def _of_record(record: Any, name: str, classes: Sequence[str]) -> LabelledText:
+    if not isinstance(record, Mapping):
+        record = {"text" if isinstance(record, str) else "tokens": record}
+    words, text = record.get("tokens"), record.get("text")
+    if words is None and isinstance(text, str):
+        spans = [match.span() for match in _WORD.finditer(text)]
+        if (entities := record.get("entities")) is None:
+            return LabelledText(text, spans, None, name)
+        return LabelledText(text, spans, *_labels_of(entities, spans, name))
+    tags = next((record[key] for key in _TAGS if key in record), None)
+    if not words or (tags is not None and len(tags) != len(words)):
+        raise ValueError(f"{name} has no 'text', nor 'tokens' with as many 'tags': {record}")
+    numbers = [tag for tag in tags or () if not isinstance(tag, str)]
+    if numbers and not 0 <= min(numbers) <= max(numbers) < len(classes):
+        raise ValueError(f"{name} has labels up to {max(numbers)}: name all with classes=")
+    named = tags and [tag if isinstance(tag, str) else classes[tag] for tag in tags]
+    return _joined(words, named, name)
+
+
+def _joined(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabelledText:
+    ends = np.cumsum([len(word) + 1 for word in words]) - 1
+    spans = [(int(end) - len(word), int(end)) for word, end in zip(words, ends, strict=True)]
+    return LabelledText(" ".join(words), spans, None if labels is None else [*labels], name)
+
+
+def _labels_of(
+    entities: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, int]], name: str
+) -> tuple[list[str], str, int]:
+    """Return what follows the words in a `LabelledText`, from the characters of entities."""
+    labels, misfits = ["O"] * len(words), 0
+    for entity in entities:
+        start, end, label = entity["start"], entity["end"], entity["label"]
+        inside = [i for i, (a, b) in enumerate(words) if a < end and start < b]
+        if not inside or any(labels[i] != "O" for i in inside):
+            why = "overlaps another one" if inside else "holds no word of the text"
+            raise ValueError(f"{name}: the entity {dict(entity)} {why}")
+        for i in inside:
+            labels[i] = f"{'B' if i == inside[0] else 'I'}-{label}"
+        misfits += words[inside[0]][0] < start or end < words[inside[-1]][1]
+    return labels, name, misfits
+
+
+def _classes_of(texts: Sequence[LabelledText], stored: Sequence[str]) -> list[str]:
+    """Return the labels of texts, both B and I of each kind; the `stored` ones if they suffice."""
+    found = {label for text in texts for label in text.labels or ()}
+    if found <= {*stored}:
+        return [*stored]
+    kinds = {name[2:] for name in found if name.startswith(("B-", "I-"))}
+    both = {f"{prefix}-{kind}" for kind in kinds for prefix in "BI"}
+    return sorted(found | both, key=lambda n: (n != "O", n[2:] if n in both else n, n))
