@@ -198,6 +198,9 @@ from .language.labelled_texts import (
 from .language.log_probs import (
     sequence_log_probs as sequence_log_probs,
 )
+from .language.paired_texts import (
+    paired_texts as paired_texts,
+)
 from .language.save import (
     save_folder as save_folder,
 )

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Task
-from onnxgrad.tasks.text_rows import INPUTS, Encoding, TextRows, columns_of, read_rows
+from onnxgrad.tasks.base import Runner, Task, home_of, model_of, tokenizer_for, with_classes
 
 __all__ = ["Embeddings"]
 
@@ -34,20 +31,16 @@ _BATCH, _CHUNK, _NEIGHBORS = 64, 1024, 5
 class Embeddings(Task):
     """Embeddings: rows that belong together shall be near, by the cosine of their embeddings.
 
-    All texts of a row go through one model: they are consecutive rows of what it gets, while
-    `batch_size` counts rows of the file. Anchor and positive have one label, which they share with
-    rows of the same anchor; each negative has a label of its own. With scores, these are the
-    labels of both. The other rows of a batch are negatives, too: a positive should not fit the
-    anchors of other rows.
+    `data` are texts, as `og.paired_texts` reads them: the other rows of a batch are negatives, so
+    that a positive should not fit their anchors. Or images or arrays of classes.
 
     The file that comes out has the nodes of `model`; behind them a pool, a projection or the
-    centers of classes where these are added. `encoder` removes the centers.
+    centers of classes where these are added. `finished` removes the centers.
 
     Args:
         model: a model or its path. Its embeddings are an output (N, D), or else one of tokens
             (N, T, D) or of maps (N, D, H, W), which is pooled.
-        data: a `.csv`, `.tsv` or `.jsonl` file of texts, with the columns `anchor` and `positive`,
-            and after these `negative`, `negative_2`..., or `score`; a folder of images with a
+        data: a file of pairs of texts, with negatives or a score; a folder of images with a
             sub-folder for each class; or a pair (X, labels) of arrays.
         loss: a name. None: "multiple_negatives" for texts, "cosine_similarity" for texts with
             scores, "contrastive" for classes. "arcface" and "cosface" add centers of classes.
@@ -56,8 +49,7 @@ class Embeddings(Task):
         pool: "mean", "first" or "image", see `og.add_head`; None: "mean" for tokens, without those
             that `attention_mask` leaves out, "image" for maps.
         projection: units of a new linear layer on the embeddings; None: no layer.
-        tokenizer: path of a `tokenizer.json` or `vocab.txt`, or a `tokenizers.Tokenizer`; None: one
-            that lies beside the model.
+        tokenizer: as of `og.paired_texts`; None: one that lies beside the model.
         length: tokens of a text; longer ones are cut.
         images: `{"size": 224, "transforms": [...]}`, as for `og.image_folder`.
         classes, rows: P and K of `og.p_by_k`, which makes batches of images and arrays.
@@ -91,11 +83,9 @@ class Embeddings(Task):
         length: int = 128, images: Mapping[str, Any] | None = None, classes: int = 8, rows: int = 4,
         seed: int = 0,
     ) -> None:  # fmt: skip
-        home = None if isinstance(model, onnx.ModelProto) else Path(model).parent
-        self.model = model if home is None else onnx.load(model)
-        self._of_texts = tokenizer, home, length
+        self.model = model_of(model)
+        self._of_texts = tokenizer, home_of(model), length
         self._images = {"size": 224, **(images or {})}
-        self._texts: Encoding | None = None
         self._add_layers(output, pool, projection, seed)
         self._kind = "classes"
         if data is not None:
@@ -120,6 +110,7 @@ class Embeddings(Task):
             self.model = og.add_head(
                 self.model, len(self.classes), self.output, "centers", cosine=True, seed=seed
             )
+            self.model = with_classes(self.model, self.classes)
             self.metrics = ["accuracy"]
         several = len(_float_outputs(self.model)) > 1
         self.loss = {self.output: name} if several else name
@@ -141,7 +132,7 @@ class Embeddings(Task):
         pool = pool or _POOLS.get(axes[output])
         if pool is not None or projection is not None:
             inputs = {x.name for x in self.model.graph.input}
-            mask = INPUTS[1] if pool == "mean" and INPUTS[1] in inputs else None
+            mask = "attention_mask" if pool == "mean" and "attention_mask" in inputs else None
             self.model = og.add_head(
                 self.model, projection, output, "projection", pool=pool, mask=mask, seed=seed
             )
@@ -152,24 +143,25 @@ class Embeddings(Task):
         """Return the kind of data, a key of `_DEFAULTS`, and their reader; arrays as they are."""
         if isinstance(data, tuple):
             return "classes", data
-        path = Path(data)
-        if path.is_dir():
-            return "classes", og.image_folder(path, **self._images)
-        rows = read_rows(path)
-        names, scored = columns_of(path, rows)
-        texts = [row[name] for row in rows for name in names]
-        if scored:
-            scores = np.array([row["score"] for row in rows], np.float32)
-            return "scores", TextRows(self._encoding(), texts, scores.repeat(2), 2)
-        numbers: dict[str, int] = {}
-        labels = np.arange(len(texts)).reshape(len(rows), -1) + len(rows)  # each of its own
-        labels[:, :2] = [[numbers.setdefault(row["anchor"], len(numbers))] for row in rows]
-        return "pairs", TextRows(self._encoding(), texts, labels.ravel(), len(names))
+        if Path(data).is_dir():
+            return "classes", og.image_folder(data, **self._images)
+        reader = self._texts(data)
+        return reader.kind, reader
 
-    def _encoding(self) -> Encoding:
-        if self._texts is None:
-            self._texts = Encoding(self.model, *self._of_texts)
-        return self._texts
+    def _texts(self, source: Any) -> Any:
+        """Return a reader of texts for the inputs of the model."""
+        own, inputs = (
+            {tensor.name for tensor in self.model.graph.initializer},
+            self.model.graph.input,
+        )
+        dims = {x.name: x.type.tensor_type.shape.dim for x in inputs if x.name not in own}
+        shapes = {n: tuple(d.dim_value or None for d in each) for n, each in dims.items()}
+        if "input_ids" not in shapes:
+            raise ValueError(f"texts are for models with inputs such as input_ids, not {[*shapes]}")
+        tokenizer, home, length = self._of_texts
+        most = (*shapes["input_ids"], None, None)[1] or length
+        reader = og.paired_texts(source, tokenizer_for(tokenizer, home), most)
+        return reader.for_inputs(shapes)
 
     def read(self, path: Any) -> Any:
         """Return other rows, from what `data` may be, to evaluate on; arrays as they are.
@@ -186,17 +178,24 @@ class Embeddings(Task):
             raise ValueError(f"{str(path)!r} has the classes {classes}, not {self.classes}")
         return reader
 
-    def encoder(self, model: Any) -> onnx.ModelProto:
+    def finished(self, model: Any) -> onnx.ModelProto:
         """Return a trained model as it is used: without the centers of classes, if it has some.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
         """
-        proto = model.model if hasattr(model, "partial_fit") else model
-        proto = proto if isinstance(proto, onnx.ModelProto) else onnx.load(proto)
+        proto = model_of(model)
         if self.output in [y.name for y in proto.graph.output]:
             return proto
         return og.features(proto, at=self.output)
+
+    def _listed(self, inputs: Any) -> Any:
+        """Return the images of a folder, the lines of a file, or inputs as they are."""
+        if not isinstance(inputs, (str, os.PathLike)):
+            return inputs
+        if Path(inputs).is_dir():
+            return og.image_folder(inputs, **self._images)
+        return Path(inputs).read_text(encoding="utf-8").splitlines()
 
     def predict(self, model: Any, inputs: Any) -> Any:
         """Return the embeddings of length 1, (N, D).
@@ -206,19 +205,11 @@ class Embeddings(Task):
             inputs: a list of texts; a `.txt` file with a text on each line; a folder of images with
                 a sub-folder for each class; a reader; an array, or a dict of arrays.
         """
-        if isinstance(inputs, (str, os.PathLike)):
-            path = Path(inputs)
-            if path.is_dir():
-                inputs = og.image_folder(path, **self._images)
-            else:
-                inputs = path.read_text(encoding="utf-8").splitlines()
+        inputs = self._listed(inputs)
         if isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs):
-            inputs = TextRows(self._encoding(), inputs, None, 1)
-        with tempfile.TemporaryDirectory() as folder:
-            og.save(self.encoder(model), path := Path(folder, "model.onnx"))
-            session = onnxruntime.InferenceSession(path)
-            feeds = _feeds(session, inputs)
-            z = np.concatenate([session.run([self.output], feed)[0] for feed in feeds])
+            inputs = self._texts(inputs)
+        run = Runner(self.finished(model))
+        z = np.concatenate([run(feed, [self.output])[0] for feed in _feeds(run, inputs)])
         return z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -228,15 +219,8 @@ class Embeddings(Task):
         ids are texts, paths of images, or else numbers.
         """
         z = np.asarray(results)
-        names = getattr(inputs, "files", inputs)
-        if isinstance(names, (str, os.PathLike)):
-            path = Path(names)
-            is_folder = path.is_dir()
-            names = (
-                og.image_folder(path, **self._images).files
-                if is_folder
-                else path.read_text(encoding="utf-8").splitlines()
-            )
+        names = self._listed(inputs)
+        names = getattr(names, "files", names)
         if not isinstance(names, (list, tuple)) or len(names) != len(z):
             names = range(len(z))
         home = Path(folder)
@@ -255,20 +239,16 @@ class Embeddings(Task):
         return [home / "embeddings.npy", home / "neighbors.csv"]
 
 
-def _feeds(session: Any, inputs: Any) -> Iterator[dict[str, np.ndarray]]:
-    """Yield what a session takes, batch by batch, from a reader or arrays."""
-    declared = {x.name: x for x in session.get_inputs()}
+def _feeds(run: Runner, inputs: Any) -> Iterator[Any]:
+    """Yield what a model takes, batch by batch, from a reader or arrays."""
     if isinstance(inputs, og.Reader):
-        shapes = {name: tuple(x.shape) for name, x in declared.items()}
-        batches = (b[0] for b in inputs.for_inputs(shapes).batches(_BATCH, None, 0))
-    else:
-        columns = inputs if isinstance(inputs, Mapping) else {next(iter(declared)): inputs}
-        columns = {name: np.asarray(column) for name, column in columns.items()}
-        count = len(next(iter(columns.values())))
-        starts = range(0, count, _BATCH)
-        batches = ({n: a[s : s + _BATCH] for n, a in columns.items()} for s in starts)
-    for batch in batches:
-        yield dict(batch) if isinstance(batch, Mapping) else {next(iter(declared)): batch}
+        reader = inputs.for_inputs({name: tuple(x.shape) for name, x in run.inputs.items()})
+        yield from (batch[0] for batch in reader.batches(_BATCH, None, 0))
+        return
+    columns = inputs if isinstance(inputs, Mapping) else {next(iter(run.inputs)): inputs}
+    columns = {name: np.asarray(column) for name, column in columns.items()}
+    for s in range(0, len(next(iter(columns.values()))), _BATCH):
+        yield {name: column[s : s + _BATCH] for name, column in columns.items()}
 
 
 def _float_outputs(model: onnx.ModelProto) -> dict[str, int]:
