@@ -16,7 +16,11 @@ ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
 NEEDS = {"OnnxClassifier": "sklearn", "OnnxRegressor": "sklearn", "texts": "tokenizers"}
-NEEDS |= {"labelled_texts": "tokenizers", "paired_texts": "tokenizers"}
+NEEDS |= {
+    "MeanAveragePrecision": "pycocotools",
+    "labelled_texts": "tokenizers",
+    "paired_texts": "tokenizers",
+}
 NEEDS |= {"generate": "tokenizers", "TextErrorRate": "rapidfuzz", "EntityF1": "seqeval"}
 NEEDS |= dict.fromkeys(
     ["annotated_images", "image_size", "letterbox", "list_images", "masked_images", "open_image"],

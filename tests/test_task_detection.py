@@ -13,9 +13,9 @@ from onnxgrad.losses.boxes import box_iou, distribution_focal, varifocal
 from onnxgrad.tasks.detection import (
     Detection,
     Head,
-    MeanAveragePrecision,
     detection_loss,
 )
+from onnxgrad.tasks.detection_heads import Decoder
 from onnxgrad.tasks.detection_losses import matcher
 
 torch = pytest.importorskip("torch")
@@ -408,13 +408,14 @@ def test_map_is_that_of_its_definition():
             boxes_of[np.arange(12), 4 + number.astype(int)] = rng.permutation(12) / 20 + 0.1
             boxes_of[np.arange(12), 4 + number.astype(int)] += rng.random(12) / 100
         for iou, ious in [((0.5, [0.5]), (None, np.arange(50, 100, 5) / 100))[seed % 2]]:
-            metric = MeanAveragePrecision(head, iou)
+            decoder = Decoder(head)
+            metric = og.MeanAveragePrecision(decoder.lists, iou)
             metric.begin(og.PredictionInfo())
             for half in (slice(0, 2), slice(2, 4)):
                 metric.update(prediction[half], label[half])
             values = []
             for c in range(CLASSES):
-                found = [d[d[:, 0] == c][:, 1:] for d in metric.decoder(prediction, 0.001, 0.65)]
+                found = [d[d[:, 0] == c][:, 1:] for d in decoder(prediction, 0.001, 0.65)]
                 true = [t[t[:, 0] == c][:, 1:] for t in label]
                 values += [average_precision(found, true, t) for t in ious]
             expected = np.mean([v for v in values if v is not None])

@@ -243,6 +243,9 @@ from .losses.spec import (
     LabelKind as LabelKind,
     LossSpec as LossSpec,
 )
+from .metrics.average_precision import (
+    MeanAveragePrecision as MeanAveragePrecision,
+)
 from .metrics.base import (
     Metric as Metric,
     PredictionInfo as PredictionInfo,

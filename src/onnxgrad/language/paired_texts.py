@@ -71,7 +71,7 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
         texts, each = [row[name] for _, row in rows for name in names], len(names)
         kind = "scores" if scores else "pairs"
         anchors = [row["anchor"] for _, row in rows]
-        labels = np.float32(scores).repeat(2) if scores else _labels(anchors, each)
+        labels = np.array(scores, np.float32).repeat(2) if scores else _labels(anchors, each)
     own = type(backend.backend).from_str(backend.backend.to_str())
     own.enable_truncation(max_length)
     return PairedTexts(own.encode_batch(texts), labels, each, kind, backend.fill_id)
@@ -92,7 +92,8 @@ class PairedTexts(IndexedReader):
         self, tokens: Sequence[Any], labels: np.ndarray | None, each: int, kind: str, fill: int
     ) -> None:
         self._tokens, self.labels, self.each, self.kind = tokens, labels, each, kind
-        self.rows, self._fill, self._width = len(tokens) // each, fill, None
+        self.rows, self._fill = len(tokens) // each, fill
+        self._width: int | None = None
         self._names: Sequence[str] = _INPUTS
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> PairedTexts:

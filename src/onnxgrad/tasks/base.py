@@ -93,7 +93,7 @@ class Task:
         raise NotImplementedError
 
 
-_CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, too
+CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, too
 
 
 def model_of(model: Any) -> ModelProto:
@@ -127,8 +127,8 @@ def stored_classes(model: ModelProto) -> list[str]:
     """Return the classes in the metadata, as this package or ultralytics write them, or none."""
     notes = notes_of(model)
     try:
-        own = _CLASSES in notes
-        found = json.loads(notes[_CLASSES]) if own else ast.literal_eval(notes.get("names", ""))
+        own = CLASSES in notes
+        found = json.loads(notes[CLASSES]) if own else ast.literal_eval(notes.get("names", ""))
     except (SyntaxError, ValueError):
         return []
     found = [found[i] for i in sorted(found)] if isinstance(found, dict) else found
@@ -138,7 +138,7 @@ def stored_classes(model: ModelProto) -> list[str]:
 def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
     """Return a model that stores its classes, so that it needs no data to name them."""
     same = stored_classes(model) == [*classes]
-    return model if same else with_notes(model, {_CLASSES: json.dumps([*classes])})
+    return model if same else with_notes(model, {CLASSES: json.dumps([*classes])})
 
 
 def home_of(model: Any) -> Path | None:

@@ -229,7 +229,7 @@ class _Output:
 
         def shown(width: int) -> np.ndarray:
             size = (form.channels, form.height, width)
-            return np.float32(run(np.zeros((self.rows or 3, *size)))[0])
+            return run(np.zeros((self.rows or 3, *size)))[0].astype(np.float32)
 
         y = shown(shape[3] or 8 * form.height)
         fits = [a for a in range(y.ndim) if 0 <= y.shape[a] - characters <= 2]
@@ -248,7 +248,7 @@ class _Output:
 
     def log_p(self, y: np.ndarray) -> np.ndarray:
         """Return logarithms of probabilities, (N, T, C)."""
-        y = np.float32(y).transpose(self.axes)
+        y = y.astype(np.float32).transpose(self.axes)
         if self._shares:
             return np.log(np.maximum(y, 1e-30))
         y = y - y.max(axis=2, keepdims=True)

@@ -17,13 +17,11 @@ import onnxgrad as og
 from onnxgrad.tasks.base import Runner, Task, model_of, stored_classes, with_classes
 from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
-from onnxgrad.tasks.detection_metric import MeanAveragePrecision, extent
 
 __all__ = [
     "Detection",
     "Detections",
     "Head",
-    "MeanAveragePrecision",
     "detection_loss",
 ]
 
@@ -131,7 +129,7 @@ class Detection(Task):
 
     def _measure(self) -> None:
         """Measure mAP; without data, only where there is a trainer: this needs pycocotools."""
-        metrics = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
+        metrics = [og.MeanAveragePrecision(self.decoder.lists, iou) for iou in (None, 0.5)]
         self.metrics = {self._only: metrics} if self._only else metrics
 
     def trainer(self, **arguments: Any) -> og.Trainer:
@@ -236,7 +234,8 @@ class Detection(Task):
                 draw.text((box[0] + 3, box[1] + 1), f"{name} {score:.2f}", fill=color)
                 entry = {"image_id": int(stem) if stem.isdecimal() else stem}
                 entry |= {"category_id": self.ids[at] if self.ids else at}
-                rows.append(entry | {"bbox": extent(box.tolist()), "score": float(score)})
+                x, y, x2, y2 = box.tolist()
+                rows.append(entry | {"bbox": [x, y, x2 - x, y2 - y], "score": float(score)})
             written.append(folder / f"{stem}.png")
             image.save(written[-1])
         written.append(folder / "detections.json")

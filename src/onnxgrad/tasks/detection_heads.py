@@ -12,6 +12,7 @@ from onnx import ModelProto
 
 import onnxgrad as og
 
+_LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
 _MOST = 100  # boxes of a class in a picture, as COCO counts
 _KINDS = ("yolov8", "yolov8_dfl", "yolox", "detr", "rtdetr")
 MOVERS = frozenset("Concat Flatten Reshape Slice Split Squeeze Transpose Unsqueeze".split())
@@ -282,6 +283,13 @@ class Decoder:
         results = [found[order == row] for row in range(len(prediction))]
         self._last = prediction, (score, iou), results
         return results
+
+    def lists(
+        self, prediction: np.ndarray, label: np.ndarray
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the boxes of predictions and labels, for a metric of boxes."""
+        true = [boxes[boxes[:, 0] >= 0, :5] for boxes in label]
+        return self(prediction, _LEAST, _OVERLAP), true
 
     def _write(self, score: float, iou: float) -> Callable[..., Sequence]:
         def write(op: Any, x: ir.Value) -> Sequence:

@@ -12,7 +12,16 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Runner, Task, home_of, model_of, tokenizer_for, with_classes
+from onnxgrad.tasks.base import (
+    CLASSES,
+    Runner,
+    Task,
+    home_of,
+    model_of,
+    tokenizer_for,
+    with_classes,
+    with_notes,
+)  # fmt: skip
 
 __all__ = ["Embeddings"]
 
@@ -187,7 +196,7 @@ class Embeddings(Task):
         proto = model_of(model)
         if self.output in [y.name for y in proto.graph.output]:
             return proto
-        return og.features(proto, at=self.output)
+        return with_notes(og.features(proto, at=self.output), {CLASSES: None})
 
     def _listed(self, inputs: Any) -> Any:
         """Return the images of a folder, the lines of a file, or inputs as they are."""

@@ -1,66 +1,68 @@
-"""Mean average precision."""
+"""Mean average precision of detectors."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-import onnxgrad as og
-from onnxgrad.tasks.detection_heads import Decoder, Head
+from onnxgrad.metrics.base import Metric, PredictionInfo
+
+Boxes = Sequence[np.ndarray]
 
 
-class MeanAveragePrecision(og.Metric):
+class MeanAveragePrecision(Metric):
     """Mean over classes, and thresholds of the IoU, of the average precision, by pycocotools.
 
     Args:
-        head: what predictions mean, such as `Detection.head`.
-        iou: the threshold; None: 0.5, 0.55, ..., 0.95, as COCO does.
-        score, overlap: of non-maximum suppression: the least score, the largest IoU of a class.
+        read: from a batch of predictions and labels to the boxes of both, an array for each image:
+            found ones (n, 6), class, score, x1, y1, x2, y2; true ones (n, 5), without the score.
+        iou: the threshold, and `name` is such as "map50"; None: 0.5, 0.55, ..., 0.95, as COCO does,
+            and it is "map".
 
     Raises:
         ImportError: pycocotools is not installed.
 
     Examples:
-        >>> from onnxgrad.tasks.detection import Head, MeanAveragePrecision
-        >>> MeanAveragePrecision(Head("yolov8", 80, (640, 640)), iou=0.5).name
-        'map50'
+        >>> import numpy as np, onnxgrad as og
+        >>> metric = og.MeanAveragePrecision(lambda p, y: (p, y), iou=0.5)
+        >>> metric.begin(og.PredictionInfo())
+        >>> metric.update([np.array([[0, 0.9, 0, 0, 8, 8]])], [np.array([[0, 0, 0, 8, 7]])])
+        >>> metric.name, round(metric.compute(), 6)
+        ('map50', 1.0)
     """
 
     def __init__(
-        self, head: Head | Decoder, iou: float | None = None, score: float = 0.001,
-        overlap: float = 0.65,
-    ) -> None:  # fmt: skip
+        self, read: Callable[[Any, Any], tuple[Boxes, Boxes]], iou: float | None = None
+    ) -> None:
         _coco()
-        self.decoder = head if isinstance(head, Decoder) else Decoder(head)
-        self.iou, self.score, self.overlap = iou, score, overlap
+        self.read, self.iou = read, iou
         self.name = "map" if iou is None else f"map{round(100 * iou)}"
 
-    def begin(self, prediction: og.PredictionInfo) -> None:
+    def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
         self._true: list[np.ndarray] = []
         self._found: list[np.ndarray] = []
 
-    def update(
-        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
-    ) -> None:
+    def update(self, prediction: Any, label: Any, weight: np.ndarray | None = None) -> None:
         """Add a batch; raise ValueError for sample weights."""
         self.check_begun()
         if weight is not None:
             raise ValueError(f"metric {self.name!r} takes no sample weights: leave them out")
-        self._found += self.decoder(prediction, self.score, self.overlap)
-        self._true += [boxes[boxes[:, 0] >= 0, :5] for boxes in label]
+        found, true = self.read(prediction, label)
+        self._found += found
+        self._true += true
 
     def compute(self) -> float:
         """Return the value over all batches since `begin`."""
         self.check_begun()
         images = [{"id": i + 1} for i in range(len(self._true))]
         notes: list[dict[str, Any]] = [
-            {"image_id": i + 1, "category_id": int(c), "bbox": extent(box), "iscrowd": 0}
+            {"image_id": i + 1, "category_id": int(c), "bbox": _extent(box), "iscrowd": 0}
             for i, boxes in enumerate(self._true)
             for c, *box in boxes.tolist()
         ]
@@ -69,11 +71,11 @@ class MeanAveragePrecision(og.Metric):
         for number, note in enumerate(notes, 1):
             note |= {"id": number, "area": float(np.prod(note["bbox"][2:]))}
         found = [
-            {"image_id": i + 1, "category_id": int(c), "bbox": extent(box), "score": score}
+            {"image_id": i + 1, "category_id": int(c), "bbox": _extent(box), "score": score}
             for i, boxes in enumerate(self._found)
             for c, score, *box in boxes.tolist()
         ]
-        classes = [{"id": i} for i in range(self.decoder.head.classes)]
+        classes = [{"id": i} for i in sorted({note["category_id"] for note in notes + found})]
         true = {"images": images, "annotations": notes, "categories": classes, "info": {}}
         return _average_precision(true, found, self.iou) if found else 0.0
 
@@ -86,7 +88,7 @@ def _coco() -> Any:
     return coco.COCO, cocoeval.COCOeval
 
 
-def extent(box: Sequence[float]) -> list[float]:
+def _extent(box: Sequence[float]) -> list[float]:
     """Return x, y, width and height of x1, y1, x2, y2."""
     return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
 
