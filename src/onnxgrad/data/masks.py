@@ -49,13 +49,12 @@ def masked_images(
         size: height and width of the images for the model, a number for both.
         transforms: of images and masks in training, in this order: `random_flip()`,
             `random_crop(size)`, `center_crop(size)`, or functions `(image, mask,
-            numpy.random.Generator) -> (image, mask)` of Pillow; masks have the mode "P". They draw
-            by the seed of the epoch and the number of the image.
+            numpy.random.Generator) -> (image, mask)` of Pillow, by the seed of the epoch and the
+            number of the image; masks have the mode "P".
         front: function from an image, float32 (height, width, channels) of 0 to 1, to what the
             model takes; None: (channels, height, width).
         mask_size: height and width of the labels; None: those of the images.
-        classes: names of the classes, or their number; None: those that the files name, or up to
-            the largest number in masks.
+        classes: their names or number; None: by the files, or up to the largest number in masks.
         ignore: the value in masks of pixels without a label; None: there are none, and in masks of
             0 and 255, 255 is class 1.
         images: folder of the images of a JSON file; None: that of the file.
@@ -66,8 +65,7 @@ def masked_images(
 
     Raises:
         ImportError: Pillow is not installed, or pycocotools for masks that COCO holds by runs.
-        ValueError: files that are missing or do not fit, classes that differ from `classes`, or
-            class numbers that are none; the message names the file.
+        ValueError: files that are missing or do not fit, or other classes; the message names it.
 
     Examples:
         >>> import pathlib, tempfile, onnxgrad as og
@@ -82,23 +80,29 @@ def masked_images(
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
     """
     pillow()
-    home = Path(path)
-    if home.suffix.lower() == ".json":
-        pairs, named = _coco_pairs(home, Path(images or home.parent))
+    reader = _opened(Path(path), classes, ignore, images)
+    both = [(n, n) if isinstance(n, int) else n for n in (size, mask_size or size)]
+    reader.size, reader.mask_size = both
+    reader.transforms, reader.front, reader.channels = tuple(transforms), front, channels
+    return reader
+
+
+def _opened(
+    path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
+) -> MaskedImages:
+    """Return the reader of the files, with their classes."""
+    if path.suffix.lower() == ".json":
+        pairs, named = _coco_pairs(path, Path(images or path.parent))
     else:
-        pairs, named = _folder_pairs(home)
+        pairs, named = _folder_pairs(path)
     given = None if classes is None or isinstance(classes, int) else [*classes]
     number = len(given) if given else classes if isinstance(classes, int) else None
     if named and (given not in (None, named) or number not in (None, len(named))):
-        wanted = classes if given is None else given
-        raise ValueError(f"classes={wanted!r}, but those of {str(path)!r} are {named}")
+        raise ValueError(f"classes={given or classes!r}, but those of {str(path)!r} are {named}")
     number = _check_pairs(pairs, ignore, number or len(named) or None)
     names = given or named
-    both = [(n, n) if isinstance(n, int) else n for n in (size, mask_size or size)]
     reader = MaskedImages(pairs, names or [str(i) for i in range(number)], bool(names))
-    reader.size, reader.mask_size = both
-    reader.transforms, reader.front = tuple(transforms), front
-    reader.ignore, reader.channels = ignore, channels
+    reader.ignore = ignore
     return reader
 
 

@@ -51,21 +51,18 @@ def labelled_texts(
             table, or a dataset of Hugging Face.
         tokenizer: the path of a folder, a `tokenizer.json` or `vocab.txt`, or an object of
             tokenizers or transformers.
-        classes: their names, in order, if labels are numbers, or to have another order; None: those
-            that occur.
+        classes: their names, in order, if labels are numbers; None: those that occur.
         max_length: tokens of a row; None: where the tokenizer cuts, or else 512.
         known: classes, in order, that are taken if no others occur, such as those of a model.
         stride: tokens that a row sees of the rows before and after it; at most a quarter of it.
         label_all: whether all tokens of a word are labelled, those after the first as `I-`.
-        labels: False: texts need none, and rows are sorted by length, for `LabelledTexts.of_words`;
-            they may be texts or lists of words, too.
+        labels: False: texts, or lists of words, need none, for `LabelledTexts.of_words`.
 
     Returns:
         A reader, which `fit(reader)` takes as X; see `LabelledTexts` for its attributes.
 
     Raises:
-        ValueError: one that cannot be read, a label that is no class, or entities that overlap; the
-            message names its line or number.
+        ValueError: one that cannot be read, no class, or entities that overlap; with its place.
         ImportError: the library tokenizers is not installed.
 
     Examples:
