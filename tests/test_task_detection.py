@@ -1,6 +1,8 @@
 """Detection: losses against formulas in PyTorch, mAP against torchmetrics, files, predictions."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -772,3 +774,38 @@ def test_a_trained_model_knows_its_classes(trained, squares):
 def test_arguments_that_mean_nothing(arguments, message):
     with pytest.raises(ValueError, match=message):
         Detection(small_yolox(), **arguments)
+
+
+@pytest.mark.real
+def test_a_published_yolox(squares, tmp_path):
+    published = pytest.importorskip("published")
+    given = os.environ.get("ONNXGRAD_MODELS", "")
+    if not given:
+        pytest.skip("ONNXGRAD_MODELS=download takes it from its wheel")
+    listed = next(model for model in published.models() if model.name == "ddddocr")
+    folder = published.CACHE if given == "download" else Path(given)
+    before = onnx.load(published.fetch(listed, folder))
+    task = Detection(before, squares)
+    rng = np.random.default_rng(0)
+    X = rng.uniform(0, 255, (2, 3, 416, 416)).astype(np.float32)
+    y = np.float32([[[0, 50, 60, 150, 140]], [[1, 10, 20, 70, 90]]])
+    trainer = task.trainer(train=task.class_layers)
+    found = trainer.evaluate(X, y, batch_size=2)["loss"]
+    raw = torch.tensor(np.float64(trainer.predict(X, batch_size=2)))
+    raw[..., 4:] = raw[..., 4:].logit()
+    points, iou = grid((416, 416)), torch_iou
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "grid", lambda: points)
+        patch.setitem(globals(), "CLASSES", 2)
+        patch.setitem(globals(), "torch_iou", lambda a, b, kind: iou(a, b, "ciou"))
+        expected = yolox_loss(raw, torch.tensor(np.float64(y)), decoded=False)
+    assert np.isclose(found, expected, rtol=1e-4)  # scores are rounded by the Sigmoid of the file
+    after = trainer.fit(task.data.subset(np.arange(2)), epochs=1, batch_size=2).model
+    assert [n.op_type for n in after.graph.node] == [n.op_type for n in before.graph.node]
+    weights = [
+        {t.name: t.raw_data for t in m.graph.initializer if t.name not in task.class_layers}
+        for m in (before, after)
+    ]
+    kept = weights[0].keys() & weights[1].keys()
+    assert len(kept) >= len(before.graph.initializer) - 9  # class layers, and lengths with classes
+    assert all(weights[0][name] == weights[1][name] for name in kept)

@@ -260,7 +260,9 @@ class Detection(Task):
                 at = self.classes.index(name)
                 color = f"hsl({at * 137 % 360}, 90%, 45%)"
                 draw.rectangle(box.tolist(), outline=color, width=max(1, image.width // 200))
-                draw.text((box[0] + 3, box[1] + 1), f"{name} {score:.2f}", fill=color)
+                place, text = (box[0] + 3, box[1] + 1), f"{name} {score:.2f}"
+                draw.rectangle(draw.textbbox(place, text), fill=color)
+                draw.text(place, text, fill="white")
                 entry = {"image_id": int(stem) if stem.isdecimal() else stem}
                 entry |= {"category_id": self.ids[at] if self.ids else at}
                 rows.append(entry | {"bbox": extent(box.tolist()), "score": float(score)})

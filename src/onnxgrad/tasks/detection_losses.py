@@ -366,6 +366,11 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         query = np.full((*label.shape[:2], 1), -1, np.float32)
         for row, cost in enumerate(costs):
             real = np.flatnonzero(label[row, :, 0] >= 0)
+            if len(real) > cost.shape[1]:
+                raise ValueError(
+                    f"a picture has {len(real)} boxes, and the model {cost.shape[1]} queries: "
+                    "leave such pictures out"
+                )
             boxes, queries = linear_sum_assignment(cost[real])
             query[row, real[boxes], 0] = queries
         return np.concatenate([label, query], axis=2)
