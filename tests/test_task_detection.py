@@ -809,3 +809,29 @@ def test_a_published_yolox(squares, tmp_path):
     kept = weights[0].keys() & weights[1].keys()
     assert len(kept) >= len(before.graph.initializer) - 9  # class layers, and lengths with classes
     assert all(weights[0][name] == weights[1][name] for name in kept)
+
+
+def test_a_yolov8_through_a_trainer():
+    columns, anchors = 4 * BINS + CLASSES, len(grid())
+    proto = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 20]>
+        yolov8 (float[N,3,64,96] images) => (float[N,{columns},{anchors}] raw)
+        <int64[3] shape = {{0, {columns}, {anchors}}}> {{
+            p = AveragePool <kernel_shape=[8,8], strides=[8,8]> (images)  f = Flatten(p)
+            m = MatMul(f, weight)  raw = Reshape(m, shape) }}""")
+    rng = np.random.default_rng(0)
+    weight = rng.normal(scale=0.1, size=(288, columns * anchors)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
+    X = rng.normal(size=(2, 3, *SIZE)).astype(np.float32) * 8
+    raw = ort.InferenceSession(proto.SerializeToString()).run(None, {"images": X})[0]
+    model = ir.from_proto(proto)
+    with og.Emit(model.graph) as op:
+        decoded = yolov8_file(op, model.graph.outputs[0])
+    decoded.name, model.graph.outputs[:] = "output", [decoded]
+    task, labels = Detection(ir.to_proto(model)), truth(rng)
+    assert task.head == Head("yolov8", CLASSES, SIZE)
+    trainer = task.trainer(learning_rate=1e-3)
+    expected = v8_loss(torch.tensor(np.float64(raw)), torch.tensor(np.float64(labels)))
+    assert np.isclose(trainer.evaluate(X, labels)["loss"], expected, rtol=1e-5)
+    trainer.fit(X, labels, epochs=3, batch_size=2)
+    assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
