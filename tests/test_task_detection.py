@@ -727,6 +727,41 @@ def small_detr(classes=2, queries=6):
     return proto
 
 
+@pytest.mark.parametrize(
+    ("kind", "sigmoid"), [("detr", False), ("rtdetr", False), ("rtdetr", True)]
+)
+def test_a_set_through_a_trainer(kind, sigmoid, monkeypatch):
+    pytest.importorskip("scipy")
+    pytest.importorskip("pycocotools")
+    monkeypatch.setitem(globals(), "SIZE", (32, 32))
+    softmax, proto = kind == "detr", small_detr(CLASSES - (kind == "rtdetr"), QUERIES)
+    if sigmoid:
+        proto.graph.node.add(op_type="Sigmoid", input=["logits"], output=["p"])
+        proto.graph.output[0].name = "p"
+    loss = {"box": "giou", "classes": "bce" if softmax else "focal"}
+    task = Detection(proto, head=kind, loss=loss)
+    assert (task.head.classes, task.head.probabilities) == (CLASSES, sigmoid)
+    rng = np.random.default_rng(0)
+    X, labels = rng.normal(size=(2, 3, 32, 32)).astype(np.float32), np.float32(truth_in_32(rng))
+    trainer = task.trainer()
+    prediction = trainer.predict(X)
+    matched = matcher(task.head)(prediction, labels)
+    raw = torch.tensor(np.float64(prediction))
+    if sigmoid:
+        raw[..., 4:] = raw[..., 4:].logit()
+    expected = set_loss(raw, torch.tensor(np.float64(labels)), softmax)
+    assert np.isclose(trainer.evaluate(X, matched)["loss"], expected, rtol=1e-5)
+
+
+def truth_in_32(rng):
+    labels = np.full((2, 3, 5), -1.0)
+    for row in labels:
+        for one in row[: rng.integers(1, 4)]:
+            x, y = rng.uniform(0, 15, 2)
+            one[:] = rng.integers(CLASSES), x, y, x + rng.uniform(4, 16), y + rng.uniform(4, 16)
+    return labels
+
+
 def test_queries_are_matched_while_they_train(squares):
     pytest.importorskip("scipy")
     pytest.importorskip("pycocotools")

@@ -26,7 +26,16 @@ from onnxgrad.tasks.detection_files import (
     read_annotations,
     to_array,
 )
-from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of, input_of
+from onnxgrad.tasks.detection_heads import (
+    JOINED,
+    Decoder,
+    Head,
+    boxes_first,
+    class_layers,
+    head_of,
+    input_of,
+    output_shapes,
+)
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 from onnxgrad.tasks.detection_metric import MeanAveragePrecision, extent
 
@@ -38,8 +47,6 @@ __all__ = [
     "detection_loss",
     "horizontal_flip",
 ]
-
-JOINED = "detections"  # the output of a model with two outputs that the loss reads
 
 
 class Detections(NamedTuple):
@@ -75,9 +82,9 @@ class Detection(Task):
     `task.trainer(train=task.class_layers)` trains those layers alone.
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
-    which the loss reads; `finished` takes it away again. Their rows are matched
-    to boxes when they are read, by a prediction of the trainer that `trainer` returned last: that
-    is a forward pass more for each row, and weights that are some batches old.
+    which the loss reads; `finished` takes it away again. Their rows are matched to boxes when they
+    are read, by a prediction of the trainer that `trainer` returned last: that is a forward pass
+    more for each row, by weights that may be some batches old.
 
     Args:
         model: model, serialized model or path.
@@ -136,7 +143,8 @@ class Detection(Task):
         self.pixels = pixels or _PIXELS.get(self.head.kind, _as_it_is)
         self.augment = tuple(augment)
         self.decoder = Decoder(self.head)
-        only = None if len(self.model.graph.output) == 1 else JOINED
+        outputs = [y.name for y in self.model.graph.output]
+        only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None
         spec = detection_loss(self.head, **(loss or {}))
         self.loss, self.arguments = {only: spec} if only else spec, {}
         self._trainer: Any = None
@@ -162,10 +170,9 @@ class Detection(Task):
 
     def finished(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a trained model without the output that only the loss reads."""
-        names = [y.name for y in model.graph.output]
-        if JOINED not in names:
+        if JOINED not in [y.name for y in model.graph.output]:
             return model
-        return og.select_model_inputs_outputs(model, [name for name in names if name != JOINED])
+        return og.select_model_inputs_outputs(model, list(output_shapes(model)))
 
     def read(self, path: str | os.PathLike) -> og.Reader:
         """Return other rows for the same model and classes, such as those to validate on.
@@ -212,12 +219,12 @@ class Detection(Task):
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
         name, results = input_of(proto)[0], []
-        outputs = [y.name for y in session.get_outputs() if y.name != JOINED]
+        lengths = output_shapes(proto)
+        outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
         for picture in _pictures(inputs):
             image = open_picture(picture)
             framed, scale, corner = letterbox(image, self.head.size)
             values = session.run(outputs, {name: to_array(framed, self.pixels)[None]})
-            values.sort(key=lambda value: value.shape[2] != 4)  # boxes in front of classes
             [found] = self.decoder(np.concatenate(values, 2), score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
             boxes = boxes.clip(0, np.array(image.size * 2, np.float32))
@@ -354,10 +361,11 @@ def _with_classes(model: onnx.ModelProto, classes: Sequence[str]) -> onnx.ModelP
 
 def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with a further output: boxes and classes (N, A, 4 + C)."""
-    read = ir.from_proto(model)
-    if any(y.name == JOINED for y in read.graph.outputs):
+    read, lengths = ir.from_proto(model), output_shapes(model)
+    by_name = {str(y.name): y for y in read.graph.outputs}
+    if JOINED in by_name:
         return model
-    parts = sorted(read.graph.outputs, key=lambda y: list(y.shape or ())[2:] != [4])
+    parts = [by_name[name] for name in boxes_first(lengths)]
     with og.Emit(read.graph) as op:
         joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
     joined.name = JOINED

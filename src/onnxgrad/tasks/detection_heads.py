@@ -14,6 +14,8 @@ from onnx import ModelProto
 import onnxgrad as og
 
 _MOST = 100  # boxes of a class in a picture, as COCO counts
+JOINED = "detections"  # the output of a model with two outputs that the loss reads
+_SETS = ("detr", "rtdetr")
 _KINDS = ("yolov8", "yolov8_dfl", "yolox", "detr", "rtdetr")
 MOVERS = frozenset(
     "Cast Concat Flatten Identity Reshape Slice Split Squeeze Transpose Unsqueeze".split()
@@ -60,7 +62,7 @@ class Head:
     @property
     def has_anchors(self) -> bool:
         """Whether predictions belong to places of the picture; otherwise they are a set."""
-        return self.kind not in ("detr", "rtdetr")
+        return self.kind not in _SETS
 
     @property
     def anchors(self) -> np.ndarray:
@@ -150,8 +152,9 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     if kind is None:
         kind = _kind(shapes, named, wanted)
     _check_kind(kind)
-    if kind in ("detr", "rtdetr"):
-        columns = next((s[2] for s in shapes if s[2] not in (4, None)), 0) - (kind == "detr")
+    of_boxes = boxes_first(outputs)[0] if kind in _SETS else None
+    if of_boxes is not None:
+        columns = next(s[2] or 0 for n, s in outputs.items() if n != of_boxes) - (kind == "detr")
     elif kind == "yolox":
         columns = (shapes[0][2] or 0) - 5
     elif kind == "yolov8":
@@ -163,18 +166,17 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
             f"head={kind!r}: the outputs are {outputs}, which say no number of classes"
         )
     graph = ir.from_proto(model).graph
-    sigmoids = any(has_sigmoid(y) for y in graph.outputs)
+    sigmoids = any(has_sigmoid(y) for y in graph.outputs if y.name != of_boxes)
     exponents = any(node.op_type == "Exp" for node in graph)
     return Head(kind, columns, (height, width), sigmoids, kind != "yolox" or exponents)
 
 
 def _kind(shapes: list[tuple], named: int, wanted: int) -> str:
     """Return the kind of outputs of these shapes."""
-    if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and shapes[0][2] != shapes[1][2]:
-        columns = next(s[2] for s in shapes if s[2] != 4)
-        classes = named or wanted
-        if any(s[2] == 4 for s in shapes) and classes in (columns, (columns or 0) - 1):
-            return "rtdetr" if columns == classes else "detr"
+    if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and any(s[2] == 4 for s in shapes):
+        columns = sum(s[2] or 0 for s in shapes) - 4
+        if (named or wanted) in (columns, columns - 1):
+            return "rtdetr" if columns == (named or wanted) else "detr"
     if len(shapes) == 1 and len(shapes[0]) == 3:
         _, first, second = shapes[0]
         if first and (not second or first < second):
@@ -184,6 +186,23 @@ def _kind(shapes: list[tuple], named: int, wanted: int) -> str:
     raise ValueError(
         f"the outputs have the shapes {shapes}: say what they are, as head={_KINDS[0]!r}; see Head"
     )
+
+
+def boxes_first(outputs: dict[str, tuple]) -> list[str]:
+    """Return the names of the outputs of a set: that of the boxes (N, Q, 4), that of the classes.
+
+    Raises:
+        ValueError: others, or the classes are four and no name speaks of boxes.
+    """
+    fours = [name for name, shape in outputs.items() if shape[2:] == (4,)]
+    named = [name for name in fours if "box" in name.lower()]
+    found = fours if len(fours) == 1 else named
+    if len(outputs) != 2 or len(found) != 1:
+        raise ValueError(
+            f"a set has boxes (N, Q, 4) and classes, and the outputs are {outputs}: name that of "
+            "the boxes 'boxes'"
+        )
+    return [*found, *(name for name in outputs if name not in found)]
 
 
 def input_of(model: ModelProto) -> tuple:
@@ -204,10 +223,11 @@ def input_of(model: ModelProto) -> tuple:
 
 
 def output_shapes(model: ModelProto) -> dict[str, tuple]:
-    """Return the lengths of each output, None where unknown."""
+    """Return the lengths of each output but the one that only the loss reads, None if unknown."""
     return {
         y.name: tuple(d.dim_value or None for d in y.type.tensor_type.shape.dim)
         for y in model.graph.output
+        if y.name != JOINED
     }
 
 
