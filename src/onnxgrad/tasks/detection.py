@@ -83,8 +83,9 @@ class Detection(Task):
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
     which the loss reads; `finished` takes it away again. Their rows are matched to boxes when they
-    are read, by a prediction of the trainer that `trainer` returned last: that is a forward pass
-    more for each row, by weights that may be some batches old.
+    are read, by a prediction of the trainer that `trainer` returned last. That is a forward pass
+    more for each row, and its weights are those before the call of the runtime that trains on it:
+    some batches old, with small data an epoch.
 
     Args:
         model: model, serialized model or path.
