@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,16 @@ from onnxgrad.tasks.detection_files import (
     read_annotations,
     to_array,
 )
-from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of, input_of
+from onnxgrad.tasks.detection_heads import (
+    JOINED,
+    Decoder,
+    Head,
+    boxes_first,
+    class_layers,
+    head_of,
+    input_of,
+    output_shapes,
+)
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 from onnxgrad.tasks.detection_metric import MeanAveragePrecision, extent
 
@@ -38,8 +47,6 @@ __all__ = [
     "detection_loss",
     "horizontal_flip",
 ]
-
-JOINED = "detections"  # the output of a model with two outputs that the loss reads
 
 
 class Detections(NamedTuple):
@@ -75,9 +82,10 @@ class Detection(Task):
     `task.trainer(train=task.class_layers)` trains those layers alone.
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
-    which the loss reads; `finished` takes it away again. Their rows are matched
-    to boxes when they are read, by a prediction of the trainer that `trainer` returned last: that
-    is a forward pass more for each row, and weights that are some batches old.
+    which the loss reads; `finished` takes it away again. Their rows are matched to boxes when they
+    are read, by a prediction of the trainer that `trainer` returned last. That is a forward pass
+    more for each row, and its weights are those before the call of the runtime that trains on it:
+    some batches old, with small data an epoch.
 
     Args:
         model: model, serialized model or path.
@@ -88,7 +96,7 @@ class Detection(Task):
             the seed of the epoch and the number of the picture.
         pixels: function from RGB (H, W, 3) of 0 to 1 to what the model takes. None: by head, as it
             is; for "yolox" BGR of 0 to 255, for "detr" normalized as ImageNet.
-        **loss: arguments of `detection_loss`.
+        loss: arguments of `detection_loss`, as `{"classes": "varifocal"}`.
 
     Attributes:
         head: what the output of the model means.
@@ -119,7 +127,7 @@ class Detection(Task):
         image_size: int | tuple[int, int] | None = None,
         augment: Sequence[Callable[..., tuple]] = (),
         pixels: Callable[[np.ndarray], np.ndarray] | None = None,
-        **loss: Any,
+        loss: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = _proto(model)
         train = None if data is None else read_annotations(Path(data))
@@ -136,28 +144,36 @@ class Detection(Task):
         self.pixels = pixels or _PIXELS.get(self.head.kind, _as_it_is)
         self.augment = tuple(augment)
         self.decoder = Decoder(self.head)
-        only = None if len(self.model.graph.output) == 1 else JOINED
-        spec = detection_loss(self.head, **loss)
+        outputs = [y.name for y in self.model.graph.output]
+        only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None
+        spec = detection_loss(self.head, **(loss or {}))
         self.loss, self.arguments = {only: spec} if only else spec, {}
         self._trainer: Any = None
+        self._only = only
         if train is not None:
-            metrics: Any = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
-            self.metrics = {only: metrics} if only else metrics
+            self.model = _with_classes(self.model, self.classes)
+            self._measure()
             self.data = self._reader(train, self.augment)
             held_out = read_annotations(Path(str(data)), "val")
             self.validation = held_out and self._reader(held_out)
 
+    def _measure(self) -> None:
+        """Measure mAP; without data, only where there is a trainer: this needs pycocotools."""
+        metrics = [MeanAveragePrecision(self.decoder, iou) for iou in (None, 0.5)]
+        self.metrics = {self._only: metrics} if self._only else metrics
+
     def trainer(self, **arguments: Any) -> og.Trainer:
         """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
+        if not self.metrics:
+            self._measure()
         self._trainer = super().trainer(**arguments)
         return self._trainer
 
     def finished(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a trained model without the output that only the loss reads."""
-        names = [y.name for y in model.graph.output]
-        if JOINED not in names:
+        if JOINED not in [y.name for y in model.graph.output]:
             return model
-        return og.select_model_inputs_outputs(model, [name for name in names if name != JOINED])
+        return og.select_model_inputs_outputs(model, list(output_shapes(model)))
 
     def read(self, path: str | os.PathLike) -> og.Reader:
         """Return other rows for the same model and classes, such as those to validate on.
@@ -204,12 +220,12 @@ class Detection(Task):
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
         name, results = input_of(proto)[0], []
-        outputs = [y.name for y in session.get_outputs() if y.name != JOINED]
+        lengths = output_shapes(proto)
+        outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
         for picture in _pictures(inputs):
             image = open_picture(picture)
             framed, scale, corner = letterbox(image, self.head.size)
             values = session.run(outputs, {name: to_array(framed, self.pixels)[None]})
-            values.sort(key=lambda value: value.shape[2] != 4)  # boxes in front of classes
             [found] = self.decoder(np.concatenate(values, 2), score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
             boxes = boxes.clip(0, np.array(image.size * 2, np.float32))
@@ -252,7 +268,9 @@ class Detection(Task):
                 at = self.classes.index(name)
                 color = f"hsl({at * 137 % 360}, 90%, 45%)"
                 draw.rectangle(box.tolist(), outline=color, width=max(1, image.width // 200))
-                draw.text((box[0] + 3, box[1] + 1), f"{name} {score:.2f}", fill=color)
+                place, text = (box[0] + 3, box[1] + 1), f"{name} {score:.2f}"
+                draw.rectangle(draw.textbbox(place, text), fill=color)
+                draw.text(place, text, fill="white")
                 entry = {"image_id": int(stem) if stem.isdecimal() else stem}
                 entry |= {"category_id": self.ids[at] if self.ids else at}
                 rows.append(entry | {"bbox": extent(box.tolist()), "score": float(score)})
@@ -330,12 +348,25 @@ def _class_names(model: onnx.ModelProto) -> list[str]:
     return [str(named[i]) for i in sorted(named)] if isinstance(named, dict) else list(named)
 
 
+def _with_classes(model: onnx.ModelProto, classes: Sequence[str]) -> onnx.ModelProto:
+    """Return the model with the names of its classes in the metadata."""
+    named = onnx.ModelProto()
+    named.CopyFrom(model)
+    notes = {entry.key: entry.value for entry in model.metadata_props}
+    notes["onnxgrad.classes"] = json.dumps(list(classes))
+    del named.metadata_props[:]
+    for key, value in notes.items():
+        named.metadata_props.add(key=key, value=value)
+    return named
+
+
 def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with a further output: boxes and classes (N, A, 4 + C)."""
-    read = ir.from_proto(model)
-    if any(y.name == JOINED for y in read.graph.outputs):
+    read, lengths = ir.from_proto(model), output_shapes(model)
+    by_name = {str(y.name): y for y in read.graph.outputs}
+    if JOINED in by_name:
         return model
-    parts = sorted(read.graph.outputs, key=lambda y: list(y.shape or ())[2:] != [4])
+    parts = [by_name[name] for name in boxes_first(lengths)]
     with og.Emit(read.graph) as op:
         joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
     joined.name = JOINED

@@ -128,18 +128,22 @@ def detection_loss(
     if other := set(gains or ()) - set(own):
         raise ValueError(f"gains of {head.kind!r} are {list(own)}, and have no {other.pop()!r}")
     rule = _Rule(head, box, classes, {**own, **(gains or {})}, topk, alpha, beta)
-    columns = 5 if head.has_anchors else 6
-    kind = og.LabelKind(
-        ir.DataType.FLOAT,
-        lambda f: (f[0] if f else None, None, columns),
-        lambda f: f is not None and len(f) == 3,
-        f"the output of {head}",
-    )
+    kind = _labels(head)
 
     def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         return rule.write(op, prediction, label)
 
     return og.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
+
+
+def _labels(head: Head) -> og.LabelKind:
+    columns = 5 if head.has_anchors else 6
+    return og.LabelKind(
+        ir.DataType.FLOAT,
+        lambda f: (f[0] if f else None, None, columns),
+        lambda f: f is not None and len(f) == 3,
+        f"the output of {head}",
+    )
 
 
 @dataclass(frozen=True)
@@ -156,20 +160,26 @@ class _Rule:
 
     def write(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write one loss for each picture, whose mean is that of the batch."""
-        head, logits = self.head, _without_sigmoid(op, prediction)
-        if head.probabilities and logits is prediction:
-            raise ValueError(
-                f"no Sigmoid computes the classes in {prediction.name!r}: name the output in front "
-                "of what does, or say probabilities=False"
-            )
-        parts = head.read(op, logits)
+        head = self.head
+        parts = head.read(op, prediction)
+        if head.probabilities:
+            logits = _without_sigmoid(op, prediction)
+            if logits is prediction:
+                raise ValueError(
+                    f"no Sigmoid computes the classes in {prediction.name!r}: name the output in "
+                    "front of what does, or say probabilities=False"
+                )
+            own = head.read(op, logits)
+            parts |= {name: own[name] for name in ("classes", "objectness") if name in own}
         number, truth, *query = op.split(label, [1, 4] if head.has_anchors else [1, 4, 1], 2)
         one_hot = op.Cast(
             op.Equal(number, np.arange(head.classes, dtype=np.float32)), to=ir.DataType.FLOAT
         )
         if query:
             return self._of_queries(op, parts, one_hot, truth, query[0])
-        scores = _detached(op, head.scores(op, parts, False))
+        hidden = [parts[name] for name in ("classes", "objectness") if name in parts]
+        log_p = [-op.Softplus(-x) for x in hidden]  # of small p, Sigmoid has few digits
+        scores = _detached(op, log_p[0] + log_p[1] if hidden[1:] else log_p[0])
         boxes, anchors = _detached(op, parts["boxes"]), head.anchors
         most = op.const([min(self.topk, len(anchors))])
         named, share, iou = _assigned(
@@ -257,8 +267,8 @@ def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tu
     inside = op.And(inside, op.Greater(op.ReduceSum(one_hot, [2], keepdims=1), 0.5))
     iou = op.Max(box_iou(op, corners, op.Unsqueeze(boxes, [1]), "ciou"), 0.0)
     iou = op.Where(inside, iou, 0.0)
-    p = op.MatMul(one_hot, op.Transpose(scores, perm=[0, 2, 1]))  # (N, M, A)
-    metric = op.Where(inside, op.Pow(p, alpha) * op.Pow(iou, beta), 0.0)
+    log_p = op.MatMul(one_hot, op.Transpose(scores, perm=[0, 2, 1]))  # (N, M, A)
+    metric = op.Where(inside, op.Exp(alpha * log_p) * op.Pow(iou, beta), 0.0)
     _, index = op.emit_many("TopK", [metric, most], {"axis": 2}, 2)
     ones = op.Expand(op.const(1.0), op.Shape(index))
     chosen = op.ScatterElements(op.zeros_like(metric), index, ones, axis=2)
@@ -360,6 +370,11 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         query = np.full((*label.shape[:2], 1), -1, np.float32)
         for row, cost in enumerate(costs):
             real = np.flatnonzero(label[row, :, 0] >= 0)
+            if len(real) > cost.shape[1]:
+                raise ValueError(
+                    f"a picture has {len(real)} boxes, and the model {cost.shape[1]} queries: "
+                    "leave such pictures out"
+                )
             boxes, queries = linear_sum_assignment(cost[real])
             query[row, real[boxes], 0] = queries
         return np.concatenate([label, query], axis=2)
