@@ -180,7 +180,7 @@ def _with_new_layer(
                 "returns labels: name one"
             )
     keep = request.keep
-    kept = None if keep is None else {each.y: kept_units(each, keep) for each in layers}
+    kept = [None if keep is None else kept_units(each, keep) for each in layers]
     for each in layers:
         standardize(op, each)
         state_rank(model, each)

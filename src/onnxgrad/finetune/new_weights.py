@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod, sqrt
 
 import numpy as np
-import onnx_ir as ir
 
 from onnxgrad.finetune.layers import Layer, columns_are_units, initializer, operands
 from onnxgrad.graph.emit import Emit
@@ -35,22 +34,25 @@ def replace_all(
     units: int,
     name: str,
     seed: int,
-    kept: Mapping[ir.Value, Fill] | None = None,
+    kept: Sequence[Fill | None],
 ) -> list[str]:
     """Give `layers` new weights for `units` units, in place; return their names.
 
     Those of several are numbered. Layers that share their weights share the new ones. `kept` puts
-    old units among the new weights and biases of a layer, by its output.
+    old units among the new weights and biases of each layer.
     """
     tied: dict[tuple, list[Layer]] = {}
-    for layer in layers:
+    fills: list[Fill | None] = []
+    for layer, fill in zip(layers, kept, strict=True):
         read = [(node.op_type, node.inputs[i], i) for node, i in operands(layer)]
         turned = layer.node.attributes.get_int("transB", 0)
-        tied.setdefault((*read, turned), []).append(layer)
+        key = (*read, turned)
+        if key not in tied:
+            fills.append(fill)
+        tied.setdefault(key, []).append(layer)
     names = []
-    for i, (first, *twins) in enumerate(tied.values()):
+    for i, ((first, *twins), fill) in enumerate(zip(tied.values(), fills, strict=True)):
         own = f"{name}.{i}" if len(tied) > 1 else name
-        fill = None if kept is None else kept[first.y]
         names += replace_weights(op, first, units, own, seed + i, twins, fill)
     return names
 
