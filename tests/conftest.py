@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-import onnxgrad.autodiff  # noqa: F401  # registers the rules and lowerings of the package
+import onnxgrad.training.trainer  # noqa: F401  # registers what is known of operators
 from onnxgrad.graph.operators import OPERATORS
 
 # Workers of pytest-xdist share the cores: threads of PyTorch and numpy would wait for each other.

@@ -17,7 +17,7 @@ from onnxgrad import (
 from onnxgrad.adapters.lora import add_lora
 from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import CLASSES, replace_head
-from onnxgrad.finetune.layers import fresh
+from onnxgrad.finetune.new_weights import fresh
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
 from running import run, run_named
 from small_models import parse

@@ -1,6 +1,8 @@
 """Detection: losses against formulas in PyTorch, mAP against torchmetrics, files, predictions."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -726,6 +728,41 @@ def small_detr(classes=2, queries=6):
     return proto
 
 
+@pytest.mark.parametrize(
+    ("kind", "sigmoid"), [("detr", False), ("rtdetr", False), ("rtdetr", True)]
+)
+def test_a_set_through_a_trainer(kind, sigmoid, monkeypatch):
+    pytest.importorskip("scipy")
+    pytest.importorskip("pycocotools")
+    monkeypatch.setitem(globals(), "SIZE", (32, 32))
+    softmax, proto = kind == "detr", small_detr(CLASSES - (kind == "rtdetr"), QUERIES)
+    if sigmoid:
+        proto.graph.node.add(op_type="Sigmoid", input=["logits"], output=["p"])
+        proto.graph.output[0].name = "p"
+    loss = {"box": "giou", "classes": "bce" if softmax else "focal"}
+    task = Detection(proto, head=kind, loss=loss)
+    assert (task.head.classes, task.head.probabilities) == (CLASSES, sigmoid)
+    rng = np.random.default_rng(0)
+    X, labels = rng.normal(size=(2, 3, 32, 32)).astype(np.float32), np.float32(truth_in_32(rng))
+    trainer = task.trainer()
+    prediction = trainer.predict(X)
+    matched = matcher(task.head)(prediction, labels)
+    raw = torch.tensor(np.float64(prediction))
+    if sigmoid:
+        raw[..., 4:] = raw[..., 4:].logit()
+    expected = set_loss(raw, torch.tensor(np.float64(labels)), softmax)
+    assert np.isclose(trainer.evaluate(X, matched)["loss"], expected, rtol=1e-5)
+
+
+def truth_in_32(rng):
+    labels = np.full((2, 3, 5), -1.0)
+    for row in labels:
+        for one in row[: rng.integers(1, 4)]:
+            x, y = rng.uniform(0, 15, 2)
+            one[:] = rng.integers(CLASSES), x, y, x + rng.uniform(4, 16), y + rng.uniform(4, 16)
+    return labels
+
+
 def test_queries_are_matched_while_they_train(squares):
     pytest.importorskip("scipy")
     pytest.importorskip("pycocotools")
@@ -773,3 +810,64 @@ def test_a_trained_model_knows_its_classes(trained, squares):
 def test_arguments_that_mean_nothing(arguments, message):
     with pytest.raises(ValueError, match=message):
         Detection(small_yolox(), **arguments)
+
+
+@pytest.mark.real
+def test_a_published_yolox(squares, tmp_path):
+    published = pytest.importorskip("published")
+    given = os.environ.get("ONNXGRAD_MODELS", "")
+    if not given:
+        pytest.skip("ONNXGRAD_MODELS=download takes it from its wheel")
+    listed = next(model for model in published.models() if model.name == "ddddocr")
+    folder = published.CACHE if given == "download" else Path(given)
+    before = onnx.load(published.fetch(listed, folder))
+    task = Detection(before, squares)
+    rng = np.random.default_rng(0)
+    X = rng.uniform(0, 255, (2, 3, 416, 416)).astype(np.float32)
+    y = np.float32([[[0, 50, 60, 150, 140]], [[1, 10, 20, 70, 90]]])
+    trainer = task.trainer(train=task.class_layers)
+    found = trainer.evaluate(X, y, batch_size=2)["loss"]
+    raw = torch.tensor(np.float64(trainer.predict(X, batch_size=2)))
+    raw[..., 4:] = raw[..., 4:].logit()
+    points, iou = grid((416, 416)), torch_iou
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "grid", lambda: points)
+        patch.setitem(globals(), "CLASSES", 2)
+        patch.setitem(globals(), "torch_iou", lambda a, b, kind: iou(a, b, "ciou"))
+        expected = yolox_loss(raw, torch.tensor(np.float64(y)), decoded=False)
+    assert np.isclose(found, expected, rtol=1e-4)  # scores are rounded by the Sigmoid of the file
+    after = trainer.fit(task.data.subset(np.arange(2)), epochs=1, batch_size=2).model
+    assert [n.op_type for n in after.graph.node] == [n.op_type for n in before.graph.node]
+    weights = [
+        {t.name: t.raw_data for t in m.graph.initializer if t.name not in task.class_layers}
+        for m in (before, after)
+    ]
+    kept = weights[0].keys() & weights[1].keys()
+    assert len(kept) >= len(before.graph.initializer) - 9  # class layers, and lengths with classes
+    assert all(weights[0][name] == weights[1][name] for name in kept)
+
+
+def test_a_yolov8_through_a_trainer():
+    columns, anchors = 4 * BINS + CLASSES, len(grid())
+    proto = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 20]>
+        yolov8 (float[N,3,64,96] images) => (float[N,{columns},{anchors}] raw)
+        <int64[3] shape = {{0, {columns}, {anchors}}}> {{
+            p = AveragePool <kernel_shape=[8,8], strides=[8,8]> (images)  f = Flatten(p)
+            m = MatMul(f, weight)  raw = Reshape(m, shape) }}""")
+    rng = np.random.default_rng(0)
+    weight = rng.normal(scale=0.1, size=(288, columns * anchors)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
+    X = rng.normal(size=(2, 3, *SIZE)).astype(np.float32) * 8
+    raw = ort.InferenceSession(proto.SerializeToString()).run(None, {"images": X})[0]
+    model = ir.from_proto(proto)
+    with og.Emit(model.graph) as op:
+        decoded = yolov8_file(op, model.graph.outputs[0])
+    decoded.name, model.graph.outputs[:] = "output", [decoded]
+    task, labels = Detection(ir.to_proto(model)), truth(rng)
+    assert task.head == Head("yolov8", CLASSES, SIZE)
+    trainer = task.trainer(learning_rate=1e-3)
+    expected = v8_loss(torch.tensor(np.float64(raw)), torch.tensor(np.float64(labels)))
+    assert np.isclose(trainer.evaluate(X, labels)["loss"], expected, rtol=1e-5)
+    trainer.fit(X, labels, epochs=3, batch_size=2)
+    assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]

@@ -12,7 +12,8 @@ from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.heads import Request
-from onnxgrad.finetune.layers import fresh, initializer
+from onnxgrad.finetune.layers import initializer
+from onnxgrad.finetune.new_weights import fresh
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims

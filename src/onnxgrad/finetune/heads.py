@@ -26,11 +26,11 @@ from onnxgrad.finetune.label_outputs import (
 from onnxgrad.finetune.layers import (
     Layer,
     note_constants,
-    replace_all,
     standardize,
     state_rank,
 )
 from onnxgrad.finetune.locate import Search, origins
+from onnxgrad.finetune.new_weights import replace_all
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
@@ -59,44 +59,39 @@ def replace_head(
     """Return `model` with a new last layer for another number of units, or for other classes.
 
     The last linear or convolutional layer gets new weights, and a bias of zeros if it has a bias.
-    Linear weights are uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and
-    Bengio, 2010; those of convolutions normal with variance 2 / (features * size of the kernel),
-    equation 10 of He et al., 2015. What follows stays if it works for any number of units; lengths
-    that it states, and the shapes of outputs, are corrected. Local functions are inlined.
+    Linear weights are uniform between ±sqrt(6 / (features + units)) (Glorot and Bengio, 2010, eq.
+    16); those of convolutions normal with variance 2 / (features * size of the kernel) (He et al.,
+    2015, eq. 10). What follows stays if it works for any number of units; lengths that it states,
+    and shapes of outputs, are corrected. Local functions are inlined.
 
     A detector has several such layers, one for each scale: `at` names all of them, and the boxes
     beside the scores stay. Layers that share their weights share the new ones.
 
     A model that returns labels, as scikit-learn's classifiers, returns the new classes, also in its
-    ZipMap: that of the largest score, and a softmax if it returned probabilities of any kind. Of
-    other models, the names of the classes are stored as metadata, `onnxgrad.classes`. Metadata of
-    other programs that describe the old classes, as `names`, `character` and `nc` may, are
-    rewritten or removed, and the logger warns which.
+    ZipMap: that of the largest score, and a softmax if it returned probabilities. Of others, their
+    names are stored as metadata, `onnxgrad.classes`. Metadata of other programs that describe the
+    old ones, as `names`, `character` and `nc`, are rewritten or removed; the logger warns which.
 
     Args:
         model: model, serialized model or path; never modified.
         units: number of units; or the classes, all strings or all ints, in their order. A number
             for a model that returns labels: the classes are 0, 1...
-        at: the layer: name of its node, its result, or its weights, which may be a pattern as
-            "cv3.*.2.weight". Several layers, by a pattern or a list of names and patterns, are
-            replaced together; they have equal numbers of units. None: the only layer that comes
-            last before the outputs.
+        at: the layer: name of its node, its result, or its weights; or several layers of equal
+            numbers of units, by a pattern as "cv3.*.2.weight" or a list of names and patterns.
+            None: the only layer that comes last before the outputs.
         name: the new tensors are `<name>.weight` and `<name>.bias`, or with a numeric suffix; of
-            several layers, `<name>.0.weight`, `<name>.0.bias`, `<name>.1.weight`..., in the order
-            of `at`, and for a pattern in that of the graph.
+            several layers `<name>.0.weight`..., in the order of `at`, then of the graph.
         output: the output whose last layer is replaced, if outputs have several.
-        activation: what the outputs are: "softmax", "log_softmax" or "sigmoid" of the scores; None:
-            the scores. "same": as in `model`; but a Softmax becomes a Sigmoid for one unit, and the
-            Sigmoid of one unit a Softmax for several, except in a detector.
+        activation: "softmax", "log_softmax" or "sigmoid" of the scores; None: the scores. "same":
+            as in `model`; but one unit has a Sigmoid and several a Softmax, except in a detector.
         seed: of the new weights.
         keep: for each new unit the index of an old one, whose weights and bias it gets as they are,
             or None for fresh ones plus the mean of those that are kept. None: all are fresh.
 
     Raises:
-        ValueError: no such layer, several of different numbers of units, or several without `at`;
-            it cannot be replaced, or an operator behind it needs the old number of units: the
-            message names it; an invalid argument; `keep` where weights are quantized, computed, or
-            those of ai.onnx.ml.
+        ValueError: no such layer, several of different numbers of units, or without `at`; one that
+            cannot be replaced, or an operator behind it that needs the old number of units; an
+            invalid argument; `keep` where weights are no floats of the file.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -107,9 +102,6 @@ def replace_head(
         ...     h = Gemm <transB = 1> (x, w)  p = Softmax(h) }''')
         >>> [tuple(tensor.dims) for tensor in og.replace_head(model, units=5).graph.initializer]
         [(5, 2)]
-        >>> more = og.replace_head(model, units=4, keep=[0, 1, 2, None])  # of which one is fresh
-        >>> onnx.numpy_helper.to_array(more.graph.initializer[0])[:3].tolist()
-        [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     """
     request = Request(units, name, activation, seed, keep)
     return _with_new_layer(read(model), request, at, output)
@@ -188,7 +180,7 @@ def _with_new_layer(
                 "returns labels: name one"
             )
     keep = request.keep
-    kept = None if keep is None else {each.y: kept_units(each, keep) for each in layers}
+    kept = [None if keep is None else kept_units(each, keep) for each in layers]
     for each in layers:
         standardize(op, each)
         state_rank(model, each)

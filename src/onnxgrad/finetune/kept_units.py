@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from onnxgrad.errors import argument, node_text
-from onnxgrad.finetune.layers import Fill, Layer, columns_are_units
+from onnxgrad.finetune.layers import Layer, columns_are_units
+from onnxgrad.finetune.new_weights import Fill
 
 
 def check_keep(keep: Sequence[int | None] | None, units: int) -> None:

@@ -15,7 +15,15 @@ import onnx_ir as ir
 
 import onnxgrad as og
 from onnxgrad.tasks.base import Runner, Task, model_of, stored_classes, with_classes
-from onnxgrad.tasks.detection_heads import Decoder, Head, class_layers, head_of
+from onnxgrad.tasks.detection_heads import (
+    JOINED,
+    Decoder,
+    Head,
+    boxes_first,
+    class_layers,
+    head_of,
+    output_shapes,
+)
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 
 __all__ = [
@@ -24,8 +32,6 @@ __all__ = [
     "Head",
     "detection_loss",
 ]
-
-JOINED = "detections"  # the output of a model with two outputs that the loss reads
 
 
 class Detections(NamedTuple):
@@ -56,9 +62,10 @@ class Detection(Task):
     `replace_head`. `task.trainer(train=task.class_layers)` trains those layers alone.
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
-    which the loss reads; `finished` takes it away again. Their rows are matched
-    to boxes when they are read, by a prediction of the trainer that `trainer` returned last: that
-    is a forward pass more for each row, and weights that are some batches old.
+    which the loss reads; `finished` takes it away again. Their rows are matched to boxes when they
+    are read, by a prediction of the trainer that `trainer` returned last. That is a forward pass
+    more for each row, and its weights are those before the call of the runtime that trains on it:
+    some batches old, with small data an epoch.
 
     Args:
         model: model, serialized model or path.
@@ -115,7 +122,8 @@ class Detection(Task):
             self.model = _joined(self.model)
         self.pixels = pixels or _PIXELS.get(self.head.kind)
         self.decoder = Decoder(self.head)
-        only = None if len(self.model.graph.output) == 1 else JOINED
+        outputs = [y.name for y in self.model.graph.output]
+        only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None
         spec = detection_loss(self.head, **(loss or {}))
         self.loss, self.arguments = {only: spec} if only else spec, {}
         self._trainer: Any = None
@@ -141,10 +149,9 @@ class Detection(Task):
 
     def finished(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a trained model without the output that only the loss reads."""
-        names = [y.name for y in model.graph.output]
-        if JOINED not in names:
+        if JOINED not in [y.name for y in model.graph.output]:
             return model
-        return og.select_model_inputs_outputs(model, [name for name in names if name != JOINED])
+        return og.select_model_inputs_outputs(model, list(output_shapes(model)))
 
     def read(self, path: str | os.PathLike) -> og.Reader:
         """Return other rows for the same model and classes, such as those to validate on.
@@ -184,12 +191,12 @@ class Detection(Task):
             ValueError: a picture that cannot be read.
         """
         run, results = Runner(model), []
-        outputs = [name for name in run.outputs if name != JOINED]
+        lengths = output_shapes(model_of(model))
+        outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
         for _, picture in og.list_images(inputs):
             image = og.open_image(picture)
             x, scale, corner = og.letterbox(image, self.head.size, self.pixels)
             values = run(x[None], outputs)
-            values.sort(key=lambda value: value.shape[2] != 4)  # boxes in front of classes
             [found] = self.decoder(np.concatenate(values, 2), score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
             boxes = boxes.clip(0, np.array(image.size * 2, np.float32))
@@ -231,7 +238,9 @@ class Detection(Task):
                 at = self.classes.index(name)
                 color = f"hsl({at * 137 % 360}, 90%, 45%)"
                 draw.rectangle(box.tolist(), outline=color, width=max(1, image.width // 200))
-                draw.text((box[0] + 3, box[1] + 1), f"{name} {score:.2f}", fill=color)
+                place, text = (box[0] + 3, box[1] + 1), f"{name} {score:.2f}"
+                draw.rectangle(draw.textbbox(place, text), fill=color)
+                draw.text(place, text, fill="white")
                 entry = {"image_id": int(stem) if stem.isdecimal() else stem}
                 entry |= {"category_id": self.ids[at] if self.ids else at}
                 x, y, x2, y2 = box.tolist()
@@ -290,10 +299,11 @@ _PIXELS = {"yolox": _bgr_of_bytes, "detr": _of_imagenet}  # an "rtdetr" takes 0 
 
 def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with a further output: boxes and classes (N, A, 4 + C)."""
-    read = ir.from_proto(model)
-    if any(y.name == JOINED for y in read.graph.outputs):
+    read, lengths = ir.from_proto(model), output_shapes(model)
+    by_name = {str(y.name): y for y in read.graph.outputs}
+    if JOINED in by_name:
         return model
-    parts = sorted(read.graph.outputs, key=lambda y: list(y.shape or ())[2:] != [4])
+    parts = [by_name[name] for name in boxes_first(lengths)]
     with og.Emit(read.graph) as op:
         joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
     joined.name = JOINED

@@ -103,13 +103,17 @@ class _Rule:
 
     def write(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write one loss for each picture, whose mean is that of the batch."""
-        head, logits = self.head, _without_sigmoid(op, prediction)
-        if head.probabilities and logits is prediction:
-            raise ValueError(
-                f"no Sigmoid computes the classes in {prediction.name!r}: name the output in front "
-                "of what does, or say probabilities=False"
-            )
-        parts = head.read(op, logits)
+        head = self.head
+        parts = head.read(op, prediction)
+        if head.probabilities:
+            logits = _without_sigmoid(op, prediction)
+            if logits is prediction:
+                raise ValueError(
+                    f"no Sigmoid computes the classes in {prediction.name!r}: name the output in "
+                    "front of what does, or say probabilities=False"
+                )
+            own = head.read(op, logits)
+            parts |= {name: own[name] for name in ("classes", "objectness") if name in own}
         number, truth, *query = op.split(label, [1, 4] if head.has_anchors else [1, 4, 1], 2)
         one_hot = op.Cast(
             op.Equal(number, np.arange(head.classes, dtype=np.float32)), to=ir.DataType.FLOAT
@@ -304,6 +308,11 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         query = np.full((*label.shape[:2], 1), -1, np.float32)
         for row, cost in enumerate(costs):
             real = np.flatnonzero(label[row, :, 0] >= 0)
+            if len(real) > cost.shape[1]:
+                raise ValueError(
+                    f"a picture has {len(real)} boxes, and the model {cost.shape[1]} queries: "
+                    "leave such pictures out"
+                )
             boxes, queries = linear_sum_assignment(cost[real])
             query[row, real[boxes], 0] = queries
         return np.concatenate([label, query], axis=2)

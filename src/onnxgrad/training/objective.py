@@ -85,6 +85,11 @@ class Plan:
     filled: frozenset[str] = frozenset()
     mix: Mix | None = None
 
+    @property
+    def exempt(self) -> set[str]:
+        """The inputs whose first axis is not that of the rows."""
+        return {name for name, axis in self.axes.items() if axis != 0}
+
     def read_outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the tensors of a model that the loss reads, or that are the loss."""
         return [self.loss_output] if self.loss is None else self.loss.outputs(proto)
@@ -301,7 +306,7 @@ def _prepared(
         outputs=read,
         keep=[*plan.dropout, *detached(proto)],
         keep_dropout=bool(plan.dropout),
-        exempt={name for name, axis in plan.axes.items() if axis != 0},
+        exempt=plan.exempt,
         wide=weights if plan.precision == "float32" else None,
         fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
