@@ -123,6 +123,22 @@ def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto
     return noted
 
 
+def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
+    """Return the lengths of each input by name, None where unknown."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return {n: shape for n, shape in _shapes(model.graph.input).items() if n not in weights}
+
+
+def outputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
+    """Return the lengths of each output by name, None where unknown."""
+    return _shapes(model.graph.output)
+
+
+def _shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
+    dims = {v.name: v.type.tensor_type.shape.dim for v in values}
+    return {name: tuple(d.dim_value or None for d in each) for name, each in dims.items()}
+
+
 def stored_classes(model: ModelProto) -> list[str]:
     """Return the classes in the metadata, as this package or ultralytics write them, or none."""
     notes = notes_of(model)

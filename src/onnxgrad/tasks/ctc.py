@@ -14,12 +14,13 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Runner, Task, model_of, notes_of
+from onnxgrad.tasks.base import Runner, Task, inputs_of, model_of, notes_of, outputs_of
 from onnxgrad.tasks.text_lines import (
     Alphabet,
     LineForm,
     Lines,
     characters_in,
+    is_file,
     line_form,
     name_of,
     rows_in,
@@ -58,8 +59,7 @@ class TextRecognition(Task):
         width: to which all images are padded, and wider ones squeezed; None: as declared, if it is.
         colors: "BGR", "RGB" or "L" for gray. None: "L" for one channel, "BGR" for three, as
             PaddleOCR reads them.
-        mean: of values from 0 to 1, a number or one for each channel: it is subtracted.
-        std: by which values are divided then.
+        mean, std: as of `og.normalize`; a number is that of all channels.
         beam: how many prefixes `predict` keeps, see `ctc_decode`; None: the best path, as metrics.
         seed: of the weights of new characters.
 
@@ -168,7 +168,7 @@ class TextRecognition(Task):
         file.parent.mkdir(parents=True, exist_ok=True)
         pairs = zip(og.list_images(inputs), results, strict=True)
         lines = [
-            f"{name if isinstance(image, np.ndarray) else image}\t{text}\t{sure:.4f}\n"
+            f"{image if is_file(image) else name}\t{text}\t{sure:.4f}\n"
             for (name, image), (text, sure) in pairs
         ]
         file.write_text("".join(lines), encoding="utf-8")
@@ -199,14 +199,13 @@ class TextRecognition(Task):
 
 def _input_shape(model: onnx.ModelProto) -> list[int | None]:
     """Return the declared shape of the only input, None for lengths that are not static."""
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = [x for x in model.graph.input if x.name not in weights]
-    shape = [d.dim_value or None for x in inputs for d in x.type.tensor_type.shape.dim]
-    if len(inputs) != 1 or len(model.graph.output) != 1 or len(shape) != 4:
+    inputs, outputs = inputs_of(model), outputs_of(model)
+    shape = [length for each in inputs.values() for length in each]
+    if len(inputs) != 1 or len(outputs) != 1 or len(shape) != 4:
         raise ValueError(
             f"text recognition takes a model with one input (N, channels, height, width) and one "
-            f"output, not with {[x.name for x in inputs]} {shape} and "
-            f"{[y.name for y in model.graph.output]}: see select_model_inputs_outputs"
+            f"output, not with {[*inputs]} {shape} and "
+            f"{[*outputs]}: see select_model_inputs_outputs"
         )
     return shape
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 import onnxgrad as og
+from onnxgrad.tasks.base import inputs_of, outputs_of
 
 _LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
 _MOST = 100  # boxes of a class in a picture, as COCO counts
@@ -207,29 +208,24 @@ def boxes_first(outputs: dict[str, tuple]) -> list[str]:
 
 
 def input_of(model: ModelProto) -> tuple:
-    """Return the name and the lengths of the only input, (N, 3, H, W); 0 where unknown.
+    """Return the name and the lengths of the only input, (N, 3, H, W).
 
     Raises:
         ValueError: several inputs, or not of pictures.
     """
-    stored = {tensor.name for tensor in model.graph.initializer}
-    inputs = [x for x in model.graph.input if x.name not in stored]
-    lengths = [d.dim_value for x in inputs[:1] for d in x.type.tensor_type.shape.dim]
+    inputs = inputs_of(model)
+    name, lengths = next(iter(inputs.items()), ("", ()))
     if len(inputs) != 1 or len(lengths) != 4 or lengths[1] != 3:
         raise ValueError(
-            f"a detector has one input (N, 3, H, W), and the model has {[x.name for x in inputs]} "
-            f"with the shape {lengths}"
+            f"a detector has one input (N, 3, H, W), and the model has {[*inputs]} with the shape "
+            f"{lengths}"
         )
-    return inputs[0].name, *lengths
+    return name, *lengths
 
 
 def output_shapes(model: ModelProto) -> dict[str, tuple]:
     """Return the lengths of each output but the one that only the loss reads, None if unknown."""
-    return {
-        y.name: tuple(d.dim_value or None for d in y.type.tensor_type.shape.dim)
-        for y in model.graph.output
-        if y.name != JOINED
-    }
+    return {name: shape for name, shape in outputs_of(model).items() if name != JOINED}
 
 
 def has_sigmoid(x: ir.Value) -> bool:

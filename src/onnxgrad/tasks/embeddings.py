@@ -17,11 +17,12 @@ from onnxgrad.tasks.base import (
     Runner,
     Task,
     home_of,
+    inputs_of,
     model_of,
     tokenizer_for,
     with_classes,
     with_notes,
-)  # fmt: skip
+)
 
 __all__ = ["Embeddings"]
 
@@ -159,12 +160,7 @@ class Embeddings(Task):
 
     def _texts(self, source: Any) -> Any:
         """Return a reader of texts for the inputs of the model."""
-        own, inputs = (
-            {tensor.name for tensor in self.model.graph.initializer},
-            self.model.graph.input,
-        )
-        dims = {x.name: x.type.tensor_type.shape.dim for x in inputs if x.name not in own}
-        shapes = {n: tuple(d.dim_value or None for d in each) for n, each in dims.items()}
+        shapes = inputs_of(self.model)
         if "input_ids" not in shapes:
             raise ValueError(f"texts are for models with inputs such as input_ids, not {[*shapes]}")
         tokenizer, home, length = self._of_texts

@@ -17,11 +17,12 @@ from onnxgrad.tasks.base import (
     Runner,
     Task,
     home_of,
+    inputs_of,
     model_of,
     stored_classes,
     tokenizer_for,
     with_classes,
-)  # fmt: skip
+)
 
 __all__ = ["Tokens"]
 
@@ -94,8 +95,7 @@ class Tokens(Task):
         return og.labelled_texts(source, self._tokenizer, classes, **how)
 
     def _fed(self, rows: Any) -> Any:
-        own = {tensor.name for tensor in self.model.graph.initializer}
-        return rows.for_inputs({x.name: None for x in self.model.graph.input if x.name not in own})
+        return rows.for_inputs(inputs_of(self.model))
 
     def read(self, path: Any) -> og.Reader:
         """Return other rows for the same classes, from what `data` may be.
