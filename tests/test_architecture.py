@@ -81,7 +81,7 @@ def test_tasks_use_public_names_only():
     }
     assert {other for other in used if room(other) not in ("tasks", "__init__")} == set()
     assert (
-        sum(len(f.read_text().splitlines()) for n, f in FILES.items() if room(n) == "tasks") < 3050
+        sum(len(f.read_text().splitlines()) for n, f in FILES.items() if room(n) == "tasks") < 3100
     )
 
 

@@ -68,8 +68,7 @@ def masked_images(
         ValueError: files that are missing or do not fit, or other classes; the message names it.
 
     Examples:
-        >>> import pathlib, tempfile, onnxgrad as og
-        >>> from PIL import Image
+        >>> import pathlib, tempfile, onnxgrad as og, PIL.Image as Image
         >>> root = pathlib.Path(tempfile.mkdtemp())
         >>> for part, color in (("images", "white"), ("masks", 1)):
         ...     (root / part).mkdir()
@@ -81,8 +80,8 @@ def masked_images(
     """
     pillow()
     reader = _opened(Path(path), classes, ignore, images)
-    both = [(n, n) if isinstance(n, int) else n for n in (size, mask_size or size)]
-    reader.size, reader.mask_size = both
+    sizes = size, mask_size or size
+    reader.size, reader.mask_size = ((n, n) if isinstance(n, int) else n for n in sizes)
     reader.transforms, reader.front, reader.channels = tuple(transforms), front, channels
     return reader
 

@@ -228,9 +228,9 @@ class _Encoder:
         names = text.labels if learnt else ["O"] * len(text.words)
         numbers = {name: k for k, name in enumerate(self.classes)}
         if names is None:
-            raise ValueError(f"{text.name} has no labels")
+            raise ValueError(f"{text.place} has no labels")
         if learnt and (wrong := [name for name in names if name not in numbers]):
-            raise ValueError(f"{text.name}: {wrong[0]!r} is none of the classes {self.classes}")
+            raise ValueError(f"{text.place}: {wrong[0]!r} is none of the classes {self.classes}")
         inside = [f"I-{name[2:]}" if name.startswith("B-") else name for name in names]
         first = [numbers.get(name, 0) for name in names]
         rest = [numbers.get(*pair) for pair in zip(inside, first, strict=True)]
@@ -276,7 +276,7 @@ class LabelledText(NamedTuple):
     text: str
     words: list[tuple[int, int]]
     labels: list[str] | None
-    name: str
+    place: str
     misfits: int = 0
 
 

@@ -180,7 +180,8 @@ class Runner:
         options.log_severity_level = 3  # published files hold constants that no node reads
         self._folder = tempfile.TemporaryDirectory()  # weights of large models stay files
         og.save(model_of(model), path := Path(self._folder.name, "model.onnx"))
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        cpu = ort.get_available_providers()[-1:]  # they are in the order of speed
+        self._session = ort.InferenceSession(path, options, providers=cpu)
         self.inputs = {x.name: x for x in self._session.get_inputs()}
         self.outputs = {y.name: y for y in self._session.get_outputs()}
 

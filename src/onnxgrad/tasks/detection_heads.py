@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 import onnxgrad as og
-from onnxgrad.tasks.base import inputs_of, outputs_of
+from onnxgrad.tasks.base import Runner, inputs_of, outputs_of
 
 _LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
 _MOST = 100  # boxes of a class in a picture, as COCO counts
@@ -328,8 +328,6 @@ class Decoder:
 
 def compiled(function: Callable[..., Sequence], *shapes: Sequence) -> Callable[..., list]:
     """Return a function of float32 arrays that runs what `function(op, *values)` writes."""
-    import onnxruntime as ort
-
     inputs = [
         ir.Value(name=f"x{i}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
         for i, shape in enumerate(shapes)
@@ -337,10 +335,5 @@ def compiled(function: Callable[..., Sequence], *shapes: Sequence) -> Callable[.
     graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 20}, name="detection")
     with og.Emit(graph) as op:
         op.give(function(op, *inputs))
-    proto = ir.to_proto(ir.Model(graph, ir_version=9))
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return lambda *arrays: session.run(None, {f"x{i}": x for i, x in enumerate(arrays)})
+    run = Runner(ir.to_proto(ir.Model(graph, ir_version=9)))
+    return lambda *arrays: run({f"x{i}": x for i, x in enumerate(arrays)})

@@ -27,7 +27,7 @@ _LOSSES = {
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _BILINEAR = 2  # of Pillow
 _HELD = ("val", "valid", "validation")
-_logger = logging.getLogger("onnxgrad")
+_logger = logging.getLogger(og.__name__)
 
 
 class Segmentation(Task):
