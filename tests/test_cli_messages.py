@@ -275,8 +275,8 @@ def messages(tree):
             yield node.lineno, str(node.value)
 
 
-# what no command calls, or calls with no argument of a user
-ELSEWHERE = ("cli", "explain", "plot", "sklearn", "torch", "artifacts")
+# what no command calls, or calls with no argument of a user, or by the same names (--task-option)
+ELSEWHERE = ("cli", "explain", "plot", "sklearn", "torch", "artifacts", "tasks")
 ONLY_PYTHON = ("training/stack", "compat")
 ALONE = ("data/padding", "optimizers/groups")
 

@@ -55,7 +55,7 @@ def files():
     "moment",
     [
         "onnxgrad.cli.train.read_model",
-        "onnxgrad.cli.train.prepare",
+        "onnxgrad.cli.train.prepared",
         "onnxgrad.cli.job.map_data",
         "onnxgrad.training.loop.Loop._epoch",
         "onnxgrad.training.run.runner.Runner.run",

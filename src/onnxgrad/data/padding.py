@@ -169,8 +169,11 @@ class _Padded:
         return replace(self, rows=[self.rows[i] for i in indices], lengths=self.lengths[indices])
 
     def is_mask(self) -> bool:
-        """Return whether all elements are 1, so that zeros tell what is padded."""
-        return all((np.asarray(row) == 1).all() for row in self.rows)
+        """Return whether all elements are 1, so that zeros tell what is padded.
+
+        Rows that are read by batch are none: all would be read to see.
+        """
+        return isinstance(self.rows, list) and all((np.asarray(row) == 1).all() for row in self.rows)
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Return some rows, padded to the longest."""
