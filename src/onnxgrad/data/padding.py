@@ -173,7 +173,9 @@ class _Padded:
 
         Rows that are read by batch are none: all would be read to see.
         """
-        return isinstance(self.rows, list) and all((np.asarray(row) == 1).all() for row in self.rows)
+        return isinstance(self.rows, list) and all(
+            (np.asarray(row) == 1).all() for row in self.rows
+        )
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """Return some rows, padded to the longest."""
