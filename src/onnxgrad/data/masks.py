@@ -296,7 +296,7 @@ def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None
             counts = _read_mask(pair, size, ignore).histogram()
             seen = {n: pair.mask for n, count in enumerate(counts) if count} | seen
     if ignore == _WHITE and seen and {*seen} <= {0, _WHITE}:
-        remedy = "for black and white masks, where 255 is class 1, pass None as `ignore`"
+        remedy = "pass ignore=None for black and white masks, where 255 is class 1"
         raise ValueError(f"the masks have the values {sorted(seen)}, and ignore=255: {remedy}")
     largest = max(seen.keys() - {ignore}, default=0)
     if classes is not None and largest >= classes:
