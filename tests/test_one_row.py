@@ -126,6 +126,51 @@ def test_it_trains_as_with_a_symbolic_batch(network, dynamo, tmp_path, caplog):
     np.testing.assert_allclose(one, both[0].predict(X)[3:4], rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def both_files(tmp_path_factory):
+    """The files of one network with its normalization, of one row and of any number."""
+    net, folder = Attention().eval(), tmp_path_factory.mktemp("files")
+    for name, axes in (("one", None), ("any", {"x": {0: "n"}, "y": {0: "n"}})):
+        torch.onnx.export(
+            net, (torch.randn(2 if axes else 1, 3, 6, 6),), str(folder / name), dynamo=False,
+            opset_version=17, input_names=["x"], output_names=["y"], dynamic_axes=axes,
+            training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False,
+        )  # fmt: skip
+    return str(folder / "one"), str(folder / "any")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_norm": "train"},
+        {"accumulate": 4, "batch_norm": "train"},
+        {"dropout": {"*Relu*": 0.2}},
+        {"mix": og.mixup()},
+        {"recompute": "all"},
+        {"class_weight": "balanced", "clip_norm": 0.1},
+        {"optimizer": og.ema(og.adam(), 0.9)},
+        {"learning_rate": [0.05, 0.1]},
+    ],
+    ids=str,
+)
+def test_other_arguments_go_with_it(both_files, arguments):
+    given = {"optimizer": "sgd", "learning_rate": 0.05} | arguments
+    kind = og.TrainerStack if isinstance(given["learning_rate"], list) else og.Trainer
+    weight = np.linspace(0, 1, 20)
+    trained = [
+        kind(file, "cross_entropy", **given).fit(
+            X, Y, epochs=2, batch_size=8, sample_weight=None if "class_weight" in given else weight
+        )
+        for file in both_files
+    ]
+    start = weights(kind(both_files[0], "cross_entropy", **given))
+    states = [{**t.state.weights, **t.state.buffers} for t in trained]
+    assert states[0].keys() == states[1].keys()
+    for name, array in states[0].items():
+        np.testing.assert_allclose(array, states[1][name], rtol=1e-4, atol=1e-6)
+    assert any(abs(w - start[n]).max() > 1e-4 for n, w in weights(trained[0]).items())
+
+
 def test_a_row_that_is_squeezed(tmp_path):
     net = Squeezed()
     fixed = exported(net, tmp_path / "fixed.onnx", False)

@@ -35,6 +35,7 @@ from onnxgrad.training.progress import Totals
 
 Arrays = Mapping[str, np.ndarray]
 SIZE = 256  # rows of one call of the runtime
+_FREED = 8  # of a file that takes one row: such are often large
 Results = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
 
 
@@ -101,8 +102,9 @@ class Evaluator:
     @property
     def rows(self) -> int:
         """How many rows a call of the runtime has, if nobody says."""
-        one = bool(self.plan.carry) and self.described.freed
-        return 1 if one else self.fields.fixed_rows or SIZE
+        if self.described.freed:
+            return 1 if self.plan.carry else _FREED
+        return self.fields.fixed_rows or SIZE
 
     @property
     def _losses(self) -> ort.InferenceSession:
