@@ -367,3 +367,40 @@ def test_max_pools_in_float64_are_those_of_the_reference(options):
         report = check_gradient(model)
         assert report.ok
         assert report.computed == "float64 on onnx.reference"
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_convolutions_in_float64_are_those_of_torch(case):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(case)
+    n, group = 1 + case % 3, int(rng.integers(1, 4))
+    transposed, c, m = (
+        case % 2 == 1,
+        group * int(rng.integers(1, 3)),
+        group * int(rng.integers(1, 3)),
+    )
+    kernel, strides, dilations = (rng.integers(1, 4, n).tolist() for _ in range(3))
+    pads = rng.integers(0, 2, n).tolist()
+    shape = (c, m // group) if transposed else (m, c // group)
+    x = rng.normal(size=(2, c, *rng.integers(8, 11, n)))
+    w, b = rng.normal(size=(*shape, *kernel)), rng.normal(size=m)
+    attributes = {"strides": strides, "dilations": dilations, "pads": pads * 2, "group": group}
+    more = {}
+    if transposed:
+        more["output_padding"] = [max(s, d) - 1 for s, d in zip(strides, dilations, strict=True)]
+    kind = "conv_transpose" if transposed else "conv"
+    expected = getattr(torch.nn.functional, f"{kind}{n}d")(
+        *map(torch.tensor, (x, w, b)), stride=strides, padding=pads, dilation=dilations,
+        groups=group, **more,
+    )  # fmt: skip
+    node = onnx.helper.make_node(
+        "ConvTranspose" if transposed else "Conv", ["x", "w", "b"], ["y"], **attributes, **more
+    )
+    graph = onnx.helper.make_graph(
+        [node], "g",
+        [onnx.helper.make_tensor_value_info(k, 11, None) for k in "xwb"],
+        [onnx.helper.make_tensor_value_info("y", 11, None)],
+    )  # fmt: skip
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)])
+    [y] = on_reference(model)({"x": x, "w": w, "b": b})
+    np.testing.assert_allclose(y, expected.numpy(), rtol=1e-12, atol=1e-12)

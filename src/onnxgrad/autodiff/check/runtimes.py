@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_max_pool
 
+from onnxgrad.autodiff.check.convolutions import Conv, ConvTranspose
 from onnxgrad.errors import PrintableError
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.runtime.device import CPU
@@ -169,7 +170,7 @@ def _model_of(node: NodeProto, opset: int) -> bytes:
 
 _REPLACEMENTS = [
     Erf, Gelu, Mean, LRN, GlobalMaxPool, MeanVarianceNormalization, DynamicQuantizeLinear,
-    MaxPool,
+    MaxPool, Conv, ConvTranspose,
 ]  # fmt: skip
 
 
