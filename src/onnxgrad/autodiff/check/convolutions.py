@@ -21,7 +21,8 @@ class Conv(op_conv.Conv):
             return super()._run(*inputs, **attributes)
         strides, dilations, pads, group = _stated(attributes, x.ndim - 2)
         n = len(strides)
-        x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
+        if any(pads):
+            x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
         sizes = [
             (length - d * (k - 1) - 1) // s + 1
             for length, d, k, s in zip(x.shape[2:], dilations, w.shape[2:], strides, strict=True)
