@@ -9,6 +9,7 @@ of boxes and objectness, and the one in front of the classes; the others stay as
 """
 
 from pathlib import Path
+from tempfile import mkdtemp
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -20,7 +21,7 @@ from onnxgrad.tasks.detection import Detection
 
 # %%
 # The pictures have one to three signs, in the folders of YOLO: a line of labels for each box.
-rng = np.random.default_rng(0)
+rng, root = np.random.default_rng(0), Path(mkdtemp())
 for part, count in {"train": 40, "val": 10}.items():
     for number in range(count):
         noise = rng.integers(90, 200, (15, 20, 3)).astype(np.uint8)
@@ -38,20 +39,21 @@ for part, count in {"train": 40, "val": 10}.items():
             center = (x + side / 2) / 320, (y + side / 2) / 240
             lines += f"{kind} {center[0]} {center[1]} {side / 320} {side / 240}\n"
         for folder in ("images", "labels"):
-            Path("signs", folder, part).mkdir(parents=True, exist_ok=True)
-        picture.save(f"signs/images/{part}/{number}.png")
-        Path(f"signs/labels/{part}/{number}.txt").write_text(lines)
-Path("signs/data.yaml").write_text("train: images/train\nval: images/val\nnames: [ring, cross]\n")
+            (root / folder / part).mkdir(parents=True, exist_ok=True)
+        picture.save(root / "images" / part / f"{number}.png")
+        (root / "labels" / part / f"{number}.txt").write_text(lines)
+(root / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [ring, cross]\n")
 
 # %%
 # The mean average precision is on pictures that were not trained on.
-task = Detection(fetched("ddddocr"), "signs", augment=[og.random_flip()])
+task = Detection(fetched("ddddocr"), root, augment=[og.random_flip()])
 layers = [f"Conv_{number}.*" for number in (251, 261, 262, 272, 282, 283, 293, 303, 304)]
 trainer = task.trainer(train=[*layers, *task.class_layers], optimizer="adamw", learning_rate=0.003)
 before = trainer.evaluate(task.validation, batch_size=5)
 after = trainer.fit(task.data, epochs=3, batch_size=4).evaluate(task.validation, batch_size=5)
 print("mAP50", before["map50"], "->", after["map50"], "; mAP", before["map"], "->", after["map"])
 assert after["map50"] > before["map50"] + 0.15
-results = task.predict(trainer, "signs/images/val")
-plt.imshow(Image.open(task.write("signs/images/val", results, "found")[1]))
+pictures = root / "images" / "val"
+files = task.write(pictures, task.predict(trainer, pictures), root / "found")
+plt.imshow(Image.open(files[1]))
 plt.show()
