@@ -6,14 +6,15 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-import torch
-from torch import nn
 
 import onnxgrad as og
 from onnxgrad.autodiff.primal import free_rows as module
 from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.shapes import dims
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
 
 rng = np.random.default_rng(0)
 
