@@ -50,7 +50,8 @@ def test_example(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(onnxgrad.tasks.__all__))
 def test_example_of_a_task(name):
-    for library in ("PIL", *{"tokens": ("tokenizers", "seqeval")}.get(name, ())):
+    needs = {"tokens": ("tokenizers", "seqeval"), "ctc": ("rapidfuzz",)}
+    for library in ("PIL", *needs.get(name, ())):
         pytest.importorskip(library)
     thing = getattr(onnxgrad.tasks, name)
     if isinstance(thing, type):
