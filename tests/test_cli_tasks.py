@@ -220,6 +220,12 @@ def test_what_is_refused(here):
     text = refused(*start, "--task", "segmentation", "--max-length", 3)
     assert "takes no --max-length" in text
     assert "--task" in refused(*start, "--task-option", "classes=3")
+    text = refused("predict", "model.onnx", inputs, "--task", "segmentation", "--device", "cuda")
+    assert "leave out --device" in text
+    text = refused(*start, "--task", "segmentation", "--validation", 0, "--early-stopping", 2)
+    assert "no validation data" in text
+    text = refused(*start, "--task", "segmentation", "--class-weight", "dog=2")
+    assert "class (--class-weight) 'dog'" in text
     (here / "file").write_text("x")
     text = refused("predict", "model.onnx", inputs, "--task", "segmentation", "--output", "file")
     assert "is a file" in text

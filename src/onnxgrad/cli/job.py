@@ -177,7 +177,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     trainer = Trainer(model, callbacks=callbacks, **arguments)
     if task.in_memory:
         trainer.names = task.names
-    _check_monitor(options, trainer, validation is not None)
+    check_monitor(options, trainer, validation is not None)
     size, rows = options.batch_size, training.rows
     if size is not None and rows is not None and size > rows:
         raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
@@ -185,7 +185,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     return Job(trainer, proto, task, training, validation, named, classes, pruned)
 
 
-def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
+def check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
     """Raise `ValueError` if the history will not have what is monitored."""
     if options.early_stopping is None and options.monitor is None:
         return
@@ -304,13 +304,14 @@ def _class_weight(
         keys = list(map(str, classes or ()))
         counts = [i.classes for i in objective.labels.values() if isinstance(i.classes, int)]
         numbers = range(next(iter(counts), max(2, len(keys))))
-        weight = {_number(name, keys, numbers): w for name, w in weight.items()}
+        weight = {class_number(name, keys, numbers): w for name, w in weight.items()}
     if isinstance(arguments["loss"], dict):
         return dict.fromkeys(arguments["loss"], weight)
     return weight
 
 
-def _number(name: str, keys: list[str], numbers: range) -> int:
+def class_number(name: str, keys: list[str], numbers: range) -> int:
+    """Return the number of a class that an option calls by its name or its number."""
     if name in keys:
         return keys.index(name)
     if not name.isdigit() or int(name) not in numbers:

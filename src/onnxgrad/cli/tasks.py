@@ -14,7 +14,7 @@ from onnxgrad.cli.arguments import loss_arguments, read_value, trainer_arguments
 from onnxgrad.cli.command_options import EvalOptions, PredictOptions
 from onnxgrad.cli.console import note, print_json
 from onnxgrad.cli.data_options import InputOptions
-from onnxgrad.cli.job import Job, fine_tune, parts, prepare
+from onnxgrad.cli.job import Job, check_monitor, class_number, fine_tune, parts, prepare
 from onnxgrad.cli.model_files import STDIN, read_model
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.sources import image_size
@@ -39,7 +39,7 @@ _GIVEN_ON = ("image_size", "max_length", "tokenizer", "seed")  # as options of t
 
 
 def task_of(options: Any, data: str | None) -> Task:
-    """Return the task that the options name, for the data to train on, or None.
+    """Return the task that the options name, for the data to train on, if any.
 
     Raises:
         ValueError: an unknown task or option, or one of the command that the task decides.
@@ -100,6 +100,10 @@ def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callb
     for name in ("loss", "loss_options", "loss_weights", *["metrics"] * (not options.metrics)):
         arguments.pop(name)
     task.model = fine_tune(task.model, options)
+    if isinstance(weight := arguments["class_weight"], dict):
+        keys = list(task.classes)
+        numbers = range(len(keys))
+        arguments["class_weight"] = {class_number(n, keys, numbers): w for n, w in weight.items()}
     if not options.train and "train" in task.arguments:
         arguments.pop("train")
     trainer = task.trainer(callbacks=callbacks, **arguments)
@@ -107,6 +111,7 @@ def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callb
     data.notes.append(f"{data.rows} rows to train on" if data.rows else "rows to train on")
     own = None if task.validation is None else _rows(task.validation)
     training, validation = parts(options, data, own, lambda path: _rows(task.read(path)))
+    check_monitor(options, trainer, validation is not None)
     job = Job(trainer, task.model, data, training, validation, classes=list(task.classes) or None)
     job.finish = task.finished
     return job
@@ -126,6 +131,9 @@ def evaluate_task(options: EvalOptions) -> tuple[dict[str, Any], int | None]:
 
 def predict_task(options: PredictOptions) -> None:
     """Write what a trained model predicts into a folder, as people of the task look at it."""
+    for name in {"batch_size", "device"} & _set(options):
+        flag = name.replace("_", "-")
+        raise ValueError(f"--task predicts one input after another on the CPU: leave out --{flag}")
     task = task_of(options, None)
     folder = Path(_FOLDER if options.output == "-" else options.output)
     if folder.is_file():

@@ -147,7 +147,8 @@ class TrainerBase(Settings):
                 of the rows, above 0 and below 1, that is held out.
             epochs: number of passes over the data, of the whole training if it is resumed.
             batch_size: rows of a step, for data that are not batches already; the last batch may
-                be shorter. None: 32, or those of a model with a static batch.
+                be shorter. None: 32, or those of a model with a static
+                batch of several; 1 where a file of one row carries a state.
             shuffle: whether the rows are ordered anew for every epoch, by the trainer's `seed`.
             resume: folder of a `Checkpoint`: go on where its newest one was written, with equal
                 arguments and data; the result is the same bit for bit. Without any, training begins
