@@ -4,6 +4,7 @@ import logging
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
@@ -12,6 +13,7 @@ from onnxgrad.autodiff.primal import free_rows as module
 from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.shapes import dims
+from onnxgrad.model.convert import in_precision
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -170,6 +172,29 @@ def test_other_arguments_go_with_it(both_files, arguments):
     for name, array in states[0].items():
         np.testing.assert_allclose(array, states[1][name], rtol=1e-4, atol=1e-6)
     assert any(abs(w - start[n]).max() > 1e-4 for n, w in weights(trained[0]).items())
+
+
+def test_16_bits(both_files):
+    half = [in_precision(onnx.load(file), ir.DataType.FLOAT16) for file in both_files]
+    arguments = {"train": ["head*"], "learning_rate": 0.01}
+    one, any_number = (
+        og.Trainer(model, "cross_entropy", **arguments).fit(X.astype(np.float16), Y, batch_size=8)
+        for model in half
+    )
+    assert one.state.step == 3
+    for name, w in weights(one).items():
+        np.testing.assert_allclose(w, weights(any_number)[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_training_is_the_same_bit_for_bit(both_files, tmp_path):
+    def trainer(*callbacks):
+        return og.Trainer(both_files[0], "cross_entropy", train=["head*"], callbacks=callbacks)
+
+    whole = trainer().fit(X, Y, epochs=2, batch_size=8)
+    trainer(og.Checkpoint(tmp_path)).fit(X, Y, epochs=1, batch_size=8)
+    resumed = trainer(og.Checkpoint(tmp_path)).fit(X, Y, epochs=2, batch_size=8, resume=tmp_path)
+    for name, w in weights(whole).items():
+        np.testing.assert_array_equal(weights(resumed)[name], w)
 
 
 def test_a_row_that_is_squeezed(tmp_path):
