@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -87,3 +89,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Return the ratio of medians, and in brackets the quartiles of the ratios turn by turn."""
     low, high = np.percentile([a / b for a, b in zip(ours, theirs, strict=True)], (25, 75))
     return f"{median(ours) / median(theirs):.2f} ({low:.2f}-{high:.2f})"
+
+
+def commit() -> str:
+    """Return the commit that is measured, with a + where the working tree differs from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
+    return done.stdout.strip() or "an unknown commit"

@@ -421,9 +421,11 @@ def machine() -> str:
     """Return what the measurements depend on, as a sentence."""
     import onnxruntime
     import torch
+    from common import commit
 
     versions = f"onnxruntime {onnxruntime.__version__}, PyTorch {torch.__version__}"
-    return f"{date.today()}, {processor()}, {len(os.sched_getaffinity(0))} cores, {versions}."
+    cores = len(os.sched_getaffinity(0))
+    return f"{date.today()}, commit {commit()}, {processor()}, {cores} cores, {versions}."
 
 
 def write_page(machines: dict[str, Any]) -> None:

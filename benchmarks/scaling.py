@@ -164,11 +164,14 @@ def efficiency(
 
 def tables(rounds: int) -> list[str]:
     """Measure, and return the tables of the page."""
+    from common import commit
+
     taken = steps(rounds)
     reduced = {n: measured("all-reduce", n, rounds) for n in (2, 4)}
     latency = reduced[2][0] / 2  # two messages, of one number
     cores = len(os.sched_getaffinity(0))
-    lines = [f"{date.today()}, {cores} cores, gloo over the loopback device.", ""]
+    run = f"{date.today()}, commit {commit()}, {cores} cores, gloo over the loopback device."
+    lines = [run, ""]
     heads = " | ".join(CASES)
     lines += [f"| Step of the same batch, ms | {heads} |", "|---" * (1 + len(CASES)) + "|"]
     for name, seconds in taken.items():
