@@ -256,11 +256,13 @@ def test_a_head_that_is_attached_trains():
     assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
 
 
+@pytest.mark.parametrize("opset", [11, 13, 20])
 @pytest.mark.parametrize("pool", ["mean", "masked", "first", "image", None])
-def test_add_head(pool):
+def test_add_head(pool, opset):
     """A layer behind a value of any shape, in the symbols of the backbone."""
     shape = {"image": "4,H,W", None: "4"}.get(pool, "T,4")
     body = parse(f"f (float[B,{shape}] x, int64[B,T] m) => (float[B,{shape}] y) {{ y = Tanh(x) }}")
+    body.opset_import[0].version = opset
     name = "mean" if pool == "masked" else pool
     mask = "m" if pool == "masked" else None
     joined = add_head(body, 5, pool=name, mask=mask, activation="softmax", seed=3)
@@ -283,10 +285,12 @@ def test_add_head(pool):
     np.testing.assert_allclose(p, e / e.sum(1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.parametrize("opset", [13, 20])
 @pytest.mark.parametrize("pool", [None, "mean"])
-def test_add_head_of_cosines(pool):
+def test_add_head_of_cosines(pool, opset):
     axes = "B,T,4" if pool else "B,4"
     body = parse(f"f (float[{axes}] x) => (float[{axes}] y) {{ y = Tanh(x) }}")
+    body.opset_import[0].version = opset
     joined = add_head(body, 5, pool=pool, cosine=True, seed=3)
     onnx.checker.check_model(joined, full_check=True)
     [y] = joined.graph.output

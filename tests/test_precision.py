@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pyarrow as pa
 import pytest
 from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from onnxruntime import InferenceSession
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from pyarrow import parquet
@@ -444,3 +445,22 @@ def test_shell_python_and_estimator_agree(tmp_path):
     for proto in (onnx.load(tmp_path / "out.onnx"), estimator.to_onnx()):
         for tensor in proto.graph.initializer:
             np.testing.assert_array_equal(numpy_helper.to_array(tensor), ours[tensor.name])
+
+
+@pytest.mark.parametrize(
+    "scales", ["s", "Constant<value_floats=[1.0, 1.0, 2.0, 2.0]>()", "Mul(s, s)"]
+)
+def test_scales_of_a_resize_stay_float32(scales):
+    """The standard allows them no other dtype, also where nodes compute them."""
+    read = "v = Identity(s)" if scales == "s" else f"v = {scales}"
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["": 20]> f (float[1,1,2,2] x) => (float[1,1,H,W] y)
+        <float[4] s = {{1.0, 1.0, 1.5, 1.5}}> {{ {read} y = Resize(x, , v) }}"""
+    )
+    converted = in_precision(proto, ir.DataType.DOUBLE)
+    onnx.checker.check_model(converted, full_check=True)
+    x = RNG.normal(size=(1, 1, 2, 2))
+    [y] = ReferenceEvaluator(converted).run(None, {"x": x})
+    [expected] = ReferenceEvaluator(proto).run(None, {"x": x.astype(np.float32)})
+    assert y.dtype == np.float64
+    np.testing.assert_allclose(y, expected, rtol=1e-6)

@@ -154,7 +154,7 @@ def _layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
     with op:
         tiny = 1e-12  # as `normalize` in PyTorch
         x, w = (
-            v / op.Max(op.ReduceL2(v, [axis], keepdims=1), tiny)
+            v / op.Max(_reduced(op, "ReduceL2", v, [axis], keepdims=1), tiny)
             for v, axis in ((x, -1), (weights[0], 0))
         )
         return op.emit("MatMul", [x, w], {}, fresh=True)
@@ -189,15 +189,22 @@ def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | Non
     if pool == "first":
         return op.Gather(x, np.int64(0), axis=1)
     if pool == "image":
-        return op.ReduceMean(x, [2, 3], keepdims=0)
+        return _reduced(op, "ReduceMean", x, [2, 3])
     if pool is None:
         return x
     if mask is None:
-        return op.ReduceMean(x, [1], keepdims=0)
+        return _reduced(op, "ReduceMean", x, [1])
     with op:
-        counted = op.Unsqueeze(op.Cast(mask, to=x.dtype), [2])
-        total = op.ReduceSum(x * counted, [1], keepdims=0)
-        return total / op.Max(op.ReduceSum(counted, [1], keepdims=0), 1.0)
+        counted = op.Reshape(op.Cast(mask, to=x.dtype), [0, 0, 1])
+        total = _reduced(op, "ReduceSum", x * counted, [1])
+        return total / op.Max(_reduced(op, "ReduceSum", counted, [1]), 1.0)
+
+
+def _reduced(op: Emit, kind: str, x: ir.Value, axes: list[int], keepdims: int = 0) -> ir.Value:
+    """Return a reduction over axes, which are an attribute in older opsets."""
+    if op.opset < (13 if kind == "ReduceSum" else 18):
+        return op.emit(kind, [x], {"axes": axes, "keepdims": keepdims})
+    return op.emit(kind, [x, axes], {"keepdims": keepdims})
 
 
 def _weights(

@@ -89,12 +89,17 @@ def set_precision(
     that are not `of` the given dtypes stay, and so do inputs and constants that are `unchanged`.
     """
     kept: set[ir.Value | None] = {*unchanged}
+    computed: list[tuple[ir.Node, int]] = []  # operands that must stay float32
     has_stash_type = dtype == ir.DataType.DOUBLE and model.opset_imports.get("", 0) >= 21
     graphs = (model.graph, *(function.graph for function in model.functions.values()))
     for node in (n for graph in graphs for n in all_nodes(graph)):
         index = _FLOAT32_OPERANDS.get(node.op_type)
-        if index is not None and index < len(node.inputs):
-            kept.add(node.inputs[index])
+        operand = None if index is None or index >= len(node.inputs) else node.inputs[index]
+        if operand is not None and index is not None:
+            if operand.producer() is None:
+                kept.add(operand)
+            elif operand.dtype in (None, ir.DataType.FLOAT) and ir.DataType.FLOAT in of:
+                computed.append((node, index))
         if (node.domain, node.op_type) == ("", "ConstantOfShape"):
             zero = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))
             node.attributes.setdefault("value", zero)
@@ -120,6 +125,11 @@ def set_precision(
         for value in (*graph.inputs, *graph.initializers.values()):
             if value not in kept:
                 _set(value, dtype, of)
+    for node, index in computed:
+        holder = node.graph
+        assert isinstance(holder, ir.Graph)
+        with Emit(holder).at(node) as op:
+            node.replace_input_with(index, op.Cast(node.inputs[index], to=ir.DataType.FLOAT))
 
 
 def _set(value: ir.Value, dtype: ir.DataType, of: Collection[ir.DataType]) -> None:
