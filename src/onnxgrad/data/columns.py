@@ -55,7 +55,7 @@ def target_names(y: Any) -> list[str] | None:
 
 
 def _labels(X: Any) -> list[Any] | None:
-    if isinstance(X, Mapping):
+    if type(X) is np.ndarray or isinstance(X, Mapping):
         return None
     labels = getattr(X, "column_names", None)  # of pyarrow, whose `columns` are the values
     labels = getattr(X, "columns", None) if labels is None else labels
