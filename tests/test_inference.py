@@ -155,7 +155,9 @@ def test_estimator_checks_other_data_than_before():
 
     rng = np.random.default_rng(0)
     X = rng.standard_normal((60, 4))
-    model = OnnxRegressor(hidden_layer_sizes=8, max_iter=2, tol=None, random_state=0).fit(X, X[:, 0])
+    model = OnnxRegressor(hidden_layer_sizes=8, max_iter=2, tol=None, random_state=0).fit(
+        X, X[:, 0]
+    )
     for _ in range(2):
         model.partial_fit(X, X[:, 0])
         expected = run(model.to_onnx(), X=X)[0][:, 0]
