@@ -143,7 +143,7 @@ def _is_settled(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
     frozen = is_dataclass(value) and kind.__module__.startswith("onnxgrad.")
-    frozen = frozen and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    frozen = frozen and kind.__dataclass_params__.frozen
     return frozen and all(_is_settled(getattr(value, f.name)) for f in fields(value))
 
 
