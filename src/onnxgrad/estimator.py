@@ -45,6 +45,12 @@ def _with_theirs() -> Any:
     return type("NotFittedError", (NotFittedError, Theirs), {"__module__": __name__})
 
 
+@cache
+def _parameters(cls: type) -> tuple[str, ...]:
+    """Return the names of the arguments of `__init__`."""
+    return tuple(signature(cls).parameters)
+
+
 class BaseEstimator:
     """An estimator in the manner of scikit-learn, whose parameters are the arguments of `__init__`.
 
@@ -52,10 +58,13 @@ class BaseEstimator:
     training. Its `repr` shows all arguments in order; models by their size.
     """
 
+    def _argument_names(self) -> tuple[str, ...]:
+        return _parameters(type(self))  # type: ignore[arg-type]
+
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the arguments of `__init__`; `deep` adds those of nested estimators."""
         params: dict[str, Any] = {}
-        for name in signature(type(self)).parameters:
+        for name in self._argument_names():
             params[name] = value = getattr(self, name)
             if deep and hasattr(value, "get_params") and not isinstance(value, type):
                 params |= {f"{name}__{k}": v for k, v in value.get_params().items()}
@@ -63,7 +72,7 @@ class BaseEstimator:
 
     def set_params(self, **params: Any) -> Self:
         """Set arguments of `__init__`; `name__argument` sets that of a nested estimator."""
-        valid, nested = signature(type(self)).parameters, dict[str, dict[str, Any]]()
+        valid, nested = self._argument_names(), dict[str, dict[str, Any]]()
         for name, value in params.items():
             head, _, tail = name.partition("__")
             if head not in valid:
@@ -77,7 +86,7 @@ class BaseEstimator:
         return self
 
     def __repr__(self) -> str:
-        shown = (f"{k}={_SHORT.repr(getattr(self, k))}" for k in signature(type(self)).parameters)
+        shown = (f"{k}={_SHORT.repr(getattr(self, k))}" for k in self._argument_names())
         return f"{type(self).__name__}({', '.join(shown)})"
 
     # -- what scikit-learn asks for ---------------------------------------------------------------

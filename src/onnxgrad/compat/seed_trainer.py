@@ -26,7 +26,7 @@ from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, se
 from onnxgrad.reporting import level_of, logger, reporting
 from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.data import as_dataset
-from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
+from onnxgrad.training.equality import BuildCache, model_fingerprint
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
@@ -324,12 +324,15 @@ class SeedTrainer(Arguments):
     def _from_cache(self, name: str, build: Callable[[], T], *depends: Any) -> T:
         """Return the cached result of `build`, built again if a parameter or `depends` changed."""
 
+        cache = self.__dict__.setdefault("_cache", BuildCache())
+
         def key() -> Any:
             params = self.get_params(deep=False)
             params.pop("random_state")
-            return *depends, model_fingerprint(params.pop("model_onnx")), fingerprint(params)
+            model = model_fingerprint(params.pop("model_onnx"))
+            return *depends, model, cache.fingerprint(params)
 
-        return self.__dict__.setdefault("_cache", BuildCache()).get(name, key, build)
+        return cache.get(name, key, build)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_state": self._state.copy()} if "_state" in vars(self) else {}

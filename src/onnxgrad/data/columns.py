@@ -55,11 +55,13 @@ def target_names(y: Any) -> list[str] | None:
 
 
 def _labels(X: Any) -> list[Any] | None:
-    if isinstance(X, Mapping):
+    if type(X) is np.ndarray or isinstance(X, Mapping):
         return None
     labels = getattr(X, "column_names", None)  # of pyarrow, whose `columns` are the values
     labels = getattr(X, "columns", None) if labels is None else labels
-    return None if labels is None or callable(labels) else list(labels)
+    if labels is None or callable(labels):
+        return None
+    return labels.tolist() if hasattr(labels, "tolist") else list(labels)  # pandas iterates slowly
 
 
 def stack_columns(name: str, table: Any) -> np.ndarray:
@@ -103,9 +105,11 @@ def same_columns(
     names: Sequence[str], fitted: Sequence[str], what: str, by_name: bool = False
 ) -> None:
     """Raise if the columns of a table are not those of training; `by_name` allows any order."""
-    fit = named("fit")
-    missing = [n for n in fitted if n not in names]
-    extra = [n for n in names if n not in fitted]
+    if list(names) == list(fitted):
+        return
+    fit, own, known = named("fit"), {*names}, {*fitted}
+    missing = [n for n in fitted if n not in own]
+    extra = [n for n in names if n not in known]
     if missing or extra:
         parts = [f"no column {_listed(missing)}"] * bool(missing)
         parts += [f"column {_listed(extra)} that was not in {fit}"] * bool(extra)
@@ -117,7 +121,7 @@ def same_columns(
             f"{what} takes the columns {_listed(fitted)}; the data has {' and '.join(parts)}: "
             f"{advice}"
         )
-    if by_name or list(names) == list(fitted):
+    if by_name:
         return
     pairs = enumerate(zip_longest(names, fitted), first_number())
     number, (new, old) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])

@@ -77,12 +77,15 @@ class Field:
 
     def _values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
         """Return numbers in the dtype of the input; `refuse` raises for those that it lacks."""
-        with np.errstate(all="ignore"):
-            values = array.astype(self.dtype, copy=False)
+        values = array
+        if array.dtype != self.dtype:
+            with np.errstate(all="ignore"):
+                values = array.astype(self.dtype)
         if self.dtype.kind in "iub":
-            refuse(values != array, f"{what} must hold {self.dtype}", "; other values")
-        else:
-            bad, nan = ~np.isfinite(values), np.isnan(values)
+            if values is not array:
+                refuse(values != array, f"{what} must hold {self.dtype}", "; other values")
+        elif not (finite := np.isfinite(values)).all():
+            bad, nan = ~finite, np.isnan(values)
             remedy = ""
             if self.ignores_nan:
                 bad &= ~nan
@@ -126,6 +129,8 @@ class Field:
                 "behind what it computes from them by select_model_inputs_outputs, and train the "
                 "rest; replace_initializers_into_onnx writes its weights into the whole model"
             )
+        if type(data) is np.ndarray and data.dtype == self.dtype:
+            return data
         if (cells := self.cells(data)) is not None:
             return self.of_cells(cells)
         if not is_table(data):
@@ -134,6 +139,8 @@ class Field:
 
     def cells(self, data: Any) -> Cells | None:
         """Return the columns of a file in `data`; None if it is none, or a part of none."""
+        if type(data) is np.ndarray:
+            return None
         table = data.table if isinstance(data, Part) else data
         if not isinstance(table, FileTable):
             return None

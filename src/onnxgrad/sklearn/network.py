@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.data.columns import is_table
@@ -15,13 +16,14 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import session, work
+from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.sklearn.front import Front, by_name, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.trainer import Trainer
 
 _ROWS = 1024  # of a call of the runtime
+_FEW = 2 * WORK_PER_THREAD  # multiply-adds of a call for which one thread is enough
 
 
 class Network:
@@ -100,7 +102,12 @@ class Predictor:
         self.fields = [Field.of(x) for x in model.graph.inputs if x.dtype]
         first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
         self.fixed = next((d for d in first if isinstance(d, int) and d > 0), None)
-        self.session = session(proto, Device.of(device), work(model.graph) * (self.fixed or _ROWS))
+        self._device, self._work = Device.of(device), work(model.graph)
+        self._sessions: dict[bool, ort.InferenceSession] = {}
+        self._proto = proto
+        if self._work >= _FEW:  # the only session: large weights are not kept twice
+            self._session_for(1)
+            self._proto = ModelProto()
 
     def __call__(self, X: Any) -> dict[str, np.ndarray]:
         """Return the tensors, by name.
@@ -110,15 +117,26 @@ class Predictor:
         """
         fed = self._feeds(X)
         rows, size = len(next(iter(fed.values()))), self.fixed or _ROWS
+        run = self._session_for(min(rows, size)).run
+        if rows and rows <= size and not self.fixed:
+            return dict(zip(self.outputs, run(self.outputs, fed), strict=True))
         parts = []
         for start in range(0, rows, size):
             part = {name: array[start : start + size] for name, array in fed.items()}
             count = min(size, rows - start)
             if self.fixed:  # the rows that are missing are copies of the first
                 part = {n: np.resize(a, (size, *a.shape[1:])) for n, a in part.items()}
-            parts.append([y[:count] for y in self.session.run(self.outputs, part)])
+            parts.append([y[:count] for y in run(self.outputs, part)])
         columns = zip(self.outputs, zip(*parts, strict=True), strict=True)
         return {name: np.concatenate(arrays) for name, arrays in columns}
+
+    def _session_for(self, rows: int) -> ort.InferenceSession:
+        """Return a session for calls of `rows` rows: a few may not be worth another thread."""
+        few = self._work * rows < _FEW
+        if few not in self._sessions:
+            most = 0.0 if few else self._work * (self.fixed or _ROWS)
+            self._sessions[few] = session(self._proto, self._device, most)
+        return self._sessions[few]
 
     def _feeds(self, X: Any) -> dict[str, np.ndarray]:
         names = [field.name for field in self.fields]

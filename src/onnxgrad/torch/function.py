@@ -29,6 +29,7 @@ from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, work
 
@@ -144,7 +145,13 @@ class Graph:
 
     def plain(self, threads: int) -> Session:
         """Return the session of the forward pass alone."""
-        return _once(self._plain, threads, lambda: Session(self.proto, self.device, threads))
+
+        def build() -> Session:
+            model = ir.from_proto(self.proto)
+            to_native(model.graph, Target(Device.of(self.device), threads))
+            return Session(ir.to_proto(model), self.device, threads)
+
+        return _once(self._plain, threads, build)
 
     def passes(self, needed: tuple[bool, ...], threads: int) -> _Passes:
         """Return the passes for the gradients of the inputs that are `needed`."""

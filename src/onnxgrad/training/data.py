@@ -76,6 +76,8 @@ class Dataset:
             ValueError: labels or weights beside data that bring their own.
         """
         X, y, weight = self.X, self.y, self.sample_weight
+        if type(X) is np.ndarray:
+            return None
         if _is_path(X) or is_arrow_dataset(X) or _are_paths(X):
             return arrow_dataset(X, y=_names(y, "y"), sample_weight=_names(weight, "sample_weight"))
         if is_hugging_face(X):
@@ -126,9 +128,10 @@ class Dataset:
         """How many axes sample weights may have: 0 for none, 2 for one or more behind the rows."""
         if self.batched:
             return 2
+        if self.sample_weight is None:
+            return 0
         shape = np.shape(self.sample_weight)
-        several = len(shape) > 2 or (len(shape) == 2 and shape[1] != 1)
-        return 0 if self.sample_weight is None else 1 + several
+        return 1 + (len(shape) > 2 or (len(shape) == 2 and shape[1] != 1))
 
     @cached_property
     def given(self) -> Given | None:
@@ -226,7 +229,8 @@ class Dataset:
         arrays = fields.arrays(*self.by_name)
         axes = fields.axes(arrays)
         batch_size = min(batch_size, rows := count_rows(arrays, axes))
-        fields.axes(arrays, cut=batch_size < rows)
+        if batch_size < rows:
+            fields.axes(arrays, cut=True)
         source = ArraySource(arrays, axes, batch_size)
         fields.check_batch(batch_size)
         return source

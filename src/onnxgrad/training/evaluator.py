@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -23,9 +22,10 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target, to_native
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import session, work
+from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.batches import Batch, BatchSource, ReaderSource, Slice, rows_of
 from onnxgrad.training.causes import cause_in_evaluation
 from onnxgrad.training.fields import Fields
@@ -36,7 +36,19 @@ from onnxgrad.training.progress import Totals
 Arrays = Mapping[str, np.ndarray]
 SIZE = 256  # rows of one call of the runtime
 _FREED = 8  # of a file that takes one row: such are often large
+_MANY = 32  # rows for which threads are worth it where there are more
 Results = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
+
+
+class Running(NamedTuple):
+    """A session, and the names of its inputs."""
+
+    session: ort.InferenceSession
+    names: list[str]
+
+    def __call__(self, arrays: Arrays) -> list[np.ndarray]:
+        """Return the outputs for the arrays of these names."""
+        return self.session.run(None, {name: arrays[name] for name in self.names})
 
 
 class Evaluator:
@@ -69,12 +81,14 @@ class Evaluator:
         self.members = members
         self.shown: str | None = None  # the title of a progress bar
         self.failed: Batch | None = None  # the first one whose loss is not finite
-        self._sessions: dict[str, ort.InferenceSession] = {}  # shared by copies
+        self._sessions: dict[tuple[str, bool], Running] = {}  # shared by copies
 
     def with_names(self, names: Names) -> Self:
         """Return a copy for one call, of which columns of tables have these names."""
-        new = copy.copy(self)
-        new.fields, new.failed = copy.copy(self.fields), None
+        self.fields, self._work, self._declared  # noqa: B018  # what copies share
+        new = object.__new__(type(self))  # faster than `copy.copy`
+        new.__dict__.update(self.__dict__)
+        new.fields, new.failed = self.fields.copy(), None
         new.fields.names = names
         return new
 
@@ -106,34 +120,32 @@ class Evaluator:
             return 1 if self.plan.carry else _FREED
         return self.fields.fixed_rows or SIZE
 
-    @property
-    def _losses(self) -> ort.InferenceSession:
-        return self._session_of("losses")
+    @cached_property
+    def _work(self) -> float:
+        """The multiply-adds of a row."""
+        return work(self.described.model.graph) * (self.members or 1)
 
-    def _session_of(self, name: str) -> ort.InferenceSession:
-        """Return the session that computes the losses, and the predictions unless `name` is "sums".
+    def _running(self, name: str, rows: int) -> Running:
+        """Return what computes "predictions", "losses", or both: "all", of batches of `rows` rows.
 
-        Predictions that nothing reads may be many more numbers than the losses need.
+        A few rows may not be worth the threads that many are. Predictions that nothing reads may
+        be many more numbers than the losses need.
         """
-        if name not in self._sessions:
+        few = self._work * min(rows, _MANY) < 2 * WORK_PER_THREAD
+        key = name, few
+        if key not in self._sessions:
             one = self.objective()
-            multiply_adds = work(one.model.graph)
-            predictions = [] if name == "sums" else one.predictions.values()
-            values = [*one.reported, *predictions, *one.states.values()]
-            self._sessions[name] = session(one.compute(*values), self.device, multiply_adds * 32)
-        return self._sessions[name]
-
-    @property
-    def _predictions(self) -> ort.InferenceSession:
-        if "predictions" not in self._sessions:
-            one = self.objective()
-            multiply_adds, graph = work(one.model.graph), one.model.graph
-            graph.outputs[:] = [*one.predictions.values(), *one.states.values()]
+            graph, losses = one.model.graph, [] if name == "predictions" else one.reported
+            predictions = [] if name == "losses" else one.predictions.values()
+            graph.outputs[:] = [*losses, *predictions, *one.states.values()]
             tidy(one.model)
-            graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
-            built = session(to_proto(one.model), self.device, multiply_adds * 32)
-            self._sessions["predictions"] = built
-        return self._sessions["predictions"]
+            if not losses:  # labels are not read
+                graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
+            multiply_adds = 0.0 if few else self._work * _MANY
+            to_native(graph, Target.of(self.device, multiply_adds, self.rows))
+            built = session(to_proto(one.model), self.device, multiply_adds)
+            self._sessions[key] = Running(built, [x.name for x in built.get_inputs()])
+        return self._sessions[key]
 
     @escaping()
     def evaluate(
@@ -153,8 +165,7 @@ class Evaluator:
         totals = Totals.of(tuple(one.written.factors), {}, self.members)
         judging = self._judges(metrics or {})
         self.failed = None
-        running = self._session_of("losses" if any(judging) else "sums")
-        batches = self._results(running, values, source, parts)
+        batches = self._results("all" if any(judging) else "losses", values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):
             totals.add(*self._terms(results, parts), 0)
             self._judge(judging, arrays, results[2 * parts :], np.isfinite(totals.sums).all(axis=0))
@@ -181,7 +192,7 @@ class Evaluator:
             return
         one, judging = self.described, self._judges(metrics)
         if source.in_memory:
-            with closing(self._results(self._losses, values, source)) as results:
+            with closing(self._results("all", values, source)) as results:
                 arrays, outputs = next(results)
             parts = len(one.written.sums)
             sums, _ = self._terms(outputs, parts)
@@ -237,17 +248,17 @@ class Evaluator:
         """Yield the data of every batch, and the predictions for it by output."""
         one = self.described
         first = 2 * len(one.written.sums)
-        for arrays, results in self._results(self._losses, values, source):
+        for arrays, results in self._results("all", values, source):
             yield arrays, dict(zip(one.predictions, results[first:], strict=False))
 
     @escaping()
     def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
         """Return the loss of one row of a batch alone; NaN if no term of it counts."""
-        names, axes = [x.name for x in self._losses.get_inputs()], self.fields.axes(arrays)
+        running, axes = self._running("all", 1), self.fields.axes(arrays)
         fed = {n: rows_of(a, axes[n], slice(row, row + 1)) for n, a in arrays.items()}
         fed = {**values, **{n: np.ascontiguousarray(a) for n, a in fed.items()}}
         parts = len(self.described.written.sums)
-        results = self._losses.run(None, {name: fed[name] for name in names})
+        results = running(fed)
         totals = Totals.of(tuple(self.described.written.factors), {})
         totals.add(*self._terms(results, parts), 1)
         return totals.mean
@@ -255,7 +266,7 @@ class Evaluator:
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
         """Return the predictions for the data of a source, by output; (members, ...) of a stack."""
-        parts = [results for _, results in self._results(self._predictions, values, source)]
+        parts = [results for _, results in self._results("predictions", values, source)]
         predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
@@ -282,15 +293,15 @@ class Evaluator:
         return self.row_axis(output, label), self.fields.row_axes.stated(label) or 0
 
     def _results(
-        self, running: ort.InferenceSession, values: Arrays, source: BatchSource, parts: int = 0
+        self, name: str, values: Arrays, source: BatchSource, parts: int = 0
     ) -> Generator[Results, None, None]:
         """Yield every batch and the outputs for it; states go from batch to batch.
 
         A batch whose rows do not count is empty. The first `parts` outputs are losses: the first
         batch in which they are not finite is noted.
         """
-        names = [x.name for x in running.get_inputs()]
         carried: dict[str, np.ndarray] = {}
+        running = None
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched(source)):
             arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
@@ -299,7 +310,9 @@ class Evaluator:
             first = () if carried else states
             begun = {n: np.broadcast_to(arrays[n], (*axis, *arrays[n].shape)) for n in first}
             fed = {**values, **arrays, **begun, **carried}
-            results = running.run(None, {name: fed[name] for name in names})
+            if running is None:
+                running = self._running(name, piece.own)
+            results = running(fed)
             if self.failed is None and not all(np.isfinite(y).all() for y in results[:parts]):
                 (self.failed,) = piece.each(number)
             carried = dict(zip(states, results[len(results) - len(states) :], strict=True))
@@ -331,6 +344,8 @@ def _joined(name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSour
     Raises:
         ValueError: the results differ in length along another axis.
     """
+    if len(parts) == 1 and not isinstance(source, ReaderSource):
+        return parts[0]
     shapes = sorted({(*y.shape[:axis], None, *y.shape[axis + 1 :]) for y in parts}, key=str)
     if len(shapes) > 1:
         first, second = (str(list(shape)).replace("None", "N") for shape in shapes[:2])

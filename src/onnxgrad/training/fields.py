@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -110,6 +109,12 @@ class Fields:
             )
         return weight
 
+    def copy(self) -> Fields:
+        """Return a copy, of which attributes can be replaced: faster than `copy.copy`."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
     @property
     def may_move_rows(self) -> bool:
         """Whether an input may have its rows on another axis than the first, or none."""
@@ -120,7 +125,7 @@ class Fields:
         """Return the same inputs with the rows on other axes; `names` are shared."""
         if batch_axes is None:
             return self
-        new = copy.copy(self)
+        new = self.copy()
         new._set_axes(batch_axes)
         return new
 
@@ -129,7 +134,7 @@ class Fields:
 
         Those that it has are not read: (X, y) is a batch, a table may have the columns of y.
         """
-        new = copy.copy(self)
+        new = self.copy()
         new.left_out = frozenset(name for name in (*self.labels, self.weight) if name is not None)
         new.labels, new.label, new.weight = [], None, None
         new.fields = {name: self.fields[name] for name in self.features}

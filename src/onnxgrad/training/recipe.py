@@ -18,7 +18,6 @@ from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.equality import fingerprint
 from onnxgrad.training.filled import fillable, is_cache
 from onnxgrad.training.label_facts import balanced_weights, label_shapes
 from onnxgrad.training.model_loss import loss_output
@@ -33,7 +32,7 @@ from onnxgrad.training.step.update import build_update
 _ARGUMENTS = (  # of a trainer, that decide what a step or an evaluation computes
     *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
     *("batch_norm", "dropout", "mix", "batch_axes", "carry", "recompute", "precision"),
-    *("seed", "trained", "members", "optimizers"),
+    *("seed", "trained", "members", "optimizers", "class_weight", "device"),
 )
 Shapes = dict[str, tuple[int, ...]]
 
@@ -99,12 +98,10 @@ class Recipe:
         trainer, facts = self.trainer, self.facts
         # of the number of rows only matters whether it is 1
         shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in facts.labels.items()}
-        arguments = [getattr(trainer, name) for name in _ARGUMENTS]
-        weight = facts.balanced or trainer.class_weight
-        own = [*arguments, weight, str(trainer.device), shapes, facts.weight_axes, self.norms]
-        own += [sorted(facts.filled), facts.labelled]
+        of_data = shapes, facts.weight_axes, facts.balanced, facts.filled, facts.labelled
+        arguments = trainer.built.fingerprint({n: getattr(trainer, n) for n in _ARGUMENTS})
         shared = None if self.sharing is None else self.sharing.key
-        return id(trainer.proto), fingerprint(own), shared
+        return id(trainer.proto), arguments, of_data, self.norms, shared
 
     @cached_property
     def plan(self) -> Plan:

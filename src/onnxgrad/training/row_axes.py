@@ -97,6 +97,19 @@ class RowAxes:
         Raises:
             ValueError: the declared shapes allow several axes.
         """
+        key = tuple(lengths.items())
+        axes = self._found.get(key)
+        if axes is None:
+            axes = self._of_lengths(lengths)
+            self._found.clear()  # those of the last call
+            self._found[key] = axes
+        return axes.copy()
+
+    @cached_property
+    def _found(self) -> dict[Any, Axes]:
+        return {}
+
+    def _of_lengths(self, lengths: Mapping[str, tuple[int, ...]]) -> Axes:
         self._check_unambiguous(lengths)
         axes: Axes = {}
         for name, shape in lengths.items():

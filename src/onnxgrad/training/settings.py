@@ -85,7 +85,10 @@ class Settings:
         They are those of the last step, unless the optimizer averages weights. Those of a stack
         have an axis of members first. Where the file has 16 bits, they are rounded to these.
         """
-        values = rounded(self._unrounded(), self.narrow)
+        values = self._unrounded()
+        if not self.narrow:
+            return values
+        values = rounded(values, self.narrow)
         return {name: widened(a) if name in self.narrow else a for name, a in values.items()}
 
     def _for_file(self) -> dict[str, np.ndarray]:
@@ -105,11 +108,11 @@ class Settings:
         """Return weights and statistics as `evaluated`, before they are rounded."""
         values = self.state.values
         buffers = {n: a for n, a in values.buffers.items() if n in self.constants}
+        if not any(o.averages for o in self.optimizers or [self.optimizer]):
+            return values.weights | buffers
         if self.members is None:
             weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
             return weights | buffers
-        if not any(optimizer.averages for optimizer in self.optimizers):
-            return values.weights | buffers
         members = ((optimizer, values[k]) for k, optimizer in enumerate(self.optimizers))
         every = [evaluated(o, own.weights, own.slots, own.steps) for o, own in members]
         return {n: np.stack([own[n] for own in every]) for n in values.weights} | buffers
