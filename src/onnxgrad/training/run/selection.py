@@ -21,7 +21,7 @@ from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.members import Members
 
-_FEW = 8  # rows that are computed at once, whatever their shapes
+_FEW = 8  # rows for which shapes that are unknown are not inferred
 
 
 class Compiled:
@@ -117,7 +117,8 @@ class Compiled:
         if self._footprint is not None and self._footprint.unknown and rows > _FEW:
             objective = self.objective if self.step is None else recipe.objective()
             self._footprint = sized(objective, source.axes, shapes)
-        return None if self._footprint is None else self._footprint.part_rows(shapes, rows)
+        most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
+        return most if most is not None and most < source.rows else None
 
     def _stack_runner(
         self, recipe: Recipe, source: BatchSource, fields: Fields, target: Target, work: float

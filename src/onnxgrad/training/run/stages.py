@@ -153,8 +153,8 @@ class _Sum:
     def add(self, values: Mapping[str, Value], part: int, count: int) -> None:
         """Take what part number `part` of `count` sends, and add what those before it sent."""
         own = self._filled(values).whole
-        if part == 0 and count > 1:
-            self._total = own.copy()
+        if part == 0:
+            self._total = own.copy() if count > 1 else None
         elif self._total is not None:
             self._total += own
         if part + 1 == count and self._total is not None:
