@@ -84,8 +84,8 @@ class Field:
         if self.dtype.kind in "iub":
             if values is not array:
                 refuse(values != array, f"{what} must hold {self.dtype}", "; other values")
-        elif not (finite := np.isfinite(values)).all():
-            bad, nan = ~finite, np.isnan(values)
+        elif not _all_finite(values):
+            bad, nan = ~np.isfinite(values), np.isnan(values)
             remedy = ""
             if self.ignores_nan:
                 bad &= ~nan
@@ -179,6 +179,12 @@ class Field:
             if cells is not None:
                 cells.refuse(outside, array, f"{cells.title} must hold {table}, not")
             _refuse(outside, f"{self.name!r} must hold {table}; others", axis)
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    """Return whether all numbers are finite, without an array of as many answers."""
+    with np.errstate(all="ignore"):
+        return not values.size or bool(np.isfinite([values.min(), values.max()]).all())
 
 
 def _refuse(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:

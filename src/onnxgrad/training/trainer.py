@@ -43,6 +43,8 @@ class Trainer(TrainerBase):
             is that of the whole batch, up to rounding; `batch_norm="train"` normalizes by the
             statistics of each micro-batch. These have equal numbers of rows, so that there may be
             more; with `batch_norm="train"`, a short or prime batch is not cut into single rows.
+            With 1, large batches of arrays are computed in parts on a CPU, where the gradient is
+            proven to be the sum over rows.
         batch_norm: "frozen" normalizes by the stored statistics, "train" by those of the batch,
             and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or

@@ -1,4 +1,4 @@
-"""Running a step that processes share, each with its rows of the batch."""
+"""Running a step in pieces: several processes share it, or one computes its rows in parts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.parallel import DataParallel, Group, Part, cut
 from onnxgrad.runtime.values import array_of, is_finite
-from onnxgrad.training.batches import Slice
+from onnxgrad.training.batches import Slice, rows_of
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.row_axes import Axes
+from onnxgrad.training.row_axes import Axes, count_rows
 from onnxgrad.training.run.in_place import InPlace
-from onnxgrad.training.run.row_parts import part_shapes
+from onnxgrad.training.run.row_parts import part_shapes, rows_at_once
 from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.run.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
@@ -30,6 +30,8 @@ from onnxgrad.training.step.inputs import Call
 class Together(Runner):
     """A `Runner` of one of several processes, each of which computes the gradient of some rows.
 
+    A process that is alone may compute the rows in parts, so that few of them need memory at once.
+
     Args:
         step: it has nodes that exchange values.
         target: where the sessions run.
@@ -37,6 +39,7 @@ class Together(Runner):
         fields: the inputs of data.
         group: the processes.
         buckets: as those of `DataParallel`.
+        part_rows: rows that are computed at once, at most; None: all.
     """
 
     def __init__(
@@ -47,18 +50,19 @@ class Together(Runner):
         fields: Fields,
         group: Group,
         buckets: int = 1,
+        part_rows: int | None = None,
     ) -> None:
         graph = step.model.graph
         to_native(graph, target)
         super().__init__(to_proto(step.model), step, target.device, work, fields)
         self.group, self.part = group, Part(group.rank, group.size)
-        self.of_several = group.size > 1
+        self.of_several, self.part_rows = group.size > 1, part_rows
         self.stages = Stages(cut(step.model, buckets), step, self.device, work, group)
         self._collected: tuple[Now, dict[str, Arrays]] | None = None
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
         """Announce the shapes of most batches, if they are known, and the axes of their rows."""
-        self.stages.expect(part_shapes(shapes, axes, self.part))
+        self.stages.expect(part_shapes(shapes, axes, self.part, self.part_rows))
 
     def budget(self) -> int:
         """Return how many batches the next call may run: as many as in the other processes."""
@@ -91,8 +95,21 @@ class Together(Runner):
         """Return the outputs of the step; `counts`: whether the rows of this process count."""
         names = [str(v.name) for v in self.step.inputs.data.values()]
         data = {name: as_array(inputs.pop(name)) for name in names}
-        values = self.stages.run(inputs, data, counts)
+        values = self.stages.run(inputs, self._parts(data), counts)
         return [values[name] for name in self.outputs]
+
+    def _parts(self, data: Arrays) -> list[Arrays]:
+        """Return the rows in parts, which are computed one after the other."""
+        if self.part_rows is None or self.fields is None:
+            return [data]
+        axes = self.fields.axes(data)
+        count = count_rows(data, axes)
+        size = rows_at_once(count, self.part_rows)
+        cuts = [slice(i, i + size) for i in range(0, count, size)]
+        return [
+            {n: np.asarray(rows_of(a, axes[n], rows), order="C") for n, a in data.items()}
+            for rows in cuts
+        ]
 
     def _kept(self, value: Value) -> ort.OrtValue:
         """Return a state; what is in the buffer of an exchange is copied."""
@@ -214,6 +231,7 @@ def shared_runner(
     fields: Fields,
     group: Group,
     options: DataParallel,
+    part_rows: int | None = None,
 ) -> Runner:
     """Return the runner of a step for one process of a group; it takes the step over."""
     if options.local_steps > 1:
@@ -221,7 +239,7 @@ def shared_runner(
         arguments = model, step, target.device, work, fields
         return Local(*arguments, group=group, steps=options.local_steps)
     kind = Together if step.updates is None else TogetherInPlace
-    return kind(step, target, work, fields, group, options.buckets)
+    return kind(step, target, work, fields, group, options.buckets, part_rows)
 
 
 def agreed(group: Group, requests: Sequence[bool]) -> list[bool]:

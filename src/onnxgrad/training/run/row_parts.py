@@ -1,4 +1,4 @@
-"""Batches whose rows processes divide: the gradients of the parts add up to that of the batch.
+"""Batches that are divided: the gradients of parts of the rows add up to that of the batch.
 
 Where the loss is a sum over rows, parts of a batch need nothing of each other but the number of
 terms of the whole batch.
@@ -6,19 +6,76 @@ terms of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import ceil, prod
 
 import onnx_ir as ir
 
 from onnxgrad.autodiff.row_sums import NotASum, require_sums
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.operators import VIEWS
+from onnxgrad.graph.shapes import coefficient, dims, is_stated, static
 from onnxgrad.losses.causal import PLAIN
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
+from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 
 Shapes = Mapping[str, tuple[int, ...]]
+_BYTES = 1 << 27  # of the values of a forward pass at once, in a batch that is divided
+# multiply-adds of a part for each weight, at least: each part adds up the gradients, which then
+# takes a fiftieth of its time
+_PER_WEIGHT = 800
+_STATES = {"LSTM": 7, "GRU": 5, "RNN": 2}  # results with the gates, which gradients read
+
+
+class Footprint:
+    """What a forward pass takes, by which the rows of a large batch are computed in parts.
+
+    - `graph`: that of an objective, with inputs of the names `data` and `weights`.
+    - `unknown`: whether it has values of unknown shapes.
+    """
+
+    def __init__(self, graph: ir.Graph, data: Collection[str], weights: Collection[str]) -> None:
+        shapes = {str(x.name): dims(x) or () for x in graph.inputs}
+        self._data, self._work = {name: shapes[name] for name in data}, work(graph)
+        sizes = [prod(static(shapes[n]) or ()) for n in weights]
+        self._weights = sum(sizes)
+        self._bytes: dict[tuple[str, ...], int] = {}  # by symbols: times the lengths of these
+        self.unknown = False
+        for node in graph:
+            for y in node.outputs if node.op_type not in VIEWS else ():
+                self._count(y, _STATES.get(node.op_type, 1))
+        self._bytes.pop((), None)
+
+    def _count(self, value: ir.Value, times: int) -> None:
+        shape = dims(value)
+        if shape is None or value.dtype is None or not all(map(is_stated, shape)):
+            self.unknown |= bool(value.uses())
+            return
+        factors = [coefficient(d) for d in shape if isinstance(d, str)]
+        lengths = [d for d in shape if isinstance(d, int)] + [n for n, _ in factors]
+        symbols = tuple(sorted(symbol for _, symbol in factors))
+        size = int(times * prod(lengths) * value.dtype.itemsize)
+        self._bytes[symbols] = self._bytes.get(symbols, 0) + size
+
+    def part_rows(self, shapes: Shapes, rows: int) -> int | None:
+        """Return how many of the rows of a batch of these shapes to compute at once; None: all."""
+        pairs = [(self._data[n], shape) for n, shape in shapes.items() if n in self._data]
+        lengths = {d: n for own, s in pairs for d, n in zip(own, s, strict=False)}
+        total = sum(n * prod(lengths.get(s, 0) for s in own) for own, n in self._bytes.items())
+        if total <= _BYTES or not self._work:
+            return None
+        most = max(1, _BYTES * rows // total, ceil(_PER_WEIGHT * self._weights / self._work))
+        return most if most < rows else None
+
+
+def sized(objective: Objective, axes: Axes, shapes: Shapes) -> Footprint | None:
+    """Return the footprint by shapes that these of the data lead to, if `splits` is true."""
+    proven = _proven(objective, axes, shapes)
+    names = [[str(x.name) for x in own] for own in (objective.data, objective.weights)]
+    return None if proven is None else Footprint(proven.graph, *names)
 
 
 def splits(objective: Objective, axes: Mapping[str, int | None], lengths: Shapes) -> bool:
@@ -29,15 +86,20 @@ def splits(objective: Objective, axes: Mapping[str, int | None], lengths: Shapes
         axes: the axis of the rows of each input of data, None for one without.
         lengths: the shapes of these inputs.
     """
+    return _proven(objective, axes, lengths) is not None
+
+
+def _proven(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | None:
+    """Return a copy of the model with the shapes of the proof, None if there is no proof."""
     if not mixes_no_rows(objective):
-        return False
+        return None
     again = _with_outputs(objective, [v.meta.get(PLAIN, v) for v in objective.reported])
     try:
         require_sums(again, axes, lengths, list(again.graph.outputs))
     except (NotASum, ModelError) as e:
         logger.debug("the rows of batches are not independent: %s", e)
-        return False
-    return True
+        return None
+    return again
 
 
 def mixes_no_rows(objective: Objective) -> bool:
@@ -56,13 +118,22 @@ def _with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model
     return copy
 
 
-def part_shapes(shapes: Shapes, axes: Axes, part: Part) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a part of a batch of these shapes."""
+def rows_at_once(rows: int, most: int) -> int:
+    """Return the rows of all parts of a batch, `most` at most, but a last one of few or no rows."""
+    least = -(-rows // most)
+    counts = range(least, min(2 * least, rows) + 1)
+    return rows // min(counts, key=lambda count: (rows % count, count))
+
+
+def part_shapes(
+    shapes: Shapes, axes: Axes, part: Part, most: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a part of a batch of these shapes, of which `most` rows run at once."""
     own = {}
     for name, shape in shapes.items():
-        axis = axes[name]
-        rows = None if axis is None else axis % len(shape)
-        own[name] = tuple(
-            len(range(n)[part.fed(n)]) if i == rows else n for i, n in enumerate(shape)
-        )
+        axis, lengths = axes[name], list(shape)
+        if axis is not None:
+            rows = len(range(shape[axis])[part.fed(shape[axis])])
+            lengths[axis] = rows if most is None else rows_at_once(rows, most)
+        own[name] = tuple(lengths)
     return own

@@ -5,18 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from onnxgrad.native import Target
+from onnxgrad.parallel import Alone, DataParallel
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
-from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.member_runner import MemberRunner, StackRunner
 from onnxgrad.training.run.process_runner import shared_runner
+from onnxgrad.training.run.row_parts import Footprint, sized, splits
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.members import Members
+
+_FEW = 8  # rows for which shapes that are unknown are not inferred
 
 
 class Compiled:
@@ -29,6 +34,8 @@ class Compiled:
         self.objective = objective = recipe.objective()
         members = recipe.trainer.members or 1
         self.work = multiply_adds(objective.model.graph) * members  # per row
+        data, weights = ([str(x.name) for x in o] for o in (objective.data, objective.weights))
+        self._footprint: Footprint | None = Footprint(objective.model.graph, data, weights)
         self.step: Step | None = None
         self.running: Runner | None = None
         self._key: Any = None  # what the runner depends on, beside the objective
@@ -48,13 +55,14 @@ class Compiled:
         work = self.work * source.batch_size * recipe.trainer.accumulate
         size = 1 if sharing is None else sharing.part.size
         work /= size
-        key = threads(work), work >= WORK_PER_THREAD
+        most = self._part_rows(recipe, sharing, source, fields)
+        key = threads(work), work >= WORK_PER_THREAD, most
         parts = _fixed_rows(source, fields)
         lacks = self.step is not None and parts is not None and self.step.fixed_rows is None
         if self.running is None or lacks or (fixed and self._key != key):
             if self.step is not None:  # it has taken the graph of the objective
                 self.objective = recipe.objective()
-            self.running = self._runner(recipe, sharing, source, fields, work)
+            self.running = self._runner(recipe, sharing, source, fields, work, most)
             self._key = key
         self.running.fields = fields
         if isinstance(source, ArraySource):
@@ -70,8 +78,9 @@ class Compiled:
         source: BatchSource,
         fields: Fields,
         work: float,
+        most: int | None = None,
     ) -> Runner:
-        """Build the step and its runner."""
+        """Build the step and its runner, of which `most` rows run at once; None: all."""
         objective, rows, device = self.objective, source.batch_size, recipe.trainer.device
         if recipe.trainer.members is not None:
             return self._stack_runner(recipe, source, fields, Target.of(device, work, rows), work)
@@ -79,12 +88,37 @@ class Compiled:
             shared.warn(objective, source)
             rows //= shared.part.size
         across, fixed = None if shared is None else shared.across, _fixed_rows(source, fields)
+        if most is not None and not splits(objective, source.axes, source.batch_shapes()):
+            most = None
+        if most is not None:
+            work, rows, across = work * most / rows, most, Across(WHOLE)
         self.step = step = recipe.step(objective, across=across, fixed_rows=fixed, rows=rows)
         target = Target.of(device, work, rows)
         if shared is not None:
             arguments = step, target, work, fields, shared.group, shared.options
             return shared_runner(*arguments)
+        if most is not None:
+            return shared_runner(step, target, work, fields, Alone(), DataParallel(), most)
         return new_runner(step, target, work, fields, objective.carried)
+
+    def _part_rows(
+        self, recipe: Recipe, sharing: Sharing | None, source: BatchSource, fields: Fields
+    ) -> int | None:
+        """Return how many rows of a batch to compute at once if their gradients add up; None: all.
+
+        What else divides a batch, or needs all of its rows, does so instead.
+        """
+        trainer = recipe.trainer
+        whole = sharing is not None or trainer.members is not None or trainer.accumulate > 1
+        whole |= trainer.device.kind != "cpu" or _fixed_rows(source, fields) is not None
+        if whole or not isinstance(source, ArraySource):
+            return None
+        shapes, rows = source.batch_shapes(), source.batch_size
+        if self._footprint is not None and self._footprint.unknown and rows > _FEW:
+            objective = self.objective if self.step is None else recipe.objective()
+            self._footprint = sized(objective, source.axes, shapes)
+        most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
+        return most if most is not None and most < source.rows else None
 
     def _stack_runner(
         self, recipe: Recipe, source: BatchSource, fields: Fields, target: Target, work: float

@@ -1,7 +1,11 @@
-"""Runs the pieces of a step that processes share, and adds up what they compute."""
+"""Runs the pieces of a step that processes share, and adds up what they compute.
+
+A process may compute its rows in parts, too, whose sums it adds up before it sends them.
+"""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias
@@ -10,7 +14,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from onnxgrad.parallel import Exchange, Group, Piece
+from onnxgrad.graph.traversal import reads
+from onnxgrad.parallel import Exchange, Group, Piece, exchanges
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of
@@ -39,29 +44,37 @@ class Stages:
     ) -> None:
         self.device, self.group = device, group
         self._pieces = [_Running(piece, step, device, work) for piece in pieces]
+        self._of_rows = _of_rows(step)
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Announce the shapes of the rows of most batches; an empty mapping announces none."""
         for piece in self._pieces:
             piece.sessions.expect(shapes)
 
-    def run(self, values: dict[str, Value], data: Arrays, counts: bool) -> Mapping[str, Value]:
+    def run(
+        self, values: dict[str, Value], parts: Sequence[Arrays], counts: bool
+    ) -> Mapping[str, Value]:
         """Run the step; return all values that pieces gave each other, and the results.
 
         Args:
             values: the inputs other than data, by name.
-            data: the rows of this process.
+            parts: the rows of this process, in one or several parts.
             counts: whether they count; if not, it sends zeros.
         """
-        values |= data
+        own: list[dict[str, Value]] = [dict(part) for part in parts]  # what each part has
         waiting: dict[str, Wait] = {}
         for piece in self._pieces:
             for name in piece.reads:
                 if name in waiting:
                     waiting.pop(name)()
-            piece.run(values, data)
+            repeated = own[: None if piece.reads & self._of_rows else 1]
+            for i, (part, data) in enumerate(zip(repeated, parts, strict=False)):
+                for name, value in piece.run(ChainMap(part, values), data).items():
+                    (part if name in self._of_rows else values)[name] = value
+                for sent in piece.sums:
+                    sent.add(ChainMap(part, values), i, len(repeated))
             for sent in piece.sums:
-                received, wait = sent.start(values, self.group, counts)
+                received, wait = sent.start(self.group, counts)
                 values.update(received)
                 waiting.update(dict.fromkeys(received, _once(wait)))
             for exchange in piece.broadcasts:
@@ -69,10 +82,20 @@ class Stages:
                 self.group.broadcast(array, exchange.root or 0)
                 values[exchange.received] = self.device.ortvalue(array)
             for name in piece.last:
-                values.pop(name, None)
+                for known in (values, *own):
+                    known.pop(name, None)
         for wait in waiting.values():
             wait()
-        return values
+        return ChainMap(values, own[0])
+
+
+def _of_rows(step: Step) -> set[str]:
+    """Return the names of the values that depend on the rows of a part."""
+    found = set(step.inputs.of_rows)
+    for node in step.model.graph:
+        if not exchanges(node) and not found.isdisjoint(reads(node)):
+            found.update(node.outputs)
+    return {str(value.name) for value in found}
 
 
 class _Running:
@@ -91,10 +114,10 @@ class _Running:
         self.sums = [_Sum([e for e in sums if (e.dtype, e.shape is None) == k]) for k in kinds]
         self._bindings: dict[ort.InferenceSession, Binding] = {}
 
-    def run(self, values: dict[str, Value], data: Arrays) -> None:
-        """Add the results of the model to the values."""
+    def run(self, values: Mapping[str, Value], data: Arrays) -> dict[str, Value]:
+        """Return the results of the model for these values."""
         if not self.outputs:
-            return
+            return {}
         direct: dict[str, np.ndarray] = {}
         if self.device == CPU:
             for sent in self.sums:
@@ -104,7 +127,7 @@ class _Running:
             self._bindings = {running: Binding(running, self.device)}
         inputs = {name: values[name] for name in self.inputs}
         results = self._bindings[running].run(inputs, self.outputs, into=direct)
-        values.update(zip(self.outputs, results, strict=True))
+        return dict(zip(self.outputs, results, strict=True))
 
 
 class _Sum:
@@ -116,6 +139,7 @@ class _Sum:
         self.dtype = dtype.numpy()
         self.wide = np.dtype(np.float32) if dtype in _HALF else self.dtype
         self.buffer: _Buffer | None = None
+        self._total: np.ndarray | None = None  # of several parts
         if all(e.shape is not None for e in exchanges):
             self.buffer = self._buffer([e.shape or () for e in exchanges])
 
@@ -126,11 +150,21 @@ class _Sum:
         """Return where sessions write what they send, by name."""
         return {} if self.buffer is None or self.wide != self.dtype else self.buffer.views
 
-    def start(
-        self, values: Mapping[str, Value], group: Group, counts: bool
-    ) -> tuple[dict[str, Any], Wait]:
+    def add(self, values: Mapping[str, Value], part: int, count: int) -> None:
+        """Take what part number `part` of `count` sends, and add what those before it sent."""
+        own = self._filled(values).whole
+        if part == 0:
+            self._total = own.copy() if count > 1 else None
+        elif self._total is not None:
+            self._total += own
+        if part + 1 == count and self._total is not None:
+            np.copyto(own, self._total)
+            self._total = None
+
+    def start(self, group: Group, counts: bool) -> tuple[dict[str, Any], Wait]:
         """Begin to add up; return the values received, by name, and what waits for them."""
-        own = self._filled(values)
+        own = self.buffer
+        assert own is not None  # it has what `add` took
         if not counts:
             own.whole.fill(0)
         wait = group.sum(own.whole)
