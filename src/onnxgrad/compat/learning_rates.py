@@ -190,6 +190,12 @@ class ByEpoch:
         for loss in losses:
             self._update(loss)
 
+    @property
+    def steady(self) -> bool:
+        """Whether all epochs have the same rate."""
+        constant = getattr(self.rate, "learning_rate", None) == "constant"
+        return constant and type(self.rate) in (LearningRateSGD, LearningRateSGDNesterov)
+
     def at(self, step: int, count: int) -> np.ndarray:
         """Return the rate of the epoch, for each step."""
         assert self.rate.value is not None

@@ -18,15 +18,17 @@ from onnxgrad.native import (
     blocked_norms,
     blocked_pointwise,
     cubic,
+    epochs,
     masks,
     max_pools,
     products,
+    scaled_sums,
     scans,
     scatter,
     side_by_side,
     wide,
 )
-from onnxgrad.native.phases import PHASES
+from onnxgrad.native.phases import EPOCH, PHASES
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -50,3 +52,9 @@ def to_native(graph: ir.Graph, target: Target) -> None:
     if target.device.kind == "cpu":
         for phase in PHASES:
             rewrite(graph, GROUPS[phase], target)
+
+
+def loop_to_native(graph: ir.Graph, target: Target) -> None:
+    """Rewrite the loop over batches, whose body is the step, as `to_native` rewrites the step."""
+    if target.device.kind == "cpu":
+        rewrite(graph, GROUPS[EPOCH], target)

@@ -6,4 +6,6 @@ PLAIN = "native.plain"  # what is not in blocks
 LOOPS = "native.loops"  # what leaves the bodies of Scans
 WIDTH = "native.width"  # last, since all others may write nodes with many inputs
 
+EPOCH = "native.epoch"  # in the loop over the batches, whose body is the step
+
 PHASES = (NODES, BLOCKS, PLAIN, LOOPS, WIDTH)

@@ -23,7 +23,7 @@ _MOST = 1 << 15  # elements of a value in one iteration: larger ones would leave
 @rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)
 def computed_outside(op, node):
     """What reads only scanned inputs and loop-invariant values is computed in front of the Scan."""
-    scan = _Scan.around(op)
+    scan = LoopBody.around(op)
     if scan is None or not scan.can_lose(node):
         return None
     attributes = {name: a.value for name, a in node.attributes.items()}
@@ -37,7 +37,7 @@ def computed_outside(op, node):
 @rewrites("Mul", group=LOOPS)
 def joined_factors(op, node):
     """(x a) b = x (a b)"""
-    scan = _Scan.around(op)
+    scan = LoopBody.around(op)
     outer = None if scan is None else scan.factors(node)
     inner = None if scan is None or outer is None else scan.only_factors(outer[0])
     if scan is None or outer is None or inner is None:
@@ -49,7 +49,7 @@ def joined_factors(op, node):
 @rewrites("Concat", group=LOOPS)
 def joined_products(op, node):
     """[x a, y b] = [x, y] [a, b]"""
-    scan, y, axis = _Scan.around(op), node.outputs[0], node.attributes["axis"].as_int()
+    scan, y, axis = LoopBody.around(op), node.outputs[0], node.attributes["axis"].as_int()
     if scan is None or axis < 0 or not scan.is_small(y):
         return None
     pairs = [pair for x in node.inputs if (pair := scan.only_factors(x)) is not None]
@@ -75,7 +75,7 @@ def joined_parts(op, node):
 @rewrites("Scan", group=LOOPS)
 def without_unread_inputs(op, node):
     """A Scan without the scanned inputs that its body does not read; one stays, for its length."""
-    scan = _Scan(op, node)
+    scan = LoopBody(op, node)
     read = {x: stack for x, stack in scan.stacks.items() if x.uses()}
     read = read or dict(list(scan.stacks.items())[:1])
     if not scan.is_simple or len(read) == len(scan.stacks):
@@ -84,7 +84,7 @@ def without_unread_inputs(op, node):
     return list(node.outputs)
 
 
-class _Scan:
+class LoopBody:
     """A Scan, with `stacks`: the values of all iterations, [T, ...], of each scanned input."""
 
     def __init__(self, op: Emit, node: ir.Node) -> None:
@@ -95,14 +95,14 @@ class _Scan:
         self.stacks = {x: stack for x, stack in pairs if stack is not None}
 
     @staticmethod
-    def around(op: Emit) -> _Scan | None:
+    def around(op: Emit) -> LoopBody | None:
         """Return the Scan whose body `op` writes; None if it is in no Scan, or no simple one."""
         outer = op.outer
         node = None if outer is None else outer.place
         if node is None or node.op_type != "Scan" or node.domain:
             return None
         assert isinstance(outer, Emit)
-        scan = _Scan(outer, node)
+        scan = LoopBody(outer, node)
         return scan if scan.is_simple else None
 
     @property

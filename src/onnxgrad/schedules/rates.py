@@ -10,6 +10,10 @@ import numpy as np
 class Rates(Protocol):
     """The learning rate of every step."""
 
+    @property
+    def steady(self) -> bool:
+        """Whether what is observed changes no rate."""
+
     def at(self, step: int, count: int) -> np.ndarray:
         """Return the rates of `count` steps from the number `step` on, which counts from 0."""
 
@@ -26,6 +30,11 @@ class ByStep:
     def __init__(self, schedule: Any, state: Any, member: int | None = None) -> None:
         self.schedule, self.state = schedule, state
         self.member = None if member is None else str(member)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the schedule reads no entry of the history."""
+        return not self.schedule.monitors
 
     def at(self, step: int, count: int) -> np.ndarray:
         """Return the rates of `count` steps."""
@@ -50,6 +59,11 @@ class OfMembers:
 
     def __init__(self, members: list[Rates], state: Any) -> None:
         self.members, self.state = members, state
+
+    @property
+    def steady(self) -> bool:
+        """Whether those of all members are."""
+        return all(rates.steady for rates in self.members)
 
     def at(self, step: int, count: int) -> np.ndarray:
         """Return the rates of `count` steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
 
 SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
+JOINED_BYTES = 1 << 21  # of those of several epochs, which stay in the cache
 PREFETCHED = 2  # slices that wait for the session
 
 Budget = Callable[[int], int]
@@ -55,6 +56,16 @@ class Slice:
             self.own = len(range(self.rows)[self.part.fed(self.rows)])
         if self.counted < 0:
             self.counted = len(range(self.rows)[self.part.rows(self.rows)])
+
+    def part_of(self, first: int, batches: int) -> Slice:
+        """Return so many of the batches, the first of which has the number `first` here."""
+        taken = slice(first, first + batches)
+        numbers = self.numbers
+        if numbers is not None:
+            numbers = numbers[first * self.own : (first + batches) * self.own]
+        begins = None if self.begins is None else self.begins[taken]
+        arrays = {name: array[taken] for name, array in self.arrays.items()}
+        return replace(self, arrays=arrays, batches=batches, numbers=numbers, begins=begins)
 
     def each(self, first: int) -> Iterator[Batch]:
         """Yield the batches, the first of which has the number `first` in its epoch."""
@@ -132,10 +143,10 @@ class ArraySource(BatchSource):
         self.arrays, self.axes, self.batch_size = arrays, axes, int(batch_size)
         self.rows: int = count_rows(arrays, axes)
         self.numbers: np.ndarray | None = None  # of these rows in the source they were taken from
-        self.batches = -(-self.rows // self.batch_size)
+        self.batches: int = -(-self.rows // self.batch_size)
         per_row = sum(a.nbytes for n, a in arrays.items() if axes[n] is not None) / self.rows
         whole = sum(a.nbytes for n, a in arrays.items() if axes[n] is None)
-        self._most = max(1, int(SLICE_BYTES / max(1, per_row * self.batch_size + whole)))
+        self._nbytes = max(1, per_row * self.batch_size + whole)  # of a batch
 
     def batch_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a batch."""
@@ -167,21 +178,45 @@ class ArraySource(BatchSource):
     ) -> Generator[Slice, None, None]:
         """Yield the slices of one epoch."""
         rows, size = self.rows, self.batch_size
-        order = np.arange(rows) if rng is None else rng.permutation(rows)
+        order = self._order(rng)
         start = skip * size
+        most = max(1, int(SLICE_BYTES / self._nbytes))
         while start < rows:
             length = min(size, rows - start)
-            most = min(budget(start // size), self._most)
-            batches = max(1, min(most, (rows - start) // length))
+            wanted = min(budget(start // size), most)
+            batches = max(1, min(wanted, (rows - start) // length))
             taken = slice(start, start + batches * length)
-            chosen = order[taken].reshape(batches, length)[:, self.part.fed(length)].ravel()
-            indices = taken if rng is None and self.part == WHOLE else chosen  # slices are views
             start += batches * length
-            piece = Slice({}, batches, length, self.part)
-            for name, array in self.arrays.items():
-                piece.arrays[name] = _cut(array, self.axes[name], indices, batches, piece.own)
-            piece.numbers = chosen if self.numbers is None else self.numbers[chosen]
-            yield piece
+            in_place = rng is None and self.part == WHOLE  # slices are views
+            yield self._slice(order[taken], length, taken if in_place else None)
+
+    def epochs(self, rngs: Sequence[np.random.Generator | None]) -> Slice:
+        """Return all batches of an epoch for each of `rngs`, which are equally long, as one slice.
+
+        `joins` says how many epochs there may be.
+        """
+        return self._slice(np.concatenate([self._order(rng) for rng in rngs]), self.batch_size)
+
+    @property
+    def joins(self) -> int:
+        """How many epochs may be in one slice; none, if their batches are not equally long."""
+        if self.rows % self.batch_size:
+            return 0
+        return int(JOINED_BYTES / (self._nbytes * self.batches))
+
+    def _order(self, rng: np.random.Generator | None) -> np.ndarray:
+        return np.arange(self.rows) if rng is None else rng.permutation(self.rows)
+
+    def _slice(self, order: np.ndarray, length: int, taken: slice | None = None) -> Slice:
+        """Return the batches of these rows in order, which are those of the slice `taken`."""
+        batches = len(order) // length
+        chosen = order.reshape(batches, length)[:, self.part.fed(length)].ravel()
+        piece = Slice({}, batches, length, self.part)
+        indices = chosen if taken is None else taken
+        for name, array in self.arrays.items():
+            piece.arrays[name] = _cut(array, self.axes[name], indices, batches, piece.own)
+        piece.numbers = chosen if self.numbers is None else self.numbers[chosen]
+        return piece
 
 
 @dataclass(frozen=True)
@@ -229,8 +264,8 @@ def _cut(
     A slice of the first axis is not copied.
     """
     if axis == 0:
-        rows = array[indices].reshape(batches, length, *array.shape[1:])
-        return np.ascontiguousarray(rows)
+        taken = array[indices] if isinstance(indices, slice) else array.take(indices, 0)
+        return np.ascontiguousarray(taken.reshape(batches, length, *array.shape[1:]))
     if axis is None:
         return np.ascontiguousarray(np.broadcast_to(array, (batches, *array.shape)))
     axis %= array.ndim

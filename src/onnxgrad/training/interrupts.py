@@ -23,7 +23,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._held = False
+        self._held, self._depth = False, 0
         self._waiting: int | None = None
 
     @contextmanager
@@ -46,13 +46,14 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back inside of the block; raise one that came at its end."""
-        self._held = True
+        """Hold signals back inside of the block, which may be in another; raise one at its end."""
+        self._held, self._depth = True, self._depth + 1
         try:
             yield
         finally:
-            self._held = False
-        if self._waiting is not None:
+            self._depth -= 1
+            self._held = self._depth > 0
+        if self._waiting is not None and not self._held:
             number, self._waiting = self._waiting, None
             self._raise(number)
 

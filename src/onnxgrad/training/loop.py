@@ -13,15 +13,16 @@ import numpy as np
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.reporting import logger
 from onnxgrad.schedules.rates import Rates
-from onnxgrad.training.batches import BatchSource, Slice
+from onnxgrad.training.batches import ArraySource, BatchSource, Slice
 from onnxgrad.training.callbacks.base import Control
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
-from onnxgrad.training.run.runner import Runner
+from onnxgrad.training.run.runner import Losses, Runner
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.loss_scale import SCALE, SKIPPED
+from onnxgrad.training.unseen import unseen_epochs
 
 # why `fit` ended
 MAX_ITER, CALLBACK, NOT_FINITE = "max_iter", "callback", "not finite"
@@ -106,7 +107,10 @@ class Loop:
                 self._agree()
                 self._obey()
             while state.epoch < self.last_epoch and not self.control.stop:
-                self._epoch()
+                if (count := unseen_epochs(self)) > 1:
+                    self._epochs_at_once(count)
+                else:
+                    self._epoch()
             self.runner.collect()
             state.stop_reason = CALLBACK if self.control.stop else MAX_ITER
         except (KeyboardInterrupt, SystemExit):
@@ -134,6 +138,31 @@ class Loop:
             if self.resumable:
                 restore()
             raise
+
+    def _epochs_at_once(self, count: int) -> None:
+        """Run epochs between which nothing looks at the state, in one call of the runtime."""
+        state, source, start = self.state, self.source, time.perf_counter()
+        assert isinstance(source, ArraySource)
+        with self.interrupts.held(), self._whole():
+            first, orders = state.epoch, []
+            for state.epoch in range(first, first + count):
+                orders.append(self.order(state))
+            state.epoch = first
+            piece, batches = source.epochs(orders), source.batches
+            rates = self.rates.at(state.step, piece.batches)
+            losses = self.runner.run(piece, rates, 0)
+            for i in range(count):
+                part = slice(i * batches, (i + 1) * batches)
+                self._totals = self._resumed_totals()
+                if losses is None:  # one of these epochs has the step that is not finite
+                    self._train(piece.part_of(part.start, batches))
+                else:
+                    own = Losses(losses.sums[part], losses.counts[part])
+                    self._count(batches, piece.rows, rates[part], own)
+                state.pending = False
+                self._record(0 if losses is None else (count - 1 - i) * batches)
+                self.rates.observe(state.history[-1])
+        self.progress = self._progress(time.perf_counter() - start)
 
     def _epoch(self) -> None:
         """Run one epoch, or what is left of it; end early if a callback says so."""
@@ -202,7 +231,7 @@ class Loop:
         return min(most, self.callbacks.steps_until_stop(step) or most)
 
     def _train(self, piece: Slice) -> None:
-        """Run the steps of a slice, and count them in the state."""
+        """Run the steps of a slice, and count them."""
         state, start = self.state, time.perf_counter()
         rates = self.rates.at(state.step, piece.batches)
         arguments = piece, rates, state.position
@@ -210,12 +239,17 @@ class Loop:
             self.sample = arguments
         losses = self.runner.run(*arguments)
         self._seconds[1] += time.perf_counter() - start
-        state.learning_rate = rates[-1].tolist()
         if losses is None:
-            self.failed = arguments
+            state.learning_rate, self.failed = rates[-1].tolist(), arguments
             raise self._diverged("the loss or a weight", "the state before it is kept")
-        state.position, state.pending = state.position + piece.batches, True
-        self._totals.add(losses.sums, losses.counts, piece.batches * piece.rows)
+        self._count(piece.batches, piece.rows, rates, losses)
+
+    def _count(self, batches: int, rows: int, rates: np.ndarray, losses: Losses) -> None:
+        """Count steps in the state, one for each of the batches of so many rows."""
+        state = self.state
+        state.learning_rate = rates[-1].tolist()
+        state.position, state.pending = state.position + batches, True
+        self._totals.add(losses.sums, losses.counts, batches * rows)
         state.running = self._totals.to_json()
 
     def _finish(self) -> None:
@@ -230,10 +264,14 @@ class Loop:
         self._call("on_epoch_end")
         self._obey()
 
-    def _record(self) -> None:
-        """Count the epoch, and add it to the history."""
+    def _record(self, further: int = 0) -> None:
+        """Count the epoch, and add it to the history; `further` steps after it are done."""
         state, loss = self.state, self._totals.mean
-        entry: dict[str, Any] = {"step": state.step, "epoch": state.epoch + 1, "loss": loss}
+        entry: dict[str, Any] = {
+            "step": state.step - further,
+            "epoch": state.epoch + 1,
+            "loss": loss,
+        }
         entry["learning_rate"] = self._learning_rate
         if self.runner.step.scaled:
             buffers = [state.buffers[name] for name in (SCALE, SKIPPED)]

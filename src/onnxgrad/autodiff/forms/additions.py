@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_own, read_once
+from onnxgrad.autodiff.forms.group import GRADIENT
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, is_real, rank, static
 from onnxgrad.graph.traversal import made_by
-
-_SMALL = 65_536  # elements; for more, onnxruntime adds faster by two nodes on two threads
-
-
-@rewrites("Add", group=GRADIENT)
-def add_at_once(op, node):
-    """x + (a + b) = sum(x, a, b), where nothing else reads a + b, and all have one static shape."""
-    for x, y in (node.inputs, node.inputs[::-1]):
-        if op.is_own(node) and is_own(op, y, "Add") and is_real(y) and read_once(y):
-            terms = [x, *y.producer().inputs]
-            shape = static(dims(node.outputs[0]))
-            small = shape is not None and prod(shape) <= _SMALL
-            if small and all(dims(v) == shape for v in terms):
-                return [op.Sum(*terms)]
-    return None
 
 
 @rewrites("ReduceSum", group=GRADIENT)

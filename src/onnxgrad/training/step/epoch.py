@@ -7,10 +7,11 @@ from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.invariant import is_small, move_out, shapes_from_outside
+from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
-from onnxgrad.native import Target, to_native
+from onnxgrad.native import Target, loop_to_native, to_native
 from onnxgrad.training.step.build import Step
 
 _LARGE = 1 << 16  # bytes
@@ -37,18 +38,36 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     graph.inputs.extend(inputs)
     _move_integers(body, graph)
     op = Emit(graph, all_names(body))
-    names = [str(v.name) for v in body.outputs]
     shapes_from_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
     move_out(body, op, is_small)
-    Emit(body, outer=op).give(list(body.outputs))
-    drop_unused(body)
+    results = list(body.outputs)
+    fixed = [i >= count and _is_fixed(y, body) for i, y in enumerate(results)]
+    Emit(body, outer=op).give(y for y, same in zip(results, fixed, strict=True) if not same)
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
-    outputs = op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs))
-    for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
-        outer.name = f"{names[i]}/last"
+    outputs = iter(op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs)))
+    for i, inner in enumerate(results):
+        outer = _repeated(op, inner, inputs[-1]) if fixed[i] else next(outputs)
+        outer.name = f"{inner.name}/last"
         outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
-    graph.outputs.extend(outputs)
+        graph.outputs.append(outer)
+    drop_unused(body)
+    if target is not None:
+        loop_to_native(graph, target)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+
+
+def _is_fixed(value: ir.Value, body: ir.Graph) -> bool:
+    """Return whether `value` comes from outside of `body`, or is a constant."""
+    node = value.producer()
+    return value not in body.inputs and (node is None or node.graph is not body)
+
+
+def _repeated(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
+    """Return a value of no iteration for each of them: [T, ...], as long as what is `scanned`."""
+    if value.is_initializer() and value.const_value is not None:
+        value = op.const(value.const_value.numpy())
+    length = op.vector(op.dim(scanned, 0), *[1] * (rank(value) or 0))
+    return op.emit("Expand", [value, length], {}, fresh=True)
 
 
 def _move_integers(body: ir.Graph, graph: ir.Graph) -> None:

@@ -1,0 +1,172 @@
+"""The loop over batches, whose body is the step: what leaves it, and a column of ones for biases.
+
+A linear layer of data is [x, 1] [W; b], and the gradient of [W; b] is one product. Where both are
+parts of one vector, side by side, four nodes fewer split, add up and join them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.graph.traversal import made_by
+from onnxgrad.native.phases import EPOCH
+from onnxgrad.native.scans import LoopBody, computed_outside, without_unread_inputs
+
+_PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
+
+
+# whose results are the same bits, however many steps there are
+_EXACT = ("Add", "Cast", "Div", "Max", "Min", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub")
+
+
+@rewrites(*_EXACT, group=EPOCH)
+def numbers_before(op, node):
+    """What is computed from numbers alone, one a step, such as a rate, stands before the loop."""
+    shape = static(dims(node.outputs[0]))
+    return None if op.outer is None or shape not in ((), (1,)) else computed_outside(op, node)
+
+
+rewrites("Scan", group=EPOCH)(without_unread_inputs)
+
+
+@rewrites("Unsqueeze", group=EPOCH)
+def vectors_before(op, node):
+    """A number a step becomes a vector before the loop."""
+    scan, x = LoopBody.around(op), node.inputs[0]
+    if scan is None or x not in scan.stacks or dims(x) != ():
+        return None
+    return [scan.scanned(node.outputs[0], scan.op.Unsqueeze(scan.stacks[x], [1]))]
+
+
+@rewrites("Gemm", "Add", group=EPOCH)
+def bias_as_row(op, node):
+    """x W + b = [x, 1] [W; b]."""
+    layer, scan = _layer(node), LoopBody.around(op)
+    if layer is None or scan is None or not _is_data(scan, layer[0]):
+        return None
+    x, split, i, (inner, outer) = layer
+    sizes = constant(split.inputs[1])
+    if split.graph is not op.graph or sizes is None:
+        return None
+    joined = [*sizes[:i], sizes[i] + sizes[i + 1], *sizes[i + 2 :]]
+    with op.at(split):
+        parts = [split.inputs[0]]
+        if len(joined) > 1:
+            parts = op.split(split.inputs[0], joined, 0)
+    others = [y for k, y in enumerate(split.outputs) if k not in (i, i + 1)]
+    for old, new in zip(others, [*parts[:i], *parts[i + 1 :]], strict=True):
+        ir.convenience.replace_all_uses_with(old, op.set_type_like(new, old))
+    w = op.Reshape(parts[i], [inner + 1, outer])
+    return [op.Gemm(_with_ones(scan, x), w)]
+
+
+@rewrites("Concat", group=EPOCH)
+def gradients_with_ones(op, node):
+    """[xT d, sum d] = [x, 1]T d, where d has a row for each row of the data x."""
+    scan = LoopBody.around(op)
+    if scan is None or node.attributes["axis"].value != 0 or len(dims(node.outputs[0]) or ()) != 1:
+        return None
+    for i, (part, total) in enumerate(pairwise(node.inputs)):
+        x, d = _gradients(part, total) or (None, None)
+        if x is None or not _is_data(scan, x):
+            continue
+        whole = op.Gemm(_with_ones(scan, x), d, transA=1)
+        joined = op.Reshape(whole, [-1])
+        joined.shape = ir.Shape([sum(prod(static(dims(v)) or ()) for v in (part, total))])
+        parts = [*node.inputs[:i], joined, *node.inputs[i + 2 :]]
+        return [op.Concat(*parts, axis=0) if len(parts) > 1 else joined]
+    return None
+
+
+def _gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, d) if `part` is the flat xT d, and `total` the sum of d over its rows."""
+    view, added = made_by(part, "Reshape"), made_by(total, "ReduceSum")
+    product = made_by(view.inputs[0], "Gemm") if view else None
+    if view is None or added is None or product is None or len(product.inputs) > 2:
+        return None
+    (a, b), d = product.inputs, added.inputs[0]
+    axes = constant(added.inputs[1]) if len(added.inputs) > 1 else None
+    if axes is None or axes.tolist() != [0] or a is None or b is None:
+        return None
+    if not all(map(_read_once, (part, total, view.inputs[0]))) or len(dims(d) or ()) != 2:
+        return None
+    if _attributes(product) != _PLAIN | {"transA": 1} or None in (
+        *_lengths(part),
+        *_lengths(total),
+    ):
+        return None
+    if b is d:
+        return a, b
+    # dT x, a row, has the elements of xT d
+    return (b, a) if a is d and _lengths(total) == (1,) else None
+
+
+def _layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | None:
+    """Return (x, split, i, shape) if `node` is x W + b, and nothing else reads W and b.
+
+    They are the parts i and i + 1 of `split`, and W has a `shape` (inputs, outputs).
+    """
+    product: ir.Node | None = node
+    b = node.inputs[-1]
+    if node.op_type == "Add":
+        first, second = node.inputs
+        product = made_by(first, "MatMul", "Gemm")
+        if product is None:
+            product, b = made_by(second, "MatMul", "Gemm"), first
+        if product is None or len(product.inputs) > 2 or not _read_once(product.outputs[0]):
+            return None
+    assert product is not None
+    attributes = _PLAIN if product.op_type == "MatMul" else _attributes(product)
+    x, w = product.inputs[:2]
+    view, split = made_by(w, "Reshape"), made_by(b, "Split")
+    part = view.inputs[0] if view else None
+    if x is None or b is None or part is None or split is None or part.producer() is not split:
+        return None
+    i, lengths = list(split.outputs).index(part), _lengths(w)
+    inner, outer = lengths if len(lengths) == 2 else (None, None)
+    next_to_it = list(split.outputs).index(b) == i + 1 and len(split.inputs) == 2
+    if not next_to_it or len(dims(x) or ()) != 2 or not all(map(_read_once, (b, w, part))):
+        return None
+    if attributes == _PLAIN | {"transB": 1} and inner == 1:  # a row is stored as a column
+        inner, outer = outer, inner
+    elif attributes != _PLAIN:
+        return None
+    if inner is None or outer is None or _lengths(b) != (outer,):
+        return None
+    return x, split, i, (inner, outer)
+
+
+def _is_data(scan: LoopBody, x: ir.Value) -> bool:
+    """Return whether `x` is a small scanned matrix of float32, with a known number of columns."""
+    real = x in scan.stacks and x.dtype == ir.DataType.FLOAT and scan.is_small(x)
+    return real and len(_lengths(x)) == 2 and _lengths(x)[1] is not None
+
+
+def _with_ones(scan: LoopBody, x: ir.Value) -> ir.Value:
+    """Return [x, 1], whose column of ones is written before the loop."""
+    stack = scan.op.Pad(scan.stacks[x], [0, 0, 0, 0, 0, 1], np.ones((), np.float32))
+    known = next((v for v, s in scan.stacks.items() if s is stack), None)
+    if known is not None:
+        return known
+    rows, columns = dims(x) or ()
+    assert isinstance(columns, int)
+    return scan.scanned(ir.Value(type=x.type, shape=ir.Shape([rows, columns + 1])), stack)
+
+
+def _attributes(node: ir.Node) -> dict[str, Any]:
+    return _PLAIN | {name: a.value for name, a in node.attributes.items()}
+
+
+def _lengths(v: ir.Value | None) -> tuple[int | None, ...]:
+    return tuple(d if isinstance(d, int) else None for d in dims(v) or ())
+
+
+def _read_once(v: ir.Value | None) -> bool:
+    return v is not None and len(v.uses()) == 1 and not v.is_graph_output()
