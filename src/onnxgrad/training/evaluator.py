@@ -21,6 +21,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.parallel import Group
@@ -119,7 +120,10 @@ class Evaluator:
             one = self.objective()
             multiply_adds = work(one.model.graph)
             predictions = [] if name == "sums" else one.predictions.values()
-            values = [*one.reported, *predictions, *one.states.values()]
+            reported = one.reported
+            if name != "sums":  # of predictions that are there, and not of chunks of them
+                reported = [v.meta.get(PLAIN, v) for v in reported]
+            values = [*reported, *predictions, *one.states.values()]
             self._sessions[name] = session(one.compute(*values), self.device, multiply_adds * 32)
         return self._sessions[name]
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.row_sums import NotASum, require_sums
 from onnxgrad.errors import ModelError
-from onnxgrad.losses.causal import PLAIN
+from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
 from onnxgrad.training.objective import Objective
