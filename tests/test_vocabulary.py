@@ -9,7 +9,9 @@ import onnx
 import pytest
 
 import onnxgrad as og
+import test_causal_lm
 from onnxgrad.losses import vocabulary
+from onnxgrad.model import without_elements
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from test_causal_lm import divide
@@ -257,3 +259,49 @@ def test_metrics(chunks):
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == y).mean())
     trainer.fit(X, y, validation=(X, y))
     assert {"validation_loss", "validation_accuracy"} <= set(trainer.history[-1])
+
+
+@pytest.mark.parametrize("head", ["plain", "tied", "flat"])
+def test_large_weights(head, chunks, monkeypatch):
+    """Weights in place train as weights in one graph; their gradients are not copied at the end."""
+    monkeypatch.setattr(test_causal_lm, "TABLE", RNG.standard_normal((WORDS, 8)))
+    trained = []
+    for large in (False, True):
+        if large:
+            monkeypatch.setattr(without_elements, "LARGE", 0)
+            monkeypatch.setattr(without_elements, "_EACH", 200)
+        proto = test_causal_lm.model(head, "float")
+        trainer = og.Trainer(proto, "causal_lm", train="*", optimizer="adam", learning_rate=0.1)
+        trainer.fit(test_causal_lm.IDS, test_causal_lm.LABELS, epochs=3, shuffle=False)
+        assert trainer._loop.runner.in_place == large
+        trained.append(trainer.state.weights)
+    assert len(trained[0]) == {"plain": 2, "tied": 1, "flat": 3}[head]
+    for name, array in trained[0].items():
+        np.testing.assert_allclose(trained[1][name], array, rtol=1e-5, atol=1e-5)
+
+
+def test_stack(chunks):
+    """Each member trains as a trainer of its own; a stack writes the plain form."""
+    rates, options = [0.5, 0.1], {"loss_options": {"axis": 2}, "optimizer": "sgd"}
+    stack = og.TrainerStack(model(), "cross_entropy", learning_rate=rates, **options)
+    stack.fit(X, Y, epochs=2, batch_size=2, shuffle=False)
+    for k, rate in enumerate(rates):
+        one = og.Trainer(model(), "cross_entropy", learning_rate=rate, **options)
+        one.fit(X, Y, epochs=2, batch_size=2, shuffle=False)
+        for name, w in one.state.weights.items():
+            np.testing.assert_allclose(stack.state.weights[name][k], w, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("hard", ["cross_entropy", "causal_lm"])
+def test_distillation(hard, chunks):
+    """It reads all logits, and its hard loss has a gradient, too."""
+    x, teacher = X.astype(np.float32), model("float")
+    loss = og.distillation(teacher, hard, alpha=0.0, axis=2)
+    options = {"optimizer": "sgd", "learning_rate": 1.0, "train": ["head"]}
+    trainer = og.Trainer(model("float"), loss, **options)
+    before = trainer.state.weights["head"].copy()
+    y = np.abs(Y) % WORDS
+    trainer.fit(x, y, batch_size=ROWS, shuffle=False)
+    _, gradients = expected(X, y, shift=hard == "causal_lm")
+    found = before - trainer.state.weights["head"]
+    np.testing.assert_allclose(found, gradients["head"], rtol=1e-4, atol=1e-5)

@@ -135,7 +135,8 @@ class TrainingLoss:
             weight for each; axes of unknown length may have length 1.
         labelled: whether there are labels; without, a language model has its own tokens.
         in_chunks: whether the loss of a language model may be a Scan that depends on weights.
-        wrt: the values with respect to which the graph will be differentiated, if at all.
+        wrt: the values with respect to which the graph will be differentiated; None: not known,
+            so that nothing is written in chunks.
         mixed: how rows are mixed; None: they are not.
     """
 
@@ -145,7 +146,7 @@ class TrainingLoss:
     weight_shape: Shape | None
     labelled: bool = True
     in_chunks: bool = True
-    wrt: Sequence[ir.Value] = ()
+    wrt: Sequence[ir.Value] | None = None
     mixed: MixedRows | None = None
 
     def differentiated(
@@ -210,30 +211,40 @@ class TrainingLoss:
                 axes = 1 if by_row or len(ranks) > 1 else ranks[0]
                 written.weight = sample_weight(op, predictions.values(), axes or 1)
             for name, one in found.items():
-                weight, own, mine = written.weight, one.gradient, None
-                if one.info.shift and weight is not None and rank(weight) == 2:  # as the labels
-                    every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
-                    weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
-                total, count = sum_and_count(op, one.terms, one.label, weight)
-                if self.mixed is not None and one.of_partners is not None:  # of an equal count
-                    label, terms = one.of_partners
-                    other = None if weight is None else self.mixed.of_partners(op, weight)
-                    theirs, _ = sum_and_count(op, terms, label, other)
-                    total = self.mixed.blend(op, total, theirs)
-                if own is not None and weight is not None:
-                    own = own[0], scaled_rows(op, own[1], weight)
-                if own is not None:
-                    mine = scaled([own])
-                elif one.of_words is not None and self.in_chunks and self.mixed is None:
-                    logits, labels = one.of_words
-                    labels = replace(labels, weight=written.weight)
-                    total, count, mine = in_chunks(op, logits, labels, self.wrt, (total, count))
-                written.add(total, count, float(self.factors.get(name, 1.0)), mine)
-                written.add_label(one.label, name, one.info)
+                self._add_terms(op, written, name, one)
             for name, x in predictions.items():
                 if (spec := self._causal(name)) is not None:
                     self._add_causal(op, written, spec, (name, x), labels[name])
         return written
+
+    def _add_terms(self, op: Emit, written: Written, name: str, one: OutputTerms) -> None:
+        """Write the sum of the terms of one output, and add it to what is written."""
+        weight, own = written.weight, one.gradient
+        mine: OwnGradients | None = None
+        if one.info.shift and weight is not None and rank(weight) == 2:  # as the labels
+            every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
+            weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
+        total, count = sum_and_count(op, one.terms, one.label, weight)
+        if self.mixed is not None and one.of_partners is not None:  # of an equal count
+            label, terms = one.of_partners
+            other = None if weight is None else self.mixed.of_partners(op, weight)
+            theirs, _ = sum_and_count(op, terms, label, other)
+            total = self.mixed.blend(op, total, theirs)
+        if own is not None and weight is not None:
+            own = own[0], scaled_rows(op, own[1], weight)
+        if own is not None:
+            mine = scaled([own])
+        elif one.of_words is not None and self._divided is not None and self.mixed is None:
+            logits, words = one.of_words
+            words = replace(words, weight=written.weight)
+            total, count, mine = in_chunks(op, logits, words, self._divided, (total, count))
+        written.add(total, count, float(self.factors.get(name, 1.0)), mine)
+        written.add_label(one.label, name, one.info)
+
+    @property
+    def _divided(self) -> Sequence[ir.Value] | None:
+        """What gradients of losses in chunks are with respect to; None: write the plain form."""
+        return self.wrt if self.in_chunks else None
 
     def _causal(self, name: str) -> LossSpec | None:
         """Return the loss of an output if it is that of a language model."""
@@ -257,7 +268,7 @@ class TrainingLoss:
         else:
             info = replace(LossInfo.of(spec, logits), axis=2, from_logits=True, shift=True)
             written.add_label(label, name, info)
-        of = written.weight, ignored, self.wrt if self.in_chunks else None
+        of = written.weight, ignored, self._divided
         total, count, own = write_causal(op, logits, label, *of)
         written.add(total, count, float(self.factors.get(name, 1.0)), own)
 

@@ -25,7 +25,7 @@ from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import Labels, Positions, logit_gradient, weighted_sum
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.word_blocks import ByWords, block_of
+from onnxgrad.losses.word_blocks import ByWords, sizes_of
 
 PLAIN = "onnxgrad.plain"  # metadata key of a sum: the same by the plain formula
 # From so many words on, by blocks of words: the second product takes as long as carrying the
@@ -84,14 +84,15 @@ def in_chunks(
     active, _ = dependent(list(op.graph), wrt)
     shared = [x for x in head.shared if x in active and is_real(x)]
     wanted = [x for x in head.leaves if x in active]
-    block = block_of(words)
-    axes = head.vocabulary_axes() if shared and block and words >= MANY_WORDS else None
-    most = 128
+    sizes = sizes_of(words) if shared else None
+    many = sizes is not None and sizes[0] >= MANY_WORDS
+    axes, most = head.vocabulary_axes() if many else None, 128
     if isinstance(words, int):
         most = min(max(2 ** round(log2(_ELEMENTS / words)), 16), 4096)
     positions = Positions(op, labels, words, dtype, most if axes is None else None)
-    if axes is not None:
-        by_words = ByWords(op, head, positions, axes, (words, block), labels.smoothing)
+    own: OwnGradients
+    if axes is not None and sizes is not None:
+        by_words = ByWords(op, head, positions, axes, sizes, labels.smoothing)
         total, own = by_words.total, partial(by_words.write, shared, wanted)
     else:
         total, pairs = _by_positions(op, head, positions, shared, wanted, labels.smoothing)
@@ -182,7 +183,7 @@ def _write_some(
             return [loss]
         hit = inner.Expand(inner.const(smoothing - 1.0, dtype), inner.Shape(index))
         column = inner.Unsqueeze(weights, [1])
-        share = smoothing / head.width if smoothing else 0.0
+        share = smoothing / head.width if isinstance(head.width, int) else 0.0
         dz = logit_gradient(inner, inner.Exp(log_p), (index, hit), column, share)
         found = head.sweep(inner, z, dz, [*shared, *(rows[x] for x in wanted)])
         sums = [b + g for b, g in zip(before[1:], found, strict=False)]

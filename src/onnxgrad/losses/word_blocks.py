@@ -25,13 +25,14 @@ _LEAST = {ir.DataType.FLOAT: np.finfo(np.float32).min, ir.DataType.DOUBLE: np.fi
 Pairs = list[tuple[ir.Value, ir.Value]]
 
 
-def block_of(words: Any) -> int | None:
-    """Return how many words are a block: a divisor of all near `BLOCK`, or None."""
+def sizes_of(words: Any) -> tuple[int, int] | None:
+    """Return how many words there are, and a block has: a divisor near `BLOCK`; None: no such."""
     if not isinstance(words, int):
         return None
     near = range(min(8 * BLOCK, words), BLOCK // 4 - 1, -1)
     divisors = (d for d in near if words % d == 0)
-    return min(divisors, key=lambda d: abs(log2(d / BLOCK)), default=None)
+    block = min(divisors, key=lambda d: abs(log2(d / BLOCK)), default=None)
+    return None if block is None else (words, block)
 
 
 class ByWords:
@@ -75,8 +76,9 @@ class ByWords:
 
     def _forward(self) -> tuple[ir.Value, ir.Value]:
         """Write the logarithm of the sum of the exponentials, and the losses, (positions, 1)."""
-        op, zero = self.op, self.op.zeros_like(self.weights)
-        least = op.set_type_like(zero + op.const(_LEAST[self.dtype], self.dtype), zero)
+        op, zero, dtype = self.op, self.op.zeros_like(self.weights), self.dtype
+        assert dtype is not None
+        least = op.set_type_like(zero + op.const(_LEAST[dtype], dtype), zero)
         starts = [least, zero, zero, *([zero] if self.smoothing else [])]
         inner, operands, sliced = self._body(starts)
         most, total, chosen, *sums = inner.graph.inputs[: len(starts)]
@@ -90,7 +92,7 @@ class ByWords:
             chosen = chosen + inner.Where(inside, here, inner.const(0.0, self.dtype))
             sums = [s + inner.ReduceSum(z, [1], keepdims=1) for s in sums]
             inner.give([new, total, chosen, *sums])
-        found = self._scan(inner, operands, len(starts))
+        found = self._scan(inner, operands, len(starts), len(starts))
         most, total, chosen, *sums = (op.set_type_like(y, zero) for y in found)
         lse = op.set_type_like(most + op.Log(total), zero)
         for s in sums:
@@ -118,7 +120,7 @@ class ByWords:
             found = self.head.sweep(inner, z, dz, [*summed, *(sliced[x] for x in scanned)])
             sums = [b + g for b, g in zip(before, found, strict=False)]
             inner.give([*sums, *found[len(summed) :]])
-        results = self._scan(inner, operands, len(summed) + len(scanned))
+        results = self._scan(inner, operands, len(summed), len(summed) + len(scanned))
         whole = [self._joined(y, x) for x, y in zip(scanned, results[len(summed) :], strict=True)]
         totals = (op.set_type_like(y, x) for y, x in zip(results, summed, strict=False))
         return [*zip(summed, totals, strict=True), *zip(scanned, whole, strict=True)]
@@ -172,14 +174,18 @@ class ByWords:
         )
         return inner.Where(inside, index, np.int64(0)), inside
 
-    def _scan(self, inner: Emit, operands: Sequence[ir.Value], outputs: int) -> list[ir.Value]:
-        states = sum(x.name.startswith("sum") for x in inner.graph.inputs)
+    def _scan(
+        self, inner: Emit, operands: Sequence[ir.Value], states: int, outputs: int
+    ) -> list[ir.Value]:
         attributes = {"body": inner.graph, "num_scan_inputs": len(operands) - states}
         return self.op.emit_many("Scan", operands, attributes, outputs, fresh=True)
 
     def _joined(self, stack: ir.Value, like: ir.Value) -> ir.Value:
         """Return the gradient of `like` from those of its parts, stacked in front."""
         op, axis, shape = self.op, self.axes[like], dims(like) or ()
+        part = [*shape[:axis], self.block, *shape[axis + 1 :]]
+        stack.type = like.type
+        stack.shape = ir.Shape([self.words // self.block, *part])
         if axis:
             order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape) + 1)]
             stack = op.Transpose(stack, perm=order)
