@@ -56,16 +56,15 @@ def build_half(step: Step, target: Target) -> ModelProto:
     graph = step.model.graph
     to_native(graph, target)
     for i in range(len(step.groups)):
-        graph.outputs[i] = _same_elements(graph.outputs[i])
+        y = graph.outputs[i]
+        node = made_by(y, "Reshape")
+        x = None if node is None else node.inputs[0]
+        known = x is not None and x.producer() is not None and static(dims(x)) is not None
+        if x is not None and node is not None and known and not x.is_graph_output():
+            graph.outputs[i] = x  # the Reshape would copy it
+            if not y.uses():
+                graph.remove(node, safe=True)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
-
-
-def _same_elements(y: ir.Value) -> ir.Value:
-    """Return the value that a last Reshape copies, of static shape, or `y`."""
-    node = made_by(y, "Reshape")
-    x = None if node is None else node.inputs[0]
-    known = x is not None and x.producer() is not None and static(dims(x)) is not None
-    return x if x is not None and known and not x.is_graph_output() else y
 
 
 class InPlace(Runner):
