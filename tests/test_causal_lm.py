@@ -7,7 +7,8 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.losses import causal
+from onnxgrad.graph.shapes import dims
+from onnxgrad.losses import vocabulary, word_blocks
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.row_parts import splits
@@ -106,11 +107,37 @@ def check(found, loss, gradients, rtol=1e-9):
         np.testing.assert_allclose(gradient, gradients[name], rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("elements", [1 << 24, 16 * WORDS])  # 16 positions are the smallest chunk
+@pytest.fixture(params=["whole", "positions", "words"])
+def chunks(request, monkeypatch):
+    """How the logits are divided; 16 positions are the smallest chunk."""
+    divide(monkeypatch, request.param)
+
+
+def divide(monkeypatch, chunks):
+    monkeypatch.setattr(vocabulary, "_ELEMENTS", 1 << 24 if chunks == "whole" else 16 * WORDS)
+    monkeypatch.setattr(vocabulary, "MANY_WORDS", 1 if chunks == "words" else 1 << 20)
+    monkeypatch.setattr(word_blocks, "BLOCK", 8)
+    monkeypatch.setattr(vocabulary, "MANY_CLASSES", 1)
+
+
 @pytest.mark.parametrize("head", HEADS)
-def test_loss_and_gradients(head, elements, monkeypatch):
-    monkeypatch.setattr(causal, "_ELEMENTS", elements)
+def test_loss_and_gradients(head, chunks):
     check(stepped(model(head), IDS, LABELS), *expected(head, LABELS))
+
+
+@pytest.mark.parametrize("head", ["plain", "tied", "bias", "softcap", "flat"])
+def test_blocks_of_words(head, monkeypatch):
+    """No node has the logits of all words, and no Scan carries the gradient of the matrix."""
+    divide(monkeypatch, "words")
+    trainer = og.Trainer(model(head, "float"), "causal_lm", train="*")
+    recipe = Recipe(trainer, Facts.of(trainer, as_dataset(IDS, LABELS)))
+    graph = recipe.step(recipe.objective()).model.graph
+    scans = [node for node in graph if node.op_type == "Scan"]
+    bodies = [node.attributes["body"].as_graph() for node in scans]
+    shapes = [dims(y) for body in bodies for node in body for y in node.outputs]
+    assert sum((shape or ())[-1:] == (8,) and len(shape) == 2 for shape in shapes) > 9
+    assert not any(WORDS in (shape or ()) for shape in shapes)
+    assert not any(WORDS in (dims(x) or ()) for body in bodies for x in body.inputs)
 
 
 def test_without_labels():
@@ -132,13 +159,13 @@ def test_without_labels():
 
 
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, TOKENS)])
-def test_weights(shape):
+def test_weights(shape, chunks):
     weight = RNG.random(shape)
     wide = weight if len(shape) == 2 else weight[:, None]
     check(stepped(model("bias"), IDS, LABELS, weight), *expected("bias", LABELS, wide))
 
 
-def test_ignored():
+def test_ignored(chunks):
     found = stepped(
         model("plain"), IDS, np.where(LABELS == -100, 5, LABELS), loss_options={"ignore_index": 5}
     )
@@ -151,7 +178,7 @@ def test_ignored():
     np.testing.assert_array_equal(trainer.state.weights["head"], before)
 
 
-def test_accumulated_is_one_batch():
+def test_accumulated_is_one_batch(chunks):
     """The mean is over the labels of all micro-batches, which have different numbers of them."""
     trainer = og.Trainer(
         model("bias"), "causal_lm", optimizer="sgd", learning_rate=1.0, train="*", accumulate=2
@@ -204,7 +231,7 @@ def test_logits_are_not_written():
     assert any(node.op_type == "Scan" for node in step.model.graph)
 
 
-def test_rows_are_divided():
+def test_rows_are_divided(chunks):
     """Processes prove, by the plain formula, that the gradients of their rows add up."""
     trainer = og.Trainer(model("softcap"), "causal_lm", train="*")
     objective = Recipe(trainer, Facts.of(trainer, as_dataset(IDS, LABELS))).objective()

@@ -161,6 +161,22 @@ def test_an_expand_that_gives_the_shape_stays():
 
 
 @READ
+@pytest.mark.parametrize("swap", [False, True])
+def test_rows_are_added_to_a_sum(swap, read):
+    x, u = value("x", 9, 3), value("u", 4, 3)
+    index = ir.Value(name="i", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([4, 3]))
+    op = emitter(x, u, index)
+    with op:
+        zeros = op.set_type_like(op.Expand(np.float32(0), [9, 3]), x)
+        rows = op.ScatterElements(zeros, index, u, axis=0, reduction="add")
+        rows = op.set_type_like(rows, x)
+        y = op.Add(rows, x) if swap else op.Add(x, rows)
+    feed = {"x": numbers(9, 3), "u": numbers(4, 3, seed=1), "i": np.int64([[0] * 3, [8] * 3] * 2)}
+    left = check(op, [y], read, feed)
+    assert ("Add" in left) == read
+
+
+@READ
 @ROWS
 @pytest.mark.parametrize("keepdims", [0, 1])
 def test_sums_of_squares(rows, keepdims, read):

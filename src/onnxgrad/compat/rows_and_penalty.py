@@ -15,7 +15,8 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import Pairs, Written
+from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.vocabulary import OwnGradients, scaled
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator
@@ -67,7 +68,7 @@ class RowsAndPenalty:
             for w in (inputs[name] for name in self.weights)
             if w.uses() and (term := self.penalty.penalty(op, str(w.name), w)) is not None
         ]
-        own: list[Pairs | None] = [[(prediction, gradient)]]
+        own: list[OwnGradients | None] = [scaled([(prediction, gradient)])]
         if penalties:
             sums, own = [*sums, op.total(penalties)], [*own, None]
         info = replace(self.loss.info(prediction), label=label.name, prediction=name)

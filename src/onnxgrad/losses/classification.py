@@ -132,7 +132,7 @@ def binary_cross_entropy(
     """
     weight = None
     if class_weight is not None:  # that of a label between 0 and 1 is in between
-        zero, one = _weight_array(class_weight, 2).tolist()
+        zero, one = weight_array(class_weight, 2).tolist()
         weight = zero + (one - zero) * label
     if label_smoothing:
         label = (1.0 - label_smoothing) * label + 0.5 * label_smoothing
@@ -206,7 +206,7 @@ class _Classes:
 
     def weights(self, class_weight: Any, index: ir.Value | None = None) -> ir.Value:
         """Write the weight of each class, (C,), or of each class in `index`."""
-        op, array = self.op, _weight_array(class_weight, self.count)
+        op, array = self.op, weight_array(class_weight, self.count)
         dtype: Any = self.prediction.dtype
         if self.count is None and isinstance(class_weight, Mapping):  # a chain of comparisons
             weight, index = op.const(1.0, dtype), self.indices() if index is None else index
@@ -246,7 +246,7 @@ def _classes(op, prediction, label, axis, shift):
     return _Classes(op, before, axis), after
 
 
-def _weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
+def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
     """Return the class weights as an array of `classes` entries, of any number for None.
 
     Raises:
@@ -279,7 +279,7 @@ def _weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
 
 
 def _require_positive(class_weight: Any) -> None:
-    if not _weight_array(class_weight, None).all():
+    if not weight_array(class_weight, None).all():
         raise ValueError(
             f"{named('class_weight')} holds zeros, which label_smoothing cannot be combined with: "
             "name the class as ignore_index, or give it a small weight"

@@ -23,6 +23,7 @@ from onnxgrad.losses.mixed_rows import MixedRows, check_mixable
 from onnxgrad.losses.output_terms import OutputTerms, formula_terms
 from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
+from onnxgrad.losses.vocabulary import OwnGradients, in_chunks, scaled
 from onnxgrad.model.convert import non_tensor, tensor_behind
 
 ALIASES = {
@@ -33,7 +34,6 @@ ALIASES = {
 }
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
-Pairs = Sequence[tuple[ir.Value, ir.Value]]  # several of these
 Shape = Sequence[int]
 Values = Mapping[str, ir.Value]
 
@@ -70,8 +70,8 @@ class Written:
         weight: the new input of sample weights, or None. They multiply the weights of the terms:
             (N,), those of a row; or with as many axes as the losses, to whose shape they are
             broadcast.
-        gradients: for each output, values and the gradients of the sum with respect to them, where
-            the loss writes these itself; else None.
+        gradients: for each output, what writes gradients of the scaled sum, where the loss writes
+            these itself; else None.
         needs_no_label: whether it is known that no input is a label.
     """
 
@@ -81,11 +81,15 @@ class Written:
     labels: list[ir.Value] = field(default_factory=list)
     infos: dict[str, LossInfo] = field(default_factory=dict)
     weight: ir.Value | None = None
-    gradients: list[Pairs | None] = field(default_factory=list)
+    gradients: list[OwnGradients | None] = field(default_factory=list)
     needs_no_label: bool = False
 
     def add(
-        self, total: ir.Value, count: ir.Value, factor: float = 1.0, own: Pairs | None = None
+        self,
+        total: ir.Value,
+        count: ir.Value,
+        factor: float = 1.0,
+        own: OwnGradients | None = None,
     ) -> None:
         """Add the sums of one output."""
         self.sums.append(total)
@@ -114,11 +118,8 @@ class Written:
         seeds: dict[ir.Value, list[ir.Value]] = {}
         with op:
             for total, scale, own in zip(self.sums, scales, self.gradients, strict=True):
-                if own is None:
-                    seeds.setdefault(total, []).append(scale)
-                for value, g in own or ():
-                    scaled = op.Mul(g, op.Cast(scale, to=g.dtype))
-                    seeds.setdefault(value, []).append(op.set_type_like(scaled, value))
+                for value, g in [(total, scale)] if own is None else own(op, scale):
+                    seeds.setdefault(value, []).append(g)
             return {value: op.total(gs) for value, gs in seeds.items()}
 
 
@@ -134,7 +135,8 @@ class TrainingLoss:
             weight for each; axes of unknown length may have length 1.
         labelled: whether there are labels; without, a language model has its own tokens.
         in_chunks: whether the loss of a language model may be a Scan that depends on weights.
-        wrt: the values with respect to which the graph will be differentiated, if at all.
+        wrt: the values with respect to which the graph will be differentiated; None: not known,
+            so that nothing is written in chunks.
         mixed: how rows are mixed; None: they are not.
     """
 
@@ -144,7 +146,7 @@ class TrainingLoss:
     weight_shape: Shape | None
     labelled: bool = True
     in_chunks: bool = True
-    wrt: Sequence[ir.Value] = ()
+    wrt: Sequence[ir.Value] | None = None
     mixed: MixedRows | None = None
 
     def differentiated(
@@ -209,25 +211,40 @@ class TrainingLoss:
                 axes = 1 if by_row or len(ranks) > 1 else ranks[0]
                 written.weight = sample_weight(op, predictions.values(), axes or 1)
             for name, one in found.items():
-                weight, own = written.weight, one.gradient
-                if one.info.shift and weight is not None and rank(weight) == 2:  # as the labels
-                    every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
-                    weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
-                total, count = sum_and_count(op, one.terms, one.label, weight)
-                if self.mixed is not None and one.of_partners is not None:  # of an equal count
-                    label, terms = one.of_partners
-                    other = None if weight is None else self.mixed.of_partners(op, weight)
-                    theirs, _ = sum_and_count(op, terms, label, other)
-                    total = self.mixed.blend(op, total, theirs)
-                if own is not None and weight is not None:
-                    own = own[0], scaled_rows(op, own[1], weight)
-                pairs = None if own is None else [own]
-                written.add(total, count, float(self.factors.get(name, 1.0)), pairs)
-                written.add_label(one.label, name, one.info)
+                self._add_terms(op, written, name, one)
             for name, x in predictions.items():
                 if (spec := self._causal(name)) is not None:
                     self._add_causal(op, written, spec, (name, x), labels[name])
         return written
+
+    def _add_terms(self, op: Emit, written: Written, name: str, one: OutputTerms) -> None:
+        """Write the sum of the terms of one output, and add it to what is written."""
+        weight, own = written.weight, one.gradient
+        mine: OwnGradients | None = None
+        if one.info.shift and weight is not None and rank(weight) == 2:  # as the labels
+            every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
+            weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
+        total, count = sum_and_count(op, one.terms, one.label, weight)
+        if self.mixed is not None and one.of_partners is not None:  # of an equal count
+            label, terms = one.of_partners
+            other = None if weight is None else self.mixed.of_partners(op, weight)
+            theirs, _ = sum_and_count(op, terms, label, other)
+            total = self.mixed.blend(op, total, theirs)
+        if own is not None and weight is not None:
+            own = own[0], scaled_rows(op, own[1], weight)
+        if own is not None:
+            mine = scaled([own])
+        elif one.of_words is not None and self._divided is not None and self.mixed is None:
+            logits, words = one.of_words
+            words = replace(words, weight=written.weight)
+            total, count, mine = in_chunks(op, logits, words, self._divided, (total, count))
+        written.add(total, count, float(self.factors.get(name, 1.0)), mine)
+        written.add_label(one.label, name, one.info)
+
+    @property
+    def _divided(self) -> Sequence[ir.Value] | None:
+        """What gradients of losses in chunks are with respect to; None: write the plain form."""
+        return self.wrt if self.in_chunks else None
 
     def _causal(self, name: str) -> LossSpec | None:
         """Return the loss of an output if it is that of a language model."""
@@ -251,9 +268,9 @@ class TrainingLoss:
         else:
             info = replace(LossInfo.of(spec, logits), axis=2, from_logits=True, shift=True)
             written.add_label(label, name, info)
-        of = written.weight, ignored, self.wrt if self.in_chunks else None
-        total, count, pairs = write_causal(op, logits, label, *of)
-        written.add(total, count, float(self.factors.get(name, 1.0)), pairs)
+        of = written.weight, ignored, self._divided
+        total, count, own = write_causal(op, logits, label, *of)
+        written.add(total, count, float(self.factors.get(name, 1.0)), own)
 
     def _terms(self, op: Emit, prediction: ir.Value, name: str, label_name: str) -> OutputTerms:
         """Write the terms of one output."""

@@ -14,7 +14,9 @@ from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.mixed_rows import MixedRows
+from onnxgrad.losses.positions import Labels
 from onnxgrad.losses.spec import LossSpec, Terms
+from onnxgrad.losses.vocabulary import labels_of_words
 
 Shape = Sequence[int]
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
@@ -26,6 +28,7 @@ class OutputTerms:
 
     `gradient`: a value, and the gradient of the sum of the terms with respect to it, where the loss
     writes that itself. `of_partners`: the label of the row that each is mixed with, and its terms.
+    `of_words`: logits of so many classes that they are better computed in chunks, and the labels.
     """
 
     label: ir.Value
@@ -33,6 +36,7 @@ class OutputTerms:
     info: LossInfo
     gradient: OwnGradient = None
     of_partners: tuple[ir.Value, Terms] | None = None
+    of_words: tuple[ir.Value, Labels] | None = None
 
 
 def formula_terms(
@@ -53,7 +57,7 @@ def formula_terms(
         spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
     plain = decide_options(spec, prediction)
     applied, value = before_activation(op, spec, plain, prediction)
-    value = wide(op, value)
+    logits, value = value, wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
     widen_label(label)
     options = plain.all_options
@@ -67,7 +71,9 @@ def formula_terms(
     if mixed is not None:
         other = mixed.label_of_partners(op, label)
         of_partners = other, applied.terms(op, value, other)
-    return OutputTerms(label, terms, info, of_partners=of_partners)
+    words = labels_of_words(applied, logits, label)
+    of_words = None if words is None else (logits, words)
+    return OutputTerms(label, terms, info, of_partners=of_partners, of_words=of_words)
 
 
 def widen_label(label: ir.Value) -> None:

@@ -20,6 +20,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
@@ -137,6 +138,8 @@ class Evaluator:
             one = self.objective()
             graph, losses = one.model.graph, [] if name == "predictions" else one.reported
             predictions = [] if name == "losses" else one.predictions.values()
+            if predictions:  # the losses of these, and not of chunks of them
+                losses = [v.meta.get(PLAIN, v) for v in losses]
             graph.outputs[:] = [*losses, *predictions, *one.states.values()]
             tidy(one.model)
             if not losses:  # labels are not read

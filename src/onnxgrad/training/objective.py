@@ -247,8 +247,8 @@ def build_objective(
             own = results[plan.loss_output]
             written = write_model_loss(op, proto, own, data, plan.row_weight, plan.reduction)
         else:
-            if training and isinstance(loss, OfOutputs):  # it may write its gradient itself
-                loss = loss.differentiated(trained, form.mixed)
+            if isinstance(loss, OfOutputs):  # it may write its gradient itself
+                loss = loss.differentiated(trained if training else (), form.mixed)
             written = loss.write(op, results, weighted)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)

@@ -8,11 +8,29 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT
+from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_zero, read_once
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, is_real, rank, static
 from onnxgrad.graph.traversal import made_by
+
+
+@rewrites("Add", group=GRADIENT)
+def scatter_into_sum(op, node):
+    """x + scatter(0, i, u) = scatter(x, i, u), which adds u; its sums are in another order.
+
+    So is the gradient of a table that is read by rows, and as a matrix. Zeros would be as large.
+    """
+    for x, y in (node.inputs, node.inputs[::-1]):
+        rows = op.is_own(node) and is_own(op, y, "ScatterElements") and read_once(y)
+        made = y.producer() if rows else None
+        if made is None or made.attributes.get_string("reduction", "none") != "add":
+            continue
+        exact = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE) and static(dims(x)) is not None
+        if exact and is_zero(op, made.inputs[0]) and dims(x) == dims(y) == dims(node.outputs[0]):
+            attributes = {name: a.value for name, a in made.attributes.items()}
+            return [op.ScatterElements(x, *made.inputs[1:], **attributes)]
+    return None
 
 
 @rewrites("ReduceSum", group=GRADIENT)

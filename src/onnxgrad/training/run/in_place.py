@@ -18,6 +18,8 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
+from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.traversal import made_by
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.binding import Binding, bind_output
@@ -53,6 +55,15 @@ def build_half(step: Step, target: Target) -> ModelProto:
     """Return the first half of a step, in the native form of sessions on `target`."""
     graph = step.model.graph
     to_native(graph, target)
+    for i in range(len(step.groups)):
+        y = graph.outputs[i]
+        node = made_by(y, "Reshape")
+        x = None if node is None else node.inputs[0]
+        known = x is not None and x.producer() is not None and static(dims(x)) is not None
+        if x is not None and node is not None and known and not x.is_graph_output():
+            graph.outputs[i] = x  # the Reshape would copy it
+            if not y.uses():
+                graph.remove(node, safe=True)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
@@ -64,6 +75,10 @@ class InPlace(Runner):
     def __init__(self, model: ModelProto, step: Step, device: Any, work: float, *more: Any) -> None:
         super().__init__(model, step, device, work, *more)
         models = step.updates or ()
+        self.shapes = {  # of gradients, which may have other axes than the group
+            y.name: [d.dim_value for d in y.type.tensor_type.shape.dim]
+            for y in model.graph.output[: len(step.groups)]
+        }
         self.updates = [  # of the groups that this process updates
             None if model is None else _Update(g, model, work)
             for g, model in zip(step.groups, models, strict=True)
@@ -135,7 +150,8 @@ class InPlace(Runner):
         running = self.sessions.of(piece.arrays)
         if not self.gradients:
             self.gradients = [np.empty_like(next(iter(own))) for own in self.by_group()]
-        into = dict(zip(self.outputs, self.gradients, strict=False))
+        pairs = zip(self.outputs, self.gradients, strict=False)
+        into = {name: g.reshape(self.shapes.get(name, g.shape)) for name, g in pairs}
         return Binding(running, self.device).run(inputs, self.outputs, into=into)
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ from onnxgrad.autodiff.row_sums import NotASum, require_sums
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import coefficient, dims, is_stated, static
-from onnxgrad.losses.causal import PLAIN
+from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.session import work
@@ -78,7 +78,7 @@ def sized(objective: Objective, axes: Axes, shapes: Shapes) -> Footprint | None:
     return None if proven is None else Footprint(proven.graph, *names)
 
 
-def splits(objective: Objective, axes: Mapping[str, int | None], lengths: Shapes) -> bool:
+def splits(objective: Objective, axes: Axes, lengths: Shapes) -> bool:
     """Return whether the gradient of a batch is proven to be the sum of those of its parts.
 
     Args:

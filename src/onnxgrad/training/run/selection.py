@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.native import Target
 from onnxgrad.parallel import Alone, DataParallel
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
@@ -88,8 +89,8 @@ class Compiled:
             shared.warn(objective, source)
             rows //= shared.part.size
         across, fixed = None if shared is None else shared.across, _fixed_rows(source, fields)
-        if most is not None and not splits(objective, source.axes, source.batch_shapes()):
-            most = None
+        if isinstance(source, ArraySource) and most is not None:
+            most = most if splits(objective, source.axes, source.batch_shapes()) else None
         if most is not None:
             work, rows, across = work * most / rows, most, Across(WHOLE)
         self.step = step = recipe.step(objective, across=across, fixed_rows=fixed, rows=rows)
@@ -111,6 +112,7 @@ class Compiled:
         trainer = recipe.trainer
         whole = sharing is not None or trainer.members is not None or trainer.accumulate > 1
         whole |= trainer.device.kind != "cpu" or _fixed_rows(source, fields) is not None
+        whole |= any(PLAIN in value.meta for value in self.objective.reported)  # the loss does
         if whole or not isinstance(source, ArraySource):
             return None
         shapes, rows = source.batch_shapes(), source.batch_size

@@ -1,0 +1,121 @@
+"""The positions at which logits of a large vocabulary are compared with labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.losses.classification import weight_array
+
+_END = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the logits are compared with.
+
+    - `label`: class indices, of the shape of the logits without the last axis.
+    - `weight`: of rows, or of labels; None: 1.
+    - `ignore_index`: the label that has no loss.
+    - `shift`: the logits at a position of axis 1 are compared with the label at the next one.
+    - `smoothing`, `class_weight`: as `label_smoothing` and `class_weight` of `cross_entropy`, one
+      of which may be set.
+    """
+
+    label: ir.Value
+    weight: ir.Value | None
+    ignore_index: int
+    shift: bool = False
+    smoothing: float = 0.0
+    class_weight: Any = None
+
+
+class Positions:
+    """The positions whose logits a label reads, in chunks; what lacks has the weight 0.
+
+    Without `most`, the positions of a chunk, they are one.
+
+    Attributes:
+        total: the sum of the weights, computed from labels and weights only.
+        target, weights: the label that is compared, and its weight, (count, size).
+    """
+
+    def __init__(
+        self, op: Emit, labels: Labels, words: Any, dtype: ir.DataType, most: int | None
+    ) -> None:
+        self.op, label, last = op, labels.label, None
+        ignored = np.int64(labels.ignore_index)
+        target = label
+        if labels.shift:
+            last = op.vector(op.dim(label, 0), 1)
+            none = op.Expand(ignored, last)
+            target = op.Concat(op.Slice(label, [1], [_END], [1]), none, axis=1)
+        target = op.Reshape(target, [-1])
+        kept = op.Not(op.Equal(target, ignored))
+        weights = op.Cast(kept, to=dtype)
+        if labels.weight is not None:
+            weights = weights * self._weights(op.Cast(labels.weight, to=dtype), label, last)
+        at = op.Squeeze(op.NonZero(kept), [0])
+        if labels.class_weight is not None:
+            table = weight_array(labels.class_weight, words).astype(dtype.numpy())
+            weights = weights * op.Gather(op.const(table), op.Where(kept, target, np.int64(0)))
+        self.total = op.ReduceSum(weights, keepdims=0)
+        self.total.shape = ir.Shape([])
+        number, one = op.Size(at), np.int64(1)
+        count: Any = one
+        if most is not None:
+            count = op.Max((number + np.int64(most - 1)) / np.int64(most), one)
+        size = op.Max((number + count - one) / count, one)
+        self.lengths = [op.Reshape(v, [1]) for v in (count, size)]
+        pads = op.Concat([0], op.Reshape(count * size - number, [1]), axis=0)
+        self.at = op.Pad(at, pads)
+        self.target, self.weights = (
+            self._chunks(op.Pad(op.Gather(v, at), pads)) for v in (target, weights)
+        )
+
+    def _weights(self, weight: ir.Value, label: ir.Value, last: Any) -> ir.Value:
+        """Return the weights of all positions, in one axis."""
+        op = self.op
+        if rank(weight) == 1:
+            weight = op.Reshape(weight, [-1] + [1] * ((rank(label) or 1) - 1))
+        every = op.Expand(weight, op.Shape(label))
+        if last is not None:
+            zero = op.Expand(op.const(0.0, weight.dtype), last)
+            every = op.Concat(op.Slice(every, [1], [_END], [1]), zero, axis=1)
+        return op.Reshape(every, [-1])
+
+    def _chunks(self, x: ir.Value, *width: int) -> ir.Value:
+        y = self.op.Reshape(x, self.op.vector(*self.lengths, *width))
+        y.type, y.shape = x.type, ir.Shape([None, None, *width])
+        return y
+
+    def gathered(self, x: ir.Value) -> ir.Value:
+        """Return (count, size, width) of `x`, (rows, tokens, width) or with all rows as one."""
+        width = (dims(x) or (None,))[-1]
+        assert isinstance(width, int)
+        flat = x if rank(x) == 2 else self.op.Reshape(x, [-1, width])
+        rows = self.op.Gather(flat, self.at, axis=0)
+        rows.type = x.type
+        return self._chunks(rows, width)
+
+
+def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:
+    """Return the weighted sum; a value whose weight is 0 may be infinite."""
+    zero = op.const(0.0, weights.dtype)
+    total = op.ReduceSum(op.Where(op.Equal(weights, zero), zero, values * weights), keepdims=0)
+    total.shape = ir.Shape([])
+    return total
+
+
+def logit_gradient(
+    op: Emit, p: ir.Value, hits: tuple[ir.Value, ir.Value], weights: ir.Value, share: float
+) -> ir.Value:
+    """Return dz = w (p - t), from minus t at some indices, and beside this `share`."""
+    index, minus_t = hits
+    dz = op.ScatterElements(p, index, minus_t, axis=1, reduction="add")
+    return (dz - share if share else dz) * weights
