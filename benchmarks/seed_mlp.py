@@ -49,9 +49,9 @@ from onnxgrad import (
 
 BATCH, EPOCHS = 15, 100
 BARS = {  # how many times as fast each trainer is asked to be
-    "onnxgrad": {"scikit-learn": 7, "PyTorch eager": 10, "onnxsim": 4.5},
-    "onnxgrad, forward and backward": {"scikit-learn": 7, "onnxcustom": 4},
-    "onnxgrad, Trainer": {"scikit-learn": 7},
+    "onnxgrad": {"scikit-learn": 6, "PyTorch eager": 10, "onnxsim": 4.5},
+    "onnxgrad, forward and backward": {"scikit-learn": 6, "onnxcustom": 4},
+    "onnxgrad, Trainer": {"scikit-learn": 6},
 }
 Job = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
 

@@ -36,6 +36,7 @@ from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.state import Arrays, TrainState, Values
 from onnxgrad.training.step.build import Step, StepOptions, build_step
+from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.update import evaluated
 
 INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
@@ -125,7 +126,8 @@ class EstimatorFit:
         step.warn(stacklevel=3)
         if trainer.saved_gradient is not None:
             save(trainer._gradient(self.proto, step.weights), trainer.saved_gradient)
-            save(runner.model, f"{os.fspath(trainer.saved_gradient)}.training.onnx")
+            plain = build_epoch(self._step()[0])  # the runner's is not of standard operators only
+            save(plain, f"{os.fspath(trainer.saved_gradient)}.training.onnx")
         return self.loop
 
     def _step(self) -> tuple[Step, Fields]:
