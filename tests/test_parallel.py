@@ -222,6 +222,30 @@ worker.tell(f"NORMS {sorted(trainer.gradient_norms)}")
     assert text.count("NORMS ['0.bias', '0.weight', '2.bias', '2.weight']") == 2
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("chunks", ["positions", "words"])
+def test_processes_share_a_large_vocabulary(chunks, large):
+    body = f"""
+import test_causal_lm as lm
+patch = type("", (), {{"setattr": staticmethod(setattr)}})
+lm.divide(patch, {chunks!r})
+{"setattr(worker.without_elements, 'LARGE', 0)" if large else ""}
+options = {{"optimizer": "sgd", "learning_rate": 0.5, "train": "*"}}
+trainer = og.Trainer(lm.model("tied"), "causal_lm", **options)
+trainer.fit(lm.IDS, lm.LABELS, epochs=2, batch_size=4, shuffle=False)
+table, start = trainer.state.weights["table"], lm.TABLE
+worker.tell(f"SUM {{float(np.abs(table - start).sum()):.9f}} {{float((table * start).sum()):.9f}}")
+"""
+    import test_causal_lm as lm
+
+    options = {"optimizer": "sgd", "learning_rate": 0.5, "train": "*"}
+    trainer = og.Trainer(lm.model("tied"), "causal_lm", **options)
+    trainer.fit(lm.IDS, lm.LABELS, epochs=2, batch_size=4, shuffle=False)
+    table, start = trainer.state.weights["table"], lm.TABLE
+    moved, product = np.abs(table - start).sum(), (table * start).sum()
+    assert said(body).count(f"SUM {moved:.9f} {product:.9f}") == 2
+
+
 def test_infinite_states_of_one_process_are_those_of_all():
     text = said("""
 how = og.DataParallel(shard_optimizer=True)
