@@ -29,8 +29,7 @@ MODELS = ("minilm", "resnet-18 frozen")
 SIZES = (1, 1 << 14, 1 << 18, 1 << 22, 1 << 24)  # float32 elements of an all-reduce
 PROCESSES = (2, 4, 16, 64, 256, 1024)
 NETWORKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}  # bytes a second
-# beside the gradients: the counts of terms, and the requests of callbacks
-MESSAGES = 3
+MESSAGES = 1  # the gradients, with counts of terms, losses and the requests of callbacks
 LARGE = ("a transformer of 1e9 weights", 1e9, 6 * 1e9 * 512)  # weights, operations of a sequence
 CASES: dict[str, tuple[int, str, int | None]] = {  # processes, how, cores
     "1 core, whole": (1, "alone", 1),

@@ -95,8 +95,8 @@ OTHER = {  # what differs, and arguments of `fit` and of the trainer, for each p
     "data.digest": [{"data": (X, Y)}, {"data": (X, Y + 1)}],
     "seed": [{"arguments": {"seed": r}} for r in (0, 1)],
     "learning_rate": [{"arguments": {"learning_rate": 0.1 + r}} for r in (0, 1)],
-    "parallel.buckets": [
-        {"arguments": {"parallel": og.DataParallel(buckets=1 + r)}} for r in (0, 1)
+    "parallel.sync_batch_norm": [
+        {"arguments": {"parallel": og.DataParallel(sync_batch_norm=bool(r))}} for r in (0, 1)
     ],
     "loss": [{"arguments": {"loss_options": o}} for o in (None, {"delta": 2.0})],
     "callbacks": [{"callbacks": [og.EarlyStopping("loss", patience=5 + r)]} for r in (0, 1)],

@@ -73,7 +73,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"shard_optimizer": True},
         {"dtype": np.float64},
     ),
-    "double_buckets": ("wide", {"optimizer": "adamw"}, {"buckets": 3}, {"dtype": np.float64}),
+    "double_wide": ("wide", {"optimizer": "adamw"}, {}, {"dtype": np.float64}),
     "double_large": ("wide", {}, {}, {"dtype": np.float64, "large": True}),
     "double_large_shards": (
         "wide",
@@ -94,6 +94,13 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"loss": "mse", "loss_options": {"ignore_nan": True}, "metrics": ["mse"], "accumulate": 2},
         {},
         {"masked": True},
+    ),
+    # without accumulation, where the count of terms is in the message of the gradients
+    "double_masked": (
+        "mlp",
+        {"loss": "mse", "loss_options": {"ignore_nan": True}, "metrics": ["mse"], "clip_norm": 0.5},
+        {},
+        {"masked": True, "dtype": np.float64},
     ),
     "own_rows": ("mlp", {}, {"shards": True}, {"batches": True}),
     "batches": ("mlp", {}, {}, {"batches": True}),

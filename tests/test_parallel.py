@@ -17,7 +17,8 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad import Emit
-from onnxgrad.parallel import Part, all_reduce, cut
+from onnxgrad.graph.rewrite import GROUPS, rewrite
+from onnxgrad.parallel import MESSAGES, Part, all_reduce, cut
 from onnxgrad.training.sharing import _flat as flat
 from running import PATIENCE
 
@@ -277,6 +278,24 @@ worker.tell(f"STEPS {trainer.state.step}")
     assert text.count("STEPS 5") == 2
 
 
+def test_requests_within_an_epoch_are_obeyed_after_their_step(tmp_path):
+    text = said(f"""
+class Ask(og.Callback):
+    def on_step_end(self, trainer, state, control):
+        control.evaluate = rank == 1 and state.step in (3, 7)
+        control.save = rank == 0 and state.step == 6
+trainer = og.Trainer(model, "cross_entropy", callbacks=[Ask(), og.Checkpoint({str(tmp_path)!r})])
+trainer.fit(X, y, batch_size=10, validation=(X[:31], y[:31]))
+worker.tell(f"ENTRIES {{[entry['step'] for entry in trainer.history]}}")
+alone = og.Trainer(model, "cross_entropy", parallel=False).fit(X, y, batch_size=10)
+ours, theirs = (t.state.weights["0.weight"] for t in (trainer, alone))
+worker.tell(f"EQUAL {{np.allclose(ours, theirs, atol=1e-6)}}")
+""")
+    assert text.count("ENTRIES [3, 7, 9]") == 2
+    assert text.count("EQUAL True") == 2
+    assert og.TrainState.load(tmp_path / "step-0000000006").step == 6
+
+
 def test_only_the_first_process_writes(tmp_path):
     text = said(f"""
 history = og.History({str(tmp_path / "history.csv")!r})
@@ -432,6 +451,25 @@ def test_a_graph_is_cut_at_its_exchanges():
     read = [{x.name for x in p.model.graph.input} for p in pieces]
     assert read[0] == {"a", "x"}
     assert pieces[0].exchanges[0].received in read[1]
+
+
+def test_sums_of_parts_of_a_vector_are_one_message():
+    kinds = {"type": ir.TensorType(ir.DataType.FLOAT)}
+    a, b = (ir.Value(name=n, shape=ir.Shape([2, k]), **kinds) for n, k in (("a", 3), ("b", 2)))
+    r, n = (ir.Value(name=name, shape=ir.Shape([]), **kinds) for name in "rn")
+    graph = ir.Graph([a, b, r, n], [], nodes=[], opset_imports={"": 20}, name="small")
+    op = Emit(graph)
+    with op:
+        count = all_reduce(op, op.Abs(n))
+        ratio = r, count.producer().inputs[0]
+        parts = [op.Reshape(all_reduce(op, op.Neg(x), ratio), [-1]) for x in (a, b)]
+        y = op.Concat(*parts, axis=0)
+    op.give([y, count])
+    y.shape = ir.Shape([10])
+    rewrite(graph, GROUPS[MESSAGES])
+    first, *_ = cut(ir.Model(graph, ir_version=10))
+    sent = {e.shape: e.ratio for e in first.exchanges}
+    assert sent == {(10,): ("r", count.name), (): ()}
 
 
 def test_parts_cover_a_batch():

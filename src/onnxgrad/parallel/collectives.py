@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.registry import rule
+from onnxgrad.autodiff.registry import Unsupported, rule
+from onnxgrad.graph.rewrite import rewrites
 
 DOMAIN = "onnxgrad.parallel"  # of nodes that no file contains
+MESSAGES = "parallel.messages"  # a group of rewrites, by which processes send fewer values
 
 
-def all_reduce(op: Any, x: ir.Value) -> ir.Value:
-    """Return the sum over all processes of their `x`, of one shape."""
-    return op.set_type_like(op.emit("AllReduce", [x], {}, domain=DOMAIN), x)
+def all_reduce(op: Any, x: ir.Value, ratio: Sequence[ir.Value] = ()) -> ir.Value:
+    """Return the sum over all processes of their `x`, of one shape.
+
+    With `ratio`, scalars (r, n) of the dtype of x, it is the sum of `x` times r / (sum of n); r is
+    the same in all processes. No gradient passes through it then.
+    """
+    return op.set_type_like(op.emit("AllReduce", [x, *ratio], {}, domain=DOMAIN), x)
 
 
 def broadcast(op: Any, x: ir.Value, root: int) -> ir.Value:
@@ -29,4 +36,36 @@ def exchanges(node: ir.Node) -> bool:
 @rule("AllReduce", domain=DOMAIN)
 def _all_reduce(op: Any, node: ir.Node, g: ir.Value) -> Any:
     """y = sum_r x_r, and L = sum_r L_r(y):  dx_r = sum_s dL_s/dy."""
+    if len(node.inputs) > 1:
+        return Unsupported("a sum of gradients is differentiated no further")
     return (all_reduce(op, g),)
+
+
+@rewrites("Concat", group=MESSAGES)
+def _sum_joined(op: Any, node: ir.Node) -> Any:
+    """Concat_i Reshape(sum_r x_ri) = sum_r Concat_i Reshape(x_ri), which is one value to send."""
+    sums: list[ir.Node] = []
+    parts = []
+    for v in node.inputs:
+        before = v.producer() if v is not None else None
+        reshapes = before is not None and before.op_type == "Reshape"
+        total = _sum_read_once(before.inputs[0] if before is not None and reshapes else v)
+        if v is None or before is None or total is None or len(v.uses()) > 1:
+            return None
+        sums.append(total)
+        x = total.inputs[0]
+        parts.append(op.set_type_like(op.Reshape(x, before.inputs[1]), v) if reshapes else x)
+    ratio = [v for v in sums[0].inputs[1:] if v is not None]
+    if len(sums) < 2 or any(list(s.inputs[1:]) != ratio for s in sums):
+        return None
+    (y,) = op.again(node, parts)
+    return [all_reduce(op, op.set_type_like(y, node.outputs[0]), ratio)]
+
+
+def _sum_read_once(value: ir.Value | None) -> ir.Node | None:
+    """Return the sum over processes that gives a value which one node reads; None: nothing such."""
+    node = None if value is None else value.producer()
+    if node is None or (node.domain, node.op_type) != (DOMAIN, "AllReduce"):
+        return None
+    (y,) = node.outputs
+    return node if len(y.uses()) == 1 and not y.is_graph_output() else None

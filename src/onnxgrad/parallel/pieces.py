@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import onnx_ir as ir
 from onnx import ModelProto, NodeProto
@@ -21,13 +20,15 @@ Numbers = dict[ir.Node, int]
 class Exchange:
     """A value that processes exchange: `sent` becomes `received`.
 
-    `root` is the process whose value it is; None: it is the sum. `shape` is None if it is not
-    static.
+    `root` is the process whose value it is; None: it is the sum. `ratio` names (r, n): the sum is
+    multiplied by r / n, where n is received in the same piece or an earlier one. `shape` is None if
+    it is not static.
     """
 
     sent: str
     received: str
     root: int | None
+    ratio: tuple[str, ...]
     shape: tuple[int, ...] | None
     dtype: ir.DataType
 
@@ -44,7 +45,7 @@ class Piece:
     last: list[str]
 
 
-def cut(model: ir.Model, buckets: int = 1) -> list[Piece]:
+def cut(model: ir.Model) -> list[Piece]:
     """Return the pieces of a model, in the order of their runs.
 
     Each node is in the last piece that it can be in, so that few values go from piece to piece: the
@@ -52,11 +53,12 @@ def cut(model: ir.Model, buckets: int = 1) -> list[Piece]:
 
     Args:
         model: nodes that exchange values are not in its subgraphs.
-        buckets: into how many pieces to divide the one that sends most, so that some of it is sent
-            while the rest is computed.
     """
     graph = model.graph
-    number = _divide_largest(_numbers(graph), buckets)
+    number = _numbers(graph)
+    for node, i in list(number.items()):
+        if (total := _ratio_total(node)) is not None:
+            number[total] = min(number[total], i)
     last_read: dict[ir.Value, int] = {}
     for node, i in number.items():
         for v in reads(node):
@@ -97,46 +99,22 @@ def _numbers(graph: ir.Graph) -> Numbers:
     return number
 
 
-def _divide_largest(number: Numbers, buckets: int) -> Numbers:
-    """Divide the piece that sends most into `buckets` pieces, which send about as much each."""
-    sizes: dict[int, int] = {}
-    for node, i in number.items():
-        if exchanges(node):
-            sizes[i] = sizes.get(i, 0) + _elements(node)
-    most = max(sizes, key=sizes.__getitem__, default=None)
-    if buckets == 1 or most is None:
-        return number
-    sending = {_operand(n).producer(): n for n, i in number.items() if i == most and exchanges(n)}
-    divided: Numbers = {}
-    done, bucket = 0, 0
-    for node, i in number.items():
-        if i != most or exchanges(node):
-            divided[node] = i if i < most else i + buckets - 1
-            continue
-        divided[node] = most + bucket
-        if node in sending:
-            done += _elements(sending[node])
-            bucket = min(buckets - 1, done * buckets // sizes[most])
-    for before, node in sending.items():
-        divided[node] = most if before not in number else max(most, divided[before])
-    return divided
-
-
-def _elements(node: ir.Node) -> int:
-    return prod(static(dims(node.outputs[0])) or (1,))
-
-
-def _operand(node: ir.Node) -> ir.Value:
-    (x,) = node.inputs
-    assert x is not None
-    return x
+def _ratio_total(node: ir.Node) -> ir.Node | None:
+    """Return the sum over processes by which that of `node` is divided; None: by none."""
+    if not exchanges(node) or len(node.inputs) == 1 or node.inputs[2] is None:
+        return None
+    readers = (reader for reader, _ in node.inputs[2].uses())
+    return next(r for r in readers if exchanges(r) and len(r.inputs) == 1)
 
 
 def _exchange(node: ir.Node) -> Exchange:
-    x, y = _operand(node), node.outputs[0]
+    x, y, total = node.inputs[0], node.outputs[0], _ratio_total(node)
+    assert x is not None
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
-    return Exchange(str(x.name), str(y.name), root, static(dims(x)), x.dtype)
+    values = () if total is None else (node.inputs[1], total.outputs[0])
+    ratio = tuple(str(v.name) for v in values if v is not None)
+    return Exchange(str(x.name), str(y.name), root, ratio, static(dims(x)), x.dtype)
 
 
 def _model(

@@ -45,11 +45,9 @@ class DataParallel:
         shards: whether the data that a process passes are its own rows, of which its batches
             consist, such as those of a DataLoader with a DistributedSampler. Otherwise all pass the
             same data, and each takes its part of every batch.
-        buckets: into how many parts gradients are divided, so that one is sent while the next one
-            is computed.
 
     Raises:
-        ValueError: an unknown engine, or a number below 1.
+        ValueError: an unknown engine, or `local_steps` below 1.
 
     Examples:
         >>> import onnxgrad as og
@@ -62,14 +60,12 @@ class DataParallel:
     shard_optimizer: bool = False
     local_steps: int = 1
     shards: bool = False
-    buckets: int = 1
 
     def __post_init__(self) -> None:
         if self.engine not in ("auto", "torch", "mpi"):
             raise ValueError(f"engine is {self.engine!r}: pass 'auto', 'torch' or 'mpi'")
-        for name in ("local_steps", "buckets"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: pass 1 or more")
+        if self.local_steps < 1:
+            raise ValueError(f"local_steps is {self.local_steps}: pass 1 or more")
         if self.local_steps > 1 and (self.shard_optimizer or self.sync_batch_norm):
             raise ValueError(
                 "local_steps: a process that trains alone needs all slots, and has statistics of "

@@ -16,13 +16,14 @@ class Binding:
     """Runs a session on arrays and OrtValues, without copying those that are on its device.
 
     An input stays bound while its memory, shape and dtype are those of the previous call. Outputs
-    are new in every call.
+    are new in every call, but for those that are written into arrays.
     """
 
     def __init__(self, session: ort.InferenceSession, device: Device) -> None:
         self._session, self._device = session, device
         self._binding = session.io_binding()
         self._bound: dict[str, tuple[Any, ...]] = {}
+        self._places: dict[str, np.ndarray] = {}  # of the outputs that have one
 
     def run(
         self,
@@ -34,12 +35,17 @@ class Binding:
         """Return the outputs of these names, on the device; those of `into` in that memory."""
         for name, value in inputs.items():
             self._bind(name, value)
-        self._binding.clear_binding_outputs()  # outputs returned before keep their memory
-        for name in outputs:
-            if into is not None and name in into:
-                bind_output(self._binding, name, into[name])
-            else:
-                self._device.bind_outputs(self._binding, [name])
+        places = {name: into[name] for name in outputs if into is not None and name in into}
+        if len(places) < len(outputs) or any(
+            self._places.get(n) is not a for n, a in places.items()
+        ):
+            self._binding.clear_binding_outputs()  # outputs returned before keep their memory
+            for name in outputs:
+                if name in places:
+                    bind_output(self._binding, name, places[name])
+                else:
+                    self._device.bind_outputs(self._binding, [name])
+            self._places = places
         with escaping():
             self._session.run_with_iobinding(self._binding, options)
         return self._binding.get_outputs()

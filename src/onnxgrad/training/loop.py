@@ -19,7 +19,7 @@ from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
-from onnxgrad.training.run.runner import Losses, Runner
+from onnxgrad.training.run.runner import Asked, Losses, Runner
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.loss_scale import SCALE, SKIPPED
 from onnxgrad.training.unseen import unseen_epochs
@@ -66,6 +66,8 @@ class Loop:
         self._began = self.runner.now
         self._totals = self._resumed_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
+        self._asked = False  # whether the next step tells the requests of all processes
+        self._before = self.state.memento()  # sets back to the end of the last step
         last = self.state.validation_losses[-1:]
         self._validated = over_members(last[0]) if last else None
         self.progress = self._progress(0.0)
@@ -176,30 +178,59 @@ class Loop:
         restore = None
         if state.pending:
             restore = self._end_step()
-            if self.control.stop and restore is None:
+            if self._stops and restore is None:
                 return
         with closing(self._slices()) as slices:  # which ends a thread that reads ahead
             for piece in slices:
-                with self.interrupts.held(), self._whole():
-                    self._train(piece)
+                if not self._train_whole(piece):  # a process has asked for something before
+                    with self._whole(self._before):
+                        self._obey()
+                    if self.control.stop:
+                        return
+                    self._train_whole(piece)
                 self.progress = self._progress(time.perf_counter() - start)
                 if self.log_steps:
                     logger.debug("step %d loss %s", state.step, shown(self._totals.mean, "g"))
                 restore = self._end_step()
-                if self.control.stop and restore is None and self._goes_on(slices):
+                if self._stops and restore is None and self._goes_on(slices):
                     return
+        if self._asked:  # and no step has followed
+            self._agree()
         with self._whole(restore):
             self._finish()
 
+    @property
+    def _stops(self) -> bool:
+        """Whether it is known of all processes that training ends."""
+        return self.control.stop and not self._asked
+
+    def _train_whole(self, piece: Slice) -> bool:
+        """Run the steps of a slice; False: none, as a process has requests of the step before."""
+        try:
+            with self.interrupts.held(), self._whole():
+                self._train(piece)
+        except Asked as e:
+            self.control.stop, self.control.save, self.control.evaluate = e.requests
+            return False
+        finally:
+            self._asked = False
+        return True
+
     def _end_step(self) -> Callable[[], None] | None:
         """Call the events of a step; return what undoes them, if the end of the epoch follows."""
-        restore = self.state.memento()
+        self._before = restore = self.state.memento()
         with self._whole(restore):
             self.state.pending = False
-            self._call("on_step_end")
-            if self.source.rows == self._totals.rows or self.source.batches == self.state.position:
+            self._tell("on_step_end")
+            control, source = self.control, self.source
+            if source.rows == self._totals.rows or source.batches == self.state.position:
+                self._agree()
                 return restore  # requests are obeyed at the end, in one entry of the history
-            self._obey()
+            requests = [control.stop, control.save, control.evaluate]
+            self._asked = not control.freeze and self.runner.ask(requests)
+            if not self._asked:
+                self._agree()
+                self._obey()
         return None
 
     def _goes_on(self, slices: Iterator[Slice]) -> bool:
@@ -310,8 +341,11 @@ class Loop:
         self.control.evaluate = False
         self._call("on_evaluate")
 
-    def _call(self, event: str) -> None:
+    def _tell(self, event: str) -> None:
         self.callbacks.call(event, self.trainer, self.state, self.control)
+
+    def _call(self, event: str) -> None:
+        self._tell(event)
         self._agree()
 
     def _agree(self) -> None:

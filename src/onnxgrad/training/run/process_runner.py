@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
-from onnxgrad.parallel import DataParallel, Group, Part, cut
+from onnxgrad.parallel import MESSAGES, DataParallel, Group, Part, cut
 from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice, rows_of
 from onnxgrad.training.fields import Fields
@@ -38,7 +39,6 @@ class Together(Runner):
         work: multiply-adds of the rows of this process.
         fields: the inputs of data.
         group: the processes.
-        buckets: as those of `DataParallel`.
         part_rows: rows that are computed at once, at most; None: all.
     """
 
@@ -49,15 +49,15 @@ class Together(Runner):
         work: float,
         fields: Fields,
         group: Group,
-        buckets: int = 1,
         part_rows: int | None = None,
     ) -> None:
         graph = step.model.graph
+        rewrite(graph, GROUPS[MESSAGES])
         to_native(graph, target)
         super().__init__(to_proto(step.model), step, target.device, work, fields)
         self.group, self.part = group, Part(group.rank, group.size)
         self.of_several, self.part_rows = group.size > 1, part_rows
-        self.stages = Stages(cut(step.model, buckets), step, self.device, work, group)
+        self.stages = Stages(cut(step.model), step, self.device, work, group)
         self._collected: tuple[Now, dict[str, Arrays]] | None = None
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
@@ -120,6 +120,10 @@ class Together(Runner):
     def agree(self, requests: Sequence[bool]) -> list[bool]:
         """Return which requests any of the processes has."""
         return agreed(self.group, requests)
+
+    def ask(self, requests: Sequence[bool]) -> bool:
+        """Send requests with the next step; return whether it can tell those of all."""
+        return self.of_several and self.stages.ask(requests)
 
     @property
     def whole(self) -> bool:
@@ -239,7 +243,7 @@ def shared_runner(
         arguments = model, step, target.device, work, fields
         return Local(*arguments, group=group, steps=options.local_steps)
     kind = Together if step.updates is None else TogetherInPlace
-    return kind(step, target, work, fields, group, options.buckets, part_rows)
+    return kind(step, target, work, fields, group, part_rows)
 
 
 def agreed(group: Group, requests: Sequence[bool]) -> list[bool]:

@@ -47,6 +47,14 @@ class Losses:
     counts: np.ndarray
 
 
+class Asked(Exception):
+    """A process had `requests` when the step began, so that none has done it."""
+
+    def __init__(self, requests: list[bool]) -> None:
+        super().__init__()
+        self.requests = requests
+
+
 class Runner:
     """Runs slices of batches; keeps the states on the device between calls.
 
@@ -103,6 +111,9 @@ class Runner:
         `position` is the number of the first batch in its epoch.
 
         Return None, and leave the states unchanged, if the loss or a weight is not finite.
+
+        Raises:
+            Asked: any process has requests, of which `ask` was told; the states are unchanged.
         """
         start = time.perf_counter()
         new, losses = self.computed(self.call(piece, rates, position))
@@ -224,6 +235,10 @@ class Runner:
     def agree(self, requests: Sequence[bool]) -> list[bool]:
         """Return which requests any of the processes has that share the training."""
         return list(requests)
+
+    def ask(self, requests: Sequence[bool]) -> bool:
+        """Let the next step tell the requests of all processes; return whether it can."""
+        return False
 
     def collect(self) -> None:
         """Let every process that shares the training have all of its state."""

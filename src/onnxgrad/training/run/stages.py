@@ -6,7 +6,7 @@ A process may compute its rows in parts, too, whose sums it adds up before it se
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from onnxgrad.parallel import Exchange, Group, Piece, exchanges
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of
+from onnxgrad.training.run.runner import Asked
 from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.step.build import Step
 
@@ -26,6 +27,8 @@ Value: TypeAlias = ort.OrtValue | np.ndarray
 Arrays = dict[str, np.ndarray]
 Wait = Callable[[], None]
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_FLOATS = (*_HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+REQUESTS = 3  # of callbacks, that the first message of a step has
 
 
 class Stages:
@@ -45,11 +48,22 @@ class Stages:
         self.device, self.group = device, group
         self._pieces = [_Running(piece, step, device, work) for piece in pieces]
         self._of_rows = _of_rows(step)
+        given = {name for piece in self._pieces for name in (*piece.inputs, *piece.outputs)}
+        for piece in self._pieces:
+            piece.last = [name for name in piece.last if name in given]
+        every = (sent for piece in self._pieces for sent in piece.sums if sent.tells)
+        self._telling = next(every, None)
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Announce the shapes of the rows of most batches; an empty mapping announces none."""
         for piece in self._pieces:
-            piece.sessions.expect(shapes)
+            piece.expect(shapes)
+
+    def ask(self, requests: Sequence[bool]) -> bool:
+        """Send requests with the next step; return whether a message of it has room for them."""
+        if self._telling is not None:
+            self._telling.requests = list(requests)
+        return self._telling is not None
 
     def run(
         self, values: dict[str, Value], parts: Sequence[Arrays], counts: bool
@@ -60,6 +74,9 @@ class Stages:
             values: the inputs other than data, by name.
             parts: the rows of this process, in one or several parts.
             counts: whether they count; if not, it sends zeros.
+
+        Raises:
+            Asked: a process has requests.
         """
         own: list[dict[str, Value]] = [dict(part) for part in parts]  # what each part has
         waiting: dict[str, Wait] = {}
@@ -67,6 +84,7 @@ class Stages:
             for name in piece.reads:
                 if name in waiting:
                     waiting.pop(name)()
+            self._obey(waiting)
             repeated = own[: None if piece.reads & self._of_rows else 1]
             for i, (part, data) in enumerate(zip(repeated, parts, strict=False)):
                 for name, value in piece.run(ChainMap(part, values), data).items():
@@ -74,7 +92,7 @@ class Stages:
                 for sent in piece.sums:
                     sent.add(ChainMap(part, values), i, len(repeated))
             for sent in piece.sums:
-                received, wait = sent.start(self.group, counts)
+                received, wait = sent.start(values, self.group, counts, waiting)
                 values.update(received)
                 waiting.update(dict.fromkeys(received, _once(wait)))
             for exchange in piece.broadcasts:
@@ -86,16 +104,16 @@ class Stages:
                     known.pop(name, None)
         for wait in waiting.values():
             wait()
+        self._obey({})
         return ChainMap(values, own[0])
 
-
-def _of_rows(step: Step) -> set[str]:
-    """Return the names of the values that depend on the rows of a part."""
-    found = set(step.inputs.of_rows)
-    for node in step.model.graph:
-        if not exchanges(node) and not found.isdisjoint(reads(node)):
-            found.update(node.outputs)
-    return {str(value.name) for value in found}
+    def _obey(self, waiting: Mapping[str, Wait]) -> None:
+        """Break the step off, once it is known that a process has requests."""
+        if self._telling is None or not any(requests := self._telling.told()):
+            return
+        for wait in waiting.values():
+            wait()
+        raise Asked(requests)
 
 
 class _Running:
@@ -112,7 +130,13 @@ class _Running:
         self.sessions = Sessions(piece.model, step, device, work)
         kinds = dict.fromkeys((e.dtype, e.shape is None) for e in sums)
         self.sums = [_Sum([e for e in sums if (e.dtype, e.shape is None) == k]) for k in kinds]
-        self._bindings: dict[ort.InferenceSession, Binding] = {}
+        self._binding: Binding | None = None
+        self._shapes: list[tuple[int, ...]] = []  # for which the binding is
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Announce the shapes of most batches."""
+        self.sessions.expect(shapes)
+        self._binding = None
 
     def run(self, values: Mapping[str, Value], data: Arrays) -> dict[str, Value]:
         """Return the results of the model for these values."""
@@ -122,28 +146,44 @@ class _Running:
         if self.device == CPU:
             for sent in self.sums:
                 direct |= sent.places()
-        running = self.sessions.of({name: array[None] for name, array in data.items()})
-        if running not in self._bindings:
-            self._bindings = {running: Binding(running, self.device)}
+        shapes = [array.shape for array in data.values()]
+        if self._binding is None or shapes != self._shapes:
+            running = self.sessions.of({name: array[None] for name, array in data.items()})
+            self._binding, self._shapes = Binding(running, self.device), shapes
         inputs = {name: values[name] for name in self.inputs}
-        results = self._bindings[running].run(inputs, self.outputs, into=direct)
-        return dict(zip(self.outputs, results, strict=True))
+        results = self._binding.run(inputs, self.outputs, into=direct)
+        own = {name: array for name, array in direct.items() if name in self.outputs}
+        return {**dict(zip(self.outputs, results, strict=True)), **own}
+
+
+def _of_rows(step: Step) -> set[str]:
+    """Return the names of the values that depend on the rows of a part."""
+    found = set(step.inputs.of_rows)
+    for node in step.model.graph:
+        if not exchanges(node) and not found.isdisjoint(reads(node)):
+            found.update(node.outputs)
+    return {str(value.name) for value in found}
 
 
 class _Sum:
-    """Values of one dtype that are added up, in one buffer; those of 16 bits in float32."""
+    """Values of one dtype that are added up, in one buffer; those of 16 bits in float32.
+
+    Behind them, the buffer has room for the `requests` of this process, and then of all.
+    """
 
     def __init__(self, exchanges: list[Exchange]) -> None:
-        self.exchanges = exchanges
         dtype = exchanges[0].dtype
+        self.exchanges = sorted(exchanges, key=lambda e: bool(e.ratio))
         self.dtype = dtype.numpy()
         self.wide = np.dtype(np.float32) if dtype in _HALF else self.dtype
+        self.tells, self.requests = dtype in _FLOATS, [False] * REQUESTS
+        self._told: np.ndarray | None = None
         self.buffer: _Buffer | None = None
         self._total: np.ndarray | None = None  # of several parts
         if all(e.shape is not None for e in exchanges):
-            self.buffer = self._buffer([e.shape or () for e in exchanges])
+            self.buffer = self._buffer([e.shape or () for e in self.exchanges])
 
-    def _buffer(self, shapes: Sequence[tuple[int, ...]]) -> _Buffer:
+    def _buffer(self, shapes: Iterable[tuple[int, ...]]) -> _Buffer:
         return _Buffer([e.sent for e in self.exchanges], shapes, self.wide)
 
     def places(self) -> dict[str, np.ndarray]:
@@ -161,24 +201,62 @@ class _Sum:
             np.copyto(own, self._total)
             self._total = None
 
-    def start(self, group: Group, counts: bool) -> tuple[dict[str, Any], Wait]:
-        """Begin to add up; return the values received, by name, and what waits for them."""
+    def start(
+        self,
+        values: Mapping[str, Value],
+        group: Group,
+        counts: bool,
+        waiting: Mapping[str, Wait],
+    ) -> tuple[dict[str, Any], Wait]:
+        """Begin to add up; return the values received, by name, and what waits for them.
+
+        `waiting` has what waits for values of earlier messages.
+        """
         own = self.buffer
         assert own is not None  # it has what `add` took
         if not counts:
             own.whole.fill(0)
-        wait = group.sum(own.whole)
+        own.requests[:], self.requests = self.requests, [False] * REQUESTS
+        summed = group.sum(own.whole)
         received = {e.received: own.views[e.sent] for e in self.exchanges}
-        if self.wide == self.dtype:
-            return received, wait
-        narrow = {name: np.empty(array.shape, self.dtype) for name, array in received.items()}
+        scale = self._scaling(own, {**values, **received}, waiting)
+        narrow = received
+        if self.wide != self.dtype:
+            narrow = {n: np.empty(array.shape, self.dtype) for n, array in received.items()}
 
-        def rounded() -> None:
-            wait()
-            for name, array in received.items():
-                np.copyto(narrow[name], array, casting="unsafe")
+        def wait() -> None:
+            summed()
+            self._told = own.requests
+            scale()
+            if narrow is not received:
+                for name, array in received.items():
+                    np.copyto(narrow[name], array, casting="unsafe")
 
-        return narrow, rounded
+        return narrow, wait
+
+    def _scaling(
+        self, own: _Buffer, values: Mapping[str, Value], waiting: Mapping[str, Wait]
+    ) -> Callable[[], None]:
+        """Return what multiplies sums by their ratio, the same for all; it is often 1."""
+        scaled = [e for e in self.exchanges if e.ratio]
+        if not scaled:
+            return lambda: None
+        expected, count = (as_array(values[name]) for name in scaled[0].ratio)
+        ready = waiting.get(scaled[0].ratio[1])
+        part = own.whole[own.starts[scaled[0].sent] : -REQUESTS]
+
+        def scale() -> None:
+            if ready is not None:
+                ready()
+            if count.item() not in (0, expected.item()):
+                np.multiply(part, expected.item() / count.item(), out=part)
+
+        return scale
+
+    def told(self) -> list[bool]:
+        """Return the requests that any process has sent, once the sums are received."""
+        told, self._told = self._told, None
+        return [] if told is None else [number > 0 for number in told.tolist()]
 
     def _filled(self, values: Mapping[str, Value]) -> _Buffer:
         """Return the buffer with what is sent, which the session may have written there."""
@@ -187,24 +265,28 @@ class _Sum:
         if buffer is None or [view.shape for view in buffer.views.values()] != shapes:
             buffer = self.buffer = self._buffer(shapes)
         for array, view in zip(arrays, buffer.views.values(), strict=True):
-            if array.ctypes.data != view.ctypes.data:
+            if array is not view:
                 np.copyto(view, array)
         return buffer
 
 
 class _Buffer:
-    """Arrays of these names and shapes, as `views` of a vector."""
+    """Arrays of these names and shapes, as `views` of a vector, with `requests` at its end."""
 
     def __init__(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: np.dtype
+        self, names: Sequence[str], shapes: Iterable[tuple[int, ...]], dtype: np.dtype
     ) -> None:
-        sizes = list(map(prod, shapes))
-        ends = np.cumsum(sizes)
-        self.whole = np.empty(sum(sizes), dtype)
-        self.views = {
-            name: self.whole[end - size : end].reshape(shape)
-            for name, end, size, shape in zip(names, ends, sizes, shapes, strict=True)
-        }
+        self.views: dict[str, np.ndarray] = {}
+        self.starts: dict[str, int] = {}
+        shapes = list(shapes)
+        self.whole = np.empty(sum(map(prod, shapes)) + REQUESTS, dtype)
+        end = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self.starts[name] = begin = end
+            end += prod(shape)
+            self.views[name] = self.whole[begin:end].reshape(shape)
+        self.requests = self.whole[end:]
+        self.requests[:] = 0
 
 
 def as_array(value: Value) -> np.ndarray:

@@ -30,13 +30,14 @@ from onnxgrad.training.mixing import Mixing
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.exchange import (
     Across,
+    Expected,
     averaged_across,
     counted_across,
     owners_of,
     sharded,
     summed_across,
 )
-from onnxgrad.training.step.inputs import DRAW, FIRST, RATE, SHARE, STEP, StepInputs
+from onnxgrad.training.step.inputs import DRAW, FIRST, RATE, ROWS, SHARE, STEP, StepInputs
 from onnxgrad.training.step.loss_scale import LossScale
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import Update, may_be_in_place, write_update
@@ -135,7 +136,8 @@ class Gradients:
     `graph` has the weights of `of` among its inputs, and `data` are the batch. A batch changes the
     values of `buffers`; `reported` are the losses. The gradient passes straight through the
     rounding of the operators `rounding`, one for each node. With a `scale`, the gradients are those
-    of the loss times that. `mixing` says how rows are mixed.
+    of the loss times that. `mixing` says how rows are mixed. `expected` is the number of terms that
+    the loss is divided by; None: it is divided by their count.
     """
 
     graph: ir.Graph
@@ -148,6 +150,7 @@ class Gradients:
     rounding: list[str] = field(default_factory=list)
     scale: LossScale | None = None
     mixing: Mixing | None = None
+    expected: Expected | None = None
 
 
 def build_step(
@@ -161,12 +164,14 @@ def build_step(
     """
     options = options or StepOptions()
     multiply_adds, op = work(objective.model.graph), Emit(objective.model.graph)
-    if options.across is not None:
-        objective = counted_across(op, objective)
-    scale = LossScale.new(op) if objective.scales else None
-    seeds = objective.cotangents(op, None if scale is None else scale.scale)
+    scale, expected = LossScale.new(op) if objective.scales else None, None
+    factor = None if scale is None else scale.scale
+    if options.across is None:
+        seeds = objective.cotangents(op, factor)
+    else:
+        objective, seeds, expected = counted_across(op, objective, factor)
     gradients, unreached = write_gradients(op, objective, seeds, options.recompute)
-    gradients.scale = scale
+    gradients.scale, gradients.expected = scale, expected
     step = write_step(op, gradients, optimizer, options)
     finish(objective.model)
     step.model, step.work, step.unreached = objective.model, multiply_adds, unreached
@@ -261,7 +266,9 @@ def write_step(
         parts.of = parts.scale.unscaled(op, parts.of)
     scalars = {DRAW.name: parts.draw, FIRST.name: parts.first}
     if across is not None:
-        parts.of, parts.reported = summed_across(op, parts.of, parts.reported)
+        expected = parts.expected
+        parts.of, parts.reported = summed_across(op, parts.of, parts.reported, expected)
+        scalars[ROWS.name] = None if expected is None else expected.rows
         if parts.buffers and not across.same_buffers:
             scalars[SHARE.name] = share = SHARE.input(op)
             parts.buffers = averaged_across(op, parts.buffers, share)

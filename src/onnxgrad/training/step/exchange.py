@@ -1,7 +1,8 @@
 """A step of several processes: what each of them computes of its rows becomes that of all rows.
 
 Counts of terms, gradients and sums of losses are added up over the processes, inside of the graph:
-what follows, such as clipping by the norm of all gradients, sees those of the whole batch.
+what follows, such as clipping by the norm of all gradients, sees those of the whole batch. Most
+steps need one message.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part, all_reduce, broadcast
-from onnxgrad.training.objective import Objective
+from onnxgrad.training.objective import Objective, inverse
+from onnxgrad.training.step.inputs import ROWS
 from onnxgrad.training.step.update import Update
 from onnxgrad.training.step.weight_groups import Group
 
@@ -34,23 +36,65 @@ class Across:
     shards: bool = False
 
 
-def counted_across(op: Emit, objective: Objective) -> Objective:
-    """Return the objective with the counts of all processes."""
+@dataclass(frozen=True)
+class Expected:
+    """How many terms the loss of a batch has, unless some are ignored or weighted.
+
+    All processes know this number before they exchange anything: the gradients are those of the
+    sum of terms over it, and their sum is multiplied by its ratio to the count of all processes. So
+    that count is in the same message. `terms` is computed of the input `rows`; `own` is the count
+    of this process.
+    """
+
+    rows: ir.Value
+    terms: ir.Value
+    own: ir.Value
+
+    @classmethod
+    def of(cls, op: Emit, objective: Objective) -> Expected | None:
+        """Return that of an objective; None where the count must be known before the gradients."""
+        counts, labels = objective.written.counts, objective.written.labels
+        n, wide = counts[0], (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+        if len(counts) > 1 or objective.scales or n.dtype not in wide:
+            return None
+        if any(w.dtype != n.dtype or static(dims(w)) is None for w in objective.weights):
+            return None
+        lengths = (dims(labels[0]) or ())[1:] if labels else ()
+        each = prod(length for length in lengths if isinstance(length, int)) or 1
+        rows = ROWS.input(op, wide=n.dtype == ir.DataType.DOUBLE)
+        with op:
+            terms = rows if each == 1 else op.Mul(rows, op.const(float(each), n.dtype))
+        return cls(rows, op.set_type_like(terms, n), n)
+
+
+def counted_across(
+    op: Emit, objective: Objective, scale: ir.Value | None
+) -> tuple[Objective, dict[ir.Value, ir.Value], Expected | None]:
+    """Return the objective with the counts of all processes, and its cotangents times `scale`."""
+    expected = Expected.of(op, objective)
     written = objective.written
     counts = [all_reduce(op, n) for n in written.counts]
-    return replace(objective, written=replace(written, counts=counts))
+    objective = replace(objective, written=replace(written, counts=counts))
+    if expected is None:
+        return objective, objective.cotangents(op, scale), None
+    return objective, objective.scaled(op, [inverse(op, expected.terms)]), expected
 
 
 def summed_across(
-    op: Emit, gradients: dict[ir.Value, ir.Value], reported: Sequence[ir.Value]
+    op: Emit,
+    gradients: dict[ir.Value, ir.Value],
+    reported: Sequence[ir.Value],
+    expected: Expected | None = None,
 ) -> tuple[dict[ir.Value, ir.Value], list[ir.Value]]:
     """Return the gradients and the losses of all processes.
 
     `reported` are sums, and then as many counts, which are those of all processes already.
     """
     half = len(reported) // 2
+    ratio = () if expected is None else (expected.terms, expected.own)
     sums = [all_reduce(op, total) for total in reported[:half]]
-    return {w: all_reduce(op, g) for w, g in gradients.items()}, [*sums, *reported[half:]]
+    summed = {w: all_reduce(op, g, ratio) for w, g in gradients.items()}
+    return summed, [*sums, *reported[half:]]
 
 
 def averaged_across(

@@ -88,12 +88,18 @@ def _firsts(call: Call) -> np.ndarray:
     return first if call.piece.begins is None else first | call.piece.begins
 
 
+def _rows(call: Call) -> np.ndarray:
+    """Return the number of rows of a batch, in all processes."""
+    return np.full(call.piece.batches, call.piece.rows)
+
+
 RATE = Scalar("minus_learning_rate", ir.DataType.FLOAT, lambda call: -call.rates)
 STEP = Scalar("step", ir.DataType.INT64, lambda call: call.numbers + 1)
 DRAW = Scalar("draw", ir.DataType.INT64, _draws, of_rows=True)
 FIRST = Scalar("first", ir.DataType.BOOL, _firsts)
 SHARE = Scalar("share", ir.DataType.FLOAT, _shares, of_rows=True)
-SCALARS = {scalar.name: scalar for scalar in (RATE, STEP, DRAW, FIRST, SHARE)}
+ROWS = Scalar("rows", ir.DataType.FLOAT, _rows)
+SCALARS = {scalar.name: scalar for scalar in (RATE, STEP, DRAW, FIRST, SHARE, ROWS)}
 
 
 @dataclass
