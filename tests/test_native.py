@@ -130,11 +130,11 @@ CASES = [
     *(
         Case(f"one dimension by channel, {id}", f"y = {nodes}", (32, 40), {"w": (32, 1, 4)}, n)
         for id, nodes, n in (
-            ("padded", "Conv<group=32, pads=[1,2]>(x, w)", 2),
-            ("strided", "Conv<group=32, strides=[2], pads=[2,1], kernel_shape=[4]>(x, w)", 2),
-            ("dilated", "Conv<group=32, dilations=[2], pads=[3,3]>(x, w)", 2),
-            ("transposed", "ConvTranspose<group=32, strides=[2], output_padding=[1]>(x, w)", 2),
-            ("of the file", 'Conv<group=32, auto_pad="SAME_UPPER">(x, w)', 1),
+            ("padded", "Conv<group=32, pads=[1,2]>(x, w)", 3),
+            ("strided", "Conv<group=32, strides=[2], pads=[2,1], kernel_shape=[4]>(x, w)", 3),
+            ("dilated", "Conv<group=32, dilations=[2], pads=[3,3]>(x, w)", 3),
+            ("transposed", "ConvTranspose<group=32, strides=[2], output_padding=[1]>(x, w)", 3),
+            ("of the file", 'Conv<group=32, auto_pad="SAME_UPPER">(x, w)', 2),
             ("few windows", "Conv<group=32, strides=[3]>(x, w)", 1),
         )
     ),

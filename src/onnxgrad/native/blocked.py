@@ -135,3 +135,28 @@ def weight_gradient(op, node):
         return None
     own = Windows(kernel, windows.strides, windows.dilations, windows.pads[:2])
     return [correlated(layout, x, g, dw, own, group)]
+
+
+@rewrites(group=BLOCKS)
+def depthwise_weight_gradient_of_one_axis(op, node):
+    """The gradient of the weight of such a convolution as `depthwise_of_one_axis` is for."""
+    dw = node.outputs[0]
+    if WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1 or len(sizes(dw)) != 3:
+        return None
+    x, g, windows, group = dw.meta[WEIGHT_GRADIENT]
+    layout, x, g = Layout(op), current(x), current(g)
+    rows, per_group, taps = sizes(dw)
+    (channels, length), (maps, count) = (static(sizes(v)[1:]) or (0, 0) for v in (x, g))
+    if not (group == rows == channels == maps and per_group == 1 and layout.fits(rows)):
+        return None
+    if min(length, count) < FEW or windows.pads is None or not windows.kernel or taps == 1:
+        return None
+    if any(v.dtype != ir.DataType.FLOAT for v in (x, g, dw)) or not depends_on(dw, {x, g}):
+        return None
+    images = [op.Unsqueeze(v, [2]) for v in (x, g)]
+    for image, v in zip(images, (x, g), strict=True):
+        image.shape = ir.Shape([*sizes(v)[:2], 1, sizes(v)[2]])
+    weight = ir.Value(name=op.name("weight"), type=dw.type, shape=ir.Shape([rows, 1, 1, taps]))
+    strides, dilations = (1, *windows.strides), (1, *windows.dilations)
+    own = Windows((1, taps), strides, dilations, (0, windows.pads[0]))
+    return [op.Squeeze(correlated(layout, *images, weight, own, group), [2])]
