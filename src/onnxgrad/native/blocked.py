@@ -159,4 +159,4 @@ def depthwise_weight_gradient_of_one_axis(op, node):
     weight = ir.Value(name=op.name("weight"), type=dw.type, shape=ir.Shape([rows, 1, 1, taps]))
     strides, dilations = (1, *windows.strides), (1, *windows.dilations)
     own = Windows((1, taps), strides, dilations, (0, windows.pads[0]))
-    return [op.Squeeze(correlated(layout, *images, weight, own, group), [2])]
+    return [op.Squeeze(correlated(layout, images[0], images[1], weight, own, group), [2])]
