@@ -127,6 +127,17 @@ CASES = [
         {"w": (32, 64, 2, 2)},
     ),
     Case("one dimension", "y = Conv<pads=[1,1]>(x, w)", (32, 40), {"w": (32, 32, 3)}, 0),
+    *(
+        Case(f"one dimension by channel, {id}", f"y = {nodes}", (32, 40), {"w": (32, 1, 4)}, n)
+        for id, nodes, n in (
+            ("padded", "Conv<group=32, pads=[1,2]>(x, w)", 3),
+            ("strided", "Conv<group=32, strides=[2], pads=[2,1], kernel_shape=[4]>(x, w)", 3),
+            ("dilated", "Conv<group=32, dilations=[2], pads=[3,3]>(x, w)", 3),
+            ("transposed", "ConvTranspose<group=32, strides=[2], output_padding=[1]>(x, w)", 3),
+            ("of the file", 'Conv<group=32, auto_pad="SAME_UPPER">(x, w)', 2),
+            ("few windows", "Conv<group=32, strides=[3]>(x, w)", 1),
+        )
+    ),
     Case("three dimensions", "y = Conv(x, w)", (32, 4, 5, 4), {"w": (32, 32, 2, 2, 2)}, 0),
     Case("shared", "h = Conv<pads=[1,1,1,1]>(x, w)  y = Conv(h, w)", (32, 8, 7), SQUARE, 6),
     Case(

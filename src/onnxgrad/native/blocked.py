@@ -13,8 +13,11 @@ from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
 from onnxgrad.native.blocked_layout import Layout, sizes
-from onnxgrad.native.phases import BLOCKS
+from onnxgrad.native.phases import BLOCKS, NODES
 from onnxgrad.native.side_by_side import FEW
+
+# attributes of a convolution, and their values for an axis of length 1
+_FIRST = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
 
 
 @rewrites("Conv", "ConvTranspose", group=BLOCKS)
@@ -31,6 +34,35 @@ def convolution(op, node):
     form = _convolution if node.op_type == "Conv" else _transposed_convolution
     blocked = form(layout, node, x, w, bias)
     return None if blocked is None else [layout.plain(blocked, y)]
+
+
+@rewrites("Conv", "ConvTranspose", group=NODES)
+def depthwise_of_one_axis(op, node):
+    """A convolution of one axis, each channel by itself, is one of images of height 1.
+
+    Only those of two axes have blocks: for 32 rows of 64 x 50 and windows of 9, it takes 0.12 ms
+    instead of 0.6, with the reordering. Others gain no more than the reordering costs.
+    """
+    (x, w, *bias), (y,), attributes = node.inputs, node.outputs, node.attributes
+    shapes = [dims(v) or () for v in (x, w, y)]
+    if any(len(shape) != 3 for shape in shapes) or x.dtype != ir.DataType.FLOAT:
+        return None
+    (_, channels, length), (rows, per_group, _), (batch, maps, count) = shapes
+    if not (attributes.get_int("group", 1) == channels == rows == maps and per_group == 1):
+        return None
+    if not Layout(op).fits(channels) or shapes[1][2] in (1, None) or WEIGHT_GRADIENT in y.meta:
+        return None
+    if "output_shape" in attributes or attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return None
+    if isinstance(length, int) and length < FEW:
+        return None
+    wider = {name: a.value for name, a in attributes.items()}
+    for name, first in _FIRST.items():
+        if name in wider:
+            wider[name] = [n for given in wider[name] for n in (first, given)]
+    images = op.emit(node.op_type, [op.Unsqueeze(x, [2]), op.Unsqueeze(w, [2]), *bias], wider)
+    images.type, images.shape = y.type, ir.Shape([batch, channels, 1, count])
+    return [op.Squeeze(images, [2])]
 
 
 def _is_image(x: ir.Value | None) -> bool:
@@ -103,3 +135,28 @@ def weight_gradient(op, node):
         return None
     own = Windows(kernel, windows.strides, windows.dilations, windows.pads[:2])
     return [correlated(layout, x, g, dw, own, group)]
+
+
+@rewrites(group=BLOCKS)
+def depthwise_weight_gradient_of_one_axis(op, node):
+    """The gradient of the weight of such a convolution as `depthwise_of_one_axis` is for."""
+    dw = node.outputs[0]
+    if WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1 or len(sizes(dw)) != 3:
+        return None
+    x, g, windows, group = dw.meta[WEIGHT_GRADIENT]
+    layout, x, g = Layout(op), current(x), current(g)
+    rows, per_group, taps = sizes(dw)
+    (channels, length), (maps, count) = (static(sizes(v)[1:]) or (0, 0) for v in (x, g))
+    if not (group == rows == channels == maps and per_group == 1 and layout.fits(rows)):
+        return None
+    if min(length, count) < FEW or windows.pads is None or not windows.kernel or taps == 1:
+        return None
+    if any(v.dtype != ir.DataType.FLOAT for v in (x, g, dw)) or not depends_on(dw, {x, g}):
+        return None
+    images = [op.Unsqueeze(v, [2]) for v in (x, g)]
+    for image, v in zip(images, (x, g), strict=True):
+        image.shape = ir.Shape([*sizes(v)[:2], 1, sizes(v)[2]])
+    weight = ir.Value(name=op.name("weight"), type=dw.type, shape=ir.Shape([rows, 1, 1, taps]))
+    strides, dilations = (1, *windows.strides), (1, *windows.dilations)
+    own = Windows((1, taps), strides, dilations, (0, windows.pads[0]))
+    return [op.Squeeze(correlated(layout, images[0], images[1], weight, own, group), [2])]
