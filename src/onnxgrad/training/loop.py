@@ -18,7 +18,8 @@ from onnxgrad.training.callbacks.base import Control
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
-from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
+from onnxgrad.training.loop_reports import Reported
+from onnxgrad.training.progress import Totals, over_members, shown
 from onnxgrad.training.run.runner import Asked, Losses, Runner
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.loss_scale import SCALE, SKIPPED
@@ -30,7 +31,7 @@ INTERRUPTED, ERROR = "interrupted", "error"
 
 
 @dataclass
-class Loop:
+class Loop(Reported):
     """The epochs of one call of `fit`, whose arguments are checked already.
 
     - `trainer`: what callbacks are shown.
@@ -316,12 +317,6 @@ class Loop:
         if self.log_epochs:
             logger.info("epoch %d/%d loss %s", self._number, self._epochs, shown(loss, "g"))
 
-    @property
-    def _learning_rate(self) -> Any:
-        """The rate of the last step; of a stack (members,)."""
-        rate = self.state.learning_rate
-        return rate if self.state.members is None else np.array(rate)
-
     def _evaluate(self, entry: dict[str, Any]) -> None:
         """Evaluate, and add the results to an entry, which becomes the last one of the history."""
         assert self.evaluate is not None
@@ -389,45 +384,3 @@ class Loop:
         self._evaluate(entry)
         if entry is not last:
             self.rates.observe(entry)
-
-    # -- reports ------------------------------------------------------------------------------
-
-    @property
-    def _number(self) -> int:
-        """The number of finished epochs of this `fit`."""
-        return self.state.epoch - self._first_epoch
-
-    @property
-    def _epochs(self) -> int:
-        return self.last_epoch - self._first_epoch
-
-    def _progress(self, seconds: float) -> FitProgress:
-        state, totals, source = self.state, self._totals, self.source
-        steps = None
-        if isinstance(source.batches, int):
-            steps = state.step - state.position + (self.last_epoch - state.epoch) * source.batches
-        return FitProgress(
-            self._number,
-            self._epochs,
-            totals.rows,
-            source.rows,
-            over_members(totals.mean),
-            self._validated,
-            totals.rows / max(seconds, 1e-9),
-            state.step,
-            steps,
-            *self._seconds,
-        )
-
-    def _diverged(self, what: str, kept: str) -> ConvergenceError:
-        recent = ", ".join(shown(v, ".6g") for v in self.state.losses[-5:]) or "none"
-        reason = self.callbacks.on_not_finite(self.trainer, self.state, self.control)
-        number = self._number + (what != "the validation loss")
-        rate = shown(self.state.learning_rate, "g")
-        if self.state.members is not None:
-            what += " of all members"
-        return ConvergenceError(
-            f"{what} became NaN or infinite in epoch {number} at learning rate "
-            f"{rate} (losses of the epochs before: {recent}); {kept}. "
-            f"{self.explain(self)}{'. ' if reason else ''}{reason}"
-        )
