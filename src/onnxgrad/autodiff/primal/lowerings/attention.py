@@ -61,7 +61,7 @@ def attend(
     """
     q, k, v = qkv
     transposed = op.Transpose(k, perm=[0, 1, 3, 2])
-    scores = grouped(op, q, k, lambda a: op.MatMul(a * scale, transposed))
+    scores = grouped(op, q * scale, k, lambda a: op.MatMul(a, transposed))
     capped = op.Tanh(scores / softcap) * softcap if softcap > 0 else scores
     biased = capped if bias is None else op.set_type_like(capped + bias, capped)
     weights = softmax(biased)
