@@ -53,9 +53,13 @@ CASES = {
 }
 
 
+def _is_single(name: str) -> bool:
+    return "GroupQueryAttention" in CASES.get(name, name)
+
+
 def network(name: str, tokens: int, symbol: bool = False, more: str = "") -> onnx.ModelProto:
     """Return a model with this attention between products with weights."""
-    kind = "float" if name in SINGLE else "double"
+    kind = "float" if _is_single(name) else "double"
     lengths = f"{kind}[N, {'T' if symbol else tokens}, {WIDTH}]"
     proto = onnx.parser.parse_model(f"""<ir_version: 10,
         opset_import: ["": 23, "com.microsoft": 1]>
@@ -75,7 +79,7 @@ def network(name: str, tokens: int, symbol: bool = False, more: str = "") -> onn
         "zero": np.int64([0]), "first": np.int64(0), "one": np.int64(1), "one_axis": np.int64([1]),
         "last": np.full(2, tokens - 1, np.int32), "total": np.int32([tokens]),
     }  # fmt: skip
-    if name in SINGLE:
+    if _is_single(name):
         floats = [n for n, a in constants.items() if np.asarray(a).dtype == np.float64]
         constants |= {n: constants[n].astype(np.float32) for n in floats}
     read = {x for node in proto.graph.node for x in node.input}
@@ -93,6 +97,7 @@ def batches(tokens: int) -> tuple[np.ndarray, np.ndarray]:
 def small_blocks(monkeypatch):
     monkeypatch.setattr(attention_blocks, "LEAST", 6)
     monkeypatch.setattr(attention_blocks, "ROWS", 4)
+    monkeypatch.setattr(attention_blocks, "KEYS", 16)
 
 
 def trainer(proto, recompute: str, **more) -> og.Trainer:
@@ -118,7 +123,6 @@ def same(a, b, tolerance: float = 1e-10):
         np.testing.assert_allclose(b[name], w, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-SINGLE = ("GroupQueryAttention", "smooth")  # with no form in float64
 STORED = ("causal", "guarded", "capped, bias", "Attention, mask")  # masks of so many tokens
 LENGTHS = [
     (name, *length)
@@ -132,7 +136,7 @@ def test_blocks_train_as_all_queries_do(name, tokens, symbol):
     proto, data = network(name, tokens, symbol), batches(tokens)
     fitted = {how: trained(proto, how, data) for how in ("none", "all")}
     plain, blocks = (one.state.weights for one in fitted.values())
-    same(plain, blocks, 1e-4 if name in SINGLE else 1e-10)
+    same(plain, blocks, 1e-4 if _is_single(name) else 1e-10)
     assert all(np.isfinite(w).all() for w in blocks.values())
     start = {i.name: numpy_helper.to_array(i) for i in proto.graph.initializer}
     assert any(np.abs(w - start[n]).max() > 1e-3 for n, w in blocks.items())
@@ -146,7 +150,7 @@ def test_blocks_train_as_all_queries_do(name, tokens, symbol):
     assert softmaxes(trainer(proto, "all"), data) == (0, 2)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 9])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 9, 33])
 def test_lengths_that_the_model_does_not_state(tokens):
     proto, data = network("heads", 13, symbol=True), batches(tokens)
     same(*(trained(proto, how, data).state.weights for how in ("none", "all")))
@@ -223,3 +227,17 @@ def test_members_of_a_stack():
     ]
     for plain, blocks in zip(*(stack.state.values for stack in stacks), strict=True):
         same(plain.weights, blocks.weights)
+
+
+@pytest.mark.parametrize(("tokens", "symbol"), [(40, False), (41, False), (41, True), (5, True)])
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_blocks_of_a_window_read_the_keys_near_them(window, tokens, symbol):
+    attention = CASES["GroupQueryAttention"].replace("size=3", f"size={window}")
+    proto, data = network(attention, max(tokens, 6), symbol), batches(tokens)
+    plain, blocks = (trained(proto, how, data, learning_rate=0.01) for how in ("none", "all"))
+    same(plain.state.weights, blocks.state.weights, 1e-4)
+    if (tokens, symbol, window) == (40, False, 4):
+        recipe = Recipe(trainer(proto, "all"), Facts.of(trainer(proto, "all"), Dataset(*data)))
+        graph = recipe.step(recipe.objective(), norms=False).model.graph
+        soft = [n for n in all_nodes(graph) if n.op_type == "Softmax"]
+        assert {n.outputs[0].shape[-1] for n in soft} == {2 + 3}  # of blocks of 2

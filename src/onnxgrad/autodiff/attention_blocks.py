@@ -17,11 +17,13 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.control.scan import KEEPS_NOTHING
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.graph.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY
 from onnxgrad.graph.shapes import constant, dims, is_stated, rank
 from onnxgrad.graph.traversal import made_by
 
-ROWS = 512  # queries of a block, at most
+# queries of a block: at most, and for so many keys; for more keys, down to a quarter of them, as
+# each block adds to the gradients of all keys
+ROWS, KEYS = 512, 2048
 LEAST = 1024  # fewer queries stay together
 _AFTER_SOFTMAX = frozenset("Cast Identity IsNaN Slice Where".split())
 
@@ -77,12 +79,12 @@ class _Product:
             return None
         return cls(a, b, (before, *one.nodes, after), (heads, shared))
 
-    def again(self, op: Emit, a: ir.Value) -> ir.Value:
-        """Write it for some rows of a."""
+    def again(self, op: Emit, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Write it for some rows of a, and some columns or rows of b."""
         if self.heads is None:
-            return op.emit("MatMul", [a, self.b], {}, fresh=True)
+            return op.emit("MatMul", [a, b], {}, fresh=True)
         heads, shared = self.heads
-        y = op.MatMul(op.Reshape(a, [0, shared, -1, 0]), self.b)
+        y = op.MatMul(op.Reshape(a, [0, shared, -1, 0]), b)
         return op.emit("Reshape", [y, op.const([0, heads, -1, 0])], {}, fresh=True)
 
 
@@ -118,7 +120,9 @@ class _Attention:
         """Return the attention whose result `node` computes, or None."""
         y = node.outputs[0]
         last, shape = _Product.of(y), dims(y)
-        if last is None or shape is None or len(shape) < 3 or y in keep:
+        if last is None or shape is None or len(shape) < 3:
+            return None
+        if any(n.outputs[0] in keep for n in last.nodes):
             return None
         rows = shape[-2]
         if not is_stated(rows) or (isinstance(rows, int) and rows < LEAST):
@@ -136,6 +140,8 @@ class _Attention:
         if shape[-2] != self.rows:
             return False
         node, product = v.producer(), None if v in keep else _Product.of(v)
+        if product is not None and any(n.outputs[0] in keep for n in product.nodes):
+            product = None
         if product is not None and (dims(product.a) or (None, None))[-2] == self.rows:
             if product.a not in self.sliced:
                 self.sliced.append(product.a)
@@ -173,41 +179,136 @@ class _Attention:
 
     def write(self, op: Emit) -> ir.Value:
         """Write the Scan, and return the result."""
-        blocks = _Blocks.of(op, self.rows, self.sliced[0])
+        near = self._window()
+        keys_of_all = op.dim(self.last.b, -2)
+        blocks = _Blocks.of(op, self.rows, self.sliced[0], keys_of_all, near)
         inner = Emit(ir.Graph([], [], nodes=[], name="queries"), outer=op)
         size: Any = blocks.size if isinstance(blocks.size, int) else op.name("queries")
-
-        def shape_of_block(x: ir.Value) -> ir.Shape:
-            lengths = dims(x) or ()
-            return ir.Shape([*lengths[:-2], size, lengths[-1]])
-
-        stacks = [blocks.stack(op, x) for x in self.sliced]
-        new = {
-            x: ir.Value(name=inner.name(f"{x.name}_of_some"), type=x.type, shape=shape_of_block(x))
-            for x in self.sliced
-        }
-        for x, stack in zip(self.sliced, stacks, strict=True):
-            stack.type, stack.shape = x.type, ir.Shape([blocks.length, *new[x].shape])  # type: ignore[misc]
+        shapes = {x: [*(dims(x) or ())[:-2], size, (dims(x) or ())[-1]] for x in self.sliced}
+        stacks, new = [], {}
+        for x, shape in shapes.items():
+            stacks.append(blocks.stack(op, x))
+            stacks[-1].type, stacks[-1].shape = x.type, ir.Shape([blocks.length, *shape])
+            name = inner.name(f"{x.name}_of_some")
+            new[x] = ir.Value(name=name, type=x.type, shape=ir.Shape(shape))
         inner.graph.inputs[:] = list(new.values())
+        keys = _Keys.of(op, inner, blocks, near, keys_of_all) if near else None
+        stacks += [] if keys is None else [keys.firsts]
         with inner:
             for v, one in (*self.inner.items(), (self.y, self.last)):
-                if isinstance(one, _Product):
-                    z = one.again(inner, new[one.a])
-                else:
-                    operands = [x if x is None else new.get(x, x) for x in one.inputs]
-                    [z] = inner.again(one, operands)
-                lengths = dims(v) or ()
-                z.type, z.shape = v.type, v.shape
+                z = self._again(inner, one, new, keys)
+                lengths = [*(dims(v) or ())]
                 if len(lengths) > 1 and lengths[-2] == self.rows:
-                    z.shape = shape_of_block(v)
+                    lengths[-2] = size
+                if keys is not None and v is not self.y and lengths[-1] == self.keys:
+                    lengths[-1] = keys.length
+                z.type, z.shape = v.type, ir.Shape(lengths)
                 new[v] = z
             inner.give([new[self.y]])
         attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
         found = op.emit("Scan", stacks, attributes, fresh=True)
         found.producer().meta[KEEPS_NOTHING] = True  # type: ignore[union-attr]
         found.type = self.y.type
-        found.shape = ir.Shape([blocks.length, *shape_of_block(self.y)])
+        found.shape = ir.Shape([blocks.length, *(dims(new[self.y]) or ())])
         return blocks.joined(op, found, self.y, op.dim(self.last.b, -1))
+
+    def _again(
+        self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _Keys | None
+    ) -> ir.Value:
+        """Write a node or product for some queries, and for the keys near them."""
+        if isinstance(one, _Product):
+            axis = -2 if one is self.last else -1
+            return one.again(inner, new[one.a], one.b if keys is None else keys.near(one.b, axis))
+        operands = []
+        for x in one.inputs:
+            some = None if x is None else new.get(x, x)
+            if some is not None and keys is not None and x not in self.inner:
+                some = keys.near(some, -1) if (dims(x) or (1,))[-1] == self.keys else some
+            operands.append(some)
+        return inner.again(one, operands)[0]
+
+    @property
+    def keys(self) -> Any:
+        """The number of keys: the length of the last axis of the weights."""
+        return (dims(self.last.a) or (None,))[-1]
+
+    def _window(self) -> tuple[int, int] | None:
+        """Return how many keys before and behind its position a query sees, None if not known."""
+        nodes = [one for one in self.inner.values() if isinstance(one, ir.Node)]
+        where = next(made_by(n.inputs[0], "Where") for n in nodes if n.op_type == "Softmax")
+        hidden = None if where is None else constant(where.inputs[2])
+        if where is None or hidden is None or not np.isneginf(hidden).all():
+            return None
+        conditions, found = [where.inputs[0]], dict[str, Any]()
+        while conditions:
+            condition = conditions.pop()
+            if condition is not None:
+                found |= condition.meta
+                both = made_by(condition, "And")
+                conditions += [] if both is None else both.inputs
+        alike = all(
+            one.op_type in ELEMENTWISE | {"Softmax"}
+            and all((dims(x) or (1,))[-1] in (1, self.keys) for x in one.inputs)
+            for one in nodes
+        )
+        if not alike or not is_stated(self.keys) or not {FIRST_KEY, LAST_KEY} <= found.keys():
+            return None
+        return found[FIRST_KEY], found[LAST_KEY]
+
+
+@dataclass
+class _Keys:
+    """The keys that the queries of a block may see: `count` of them, an int or a tensor [1].
+
+    `firsts` are the first queries of all blocks, `begin` is the first key of a block, and `length`
+    is the length of an axis of such keys: a number or a symbol.
+    """
+
+    inner: Emit
+    firsts: ir.Value
+    begin: ir.Value
+    count: Any
+    length: Any
+    parts: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, op: Emit, inner: Emit, blocks: _Blocks, near: tuple[int, int], keys: Any
+    ) -> _Keys | None:
+        """Return those of a window, None for no fewer than there are.
+
+        The rows that are repeated at the end see keys that are that much further in front.
+        """
+        before, behind = near
+        more = blocks.count * blocks.size - blocks.rows
+        count, total = blocks.size + more + (before + behind), keys
+        length = count
+        if isinstance(keys, int) and isinstance(count, int):
+            if count >= keys:
+                return None
+        else:
+            total = op.const(op.vector(keys))
+            count, length = op.Min(op.const(op.vector(count)), total), op.name("keys")
+        firsts = op.arange(blocks.count) * blocks.size
+        firsts.shape = ir.Shape([blocks.length])
+        first = ir.Value(name=inner.name("first"), type=firsts.type, shape=ir.Shape([]))
+        inner.graph.inputs.append(first)
+        back, last = op.const(op.vector(more + before)), op.const(op.vector(total - count))
+        begin = inner.Sub(inner.Reshape(first, [1]), back)
+        begin = inner.Max(inner.Min(begin, last), [0])
+        return cls(inner, firsts, begin, count, length)
+
+    def near(self, x: ir.Value, axis: int) -> ir.Value:
+        """Return the part of `x`, of which `axis` is that of all keys."""
+        if (x, axis) not in self.parts:
+            lengths = [*(dims(x) or ())]
+            lengths[axis] = self.length
+            at = [len(lengths) + axis]
+            end = self.inner.Add(self.begin, self.inner.const(self.inner.vector(self.count)))
+            y = self.inner.emit("Slice", [x, self.begin, end, at], {}, fresh=True)
+            y.type, y.shape = x.type, ir.Shape(lengths)
+            self.parts[x, axis] = y
+        return self.parts[x, axis]
 
 
 @dataclass
@@ -225,15 +326,23 @@ class _Blocks:
     repeats: bool
 
     @classmethod
-    def of(cls, op: Emit, rows: Any, x: ir.Value) -> _Blocks:
+    def of(
+        cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: tuple[int, int] | None
+    ) -> _Blocks:
         """Return the blocks of `x`, which has so many rows."""
+        most = ROWS if near is None else min(ROWS, max(ROWS // 2, sum(near)))
         if isinstance(rows, int):
-            least = -(-rows // ROWS)
+            if isinstance(keys, int) and near is None:
+                most = min(most, max(ROWS // 4, ROWS * KEYS // max(keys, 1)))
+            least = -(-rows // most)
             count = next((n for n in range(least, 2 * least) if rows % n == 0), least)
             size = -(-rows // count)
             return cls(rows, count, size, count * size != rows)
         total = op.dim(x, -2)
-        count = op.Max((total + (ROWS - 1)) / ROWS, [1])
+        count = op.Max((total + (most - 1)) / most, [1])
+        if near is None:
+            many = (total * keys + (ROWS * KEYS - 1)) / (ROWS * KEYS)
+            count = op.Max(count, op.Min(many, (total + (ROWS // 4 - 1)) / (ROWS // 4)))
         size = (total + count - 1) / count
         return cls(total, count, size, True)
 
