@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -26,6 +26,10 @@ from onnxgrad.graph.traversal import made_by
 ROWS, KEYS = 512, 2048
 LEAST = 1024  # fewer queries stay together
 _AFTER_SOFTMAX = frozenset("Cast Identity IsNaN Slice Where".split())
+
+
+# how many keys before and behind its own position a query sees, None for all
+_Window: TypeAlias = tuple[int | None, int | None]
 
 
 def attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
@@ -232,10 +236,12 @@ class _Attention:
         """The number of keys: the length of the last axis of the weights."""
         return (dims(self.last.a) or (None,))[-1]
 
-    def _window(self) -> tuple[int, int] | None:
+    def _window(self) -> _Window | None:
         """Return how many keys before and behind its position a query sees, None if not known."""
         nodes = [one for one in self.inner.values() if isinstance(one, ir.Node)]
-        where = next(made_by(n.inputs[0], "Where") for n in nodes if n.op_type == "Softmax")
+        [masked] = [n.inputs[0] for n in nodes if n.op_type == "Softmax"]
+        total = made_by(masked, "Add")
+        where = made_by(masked if total is None else total.inputs[1], "Where")
         hidden = None if where is None else constant(where.inputs[2])
         if where is None or hidden is None or not np.isneginf(hidden).all():
             return None
@@ -251,61 +257,53 @@ class _Attention:
             and all((dims(x) or (1,))[-1] in (1, self.keys) for x in one.inputs)
             for one in nodes
         )
-        if not alike or not is_stated(self.keys) or not {FIRST_KEY, LAST_KEY} <= found.keys():
-            return None
-        return found[FIRST_KEY], found[LAST_KEY]
+        near = found.get(FIRST_KEY), found.get(LAST_KEY)
+        return near if alike and is_stated(self.keys) and near != (None, None) else None
 
 
 @dataclass
 class _Keys:
-    """The keys that the queries of a block may see: `count` of them, an int or a tensor [1].
+    """The keys that the queries of a block may see, from `begin` to `end`.
 
-    `firsts` are the first queries of all blocks, `begin` is the first key of a block, and `length`
-    is the length of an axis of such keys: a number or a symbol.
+    `firsts` are the first queries of all blocks, and `length` stands for the number of such keys.
     """
 
     inner: Emit
     firsts: ir.Value
     begin: ir.Value
-    count: Any
-    length: Any
+    end: ir.Value
+    length: str
     parts: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, op: Emit, inner: Emit, blocks: _Blocks, near: tuple[int, int], keys: Any
-    ) -> _Keys | None:
-        """Return those of a window, None for no fewer than there are.
+    def of(cls, op: Emit, inner: Emit, blocks: _Blocks, near: _Window, keys: Any) -> _Keys:
+        """Return those of a window.
 
         The rows that are repeated at the end see keys that are that much further in front.
         """
         before, behind = near
         more = blocks.count * blocks.size - blocks.rows
-        count, total = blocks.size + more + (before + behind), keys
-        length = count
-        if isinstance(keys, int) and isinstance(count, int):
-            if count >= keys:
-                return None
-        else:
-            total = op.const(op.vector(keys))
-            count, length = op.Min(op.const(op.vector(count)), total), op.name("keys")
         firsts = op.arange(blocks.count) * blocks.size
         firsts.shape = ir.Shape([blocks.length])
         first = ir.Value(name=inner.name("first"), type=firsts.type, shape=ir.Shape([]))
         inner.graph.inputs.append(first)
-        back, last = op.const(op.vector(more + before)), op.const(op.vector(total - count))
-        begin = inner.Sub(inner.Reshape(first, [1]), back)
-        begin = inner.Max(inner.Min(begin, last), [0])
-        return cls(inner, firsts, begin, count, length)
+        begin, end = op.const([0]), op.const(op.vector(keys))
+        back = None if before is None else op.const(op.vector(more + before))
+        ahead = None if behind is None else op.const(op.vector(blocks.size + behind))
+        row = inner.Reshape(first, [1])
+        if back is not None:
+            begin = inner.Min(inner.Max(inner.Sub(row, back), begin), end)
+        if ahead is not None:
+            end = inner.Min(inner.Add(row, ahead), end)
+        return cls(inner, firsts, begin, end, op.name("keys"))
 
     def near(self, x: ir.Value, axis: int) -> ir.Value:
         """Return the part of `x`, of which `axis` is that of all keys."""
         if (x, axis) not in self.parts:
             lengths = [*(dims(x) or ())]
             lengths[axis] = self.length
-            at = [len(lengths) + axis]
-            end = self.inner.Add(self.begin, self.inner.const(self.inner.vector(self.count)))
-            y = self.inner.emit("Slice", [x, self.begin, end, at], {}, fresh=True)
+            bounds = [self.begin, self.end, [len(lengths) + axis]]
+            y = self.inner.emit("Slice", [x, *bounds], {}, fresh=True)
             y.type, y.shape = x.type, ir.Shape(lengths)
             self.parts[x, axis] = y
         return self.parts[x, axis]
@@ -326,13 +324,12 @@ class _Blocks:
     repeats: bool
 
     @classmethod
-    def of(
-        cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: tuple[int, int] | None
-    ) -> _Blocks:
+    def of(cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: _Window | None) -> _Blocks:
         """Return the blocks of `x`, which has so many rows."""
-        most = ROWS if near is None else min(ROWS, max(ROWS // 2, sum(near)))
+        narrow = near is not None and None not in near
+        most = min(ROWS, max(ROWS // 2, sum(near))) if narrow else ROWS  # type: ignore[arg-type]
         if isinstance(rows, int):
-            if isinstance(keys, int) and near is None:
+            if isinstance(keys, int) and not narrow:
                 most = min(most, max(ROWS // 4, ROWS * KEYS // max(keys, 1)))
             least = -(-rows // most)
             count = next((n for n in range(least, 2 * least) if rows % n == 0), least)
@@ -340,7 +337,7 @@ class _Blocks:
             return cls(rows, count, size, count * size != rows)
         total = op.dim(x, -2)
         count = op.Max((total + (most - 1)) / most, [1])
-        if near is None:
+        if not narrow:
             many = (total * keys + (ROWS * KEYS - 1)) / (ROWS * KEYS)
             count = op.Max(count, op.Min(many, (total + (ROWS // 4 - 1)) / (ROWS // 4)))
         size = (total + count - 1) / count
