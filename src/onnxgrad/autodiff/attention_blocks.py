@@ -21,7 +21,7 @@ from onnxgrad.graph.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY
 from onnxgrad.graph.shapes import constant, dims, is_stated, rank
 from onnxgrad.graph.traversal import made_by
 
-# queries of a block: at most, and for so many keys; for more keys, down to a quarter of them, as
+# queries of a block: at most, and for so many keys; for more keys, down to half of them, as
 # each block adds to the gradients of all keys
 ROWS, KEYS = 512, 2048
 LEAST = 1024  # fewer queries stay together
@@ -263,14 +263,14 @@ class _Attention:
 
 @dataclass
 class _Keys:
-    """The keys that the queries of a block may see, from `begin` to `end`.
+    """The keys that the queries of a block may see, from `begin` (None: the first) to `end`.
 
     `firsts` are the first queries of all blocks, and `length` stands for the number of such keys.
     """
 
     inner: Emit
     firsts: ir.Value
-    begin: ir.Value
+    begin: ir.Value | None
     end: ir.Value
     length: str
     parts: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
@@ -287,12 +287,12 @@ class _Keys:
         firsts.shape = ir.Shape([blocks.length])
         first = ir.Value(name=inner.name("first"), type=firsts.type, shape=ir.Shape([]))
         inner.graph.inputs.append(first)
-        begin, end = op.const([0]), op.const(op.vector(keys))
+        begin, end = None, op.const(op.vector(keys))
         back = None if before is None else op.const(op.vector(more + before))
         ahead = None if behind is None else op.const(op.vector(blocks.size + behind))
         row = inner.Reshape(first, [1])
         if back is not None:
-            begin = inner.Min(inner.Max(inner.Sub(row, back), begin), end)
+            begin = inner.Max(inner.Sub(row, back), [0])
         if ahead is not None:
             end = inner.Min(inner.Add(row, ahead), end)
         return cls(inner, firsts, begin, end, op.name("keys"))
@@ -302,8 +302,12 @@ class _Keys:
         if (x, axis) not in self.parts:
             lengths = [*(dims(x) or ())]
             lengths[axis] = self.length
-            bounds = [self.begin, self.end, [len(lengths) + axis]]
-            y = self.inner.emit("Slice", [x, *bounds], {}, fresh=True)
+            at, op = [len(lengths) + axis], self.inner  # two nodes, whose gradients are a Pad each
+            y = op.emit("Slice", [x, [0], self.end, at], {}, fresh=True)
+            y.type, y.shape = x.type, ir.Shape([*lengths])
+            if self.begin is not None:
+                y.shape[axis] = op.name("keys_before")
+                y = op.emit("Slice", [y, self.begin, [np.iinfo(np.int64).max], at], {}, fresh=True)
             y.type, y.shape = x.type, ir.Shape(lengths)
             self.parts[x, axis] = y
         return self.parts[x, axis]
@@ -330,7 +334,7 @@ class _Blocks:
         most = min(ROWS, max(ROWS // 2, sum(near))) if narrow else ROWS  # type: ignore[arg-type]
         if isinstance(rows, int):
             if isinstance(keys, int) and not narrow:
-                most = min(most, max(ROWS // 4, ROWS * KEYS // max(keys, 1)))
+                most = min(most, max(ROWS // 2, ROWS * KEYS // max(keys, 1)))
             least = -(-rows // most)
             count = next((n for n in range(least, 2 * least) if rows % n == 0), least)
             size = -(-rows // count)
@@ -339,7 +343,7 @@ class _Blocks:
         count = op.Max((total + (most - 1)) / most, [1])
         if not narrow:
             many = (total * keys + (ROWS * KEYS - 1)) / (ROWS * KEYS)
-            count = op.Max(count, op.Min(many, (total + (ROWS // 4 - 1)) / (ROWS // 4)))
+            count = op.Max(count, op.Min(many, (total + (ROWS // 2 - 1)) / (ROWS // 2)))
         size = (total + count - 1) / count
         return cls(total, count, size, True)
 
