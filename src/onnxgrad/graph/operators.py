@@ -162,6 +162,10 @@ INT64 = _having("int64")
 # not those of the classes, with the reason
 OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"
 
+# metadata keys that lowerings write, of conditions (queries, keys) that are false for keys so far
+# before, or so far behind, the position of the query
+FIRST_KEY, LAST_KEY = "onnxgrad.first_key", "onnxgrad.last_key"
+
 # metadata key that the sweep writes, of a gradient: node, index of the input, and cotangents
 GRADIENT_OF = "onnxgrad.gradient_of"
 

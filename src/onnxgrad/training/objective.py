@@ -180,6 +180,12 @@ class Objective:
         return self.written.seeds(op, scales)
 
     @property
+    def referred(self) -> set[ir.Value]:
+        """The values of the graph that this object refers to."""
+        named = (*self.predictions.values(), *self.states.values(), *self.beside.values())
+        return {*named, *self.buffers.values(), *self.reported, *self.stop_gradient}
+
+    @property
     def reported(self) -> list[ir.Value]:
         """What a step returns for every batch: the sums, then the counts."""
         return [*self.written.sums, *self.written.counts]

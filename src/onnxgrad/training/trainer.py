@@ -69,8 +69,9 @@ class Trainer(TrainerBase):
         recompute: what the backward pass computes again instead of keeping it, to save memory; the
             weights are the same up to rounding. "none": nothing. "cheap": normalizations, and
             what `partition` calls cheap. "all": the forward pass in segments, also products and
-            convolutions, as `torch.utils.checkpoint`. A deep transformer gains most; where the
-            gradient of one convolution needs more memory than all activations, "all" needs more.
+            convolutions, as `torch.utils.checkpoint`, and attention over long sequences by blocks
+            of queries. A deep transformer gains most; where the gradient of one convolution needs
+            more memory than all activations, "all" needs more.
         precision: of a model with floats of 16 bits, float16 or bfloat16. "auto": "float32" on the
             CPU, whose kernels for them convert each operand, and "mixed" on a GPU. In both, weights
             and optimizer slots are float32 while they train; "float32" computes all else in it,

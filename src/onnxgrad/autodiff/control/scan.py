@@ -16,6 +16,9 @@ from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
 
+# metadata key: all that an iteration computes is computed again in the backward pass
+KEEPS_NOTHING = "onnxgrad.keeps_nothing"
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -31,7 +34,8 @@ def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     """a_t+1, z_t = f(a_t, x_t, v): as Loop, and dx_t = f_x'ᵀ (da_t+1, dz_t)."""
     count = node.attributes.get_int("num_scan_inputs", 0)
     back = Iterations(op, node, gs, active, len(node.inputs) - count)
-    deferred, costly = products(back), transcendental(back)
+    deferred = products(back)
+    costly = [] if KEEPS_NOTHING in node.meta else transcendental(back)
     return _write(back, costly) if back.differentiate(deferred) else []
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.attention_blocks import attention_by_blocks
 from onnxgrad.autodiff.derivative import as_constants
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.primal.local_functions import replace_calls
@@ -222,6 +223,8 @@ def write_gradients(
         NoGradientRule: an operator on the way has no rule.
     """
     graph, trained = objective.model.graph, objective.weights
+    if recompute == "all":
+        attention_by_blocks(op, {*seeds, *objective.referred})
     recomputation = Recomputation(op, seeds.values(), recompute)
     wrt = trained if objective.straight_through else []
     quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import FIRST_KEY, LAST_KEY
 from onnxgrad.graph.shapes import dims, rank
 
 HeadsOf = Sequence[ir.Value]  # Q, K and V, each (batch, heads, rows, size)
@@ -61,7 +62,7 @@ def attend(
     """
     q, k, v = qkv
     transposed = op.Transpose(k, perm=[0, 1, 3, 2])
-    scores = grouped(op, q, k, lambda a: op.MatMul(a * scale, transposed))
+    scores = grouped(op, q * scale, k, lambda a: op.MatMul(a, transposed))
     capped = op.Tanh(scores / softcap) * softcap if softcap > 0 else scores
     biased = capped if bias is None else op.set_type_like(capped + bias, capped)
     weights = softmax(biased)
@@ -140,15 +141,17 @@ def within_window(
 ) -> list[ir.Value]:
     """Return the conditions for p - left <= j <= p + right, key j, query i at p = i + the offsets.
 
-    A negative `left` or `right` is no bound.
+    A negative `left` or `right` is no bound. Without offsets, metadata notes them.
     """
     j, position, bounds = op.arange(keys), op.Unsqueeze(op.arange(rows), [1]), []
     for offset in offsets:
         position = position + offset
     if right >= 0:
         bounds.append(op.LessOrEqual(j, position + right if right else position))
+        bounds[-1].meta.update({} if offsets else {LAST_KEY: right})
     if left >= 0:
         bounds.append(op.GreaterOrEqual(j, position - left))
+        bounds[-1].meta.update({} if offsets else {FIRST_KEY: left})
     return bounds
 
 

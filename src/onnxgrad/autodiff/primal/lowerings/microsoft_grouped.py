@@ -137,7 +137,7 @@ def attend_visible(
             masked = op.set_type_like(op.Where(visible, scores, -np.inf), scores)
         if sink is None:
             return op.Softmax(masked, axis=-1)
-        sizes = [op.dim(scores, axis) for axis in range(3)]
+        sizes = [op.dim(qkv[0], axis) for axis in range(3)]
         more = op.Concat(masked, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
         return op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
 

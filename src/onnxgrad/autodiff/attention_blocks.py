@@ -1,0 +1,392 @@
+"""Attention by blocks of queries, so that the scores of all of them are never in memory together.
+
+softmax(Q KT) V of some queries needs nothing of the others. A `Scan` over blocks of queries writes
+it, and the gradient of a Scan computes each iteration again: it keeps Q, K, V and the result, not
+the scores (Rabe and Staats 2021, arXiv:2112.05682). Masks that the graph computes from positions
+are computed for each block, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.control.scan import KEEPS_NOTHING
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY
+from onnxgrad.graph.shapes import constant, dims, is_stated, rank
+from onnxgrad.graph.traversal import made_by
+
+# queries of a block: at most, and for so many keys; for more keys, down to half of them, as
+# each block adds to the gradients of all keys
+ROWS, KEYS = 512, 2048
+LEAST = 1024  # fewer queries stay together
+_AFTER_SOFTMAX = frozenset("Cast Identity IsNaN Slice Where".split())
+
+
+# how many keys before and behind its own position a query sees, None for all
+_Window: TypeAlias = tuple[int | None, int | None]
+
+
+def attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
+    """Let the graph of `op` compute each attention of long sequences by blocks of queries.
+
+    An attention is a Softmax over keys between two products, with elementwise operators around it.
+    One stays as it is that is in a body of the graph, whose scores or weights are read by anything
+    else, such as a Dropout, or that has few queries.
+
+    Args:
+        op: emitter of a prepared graph. Nodes that are no longer needed stay in it.
+        keep: values that somebody refers to, which stay.
+    """
+    kept = {*keep, *op.graph.outputs}
+    for node in list(op.graph):
+        if node.op_type in ("MatMul", "Reshape") and (found := _Attention.of(node, kept)):
+            with op.at(node):
+                ir.convenience.replace_all_uses_with(found.y, found.write(op))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product a b, computed by `nodes`.
+
+    With `heads`, the numbers of those of a and of b, several heads of a share one of b.
+    """
+
+    a: ir.Value
+    b: ir.Value
+    nodes: tuple[ir.Node, ...]
+    heads: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, y: ir.Value | None) -> _Product | None:
+        """Return the product that is `y`, where a has as many axes, or None."""
+        node = made_by(y, "MatMul")
+        if node is not None and y is not None:
+            a, b = node.inputs
+            fits = a is not None and b is not None and rank(y) == rank(a) and (rank(b) or 0) >= 2
+            return cls(a, b, (node,)) if fits else None  # type: ignore[arg-type]
+        apart = _reshaped(y)
+        one = None if apart is None else cls.of(apart[0])
+        joined = None if one is None or one.heads else _reshaped(one.a)
+        if y is None or apart is None or one is None or joined is None:
+            return None
+        (_, heads, after), (a, shared, before), b = apart, joined, one.b
+        shape, want = dims(a) or (None,) * 4, dims(y) or ()
+        if shape[:3] != want[:3] or None in shape[1:3] or shape[1] != heads or rank(b) != 4:
+            return None
+        if (dims(b) or ())[1] != shared:
+            return None
+        return cls(a, b, (before, *one.nodes, after), (heads, shared))
+
+    def again(self, op: Emit, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Write it for some rows of a, and some columns or rows of b."""
+        if self.heads is None:
+            return op.emit("MatMul", [a, b], {}, fresh=True)
+        heads, shared = self.heads
+        y = op.MatMul(op.Reshape(a, [0, shared, -1, 0]), b)
+        return op.emit("Reshape", [y, op.const([0, heads, -1, 0])], {}, fresh=True)
+
+
+def _reshaped(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | None:
+    """Return x, n and the node where y = Reshape(x, [0, n, -1, 0])."""
+    node = made_by(y, "Reshape")
+    if node is None or "allowzero" in node.attributes or rank(node.inputs[0]) != 4:
+        return None
+    target = constant(node.inputs[1])
+    if target is None or target.shape != (4,) or target[[0, 2, 3]].tolist() != [0, -1, 0]:
+        return None
+    return node.inputs[0], int(target[1]), node  # type: ignore[return-value]
+
+
+@dataclass
+class _Attention:
+    """softmax(...) V of the queries along the last axis but one, of length `rows`.
+
+    - `y`: the result.
+    - `last`: the product with V.
+    - `inner`: what computes the weights, by the results, in topological order.
+    - `sliced`: what that reads that has the axis of the queries.
+    """
+
+    y: ir.Value
+    last: _Product
+    rows: Any
+    inner: dict[ir.Value, ir.Node | _Product] = field(default_factory=dict)
+    sliced: list[ir.Value] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, node: ir.Node, keep: Collection[ir.Value]) -> _Attention | None:
+        """Return the attention whose result `node` computes, or None."""
+        y = node.outputs[0]
+        last, shape = _Product.of(y), dims(y)
+        if last is None or shape is None or len(shape) < 3:
+            return None
+        if any(n.outputs[0] in keep for n in last.nodes):
+            return None
+        rows = shape[-2]
+        if not is_stated(rows) or (isinstance(rows, int) and rows < LEAST):
+            return None
+        found = cls(y, last, rows)
+        return found if found._visit(last.a, keep) and found._is_attention() else None
+
+    def _visit(self, v: ir.Value, keep: Collection[ir.Value]) -> bool:
+        """Collect `v` and what computes it; return whether all of it can be cut into blocks."""
+        shape = dims(v)
+        if shape is None or v in self.inner or v in self.sliced:
+            return shape is not None
+        if len(shape) < 2 or shape[-2] == 1:  # the same for all queries
+            return True
+        if shape[-2] != self.rows:
+            return False
+        node, product = v.producer(), None if v in keep else _Product.of(v)
+        if product is not None and any(n.outputs[0] in keep for n in product.nodes):
+            product = None
+        if product is not None and (dims(product.a) or (None, None))[-2] == self.rows:
+            if product.a not in self.sliced:
+                self.sliced.append(product.a)
+            self.inner[v] = product
+        elif node is None or v in keep or not _is_by_rows(node):
+            self.sliced.append(v)
+        elif all(x is None or self._visit(x, keep) for x in node.inputs):
+            self.inner[v] = node
+        else:
+            return False
+        return True
+
+    def _is_attention(self) -> bool:
+        """Return whether it has one Softmax, of products, and nothing else reads what is large."""
+        own, after, large = set(self.last.nodes), set[ir.Value](), list[ir.Value]()
+        for v, one in self.inner.items():
+            if isinstance(one, _Product):
+                own.update(one.nodes)
+                large.append(v)
+                continue
+            own.add(one)
+            if one.op_type == "Softmax":
+                if after or not large:
+                    return False
+                after.add(v)
+            elif not after.isdisjoint(one.inputs):
+                if one.op_type not in _AFTER_SOFTMAX:
+                    return False
+                after.add(v)
+        return self.last.a in after and own.issuperset(
+            user for v in (*large, *after) for user, _ in v.uses()
+        )
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def write(self, op: Emit) -> ir.Value:
+        """Write the Scan, and return the result."""
+        near = self._window()
+        keys_of_all = op.dim(self.last.b, -2)
+        blocks = _Blocks.of(op, self.rows, self.sliced[0], keys_of_all, near)
+        inner = Emit(ir.Graph([], [], nodes=[], name="queries"), outer=op)
+        size: Any = blocks.size if isinstance(blocks.size, int) else op.name("queries")
+        shapes = {x: [*(dims(x) or ())[:-2], size, (dims(x) or ())[-1]] for x in self.sliced}
+        stacks, new = [], {}
+        for x, shape in shapes.items():
+            stacks.append(blocks.stack(op, x))
+            stacks[-1].type, stacks[-1].shape = x.type, ir.Shape([blocks.length, *shape])
+            name = inner.name(f"{x.name}_of_some")
+            new[x] = ir.Value(name=name, type=x.type, shape=ir.Shape(shape))
+        inner.graph.inputs[:] = list(new.values())
+        keys = _Keys.of(op, inner, blocks, near, keys_of_all) if near else None
+        stacks += [] if keys is None else [keys.firsts]
+        with inner:
+            for v, one in (*self.inner.items(), (self.y, self.last)):
+                z = self._again(inner, one, new, keys)
+                lengths = [*(dims(v) or ())]
+                if len(lengths) > 1 and lengths[-2] == self.rows:
+                    lengths[-2] = size
+                if keys is not None and v is not self.y and lengths[-1] == self.keys:
+                    lengths[-1] = keys.length
+                z.type, z.shape = v.type, ir.Shape(lengths)
+                new[v] = z
+            inner.give([new[self.y]])
+        attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
+        found = op.emit("Scan", stacks, attributes, fresh=True)
+        found.producer().meta[KEEPS_NOTHING] = True  # type: ignore[union-attr]
+        found.type = self.y.type
+        found.shape = ir.Shape([blocks.length, *(dims(new[self.y]) or ())])
+        return blocks.joined(op, found, self.y, op.dim(self.last.b, -1))
+
+    def _again(
+        self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _Keys | None
+    ) -> ir.Value:
+        """Write a node or product for some queries, and for the keys near them."""
+        if isinstance(one, _Product):
+            axis = -2 if one is self.last else -1
+            return one.again(inner, new[one.a], one.b if keys is None else keys.near(one.b, axis))
+        operands = []
+        for x in one.inputs:
+            some = None if x is None else new.get(x, x)
+            if some is not None and keys is not None and x not in self.inner:
+                some = keys.near(some, -1) if (dims(x) or (1,))[-1] == self.keys else some
+            operands.append(some)
+        return inner.again(one, operands)[0]
+
+    @property
+    def keys(self) -> Any:
+        """The number of keys: the length of the last axis of the weights."""
+        return (dims(self.last.a) or (None,))[-1]
+
+    def _window(self) -> _Window | None:
+        """Return how many keys before and behind its position a query sees, None if not known."""
+        nodes = [one for one in self.inner.values() if isinstance(one, ir.Node)]
+        [masked] = [n.inputs[0] for n in nodes if n.op_type == "Softmax"]
+        total = made_by(masked, "Add")
+        where = made_by(masked if total is None else total.inputs[1], "Where")
+        hidden = None if where is None else constant(where.inputs[2])
+        if where is None or hidden is None or not np.isneginf(hidden).all():
+            return None
+        conditions, found = [where.inputs[0]], dict[str, Any]()
+        while conditions:
+            condition = conditions.pop()
+            if condition is not None:
+                found |= condition.meta
+                both = made_by(condition, "And")
+                conditions += [] if both is None else both.inputs
+        alike = all(
+            one.op_type in ELEMENTWISE | {"Softmax"}
+            and all((dims(x) or (1,))[-1] in (1, self.keys) for x in one.inputs)
+            for one in nodes
+        )
+        near = found.get(FIRST_KEY), found.get(LAST_KEY)
+        return near if alike and is_stated(self.keys) and near != (None, None) else None
+
+
+@dataclass
+class _Keys:
+    """The keys that the queries of a block may see, from `begin` (None: the first) to `end`.
+
+    `firsts` are the first queries of all blocks, and `length` stands for the number of such keys.
+    """
+
+    inner: Emit
+    firsts: ir.Value
+    begin: ir.Value | None
+    end: ir.Value
+    length: str
+    parts: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, op: Emit, inner: Emit, blocks: _Blocks, near: _Window, keys: Any) -> _Keys:
+        """Return those of a window.
+
+        The rows that are repeated at the end see keys that are that much further in front.
+        """
+        before, behind = near
+        more = blocks.count * blocks.size - blocks.rows
+        firsts = op.arange(blocks.count) * blocks.size
+        firsts.shape = ir.Shape([blocks.length])
+        first = ir.Value(name=inner.name("first"), type=firsts.type, shape=ir.Shape([]))
+        inner.graph.inputs.append(first)
+        begin, end = None, op.const(op.vector(keys))
+        back = None if before is None else op.const(op.vector(more + before))
+        ahead = None if behind is None else op.const(op.vector(blocks.size + behind))
+        row = inner.Reshape(first, [1])
+        if back is not None:
+            begin = inner.Max(inner.Sub(row, back), [0])
+        if ahead is not None:
+            end = inner.Min(inner.Add(row, ahead), end)
+        return cls(inner, firsts, begin, end, op.name("keys"))
+
+    def near(self, x: ir.Value, axis: int) -> ir.Value:
+        """Return the part of `x`, of which `axis` is that of all keys."""
+        if (x, axis) not in self.parts:
+            lengths = [*(dims(x) or ())]
+            lengths[axis] = self.length
+            at, op = [len(lengths) + axis], self.inner  # two nodes, whose gradients are a Pad each
+            y = op.emit("Slice", [x, [0], self.end, at], {}, fresh=True)
+            y.type, y.shape = x.type, ir.Shape([*lengths])
+            if self.begin is not None:
+                y.shape[axis] = op.name("keys_before")
+                y = op.emit("Slice", [y, self.begin, [np.iinfo(np.int64).max], at], {}, fresh=True)
+            y.type, y.shape = x.type, ir.Shape(lengths)
+            self.parts[x, axis] = y
+        return self.parts[x, axis]
+
+
+@dataclass
+class _Blocks:
+    """How the axis of the queries is cut, the last but one.
+
+    - `rows`, `count`, `size`: of all, of blocks and of one block: ints, or int64 tensors [1].
+    - `repeats`: whether blocks have more rows than there are: then the last ones are there twice,
+      so that no row is one that the model would not compute.
+    """
+
+    rows: Any
+    count: Any
+    size: Any
+    repeats: bool
+
+    @classmethod
+    def of(cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: _Window | None) -> _Blocks:
+        """Return the blocks of `x`, which has so many rows."""
+        narrow = near is not None and None not in near
+        most = min(ROWS, max(ROWS // 2, sum(near))) if narrow else ROWS  # type: ignore[arg-type]
+        if isinstance(rows, int):
+            if isinstance(keys, int) and not narrow:
+                most = min(most, max(ROWS // 2, ROWS * KEYS // max(keys, 1)))
+            least = -(-rows // most)
+            count = next((n for n in range(least, 2 * least) if rows % n == 0), least)
+            size = -(-rows // count)
+            return cls(rows, count, size, count * size != rows)
+        total = op.dim(x, -2)
+        count = op.Max((total + (most - 1)) / most, [1])
+        if not narrow:
+            many = (total * keys + (ROWS * KEYS - 1)) / (ROWS * KEYS)
+            count = op.Max(count, op.Min(many, (total + (ROWS // 2 - 1)) / (ROWS // 2)))
+        size = (total + count - 1) / count
+        return cls(total, count, size, True)
+
+    @property
+    def length(self) -> int | None:
+        """The number of blocks, if it is known."""
+        return self.count if isinstance(self.count, int) else None
+
+    def stack(self, op: Emit, x: ir.Value) -> ir.Value:
+        """Return `x` as blocks, stacked in front."""
+        n, last = len(dims(x) or ()), op.dim(x, -1)
+        if self.repeats:
+            start = 2 * self.rows - self.count * self.size
+            end = op.const([np.iinfo(np.int64).max])
+            x = op.Concat(x, op.Slice(x, op.vector(start), end, [n - 2]), axis=n - 2)
+        parts = op.Reshape(x, op.vector(*[0] * (n - 2), self.count, self.size, last))
+        return op.Transpose(parts, perm=[n - 2, *range(n - 2), n - 1, n])
+
+    def joined(self, op: Emit, stack: ir.Value, like: ir.Value, width: Any) -> ir.Value:
+        """Return the result `like`, of rows of that width, from those of blocks."""
+        n = len(dims(like) or ())
+        y = op.Transpose(stack, perm=[*range(1, n - 1), 0, n - 1, n])
+        total = self.count * self.size
+        y = op.Reshape(y, op.vector(*[0] * (n - 2), total, width))
+        if self.repeats:
+            y = op.Slice(y, [0], op.vector(self.rows), [n - 2])
+        return op.set_type_like(y, like)
+
+
+def _is_by_rows(node: ir.Node) -> bool:
+    """Return whether a row of the result is computed from the same row of operands that have it.
+
+    Rows are along the last axis but one, and operands may be broadcast along it.
+    """
+    n, get = rank(node.outputs[0]), node.attributes
+    if node.domain or n is None or len(node.outputs) > 1:
+        return False
+    last, at = (-1, n - 1), {"Slice": 3, "ReduceMax": 1}.get(node.op_type)
+    if node.op_type in ("Softmax", "Concat"):
+        lengths = {(dims(x) or (None, None))[-2] for x in (*node.inputs, *node.outputs)}
+        return get.get_int("axis", -1) in last and len(lengths) == 1
+    if at is None:
+        return node.op_type in ELEMENTWISE
+    axes = constant(node.inputs[at]) if len(node.inputs) > at else None
+    keeps = node.op_type == "Slice" or get.get_int("keepdims", 1) == 1
+    return keeps and axes is not None and axes.size == 1 and int(axes.ravel()[0]) in last
