@@ -51,7 +51,7 @@ class Served:
     def __init__(self, source: Path, name: str, model: Path, threads: int) -> None:
         self.source = source
         cores = sorted(os.sched_getaffinity(0))[:threads]
-        paths = os.pathsep.join([str(source), str(HERE)])
+        paths = os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__, "--serve", name, str(model)],
             stdin=subprocess.PIPE,
