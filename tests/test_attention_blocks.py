@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
 
 import onnxgrad as og
@@ -161,6 +160,7 @@ def test_lengths_that_the_model_does_not_state(tokens):
 
 
 def test_pytorch_in_float64_agrees():
+    torch = pytest.importorskip("torch")
     tokens = 13
     proto, (X, Y) = network("causal", tokens), batches(tokens)
     ours = trainer(proto, "all").fit(X, Y, epochs=1, batch_size=ROWS, shuffle=False).state.weights

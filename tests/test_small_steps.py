@@ -7,7 +7,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-import torch
 from onnx import numpy_helper
 
 import onnxgrad as og
@@ -154,6 +153,7 @@ def test_loop_trains_as_the_plain_step(name, optimizer, accumulate, monkeypatch,
 @pytest.mark.parametrize("name", ["row", "hidden"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_loop_against_torch(name, weighted):
+    torch = pytest.importorskip("torch")
     model, units = layers(name)
     X, Y, rate = drawn(16, 5), drawn(16, units), 0.01
     counts = np.where(np.arange(16) % 3, 1, 2).astype(np.float32)

@@ -68,7 +68,7 @@ class Loop(Reported):
         self._totals = self._resumed_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
         self._asked = False  # whether the next step tells the requests of all processes
-        self._before = self.state.memento()  # sets back to the end of the last step
+        self._before: Callable[[], None] | None = None  # sets back to the end of that step
         last = self.state.validation_losses[-1:]
         self._validated = over_members(last[0]) if last else None
         self.progress = self._progress(0.0)
@@ -79,7 +79,7 @@ class Loop(Reported):
 
     def let_go(self) -> None:
         """Let go of the data, once training has ended."""
-        vars(self).update(source=None, evaluate=None)
+        vars(self).update(source=None, evaluate=None, _before=None)
 
     @property
     def moved(self) -> bool:
@@ -215,11 +215,12 @@ class Loop(Reported):
             return False
         finally:
             self._asked = False
+        self._before = None  # it holds a state
         return True
 
     def _end_step(self) -> Callable[[], None] | None:
         """Call the events of a step; return what undoes them, if the end of the epoch follows."""
-        self._before = restore = self.state.memento()
+        restore = self.state.memento()
         with self._whole(restore):
             self.state.pending = False
             self._tell("on_step_end")
@@ -229,7 +230,9 @@ class Loop(Reported):
                 return restore  # requests are obeyed at the end, in one entry of the history
             requests = [control.stop, control.save, control.evaluate]
             self._asked = not control.freeze and self.runner.ask(requests)
-            if not self._asked:
+            if self._asked:
+                self._before = restore
+            else:
                 self._agree()
                 self._obey()
         return None
