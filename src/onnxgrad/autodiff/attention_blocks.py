@@ -68,8 +68,9 @@ class _Product:
         node = made_by(y, "MatMul")
         if node is not None and y is not None:
             a, b = node.inputs
-            fits = a is not None and b is not None and rank(y) == rank(a) and (rank(b) or 0) >= 2
-            return cls(a, b, (node,)) if fits else None  # type: ignore[arg-type]
+            if a is None or b is None or rank(y) != rank(a) or (rank(b) or 0) < 2:
+                return None
+            return cls(a, b, (node,))
         apart = _reshaped(y)
         one = None if apart is None else cls.of(apart[0])
         joined = None if one is None or one.heads else _reshaped(one.a)
@@ -95,12 +96,13 @@ class _Product:
 def _reshaped(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | None:
     """Return x, n and the node where y = Reshape(x, [0, n, -1, 0])."""
     node = made_by(y, "Reshape")
-    if node is None or "allowzero" in node.attributes or rank(node.inputs[0]) != 4:
+    x = None if node is None else node.inputs[0]
+    if node is None or x is None or "allowzero" in node.attributes or rank(x) != 4:
         return None
     target = constant(node.inputs[1])
     if target is None or target.shape != (4,) or target[[0, 2, 3]].tolist() != [0, -1, 0]:
         return None
-    return node.inputs[0], int(target[1]), node  # type: ignore[return-value]
+    return x, int(target[1]), node
 
 
 @dataclass
@@ -211,7 +213,9 @@ class _Attention:
             inner.give([new[self.y]])
         attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
         found = op.emit("Scan", stacks, attributes, fresh=True)
-        found.producer().meta[KEEPS_NOTHING] = True  # type: ignore[union-attr]
+        scan = found.producer()
+        assert scan is not None
+        scan.meta[KEEPS_NOTHING] = True
         found.type = self.y.type
         found.shape = ir.Shape([blocks.length, *(dims(new[self.y]) or ())])
         return blocks.joined(op, found, self.y, op.dim(self.last.b, -1))
@@ -330,8 +334,9 @@ class _Blocks:
     @classmethod
     def of(cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: _Window | None) -> _Blocks:
         """Return the blocks of `x`, which has so many rows."""
-        narrow = near is not None and None not in near
-        most = min(ROWS, max(ROWS // 2, sum(near))) if narrow else ROWS  # type: ignore[arg-type]
+        bounds = [n for n in near or () if n is not None]
+        narrow = len(bounds) == 2
+        most = min(ROWS, max(ROWS // 2, sum(bounds))) if narrow else ROWS
         if isinstance(rows, int):
             if isinstance(keys, int) and not narrow:
                 most = min(most, max(ROWS // 2, ROWS * KEYS // max(keys, 1)))
