@@ -15,6 +15,7 @@ from onnx import ModelProto
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.primal.branches import take_static_branches
+from onnxgrad.autodiff.primal.final_states import read_final_states
 from onnxgrad.autodiff.primal.function_bodies import function_body, initializer, operators_with_body
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
@@ -190,6 +191,12 @@ def _take_branches(model: ir.Model, asked: _Asked) -> None:
         infer(model, asked.trusts_branches, walk=asked.walk)
 
 
+def _read_final_states(model: ir.Model, asked: _Asked) -> None:
+    """Read the last output of a recurrent layer from its final state."""
+    if read_final_states(model):
+        infer(model, asked.trusts_branches, walk=asked.walk)
+
+
 def _rewrite_operators(model: ir.Model, asked: _Asked) -> None:
     """Replace operators without a rule, by their lowerings or by their bodies in ONNX."""
     table, walk = _lowerings(model, asked), asked.walk
@@ -289,6 +296,7 @@ PASSES: tuple[Callable[[ir.Model, _Asked], None], ...] = (
     _infer,
     _fill_inputs,  # of sizes that are inferred, and before lowerings, which drop an empty past
     _take_branches,  # before lowerings, which would refuse what never runs
+    _read_final_states,
     _rewrite_operators,
     _fold_sizes,  # behind lowerings, which write sizes as exporters do
     _drop_imports,

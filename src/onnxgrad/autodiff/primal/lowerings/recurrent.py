@@ -164,8 +164,8 @@ def _scanned(
         x = _shaped(op.copy_of(x), None, None, None)
     if by_rows:
         x = op.Transpose(x, perm=[1, 0, 2])
-    lengths = _lengths(node, x)
-    mask = None if lengths is None else _mask(op, x, lengths)
+    ends = lengths(node)
+    mask = None if ends is None else _mask(op, x, ends)
     results = []
     for i, weights in enumerate(_directions(op, node, x, states, activations)):
         elements, step = cell(op, node, weights, x)
@@ -173,8 +173,8 @@ def _scanned(
             elements, step = [*elements, mask], _masked(step)
         reverse = direction == "reverse" or i == 1
         results.append(_scan(op, node.op_type, weights.states, elements, step, reverse))
-    if lengths is not None:
-        results = [_zero_beyond_ends(op, values, mask, lengths) for values in results]
+    if ends is not None:
+        results = [_zero_beyond_ends(op, values, mask, ends) for values in results]
     joined = []
     for i, parts in enumerate(zip(*results, strict=True)):
         added = [op.Unsqueeze(v, [int(i == 0)]) for v in parts]
@@ -228,10 +228,10 @@ def _zeros(op: Emit, x: ir.Value, r: ir.Value) -> ir.Value:
 # -- sequences of different lengths ---------------------------------------------------------------
 
 
-def _lengths(node: ir.Node, x: ir.Value) -> Operand:
+def lengths(node: ir.Node) -> Operand:
     """Return the lengths of the sequences, or None if all are proven to be as long as X."""
-    v = node.inputs[4] if len(node.inputs) > 4 else None
-    array, steps = constant(v), _dims(x)[0]
+    v, shape = node.inputs[4] if len(node.inputs) > 4 else None, dims(node.inputs[0])
+    array, steps = constant(v), shape and shape[node.attributes.get_int("layout", 0)]
     full = array is not None and isinstance(steps, int) and bool((array >= steps).all())
     return None if full else v
 

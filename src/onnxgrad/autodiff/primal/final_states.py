@@ -1,0 +1,100 @@
+"""The last output of a recurrent layer, read from its final state.
+
+Classifiers of sequences read Y[T - 1] only, which is Y_h. Of that, the gradient is no stack of
+zeros with one matrix in it, which a loop over time would add in every step.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.recurrent import lengths
+from onnxgrad.autodiff.rules.common import output
+from onnxgrad.graph.axes import named_axes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import GROUPS, rewrite, rewrites
+from onnxgrad.graph.shapes import constant, dims, rank
+from onnxgrad.graph.traversal import all_nodes
+
+_GROUP = "final states"
+_FAR = (1 << 31) - 1  # ends of slices, from which they mean all that is there
+CELLS = ("RNN", "GRU", "LSTM")
+
+
+def read_final_states(model: ir.Model) -> bool:
+    """Replace what reads the last output of recurrent layers; return whether anything does."""
+    recurrent = any(node.op_type in CELLS for node in all_nodes(model.graph))
+    return recurrent and rewrite(model.graph, GROUPS[_GROUP])
+
+
+@rewrites("Gather", group=_GROUP)
+def last_output(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Y[T - 1] = Y_h; of a reversed layer, Y[0] = Y_h."""
+    (x, i), axes = node.inputs, named_axes(node)
+    index, shape = constant(i), dims(x)
+    if index is None or index.size != 1 or index.ndim > 1 or not axes or shape is None:
+        return None
+    (axis,), number = axes, int(index.item())
+    length = shape[axis]
+    if isinstance(length, int) and number == length - 1:
+        number = -1
+    state = _state(op, x, axis, number)
+    if state is None:
+        return None
+    return [state if index.ndim == 0 else op.Unsqueeze(state, [axis])]
+
+
+@rewrites("Slice", group=_GROUP)
+def slice_of_last(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Y[T - 1 :] = Y_h, with an axis of length 1."""
+    x, *others = node.inputs
+    start, end, _, step = map(constant, (*others, None, None)[:4])
+    axes = named_axes(node) or []
+    numbers = [None if a is None or a.size != 1 else int(a.item()) for a in (start, end, step)]
+    if (
+        len(axes) != 1
+        or numbers[0] != -1
+        or (numbers[1] or 0) < _FAR
+        or numbers[2] not in (None, 1)
+    ):
+        return None
+    state = _state(op, x, axes[0], -1)
+    return None if state is None else [op.Unsqueeze(state, axes)]
+
+
+def _state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | None:
+    """Return the entry of `v` at `number` of an axis, 0 or -1, if it is a final state."""
+    node = None if v is None else v.producer()
+    if node is None or node.domain or v is not node.outputs[0]:
+        return None
+    if node.op_type in CELLS:
+        return _final(op, node, axis, number)
+    named, x = named_axes(node), node.inputs[0]
+    if node.op_type not in ("Transpose", "Squeeze") or named is None:
+        return None
+    kept = named if node.op_type == "Transpose" else [a for a in _axes(x) if a not in named]
+    state = _state(op, x, kept[axis], number)
+    if state is None:
+        return None
+    rest = [a - (a > kept[axis]) for a in named if a != kept[axis]]
+    if node.op_type == "Squeeze":
+        return op.Squeeze(state, rest)
+    return state if rest == sorted(rest) else op.Transpose(state, perm=rest)
+
+
+def _final(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
+    """Return Y_h, if Y has that on its axis of time at `number`."""
+    get, y = node.attributes, node.outputs[0]
+    end = {"forward": -1, "reverse": 0}.get(get.get_string("direction", "forward"))
+    if axis != get.get_int("layout", 0) or number != end:
+        return None
+    shape = dims(y)
+    if shape is None or y.dtype is None or lengths(node) is not None:  # zero beyond their ends
+        return None
+    state = output(op, node, 1, y.dtype)
+    state.shape = ir.Shape([*shape[:axis], *shape[axis + 1 :]])
+    return state
+
+
+def _axes(v: ir.Value | None) -> range:
+    return range(rank(v) or 0)
