@@ -163,8 +163,10 @@ def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -
     # a declared length below one counts as unknown
     lengths = [None if isinstance(d, int) and d <= 0 else d for d in shape[1:]]
     declared = ("rows", *lengths) if shape else ()
+    if not shape_mismatch(array.shape, declared):
+        return array
     one_less = [array[..., 0]] if array.shape[-1] == 1 else []
-    for candidate in [array] if reshape else [array, array[..., None], *one_less]:
+    for candidate in [] if reshape else [array[..., None], *one_less]:
         if not shape_mismatch(candidate.shape, declared):
             return candidate
     if not reshape or not shape:

@@ -19,6 +19,7 @@ from onnxgrad.graph.shapes import Dims, dims
 
 # (mask of wrong values, what must be or is wrong, others than that, remedy) raises if any is
 Refuse = Callable[..., None]
+_FEW = 1 << 12  # numbers of which an array of answers is faster than their extremes
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,11 @@ class Field:
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """Return whether all numbers are finite, without an array of as many answers."""
+    """Return whether all numbers are finite; of many, without an array of as many answers."""
+    if values.size <= _FEW:
+        return bool(np.isfinite(values).all())
     with np.errstate(all="ignore"):
-        return not values.size or bool(np.isfinite([values.min(), values.max()]).all())
+        return bool(np.isfinite([values.min(), values.max()]).all())
 
 
 def _refuse(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:

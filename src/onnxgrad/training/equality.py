@@ -122,12 +122,12 @@ def _items(values: Mapping[str, Any]) -> list[Any]:
     """Return what is in these values, in which lists and dicts may be."""
     items: list[Any] = []
     for value in values.values():
-        if isinstance(value, dict):
-            items += [dict, len(value), *value, *value.values()]
-        elif isinstance(value, list):
-            items += [list, len(value), *value]
-        else:
+        if not isinstance(value, (dict, list)):
             items.append(value)
+        elif isinstance(value, dict):
+            items += [dict, len(value), *value, *value.values()]
+        else:
+            items += [list, len(value), *value]
     return items
 
 

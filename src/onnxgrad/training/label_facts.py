@@ -21,6 +21,8 @@ def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]
     called "label", or as an output of the model.
     """
     labels = data.first_labels
+    if labels is None:
+        return {}
     if isinstance(labels, Mapping) and labels is not data.y:
         outputs = [y.name for y in proto.graph.output]
         names = {"label", *outputs, *(f"label_{name}" for name in outputs)}
