@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.autodiff import attention_blocks
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.model.convert import in_precision
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.run import row_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HEADS, SIZE, WIDTH, ROWS = 2, 4, 8, 4
@@ -243,3 +246,22 @@ def test_blocks_of_a_window_read_the_keys_near_them(window, tokens, symbol):
     graph = step(trainer(proto, "all"), data)
     widths = {n.outputs[0].shape[-1] for n in all_nodes(graph) if n.op_type == "Softmax"}
     assert widths.isdisjoint({tokens, "T"})
+
+
+@pytest.mark.parametrize("name", ["heads", "causal", "shared heads"])
+def test_of_a_batch_that_is_computed_in_parts(name, monkeypatch):
+    proto, data = network(name, 13), batches(13)
+    plain = trained(proto, "none", data).state.weights
+    monkeypatch.setattr(row_parts, "_BYTES", 1)
+    monkeypatch.setattr(row_parts, "_PER_WEIGHT", 1)
+    same(plain, trained(proto, "all", data).state.weights)
+
+
+@pytest.mark.parametrize("kind", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_in_16_bits(kind):
+    proto, data = network("heads", 13), batches(13)
+    narrow = in_precision(proto, kind)
+    plain, blocks = (trained(narrow, how, data).state.weights for how in ("none", "all"))
+    same(plain, blocks, 0.02)
+    same(trained(proto, "none", data).state.weights, blocks, 0.05)
+    assert softmaxes(trainer(narrow, "all"), data) == (0, 2)

@@ -8,6 +8,7 @@ import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
+from onnxgrad.optimizers import ParamGroup, param_groups
 from onnxgrad.training.run import row_parts
 from onnxgrad.training.run.process_runner import Together
 from onnxgrad.training.run.row_parts import rows_at_once
@@ -68,6 +69,84 @@ def test_tokens_whose_labels_are_ignored_count_in_no_part(sizes):
     assert 1 < max(found[0]) < 9
     for name, array in whole.state.weights.items():
         np.testing.assert_allclose(parts.state.weights[name], array, 1e-5, 1e-6)
+
+
+class Norms(og.Callback):
+    """The norms of gradients after every step."""
+
+    gradient_norms = True
+    every_steps = 1
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_step_end(self, trainer, state, control):
+        self.seen.append(list(trainer.gradient_norms.values()))
+
+
+def sequences(dtype: str = "double", rows: str = "N, T") -> onnx.ModelProto:
+    """Return a model of sequences whose rows are on the axis N."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
+        g ({dtype}[{rows}, 3] x) => ({dtype}[{rows}, 2] y) {{
+            a = MatMul(x, u) b = Tanh(a) c = MatMul(b, v) d = Tanh(c) y = MatMul(d, w) }}""")
+    rng = np.random.default_rng(0)
+    kinds = {"double": 11, "float": 1, "bfloat16": 16}
+    for name, shape in {"u": (3, 4), "v": (4, 4), "w": (4, 2)}.items():
+        array = rng.normal(size=shape).ravel()
+        proto.graph.initializer.append(onnx.helper.make_tensor(name, kinds[dtype], shape, array))
+    return proto
+
+
+PAIRS = {
+    "recompute": {"recompute": "all"},
+    "averages": {"optimizer": og.ema(og.adamw(), decay=0.5)},
+    "clipped": {"clip_norm": 0.05},
+    "another loss": {"loss": {"y": "huber"}},
+    "frozen": {"train": ["v"]},
+    "groups": {"optimizer": param_groups({"w": ParamGroup(rate=10.0)}, default=og.adamw())},
+}
+
+
+def trained_sequences(proto, batch: int = 23, by_rows: int = 0, **options):
+    rng, norms = np.random.default_rng(1), Norms()
+    X, y = rng.normal(size=(46, 5, 3)), rng.normal(size=(46, 5, 2))
+    if by_rows:
+        X, y = X.swapaxes(0, by_rows), y.swapaxes(0, by_rows)
+    own = {"loss": "mse", "optimizer": "adamw", "learning_rate": 0.01} | options
+    trainer = og.Trainer(proto, callbacks=[norms], **own)
+    trainer.fit(X, y, batch_size=batch, epochs=3, shuffle=False)
+    return {**trainer.evaluated(), "norms": np.array(norms.seen), "p": trainer.predict(X)}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_pairs(pair, sizes):
+    whole = trained_sequences(sequences(), **PAIRS[pair])
+    found = sizes(20)
+    parts = trained_sequences(sequences(), **PAIRS[pair])
+    assert len(found) == 6
+    assert 1 < max(map(len, found)) < 23  # parts, of several rows each
+    for name, array in whole.items():
+        np.testing.assert_allclose(parts[name], array, 1e-9, 1e-12, err_msg=name)
+
+
+def test_rows_on_the_second_axis(sizes):
+    first, found = trained_sequences(sequences()), sizes(20)
+    axes = {"x": 1, "label": 1}
+    second = trained_sequences(sequences(rows="T, N"), by_rows=1, batch_axes=axes)
+    assert max(map(len, found)) > 1
+    for name in "uvw":
+        np.testing.assert_allclose(second[name], first[name], 1e-9)
+
+
+def test_weights_in_bfloat16(sizes):
+    whole = trained_sequences(sequences("bfloat16"))
+    found = sizes(20)
+    parts = trained_sequences(sequences("bfloat16"))
+    assert max(map(len, found)) > 1
+    exact = trained_sequences(sequences())
+    for name in "uvw":
+        np.testing.assert_allclose(parts[name], whole[name], 0, 0.02)
+        np.testing.assert_allclose(parts[name], exact[name], 0, 0.05)
 
 
 @pytest.mark.parametrize("job", ["images", "accumulate"])

@@ -113,3 +113,30 @@ def test_large_values_stay_inside():
     model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
     to_native(model.graph, Target(CPU, 1, 100_000))
     assert counts(to_proto(model)) == counts(before)
+
+
+@pytest.mark.parametrize("read", ["abc", "a", "c", "b", "ac", ""])
+@pytest.mark.parametrize("direction", [0, 1])
+def test_results_that_nothing_reads_are_not_stacked(read, direction):
+    directions = [0, direction, 1 - direction]
+    text = f"""
+        <ir_version: 8, opset_import: ["": 18]>
+        f (float[3] s, float[4,3] x)
+            => (float[3] last{"".join(f", float[4,3] {v}_" for v in read)}) {{
+            last, a, b, c = Scan<num_scan_inputs = 1, scan_output_directions = {directions},
+                body = g (float[3] h, float[3] v)
+                    => (float[3] new, float[3] p, float[3] q, float[3] r) {{
+                new = Add(h, v)  p = Neg(v)  q = Exp(v)  r = Mul(v, v) }}>(s, x)
+            {" ".join(f"{v}_ = Identity({v})" for v in read)} }}
+        """
+    before = onnx.parser.parse_model(text)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
+    to_native(model.graph, Target(CPU, 1, 4))
+    after = to_proto(model)
+    rng = np.random.default_rng(0)
+    fed = {"s": rng.normal(size=3).astype("f"), "x": rng.normal(size=(4, 3)).astype("f")}
+    results = [ort.InferenceSession(m.SerializeToString()).run(None, fed) for m in (after, before)]
+    for ours, original in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, original, 1e-6)
+    (scan,) = (n for n in after.graph.node if n.op_type == "Scan")
+    assert len(scan.output) == 1 + len(read)

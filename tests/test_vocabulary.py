@@ -305,3 +305,28 @@ def test_distillation(hard, chunks):
     _, gradients = expected(X, y, shift=hard == "causal_lm")
     found = before - trainer.state.weights["head"]
     np.testing.assert_allclose(found, gradients["head"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_of_150_000_words_that_is_also_the_head():
+    """In its true size, where the words are divided: nothing is patched."""
+    words, width = 150_000, 8
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        g (int64[N, T] input_ids) => (float[N, T, {words}] logits)
+            <float[{words}, {width}] table> {{
+            h = Gather(table, input_ids) back = Transpose<perm = [1, 0]>(table) z = Tanh(h)
+            logits = MatMul(z, back) }}""")
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(words, width)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    ids = rng.integers(0, words, (2, 7))
+    trainer = og.Trainer(proto, "causal_lm", optimizer="sgd", learning_rate=1.0, train="*")
+    trainer.fit(ids, batch_size=2)
+    theirs = torch.tensor(table, requires_grad=True)
+    logits = torch.tanh(theirs[torch.tensor(ids)]) @ theirs.T
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), torch.tensor(ids)[:, 1:].flatten()
+    )
+    loss.backward()
+    np.testing.assert_allclose(trainer.history[-1]["loss"], loss.item(), rtol=1e-5)
+    found = table - trainer.state.weights["table"]
+    np.testing.assert_allclose(found, theirs.grad, rtol=1e-3, atol=1e-6)

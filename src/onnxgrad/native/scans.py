@@ -84,6 +84,27 @@ def without_unread_inputs(op, node):
     return list(node.outputs)
 
 
+@rewrites("Scan", group=LOOPS)
+def without_unread_outputs(op, node):
+    """A Scan without a stack of results that nothing reads; the last stack takes its place."""
+    first, last = LoopBody(op, node).states, node.outputs[-1]
+    unread = [y for y in node.outputs[first:] if not y.uses() and not y.is_graph_output()]
+    if not unread or (last is not unread[0] and last.is_graph_output()):
+        return None
+    i, end, (body,) = unread[0].index(), len(node.outputs) - 1, subgraphs(node)
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if name in node.attributes:
+            numbers = list(node.attributes[name].as_ints())
+            numbers[i - first] = numbers[-1]
+            node.attributes.add(ir.AttrInt64s(name, numbers[:-1]))
+    if i < end:
+        ir.convenience.replace_all_uses_with(last, op.set_type_like(unread[0], last))
+        body.outputs[i] = body.outputs[end]
+    del body.outputs[end]
+    node.resize_outputs(end)
+    return list(node.outputs)
+
+
 class LoopBody:
     """A Scan, with `stacks`: the values of all iterations, [T, ...], of each scanned input."""
 
