@@ -79,9 +79,9 @@ def evaluate(
     Args:
         trainer: the trainer, or others with its arguments and a state.
         data: the data.
-        batch_size: rows of one call of the runtime; None: 256, or 8 of a file that takes one row.
-            Those of a static batch, if the model has one, and each by itself where states go from
-            one to the next.
+        batch_size: rows of one call of the runtime; None: 256, 1,024 of a model that computes
+            little of each, or 8 of a file that takes one row. Those of a static batch, if the
+            model has one, and each by itself where states go from one to the next.
         shown: the title of a progress bar; None for none.
     """
     recipe = Recipe(trainer, Facts.of(trainer, data))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -13,12 +13,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, escaping
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
-from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.model import weights as constants
@@ -33,9 +31,12 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
 from onnxgrad.training.objective import Objective, Plan, build_objective
 from onnxgrad.training.progress import Totals
+from onnxgrad.training.step.members import evaluated_members
 
 Arrays = Mapping[str, np.ndarray]
 SIZE = 256  # rows of one call of the runtime
+_SMALL = 1e5  # multiply-adds of a row; with fewer, a call costs as much as hundreds of rows
+_NUMBERS = 1 << 12  # that such a row reads and predicts, at most
 _FREED = 8  # of a file that takes one row: such are often large
 _MANY = 32  # rows for which threads are worth it where there are more
 Results = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
@@ -86,7 +87,7 @@ class Evaluator:
 
     def with_names(self, names: Names) -> Self:
         """Return a copy for one call, of which columns of tables have these names."""
-        self.fields, self._work, self._declared  # noqa: B018  # what copies share
+        self.fields, self._work, self._declared, self._is_small  # noqa: B018  # what copies share
         new = object.__new__(type(self))  # faster than `copy.copy`
         new.__dict__.update(self.__dict__)
         new.fields, new.failed = self.fields.copy(), None
@@ -100,7 +101,7 @@ class Evaluator:
     def objective(self) -> Objective:
         """Return the objective, of all members of a stack."""
         one = self.of_one()
-        return one if self.members is None else over_members(one, self.members)
+        return one if self.members is None else evaluated_members(one, self.members)
 
     @cached_property
     def described(self) -> Objective:
@@ -119,7 +120,18 @@ class Evaluator:
         """How many rows a call of the runtime has, if nobody says."""
         if self.described.freed:
             return 1 if self.plan.carry else _FREED
-        return self.fields.fixed_rows or SIZE
+        return self.fields.fixed_rows or (4 * SIZE if self._is_small else SIZE)
+
+    @cached_property
+    def _is_small(self) -> bool:
+        """Whether a row takes so little that calls of many rows are faster."""
+        one, symbol = self.described, self.fields.row_axes.symbol
+        numbers = 0
+        for v in (*one.data, *one.predictions.values()):
+            shape = dims(v)
+            own = None if shape is None else static(tuple(1 if d == symbol else d for d in shape))
+            numbers += _NUMBERS + 1 if own is None else prod(own)
+        return self._work <= _SMALL and numbers <= _NUMBERS and not self.plan.carry
 
     @cached_property
     def _work(self) -> float:
@@ -361,34 +373,3 @@ def _joined(name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSour
     if isinstance(source, ReaderSource):
         order = source.numbers
     return whole if order is None else whole.take(np.argsort(order), axis)
-
-
-def over_members(objective: Objective, members: int) -> Objective:
-    """Return the objective of the members of a stack, to evaluate, written into the graph of one.
-
-    Their axis is that of weights, and of inputs that get an output of the batch before.
-
-    Raises:
-        ValueError: a node that cannot be written for all members.
-    """
-    graph, written = objective.model.graph, objective.written
-    axis = MemberAxis(Emit(graph), members, {})
-    carried = [x for x in objective.data if x.name in objective.states]
-    for v in (*objective.weights, *carried):
-        axis.let(v, axis.typed(ir.Value(name=v.name), v))
-    graph.inputs[:] = axis.all_of(graph.inputs)
-    read = [*written.sums, *written.counts, *objective.predictions.values()]
-    graph.outputs[:] = list(dict.fromkeys([*read, *objective.states.values()]))
-    axis.push(graph)
-    return replace(
-        objective,
-        data=axis.all_of(objective.data),
-        weights=axis.all_of(objective.weights),
-        written=replace(
-            written,
-            sums=[axis.expanded(v) for v in written.sums],
-            counts=axis.all_of(written.counts),
-        ),
-        predictions={name: axis.expanded(v) for name, v in objective.predictions.items()},
-        states={name: axis.expanded(v) for name, v in objective.states.items()},
-    )

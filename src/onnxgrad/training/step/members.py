@@ -18,6 +18,7 @@ from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import attribute_key
 from onnxgrad.optimizers import Optimizer
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.inputs import RATE, STEP, StepInputs
 from onnxgrad.training.step.update import Update, update_groups
 from onnxgrad.training.step.weight_groups import Group, graph_input, write_groups
@@ -199,3 +200,34 @@ def _groups_of(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
             return None
         new.append(replace(group, optimizer=own[0]))
     return new
+
+
+def evaluated_members(objective: Objective, members: int) -> Objective:
+    """Return the objective of the members of a stack, to evaluate, written into the graph of one.
+
+    Their axis is that of weights, and of inputs that get an output of the batch before.
+
+    Raises:
+        ValueError: a node that cannot be written for all members.
+    """
+    graph, written = objective.model.graph, objective.written
+    axis = MemberAxis(Emit(graph), members, {})
+    carried = [x for x in objective.data if x.name in objective.states]
+    for v in (*objective.weights, *carried):
+        axis.let(v, axis.typed(ir.Value(name=v.name), v))
+    graph.inputs[:] = axis.all_of(graph.inputs)
+    read = [*written.sums, *written.counts, *objective.predictions.values()]
+    graph.outputs[:] = list(dict.fromkeys([*read, *objective.states.values()]))
+    axis.push(graph)
+    return replace(
+        objective,
+        data=axis.all_of(objective.data),
+        weights=axis.all_of(objective.weights),
+        written=replace(
+            written,
+            sums=[axis.expanded(v) for v in written.sums],
+            counts=axis.all_of(written.counts),
+        ),
+        predictions={name: axis.expanded(v) for name, v in objective.predictions.items()},
+        states={name: axis.expanded(v) for name, v in objective.states.items()},
+    )
