@@ -64,7 +64,7 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
 
 
 def array_of(value: ort.OrtValue) -> np.ndarray:
-    """Return an OrtValue as an array; on the CPU it shares the memory, but does not own it."""
+    """Return an OrtValue as an array; on the CPU it shares the memory, which it keeps alive."""
     kind = FLOATS.get(value.data_type())
     if value.device_name().lower() != "cpu" or kind is None or kind not in _VIEWED:
         return value.numpy()
@@ -72,6 +72,7 @@ def array_of(value: ort.OrtValue) -> np.ndarray:
     if not (count := prod(shape)):
         return np.empty(shape, dtype)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(value.data_ptr())
+    memory.owner = value
     return np.frombuffer(memory, dtype, count).reshape(shape)
 
 

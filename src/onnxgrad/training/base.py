@@ -217,7 +217,7 @@ class TrainerBase(Settings):
     def _run(self, call: Fit, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
         before, self.state, self.setup = self.state, loop.state, call
-        if loop.runner.in_place and before is not loop.state:  # in memory once: those are equal
+        if loop.runner.holds_all and before is not loop.state:  # in memory once: those are equal
             before.values = replace(before.values, weights={})
         try:
             loop.run()

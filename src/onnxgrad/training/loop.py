@@ -64,7 +64,7 @@ class Loop(Reported):
 
     def __post_init__(self) -> None:
         self._first_epoch = self.state.epoch
-        self._began = self.runner.now
+        self._began = self.runner.now.steps
         self._totals = self._resumed_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
         self._asked = False  # whether the next step tells the requests of all processes
@@ -78,13 +78,16 @@ class Loop(Reported):
         return Totals.of(self.runner.step.factors, state.running, state.members)
 
     def let_go(self) -> None:
-        """Let go of the data, once training has ended."""
-        vars(self).update(source=None, evaluate=None, _before=None)
+        """Let go of the data, and of what refers to this loop, once training has ended.
+
+        States in a circle of references would stay in memory until the garbage is collected.
+        """
+        vars(self).update(source=None, evaluate=None, explain=None, _before=None)
 
     @property
     def moved(self) -> bool:
         """Return whether a slice of batches was finished."""
-        return self.runner.now is not self._began
+        return self.runner.now.steps != self._began
 
     def run(self) -> None:
         """Run the epochs; `state.stop_reason` says why they ended.

@@ -44,6 +44,10 @@ class OnDevice(Protocol):
     now: Any  # another object after every call of the runtime
 
     @property
+    def holds_all(self) -> bool:
+        """Whether the values need not be kept anywhere else."""
+
+    @property
     def whole(self) -> bool:
         """Whether no other process has values that this one lacks."""
 
@@ -131,7 +135,7 @@ class TrainState:
         now, read = runner.now, self._read
         if read is None or read[0] is not now:
             # compared by identity, assigned at once: other threads read it, too
-            self._read = read = now, self._with(runner.unpacked(now))
+            self._read = read = now, self._with(_locked(runner.unpacked(now)))
         return read[1]
 
     @values.setter
@@ -200,10 +204,10 @@ class TrainState:
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
     def _load(self, runner: OnDevice, values: Values) -> None:
-        """Copy values to the device, and forget them if they are to be in memory once."""
+        """Put values on the device, and forget those that can be read from there."""
         runner.load(values)
         self._runner, self._read, self._values = runner, (runner.now, values), values
-        if runner.in_place:
+        if runner.holds_all:
             self._read, self._names = None, tuple(values.weights)
             self._values = _without(values, runner.unpacked(runner.now, copies=False))
 
@@ -239,10 +243,7 @@ class TrainState:
             return
         try:
             runner.release()
-            if runner.in_place:
-                self._values = self._with(runner.unpacked(runner.now, copies=False))
-            else:
-                self._values = self.values
+            self._values = self._with(runner.unpacked(runner.now, not runner.in_place))
         except BaseException:
             if self._read is not None:
                 self._values = self._read[1]
@@ -362,6 +363,14 @@ _NUMBERS = (  # of `state.json`
     *("epoch", "position", "pending", "running", "history", "learning_rate", "stop_reason"),
     *("seed", "balanced", "schedule", "callbacks", "identity", "members"),
 )
+
+
+def _locked(values: Values) -> Values:
+    """Return values whose arrays cannot be modified: the device would not see it, or too late."""
+    slots = [a for own in values.slots.values() for a in own.values()]
+    for array in (*values.weights.values(), *slots, *values.buffers.values()):
+        array.flags.writeable = False
+    return values
 
 
 def _without(values: Values, others: Values) -> Values:

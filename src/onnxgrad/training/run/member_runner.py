@@ -45,6 +45,11 @@ class MemberRunner(Runner):
 
     # -- states -------------------------------------------------------------------------------
 
+    @property
+    def holds_all(self) -> bool:
+        """Not: values that are read are copies."""
+        return False
+
     def load(self, values: Values) -> None:
         """Set the states of its members; a slot that is missing gets its initial value."""
         states: list[np.ndarray | None] = []
@@ -178,6 +183,8 @@ class MemberRunner(Runner):
 
 class StackRunner(Runner):
     """Runs members of a stack that do not share one step: several runners, one after the other."""
+
+    holds_all = MemberRunner.holds_all
 
     def __init__(self, parts: Sequence[MemberRunner]) -> None:
         self.parts, self.members, first = parts, parts[0].members, parts[0]

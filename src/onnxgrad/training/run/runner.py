@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
-from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
@@ -89,13 +89,21 @@ class Runner:
         self.norms: dict[str, Any] = {}  # of the gradients in the last step
 
     def load(self, values: Values) -> None:
-        """Set the states; a slot that is missing gets its initial value."""
+        """Set the states; a slot that is missing gets its initial value.
+
+        They may share the memory of the values: steps replace states, and modify none.
+        """
         states: list[np.ndarray | None] = []
         for group in self.step.groups:
-            states += group.initial(values.weights, values.slots)
+            states += group.initial(values.weights, values.slots, copies=False)
         states += [values.buffers.get(str(b.name)) for b in self.step.inputs.buffers]
         loaded = [None if state is None else self.device.ortvalue(state) for state in states]
         self.now = Now(loaded, values.steps)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether its states are all that is needed to read them again, at hardly any cost."""
+        return self.device == CPU
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
         """Announce the shapes of most batches, if they are known, and the axes of their rows."""
@@ -204,13 +212,18 @@ class Runner:
         return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
 
     def unpacked(self, now: Now, copies: bool = True) -> Values:
-        """Return the values of `now`, by name; without `copies` they may share its memory."""
+        """Return the values of `now`, by name.
+
+        Those of a group of one weight share its memory, as steps replace states, unless they are
+        `in_place`; without `copies`, all may share it.
+        """
         weights: dict[str, np.ndarray] = {}
         slots: dict[str, dict[str, np.ndarray]] = {}
         arrays = self.arrays_of(now)
         for group in self.step.groups:
             size = len(group.inputs)
-            own, own_slots = group.split(arrays[:size], copies)
+            separate = copies and (self.in_place or len(group.shapes) > 1)
+            own, own_slots = group.split(arrays[:size], separate)
             arrays = arrays[size:]
             weights |= own
             slots |= own_slots

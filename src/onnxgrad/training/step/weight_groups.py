@@ -15,6 +15,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.step.blocks import block_shape
 
+_ALIGNED = 16  # bytes, as what numpy allocates
 PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
 
 Arrays = dict[str, np.ndarray]
@@ -46,19 +47,23 @@ class Group:
         return [self.state, *self.slots.values()]
 
     def initial(
-        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
+        self,
+        weights: Mapping[str, np.ndarray],
+        slots: Mapping[str, Mapping[str, np.ndarray]],
+        copies: bool = True,
     ) -> list[np.ndarray]:
         """Return the arrays of the inputs, in their order.
 
         Args:
             weights: the weights by name, also of other groups.
             slots: `{weight: {slot: array}}`; a slot that is missing starts at its initial value.
+            copies: whether the arrays share no memory with these.
 
         Raises:
             ValueError: a slot of another shape, or one that weights of the group must share and
                 that differs between them.
         """
-        arrays = [self.pack(weights)]
+        arrays = [self.pack(weights, copies=copies)]
         for slot in self.slots:
             if (constant := self._constant(slot, weights, slots)) is not None:
                 arrays.append(constant)
@@ -70,7 +75,7 @@ class Group:
                     initial = self.optimizer.slot_initial(slot, np.asarray(weights[name]))
                     value = np.broadcast_to(initial, self.optimizer.slot_shape(slot, shape))
                 values[name] = value
-            arrays.append(self.pack(values, slot))
+            arrays.append(self.pack(values, slot, copies))
         return arrays
 
     def _constant(
@@ -100,12 +105,19 @@ class Group:
                 slots[name][slot] = value
         return self.unpack(state, None, copies), slots
 
-    def pack(self, arrays: Mapping[str, np.ndarray], slot: str | None = None) -> np.ndarray:
-        """Return the weights, or one slot of each, as one array, a copy: that of an input."""
+    def pack(
+        self, arrays: Mapping[str, np.ndarray], slot: str | None = None, copies: bool = True
+    ) -> np.ndarray:
+        """Return the weights, or one slot of each, as one array: that of an input.
+
+        Without `copies`, that of one weight alone shares its memory, if it can.
+        """
         like = self.state if slot is None else self.slots[slot]
         parts = []
         for name, shape in self._shapes(slot).items():
-            part = np.array(arrays[name], numpy_dtype(like), order="C")
+            part = np.asarray(arrays[name], numpy_dtype(like), order="C")
+            if copies or part.ctypes.data % _ALIGNED:
+                part = np.array(part)
             if part.shape != shape:
                 what = "" if slot is None else f"the slot {slot!r} of "
                 raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
