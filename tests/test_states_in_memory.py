@@ -11,6 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
+from onnxgrad.training.run import runner
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((32, 160)).astype(np.float32)
@@ -135,3 +136,20 @@ def test_a_training_that_ends_before_a_step_leaves_weights_and_slots():
     same(slots, made.state.slots["w"])
     made.partial_fit(X, Y)
     assert made.state.step == 5
+
+
+def test_large_states_get_the_memory_of_earlier_ones(monkeypatch):
+    """Unless somebody reads these still: then they stay as they were."""
+    monkeypatch.setattr(runner, "_LARGE", 1000)
+    plain, read, expected, places = trainer().fit(X, Y, batch_size=4, epochs=2), [], [], []
+
+    def look(state):
+        places.append(state.weights["w"].ctypes.data)
+        if state.step == 5:
+            read.append(state.weights)
+            expected.append(copies(state.weights))
+
+    made = trainer(look).fit(X, Y, batch_size=4, epochs=2)
+    same(plain.state.weights, made.state.weights)
+    same(expected[0], read[0])
+    assert 3 <= len(set(places)) <= 4  # of 16 steps: by turns, and one that is read

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import deepcopy
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +19,7 @@ from onnx import GraphProto, ModelProto, NodeProto
 from onnxgrad.errors import unknown
 from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
 from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan, standard
+from onnxgrad.model.external import without_elements
 from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
 from onnxgrad.model.rewrites import own_results
 from onnxgrad.model.scopes import rename_values, unused
@@ -109,7 +109,8 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
         ValueError: an unknown name, a value of another shape, or of a kind that the tensor cannot
             hold.
     """
-    replaced = deepcopy(model)
+    # memory of a field that is replaced would stay as long as the message
+    replaced = without_elements(model, lambda tensor: tensor.name in values)
     refs = {ref.name: ref for ref in constant_refs(replaced)}
     for name, value in values.items():
         if name not in refs:

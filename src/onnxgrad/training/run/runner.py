@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
+from onnxgrad.runtime.binding import bind_output
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
@@ -23,7 +26,9 @@ from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import Call
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
-ROWS = 1024  # rows per call of an evaluation
+_LARGE = 1 << 20  # elements of a state
+_DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
+_UNUSED = 2  # references of an array to which only a list, and the call that counts, refer
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +89,7 @@ class Runner:
         self.names = dict(zip(own, (x.name for x in model.graph.input), strict=True))
         self.outputs = [y.name for y in model.graph.output]
         self.now = Now([], 0)
+        self._places: dict[str, list[np.ndarray]] = {}  # memory of large states, by name
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
         self.norms: dict[str, Any] = {}  # of the gradients in the last step
@@ -156,12 +162,37 @@ class Runner:
             binding.bind_ortvalue_input(self.names[name], state)
         for name, array in self.step.inputs.fed(call, self.data(call)).items():
             binding.bind_cpu_input(self.names[name], array)
-        self.device.bind_outputs(binding, self.outputs)
+        places = dict(zip(self.outputs, map(self._place, states, states.values()), strict=False))
+        for name in self.outputs:
+            place = places.get(name)
+            if place is None:
+                self.device.bind_outputs(binding, [name])
+            else:
+                bind_output(binding, name, place)
         with escaping():
             running.run_with_iobinding(binding)
         results = binding.get_outputs()
-        new, reported = results[: len(states)], results[len(states) :]
-        return list(new), self._losses([y.numpy() for y in reported], piece)
+        new = [
+            y if array is None else self.device.ortvalue(array)
+            for y, array in zip(results, places.values(), strict=False)
+        ]
+        return new, self._losses([y.numpy() for y in results[len(states) :]], piece)
+
+    def _place(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
+        """Return memory for a state after a call; None: onnxruntime is to find some.
+
+        Large states get that of an earlier one, unless anybody still reads it. What onnxruntime
+        frees, it divides between smaller values, and then takes more for the next state.
+        """
+        dtype = _DTYPES.get(state.data_type())
+        if self.device != CPU or dtype is None or prod(state.shape()) < _LARGE:
+            return None
+        places = self._places.setdefault(name, [])
+        for i in range(len(places)):
+            if sys.getrefcount(places[i]) == _UNUSED:
+                return places[i]
+        places[:] = [*places[-1:], np.empty(state.shape(), dtype)]
+        return places[-1]
 
     def finished(
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
@@ -239,6 +270,7 @@ class Runner:
 
     def release(self) -> None:
         """Free what only steps need."""
+        self._places.clear()
 
     @property
     def whole(self) -> bool:
