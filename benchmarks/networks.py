@@ -412,9 +412,15 @@ def old_gradient(name: str, threads: int, folder: Path) -> float | None:
 
 
 def processor() -> str:
-    """Return the name of the processor."""
-    info = Path("/proc/cpuinfo").read_text()
-    return next(row.split(":")[1].strip() for row in info.splitlines() if "model name" in row)
+    """Return the name of the processor, and how wide its vectors are: products depend on that."""
+    info = dict(
+        (part.strip() for part in row.split(":", 1))
+        for row in Path("/proc/cpuinfo").read_text().splitlines()
+        if ":" in row
+    )
+    flags = info["flags"].split()
+    vectors = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "SSE"
+    return f"{info['model name']}, {vectors}"
 
 
 def machine() -> str:
