@@ -28,7 +28,6 @@ from onnxgrad.training.step.inputs import Call
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
 _LARGE = 1 << 20  # elements of a state
 _DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
-_UNUSED = 2  # references of an array to which only a list, and the call that counts, refer
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,9 +187,9 @@ class Runner:
         if self.device != CPU or dtype is None or prod(state.shape()) < _LARGE:
             return None
         places = self._places.setdefault(name, [])
-        for i in range(len(places)):
-            if sys.getrefcount(places[i]) == _UNUSED:
-                return places[i]
+        unread = next((i for i, n in enumerate(_references(places)) if n == _UNREAD), None)
+        if unread is not None:
+            return places[unread]
         places[:] = [*places[-1:], np.empty(state.shape(), dtype)]
         return places[-1]
 
@@ -291,6 +290,14 @@ class Runner:
     def arrays_of(self, now: Now) -> list[Any]:
         """Return the states and buffers of `now` as arrays, None for a buffer without a value."""
         return [None if state is None else array_of(state) for state in now.states]
+
+
+def _references(items: list[Any]) -> list[int]:
+    """Return how many references there are to each item, some of which are those that count."""
+    return [sys.getrefcount(items[i]) for i in range(len(items))]
+
+
+(_UNREAD,) = _references([object()])  # to what is in one list only, in this version of Python
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:
