@@ -238,6 +238,11 @@ class StackRunner(Runner):
         """Return how many batches the next call may run."""
         return min(part.budget() for part in self.parts)
 
+    def release(self) -> None:
+        """Free what only steps need."""
+        for part in self.parts:
+            part.release()
+
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
         """Train on the batches of `piece`; see `MemberRunner.run`."""
         with self._distributed():
