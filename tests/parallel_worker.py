@@ -21,8 +21,9 @@ from torch import nn
 import onnxgrad as og
 from onnxgrad.model import without_elements
 from onnxgrad.model.convert import in_precision
+from onnxgrad.training.run import process_runner
 
-LARGE = without_elements.LARGE
+LARGE, LARGE_MESSAGE = without_elements.LARGE, process_runner.LARGE
 ROWS, CLASSES = 83, 3  # the last batch of 10 has fewer rows than 4 processes
 
 
@@ -74,6 +75,13 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"dtype": np.float64},
     ),
     "double_wide": ("wide", {"optimizer": "adamw"}, {}, {"dtype": np.float64}),
+    "double_divided": ("wide", {"clip_norm": 0.5}, {}, {"dtype": np.float64, "divided": True}),
+    "double_divided_shards": (
+        "wide",
+        {"optimizer": "adam"},
+        {"shard_optimizer": True},
+        {"dtype": np.float64, "weighted": True, "divided": True},
+    ),
     "double_large": ("wide", {}, {}, {"dtype": np.float64, "large": True}),
     "double_large_shards": (
         "wide",
@@ -148,6 +156,7 @@ def trained(job: str, parallel: bool, callbacks: Any = (), **more: Any) -> og.Tr
     without_elements.LARGE = (
         1000 if form.get("large") else LARGE
     )  # from where states change in place
+    process_runner.LARGE = 1000 if form.get("divided") else LARGE_MESSAGE
     dtype = form.get("dtype", np.float32)
     model, shape = exported(network, dtype)
     X, y = data(shape, dtype)

@@ -453,6 +453,31 @@ def test_a_graph_is_cut_at_its_exchanges():
     assert pieces[0].exchanges[0].received in read[1]
 
 
+def test_half_of_a_large_message_is_sent_earlier():
+    """The half that is computed first, with the count by which it is divided."""
+    kinds = {"type": ir.TensorType(ir.DataType.FLOAT)}
+    x = ir.Value(name="x", shape=ir.Shape([2, 3]), **kinds)
+    r, n = (ir.Value(name=name, shape=ir.Shape([]), **kinds) for name in "rn")
+    graph = ir.Graph([x, r, n], [], nodes=[], opset_imports={"": 20}, name="backward")
+    op = Emit(graph)
+    with op:
+        own = op.Abs(n)
+        last = op.Neg(x)
+        middle = op.Exp(last)
+        first = op.Sin(middle)
+        count = all_reduce(op, own)
+        sums = [all_reduce(op, v, (r, own)) for v in (first, middle, last)]
+        y = op.Concat(*sums, axis=0)
+    op.give([y, count])
+    y.shape = ir.Shape([6, 3])
+    model = ir.Model(graph, ir_version=10)
+    assert [len(p.exchanges) for p in cut(model, 100)] == [4, 0]
+    pieces = cut(model, 50)
+    operators = [[node.op_type for node in p.model.graph.node] for p in pieces]
+    assert operators == [["Abs", "Neg"], ["Exp", "Sin"], ["Concat"]]
+    assert [len(p.exchanges) for p in pieces] == [2, 2, 0]
+
+
 def test_sums_of_parts_of_a_vector_are_one_message():
     kinds = {"type": ir.TensorType(ir.DataType.FLOAT)}
     a, b = (ir.Value(name=n, shape=ir.Shape([2, k]), **kinds) for n, k in (("a", 3), ("b", 2)))

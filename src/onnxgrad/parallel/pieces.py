@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, prod
 
 import onnx_ir as ir
 from onnx import ModelProto, NodeProto
@@ -45,7 +47,7 @@ class Piece:
     last: list[str]
 
 
-def cut(model: ir.Model) -> list[Piece]:
+def cut(model: ir.Model, most: float = inf) -> list[Piece]:
     """Return the pieces of a model, in the order of their runs.
 
     Each node is in the last piece that it can be in, so that few values go from piece to piece: the
@@ -53,12 +55,15 @@ def cut(model: ir.Model) -> list[Piece]:
 
     Args:
         model: nodes that exchange values are not in its subgraphs.
+        most: bytes of a message. Of one that is larger, a half has a piece of its own, and is under
+            way while what the other half needs is computed.
     """
     graph = model.graph
     number = _numbers(graph)
     for node, i in list(number.items()):
         if (total := _ratio_total(node)) is not None:
             number[total] = min(number[total], i)
+    _divide(number, most)
     last_read: dict[ir.Value, int] = {}
     for node, i in number.items():
         for v in reads(node):
@@ -99,6 +104,52 @@ def _numbers(graph: ir.Graph) -> Numbers:
     return number
 
 
+def _divide(number: Numbers, most: float) -> None:
+    """Give what sends the first half of the largest message a piece of its own, if it is large.
+
+    The first half is that which is computed first.
+    """
+    sizes = {n: _nbytes(_sent(n)) for n in number if exchanges(n) and "root" not in n.attributes}
+    of_piece = Counter[int]()
+    for node, size in sizes.items():
+        of_piece[number[node]] += size
+    [(piece, total)] = of_piece.most_common(1) or [(0, 0)]
+    if total <= most:
+        return
+    places = {y: place for place, node in enumerate(number) for y in node.outputs}
+    own = [node for node in sizes if number[node] == piece]
+    first, done = set[ir.Node](), 0
+    for node in sorted(own, key=lambda node: places.get(_sent(node), 0)):
+        if done + sizes[node] / 2 > total / 2:
+            break
+        first.add(node)
+        done += sizes[node]
+    if not first:
+        return
+    waiting = [*first, *(t for n in first if (t := _ratio_total(n)) is not None)]
+    while waiting:
+        node = waiting.pop()
+        first.add(node)
+        before = {v.producer() for v in reads(node)} - first
+        waiting += [n for n in before if n is not None and number.get(n) == piece]
+    for node, i in number.items():
+        if i > piece or (i == piece and node not in first):
+            number[node] = i + 1
+
+
+def _sent(node: ir.Node) -> ir.Value:
+    """Return the value that a node which exchanges one sends."""
+    x = node.inputs[0]
+    assert x is not None
+    return x
+
+
+def _nbytes(value: ir.Value) -> int:
+    """Return the size of a value; 0 if it is not known."""
+    shape = static(dims(value))
+    return 0 if shape is None or value.dtype is None else int(prod(shape) * value.dtype.itemsize)
+
+
 def _ratio_total(node: ir.Node) -> ir.Node | None:
     """Return the sum over processes by which that of `node` is divided; None: by none."""
     if not exchanges(node) or len(node.inputs) == 1 or node.inputs[2] is None:
@@ -108,8 +159,7 @@ def _ratio_total(node: ir.Node) -> ir.Node | None:
 
 
 def _exchange(node: ir.Node) -> Exchange:
-    x, y, total = node.inputs[0], node.outputs[0], _ratio_total(node)
-    assert x is not None
+    x, y, total = _sent(node), node.outputs[0], _ratio_total(node)
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
     values = () if total is None else (node.inputs[1], total.outputs[0])

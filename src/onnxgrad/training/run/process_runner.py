@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.inputs import Call
+
+LARGE = 1 << 23  # bytes of a message, from which it pays to send half of it earlier
 
 
 class Together(Runner):
@@ -57,7 +60,8 @@ class Together(Runner):
         super().__init__(to_proto(step.model), step, target.device, work, fields)
         self.group, self.part = group, Part(group.rank, group.size)
         self.of_several, self.part_rows = group.size > 1, part_rows
-        self.stages = Stages(cut(step.model), step, self.device, work, group)
+        pieces = cut(step.model, LARGE if group.size > 1 else inf)
+        self.stages = Stages(pieces, step, self.device, work, group)
         self._collected: tuple[Now, dict[str, Arrays]] | None = None
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
