@@ -116,10 +116,10 @@ def _divide(number: Numbers, most: float) -> None:
     [(piece, total)] = of_piece.most_common(1) or [(0, 0)]
     if total <= most:
         return
-    places = {y: place for place, node in enumerate(number) for y in node.outputs}
+    positions = {y: i for i, node in enumerate(number) for y in node.outputs}
     own = [node for node in sizes if number[node] == piece]
     first, done = set[ir.Node](), 0
-    for node in sorted(own, key=lambda node: places.get(_sent(node), 0)):
+    for node in sorted(own, key=lambda node: positions.get(_sent(node), 0)):
         if done + sizes[node] / 2 > total / 2:
             break
         first.add(node)

@@ -69,7 +69,8 @@ class TrainState:
     """The state of training; no other object stores any part of it.
 
     While `fit` runs, weights, slots and buffers are on the device, and are read from there: a
-    callback sees those after the last call of the runtime, and may assign others.
+    callback sees those after the last call of the runtime, as read-only arrays, and may assign
+    others.
 
     Attributes:
         epoch: number of finished epochs.
@@ -366,7 +367,7 @@ _NUMBERS = (  # of `state.json`
 
 
 def _locked(values: Values) -> Values:
-    """Return values whose arrays cannot be modified: the device would not see it, or too late."""
+    """Return the values with read-only arrays: a change to a copy would have no effect."""
     slots = [a for own in values.slots.values() for a in own.values()]
     for array in (*values.weights.values(), *slots, *values.buffers.values()):
         array.flags.writeable = False

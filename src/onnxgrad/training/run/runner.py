@@ -88,7 +88,7 @@ class Runner:
         self.names = dict(zip(own, (x.name for x in model.graph.input), strict=True))
         self.outputs = [y.name for y in model.graph.output]
         self.now = Now([], 0)
-        self._places: dict[str, list[np.ndarray]] = {}  # memory of large states, by name
+        self._memory: dict[str, list[np.ndarray]] = {}  # of large states, by name
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
         self.norms: dict[str, Any] = {}  # of the gradients in the last step
@@ -161,24 +161,25 @@ class Runner:
             binding.bind_ortvalue_input(self.names[name], state)
         for name, array in self.step.inputs.fed(call, self.data(call)).items():
             binding.bind_cpu_input(self.names[name], array)
-        places = dict(zip(self.outputs, map(self._place, states, states.values()), strict=False))
+        own = map(self._memory_for, states, states.values())
+        memory = dict(zip(self.outputs, own, strict=False))
         for name in self.outputs:
-            place = places.get(name)
-            if place is None:
+            target = memory.get(name)
+            if target is None:
                 self.device.bind_outputs(binding, [name])
             else:
-                bind_output(binding, name, place)
+                bind_output(binding, name, target)
         with escaping():
             running.run_with_iobinding(binding)
         results = binding.get_outputs()
         new = [
-            y if array is None else self.device.ortvalue(array)
-            for y, array in zip(results, places.values(), strict=False)
+            y if target is None else self.device.ortvalue(target)
+            for y, target in zip(results, memory.values(), strict=False)
         ]
         return new, self._losses([y.numpy() for y in results[len(states) :]], piece)
 
-    def _place(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
-        """Return memory for a state after a call; None: onnxruntime is to find some.
+    def _memory_for(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
+        """Return an array that a call writes a new state into; None: onnxruntime allocates one.
 
         Large states get that of an earlier one, unless anybody still reads it. What onnxruntime
         frees, it divides between smaller values, and then takes more for the next state.
@@ -186,12 +187,12 @@ class Runner:
         dtype = _DTYPES.get(state.data_type())
         if self.device != CPU or dtype is None or prod(state.shape()) < _LARGE:
             return None
-        places = self._places.setdefault(name, [])
-        unread = next((i for i, n in enumerate(_references(places)) if n == _UNREAD), None)
+        arrays = self._memory.setdefault(name, [])
+        unread = next((i for i, n in enumerate(_references(arrays)) if n == _UNREAD), None)
         if unread is not None:
-            return places[unread]
-        places[:] = [*places[-1:], np.empty(state.shape(), dtype)]
-        return places[-1]
+            return arrays[unread]
+        arrays[:] = [*arrays[-1:], np.empty(state.shape(), dtype)]
+        return arrays[-1]
 
     def finished(
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
@@ -269,7 +270,7 @@ class Runner:
 
     def release(self) -> None:
         """Free what only steps need."""
-        self._places.clear()
+        self._memory.clear()
 
     @property
     def whole(self) -> bool:
@@ -293,11 +294,12 @@ class Runner:
 
 
 def _references(items: list[Any]) -> list[int]:
-    """Return how many references there are to each item, some of which are those that count."""
+    """Return how many references there are to each item, those of this function included."""
     return [sys.getrefcount(items[i]) for i in range(len(items))]
 
 
-(_UNREAD,) = _references([object()])  # to what is in one list only, in this version of Python
+# of an item to which nothing but its list refers; versions of Python count differently
+(_UNREAD,) = _references([object()])
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:
