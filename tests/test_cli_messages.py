@@ -186,7 +186,10 @@ def test_the_validation_file_is_named(here):
         ((*REGRESSION[:4], "--schedule", "plateau", "--validation", 0), "--validation"),
         ((*REGRESSION[:4], "--early-stopping", 3, "--validation", 0), "--validation|validation"),
         ((*REGRESSION[:4], "--device", "cud"), "--device|device"),
-        ((*REGRESSION[:4], "--monitor", "validation_mae"), r"\(--monitor\) 'validation_mae'"),
+        (
+            (*REGRESSION[:4], "--early-stopping", 3, "--monitor", "validation_mae"),
+            r"\(--monitor\) 'validation_mae'",
+        ),
         ((*REGRESSION[:4], "--history", "h.txt"), r"\.csv"),
         ((*REGRESSION[:4], "--recompute", "some"), "recompute"),
         (
@@ -338,3 +341,26 @@ def test_options_of_a_file_are_those_of_the_command_line(here):
     succeed("train", *line, *more, "--no-curves", "--epochs", 2, "-o", "b.onnx")
     assert Path("a.onnx").read_bytes() == Path("b.onnx").read_bytes()
     assert "MODEL is missing" in refused("train", "--target", "y")
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (("train", "--lora-rank", "8"), "--lora"),
+        (("train", "--checkpoint-every", "5"), "--checkpoint"),
+        (("train", "--monitor", "loss"), "--early-stopping or --checkpoint"),
+        (("train", "--head-at", "fc"), "--head"),
+        (("train", "--license", "mit"), "--card"),
+    ],
+)
+def test_options_without_effect_are_refused(command, missing, tmp_path):
+    """Also where the value is the default, and before a file is read."""
+    name, flag, value = command
+    message = refused(name, "missing.onnx", "missing.csv", flag, value)
+    assert f"{flag} has no effect without {missing}: " in message
+    (tmp_path / "run.toml").write_text(
+        f"{flag[2:]} = '{value}'\n" if value.isalpha() else f"{flag[2:]} = {value}\n"
+    )
+    assert "has no effect" in refused(
+        name, "missing.onnx", "missing.csv", "--config", str(tmp_path / "run.toml")
+    )

@@ -147,7 +147,7 @@ def test_family(here):
         (("--family", "f.onnx", "-o", "g.onnx"), "--family takes no --output"),
         (("--family", "-"), "--family writes four models"),
         (("--family", "f.pb"), "does not end in .onnx"),
-        (("-o", "g.onnx", "--dtype", "float64"), "--dtype needs --family"),
+        (("-o", "g.onnx", "--dtype", "float64"), "--dtype has no effect without --family"),
         (("--family", "linear.onnx"), "is the input file"),
     ],
 )
@@ -159,7 +159,7 @@ def test_family_refuses(here, options, message):
 def test_an_output_is_needed(here):
     assert "--output says where the model goes" in refused("grad", "linear.onnx")
     assert "--output says where the model goes" in refused("merge", "linear.onnx")
-    assert "--fill-grad needs --keep-outputs" in refused(
+    assert "--fill-grad has no effect without --keep-outputs" in refused(
         "grad", "linear.onnx", "-o", "g.onnx", "--fill-grad"
     )
     assert not os.path.exists("g.onnx")

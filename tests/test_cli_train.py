@@ -103,7 +103,7 @@ def test_a_head_on_features(here):
         (("--head", "a,,b"), "--head 'a,,b' is neither"),
         (("--head", 0), "--head '0' is neither"),
         (("--head", "a,a"), "a class is repeated"),
-        (("--head-at", "W"), "--head-at, --head-pool and --head-mask need --head"),
+        (("--head-at", "W"), "--head-at has no effect without --head"),
         (("--head", 2, "--head-at", "w"), r"layer \(--head-at\) 'w'"),
         (("--head", 2, "--head-pool", "max"), "--head-pool.*'max'.*mean"),
         (("--head", 2, "--head-pool", "first", "--head-mask", "x"), "needs --head-pool mean"),
@@ -234,7 +234,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(here, monkeypatch):
     other = refused(*parts, "--overwrite", "--resume", "--lr", 0.02)
     assert "learning" in other
     assert "or name another folder for a new training" in other
-    assert "--resume goes on from --checkpoint FOLDER" in refused(*line, "--resume")
+    assert "--resume has no effect without --checkpoint" in refused(*line, "--resume")
 
 
 def test_resume_begins_where_there_is_no_checkpoint(here):

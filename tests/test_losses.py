@@ -481,7 +481,7 @@ def test_the_output_to_judge(index):
     [
         ({}, "2 float outputs: say which one with output_index=, one of 'y', 'z'"),
         ({"output_index": 3}, "output_index=3: the model has 3 outputs"),
-        ({"output_index": 2}, "'k' is no float tensor; choose one of ['y', 'z']"),
+        ({"output_index": 2}, "'k' is no float tensor: choose one of 'y', 'z'"),
         ({"output_index": "q"}, "Unknown output 'q'"),
         ({"output_index": 0, "score_name": "squared"}, "Did you mean 'squared_error'"),
         ({"output_index": 0, "delta": 1}, "Unknown option of loss 'squared_error' 'delta'"),

@@ -60,7 +60,10 @@ class GenerateOptions(Common):
     max_new_tokens: int = option("How many tokens to generate, at most.", 64, min=1)
     temperature: float = option("0 takes the most probable token; others draw.", 0.0, min=0)
     top_p: float = option(
-        "Draw from the most probable tokens that have this probability together.", 1.0, max=1
+        "Draw from the most probable tokens that have this probability together.",
+        1.0,
+        max=1,
+        needs=("temperature",),
     )
     seed: int = option("Of the draws.", 0, min=0)
 
@@ -98,7 +101,9 @@ class Differentiated:
 class GradOptions(Common, Written, Differentiated, ModelArgument):
     """Of `onnxgrad grad`."""
 
-    fill_grad: bool = option("Use cotangents of ones; needs --keep-outputs.", False)
+    fill_grad: bool = option(
+        "Use cotangents of ones; needs --keep-outputs.", False, needs=("keep_outputs",)
+    )
     keep_outputs: bool = option("Return the outputs of MODEL too.", False)
     family: str | None = option(
         "Write MODEL to this file, and beside it its directional derivatives fwd_, adj_ and "
@@ -107,7 +112,9 @@ class GradOptions(Common, Written, Differentiated, ModelArgument):
         metavar="PATH",
     )
     dtype: str | None = option(
-        "Of all floats of a family: float32 or float64.", show_default="that of MODEL"
+        "Of all floats of a family: float32 or float64.",
+        show_default="that of MODEL",
+        needs=("family",),
     )
 
 

@@ -27,6 +27,7 @@ class InputOptions:
         [],
         metavar="NAME=VALUE",
         panel="Task",
+        needs=("task",),
     )
     image_size: str | None = option(
         "Height and width of images: 48 320 or 48x320, or one number for both.",

@@ -87,8 +87,6 @@ def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
     """Return the model with a new head and adapters, as far as the options ask for them."""
     if options.head is not None:
         proto = _add_head(proto, options, _units(options.head))
-    elif options.head_at or options.head_pool or options.head_mask:
-        raise ValueError("--head-at, --head-pool and --head-mask need --head: how many units")
     if options.lora:
         from onnxgrad.adapters.lora import add_lora
 
@@ -105,7 +103,7 @@ def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
 
 def _units(head: str) -> int | list[str]:
     """Return the number of units, or the names of the classes."""
-    names = head.split(",")
+    names = names_in(head)
     if len(names) > 1 and all(names):
         return names
     if not head.isdigit() or not int(head):
@@ -141,9 +139,14 @@ def _add_head(proto: ModelProto, options: TrainOptions, units: int | list[str]) 
 def named_classes(options: LabelOptions) -> list[str] | None:
     """Return the names of classes of `--classes` or `--head`; None without any."""
     if options.classes is not None:
-        return options.classes.split(",")
+        return names_in(options.classes)
     head = options.head if isinstance(options, TrainOptions) else None
-    return head.split(",") if head and "," in head else None
+    return names_in(head) if head and "," in head else None
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names that commas separate, with or without blanks around them."""
+    return [name.strip() for name in text.split(",")]
 
 
 def known_classes(options: LabelOptions, proto: ModelProto) -> Labels | None:
@@ -235,7 +238,7 @@ def map_data(
 def check_classes(options: LabelOptions, objective: Objective) -> None:
     """Raise `ValueError` if `--classes` are more or fewer than the model has."""
     infos = [info for info in objective.labels.values() if isinstance(info.classes, int)]
-    count = len(options.classes.split(",")) if options.classes is not None else 0
+    count = len(names_in(options.classes)) if options.classes is not None else 0
     if count and len(infos) == 1 and infos[0].classes != count:
         raise ValueError(
             f"--classes names {count} classes, and the output {infos[0].prediction!r} has "

@@ -12,7 +12,12 @@ T = TypeVar("T")
 
 
 def option(
-    help: str, default: Any = None, *names: str, panel: str | None = None, **more: Any
+    help: str,
+    default: Any = None,
+    *names: str,
+    panel: str | None = None,
+    needs: tuple[str, ...] = (),
+    **more: Any,
 ) -> Any:
     """Return a field that is an option.
 
@@ -21,9 +26,11 @@ def option(
         default: of the field; an empty list for options that can be repeated.
         names: such as "--output", "-o"; None: derived from the name of the field.
         panel: the title of its panel in the help; None: that of its class.
+        needs: fields, of which it has no effect without one.
         more: further arguments of `typer.Option`, such as `min`, `metavar` and `show_default`.
     """
-    return _field(default, positional=False, help=help, names=names, panel=panel, more=more)
+    known = {"help": help, "names": names, "panel": panel, "needs": needs, "more": more}
+    return _field(default, positional=False, **known)
 
 
 def output_option(help: str, default: str | None = None, **more: Any) -> Any:
@@ -79,6 +86,7 @@ class Described:
     panel: str
     more: dict[str, Any]
     required: bool = False
+    needs: tuple[str, ...] = ()
 
     @classmethod
     def fields_of(cls, options: type) -> dict[str, Described]:
@@ -100,6 +108,11 @@ class Described:
     def is_list(self) -> bool:
         """Whether the option can be repeated."""
         return self.default is dataclasses.MISSING
+
+    @property
+    def flag(self) -> str:
+        """How it is called on the command line."""
+        return self.name.upper() if self.positional else f"--{self.name.replace('_', '-')}"
 
     @property
     def section(self) -> str:

@@ -64,9 +64,7 @@ def card_of(options: TrainOptions) -> list[Path]:
 
 
 def check_card(options: TrainOptions, inputs: Iterable[Path]) -> None:
-    """Raise if `--card` cannot be written, or `--license` has no card."""
-    if options.license is not None and options.card is None:
-        raise ValueError("--license is written to a card: pass --card PATH, too")
+    """Raise if `--card` cannot be written."""
     for file in card_of(options):
         check_writable(file, options.overwrite, inputs)
 

@@ -7,7 +7,7 @@ its panel and its bounds in the metadata, once for the command line and for TOML
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Annotated, Any, get_type_hints
 
@@ -34,6 +34,7 @@ def takes_options(function: Callable[[Any], None], runs: str) -> Callable[..., N
             if not getattr(options, name):
                 more = f", or as {name} = ... in the file of --config" if "config" in values else ""
                 raise ValueError(f"{name.upper()} is missing: pass it as an argument{more}")
+        _check_needs(options, chosen, described)
         resolve_name(runs)(options)
 
     parameters = [inspect.Parameter("context", _BY_NAME, annotation=typer.Context)]
@@ -41,6 +42,14 @@ def takes_options(function: Callable[[Any], None], runs: str) -> Callable[..., N
     vars(command).update(__signature__=inspect.Signature(parameters), __annotations__={})
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     return command
+
+
+def _check_needs(options: Any, chosen: Iterable[str], described: dict[str, Described]) -> None:
+    """Raise `ValueError` if one of the `chosen` options has no effect without another."""
+    for each in (described[name] for name in chosen):
+        if each.needs and not any(getattr(options, name) for name in each.needs):
+            missing = " or ".join(described[name].flag for name in each.needs)
+            raise ValueError(f"{each.flag} has no effect without {missing}: pass that, too")
 
 
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY

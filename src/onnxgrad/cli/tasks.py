@@ -71,9 +71,7 @@ def task_of(options: Any, data: str | None) -> Task:
 
 
 def has_task(options: InputOptions) -> bool:
-    """Return whether the options name a task; raise `ValueError` for options of none."""
-    if options.task is None and options.task_option:
-        raise ValueError("--task-option needs --task: which task it is of")
+    """Return whether the options name a task."""
     return options.task is not None
 
 

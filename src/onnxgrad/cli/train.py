@@ -101,8 +101,6 @@ def train(options: TrainOptions) -> None:
 
 def _check_files(options: TrainOptions, output: Output) -> None:
     """Raise if the results cannot be written, or would replace something that they must not."""
-    if options.adapter is not None and not options.lora:
-        raise ValueError("--adapter names what --lora trains: pass --lora PATTERN, too")
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
     output.check(options.output, options.overwrite, inputs, options.json)
     for file in _files(options, output)[1:]:
@@ -116,8 +114,6 @@ def _check_files(options: TrainOptions, output: Output) -> None:
         check_writable(options.history, options.overwrite or options.resume, inputs)
     check_record(options, inputs)
     check_card(options, inputs)
-    if options.resume and options.checkpoint is None:
-        raise ValueError("--resume goes on from --checkpoint FOLDER: name that folder")
     if options.checkpoint is not None and os.path.isfile(options.checkpoint):
         raise ValueError(f"--checkpoint {options.checkpoint} is a file: name a folder")
     begun = options.checkpoint and newest(options.checkpoint, lambda path: None)
@@ -219,7 +215,7 @@ def _exit(outcome: Outcome, files: list[Path], expected: list[Path]) -> None:
         kept = "all that was to be trained"
     if reason:
         where = files[0] if files else "no file" if expected else "standard output"
-        complain(f"{reason}; {where} holds {kept}")
+        complain(f"{reason.removesuffix('.')}; {where} holds {kept}")
     if files != expected:
         raise typer.Exit(FAILED)
     if code:

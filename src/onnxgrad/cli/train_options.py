@@ -40,6 +40,7 @@ class LossOptions:
         "NAME` lists those of a loss.",
         [],
         metavar="NAME=VALUE",
+        needs=("loss",),
     )
     loss_output: str = option("Without --loss: the output of the model that is its loss.", "loss")
     output_index: str | None = option(
@@ -95,16 +96,19 @@ class WeightOptions:
         [],
         metavar="NAME",
         show_default="the last layer; with --head-pool, the output",
+        needs=("head",),
     )
     head_pool: str | None = option(
         "Put the new layer on features instead of replacing one: on each position (none), on the "
         "mean or the first of all positions, or on the mean of each map of an image.",
         metavar="none|mean|first|image",
+        needs=("head",),
     )
     head_mask: str | None = option(
         "With --head-pool mean: the input that is 0 at positions that do not count, as "
         "attention_mask.",
         metavar="NAME",
+        needs=("head",),
     )
     lora: list[str] = option(
         "Put LoRA adapters beside the weights that match, and train only these (and a new head); "
@@ -112,9 +116,11 @@ class WeightOptions:
         [],
         metavar="PATTERN",
     )
-    lora_rank: int = option("Rank of the adapters.", 8, min=1)
-    lora_alpha: float = option("Their scale is alpha / rank.", 16.0, min=0)
-    lora_dropout: float = option("Dropout before them, in training.", 0.0, min=0, max=1)
+    lora_rank: int = option("Rank of the adapters.", 8, min=1, needs=("lora",))
+    lora_alpha: float = option("Their scale is alpha / rank.", 16.0, min=0, needs=("lora",))
+    lora_dropout: float = option(
+        "Dropout before them, in training.", 0.0, min=0, max=1, needs=("lora",)
+    )
 
 
 @options("Optimizer")
@@ -190,6 +196,7 @@ class RunOptions:
     monitor: str | None = option(
         "What --early-stopping watches, and --checkpoint keeps the best of.",
         show_default="validation_loss",
+        needs=("early_stopping", "checkpoint"),
     )
     recompute: str = option(
         "none, cheap or all: what the backward pass computes again, to save memory.", "none"
@@ -227,16 +234,21 @@ class CheckpointOptions:
     checkpoint: str | None = option(
         "Folder for the state of training, written after every epoch.", metavar="FOLDER"
     )
-    checkpoint_every: int | None = option("Write it after every so many steps instead.", min=1)
-    checkpoint_seconds: float | None = option(
-        "Write it after every so many seconds instead.", min=0
+    checkpoint_every: int | None = option(
+        "Write it after every so many steps instead.", min=1, needs=("checkpoint",)
     )
-    checkpoint_keep: int = option("How many of the newest to keep.", 2, min=1)
+    checkpoint_seconds: float | None = option(
+        "Write it after every so many seconds instead.", min=0, needs=("checkpoint",)
+    )
+    checkpoint_keep: int = option(
+        "How many of the newest to keep.", 2, min=1, needs=("checkpoint",)
+    )
     resume: bool = option(
         "Go on where the newest checkpoint of --checkpoint was written, bit for bit; begin if "
         "there is none.",
         False,
         show_default=False,
+        needs=("checkpoint",),
     )
 
 
@@ -255,6 +267,7 @@ class ResultOptions:
         "With --lora, for a folder: write the base with adapters as inputs, and the trained one as "
         "adapters/NAME.onnx_adapter.",
         metavar="NAME",
+        needs=("lora",),
     )
     curves: bool = option("Draw the losses, as PATH with .png.", True)
     history: str | None = option(
@@ -266,7 +279,9 @@ class ResultOptions:
         metavar="PATH",
     )
     license: str | None = option(
-        'Of the trained model, in the card, such as "mit"; default: unknown.', metavar="NAME"
+        'Of the trained model, in the card, such as "mit"; default: unknown.',
+        metavar="NAME",
+        needs=("card",),
     )
     record: str | None = option(
         "Folder for what `onnxgrad report` draws: curves, norms, histograms, wrong predictions, "

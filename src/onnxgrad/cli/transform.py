@@ -32,10 +32,6 @@ def grad(options: GradOptions) -> None:
     if options.family is not None:
         _family(options, options.family)
         return
-    if options.dtype is not None:
-        raise ValueError("--dtype needs --family")
-    if options.fill_grad and not options.keep_outputs:
-        raise ValueError("--fill-grad needs --keep-outputs")
 
     def gradient(proto: ModelProto) -> ModelProto:
         from onnxgrad import DerivativeOptions, onnx_derivative

@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.errors import argument
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
@@ -48,7 +49,7 @@ class Distillation:
                         "inputs={input of the teacher: input of the student}"
                     )
         if self.hard is None:
-            return [choose_output(proto, self.output)]
+            return [choose_output(proto, self.output, f"say which one with {argument('output')}")]
         names = self.hard.outputs(proto)
         if (len(names) > 1 and self.output is None) or self.output not in (None, *names):
             raise ValueError(f"the hard loss reads {names}: name one of them as output=")

@@ -191,29 +191,23 @@ def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") 
             default is the index.
     """
     outputs, floats = list(proto.graph.output), float_outputs(proto)
+    behind = [tensor_behind(proto, o.name) for o in outputs if non_tensor(o)]
+    choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
+    choice = f"one of {choice}" if choice else "a float tensor inside of the graph"
     if index is None:
         held = caches(proto).values()
         if len(predictions := [name for name in floats if name not in held]) == 1:
             return predictions[0]
-        behind = [tensor_behind(proto, o.name) for o in outputs if non_tensor(o)]
-        choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
-        raise ValueError(
-            f"the model has {len(floats)} float outputs: "
-            f"{remedy or 'say which one with ' + argument('output_index')}, "
-            f"one of {choice or 'the float tensors inside of the graph'}"
-        )
+        say = remedy or f"say which one with {argument('output_index')}"
+        raise ValueError(f"the model has {len(floats)} float outputs: {say}, {choice}")
     if not isinstance(index, str) and not -len(outputs) <= index < len(outputs):
         given = argument("output_index", index)
         raise ValueError(f"{given}: the model has {len(outputs)} outputs")
     name = index if isinstance(index, str) else outputs[index].name
     for output in outputs:
-        if output.name == name and non_tensor(output):
-            raise ValueError(
-                f"output {name!r} is no tensor; use the tensor that it is computed from: "
-                f"{argument('output_index', tensor_behind(proto, name))}"
-            )
-        if output.name == name and name not in floats:
-            raise ValueError(f"output {name!r} is no float tensor; choose one of {floats}")
+        if output.name == name and (non_tensor(output) or name not in floats):
+            kind = "tensor" if non_tensor(output) else "float tensor"
+            raise ValueError(f"output {name!r} is no {kind}: choose {choice}")
     if not any(name in node.output for node in proto.graph.node):
         raise unknown("output", name, [o.name for o in outputs])
     return name
