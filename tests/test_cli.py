@@ -1,5 +1,6 @@
 """The command line, as a user meets it."""
 
+import json
 import os
 import pty
 import re
@@ -79,6 +80,12 @@ def test_train_writes_the_users_model(here, data):
     np.testing.assert_allclose(weights("trained.onnx")["b"], [3], atol=1e-3)
     before, after = onnx.load("linear.onnx"), onnx.load("trained.onnx")
     del before.graph.initializer[:], after.graph.initializer[:]
+    [entry] = after.metadata_props
+    assert (entry.key, json.loads(entry.value)) == (
+        "onnxgrad.training_loss",
+        [{"loss": ["squared_error"]}],
+    )
+    del after.metadata_props[:]
     assert before == after
     assert (here / "trained.png").read_bytes().startswith(b"\x89PNG")
     for word in ("training loss", "validation loss", "first", "last", "best", "rows/s", "s\n"):

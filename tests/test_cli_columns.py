@@ -32,7 +32,11 @@ def test_the_order_of_the_columns_is_told_and_kept(here):
     assert made.exit_code == 0, made.output
     assert "columns of input x, in this order: a, b\n" in made.stdout
     kept = {e.key: e.value for e in onnx.load("trained.onnx").metadata_props}
-    assert kept == {"onnxgrad.columns": '{"x": ["a", "b"]}', "onnxgrad.target": '["y"]'}
+    assert kept == {
+        "onnxgrad.columns": '{"x": ["a", "b"]}',
+        "onnxgrad.target": '["y"]',
+        "onnxgrad.training_loss": '[{"loss": ["squared_error"]}]',
+    }
     again = ("--output", "again.onnx", "--overwrite")
     wide("y,a,b")
     made = invoke(*NEW, *again)

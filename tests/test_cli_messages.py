@@ -92,7 +92,11 @@ def test_cells_and_columns(here, text, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ("0 1 3", "outside 0..2: 3 (row 3); `onnxgrad train --head N` gives"),
+        ("0 1 3 4", "outside 0..2: 3 (rows 3, 4); `onnxgrad train --head N` gives"),
+        (
+            "1 2 3",
+            "names of the classes, pass --classes 1,2,3 (all of them); otherwise `onnxgrad",
+        ),
         ("0 -1", "outside 0..2: -1 (row 2)"),
         ("0 1.5", "must hold int64, not 1.5 (row 2)"),
         ("cat dog cat", "first in row 1: 'cat'; if it names classes, list them in the order of"),

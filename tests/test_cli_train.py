@@ -377,9 +377,10 @@ def test_a_folder_of_images(here):
     succeed("predict", "trained.onnx", "photos", "-o", "out.csv")
     lines = (here / "out.csv").read_text().splitlines()
     assert len(lines) == 13
-    scores = {w[0].strip('"'): np.array(w[1:], float) for w in (s.split(",") for s in lines[1:])}
-    for file, z in scores.items():  # the classes are in the order of --head
-        assert z.argmax() == ["red", "blue"].index(file.split("/")[-2])
+    for file, label, share, *scores in (line.replace('"', "").split(",") for line in lines[1:]):
+        z = np.array(scores, float)
+        assert label == file.split("/")[-2] == ["red", "blue"][z.argmax()]  # in the order of --head
+        np.testing.assert_allclose(float(share), 1 / np.exp(z - z.max()).sum(), rtol=1e-5)
 
 
 def test_the_size_of_images(here):
@@ -400,7 +401,7 @@ def test_the_size_of_images(here):
     assert "pass --image-size" in refused(*line)
     for size in ("x", "4x", "0", "4x0", "-4", "4x12x3", "4.5"):
         assert "neither a number of pixels" in refused(*line, f"--image-size={size}")
-    assert "folder of images" in refused("predict", "linear.onnx", "rows.csv", "--image-size", 4)
+    assert "no effect on tables" in refused("predict", "linear.onnx", "rows.csv", "--image-size", 4)
     (here / "run.toml").write_text('image-size = "4x12"\n')
     trained = ("train", "lines.onnx", "lines", "--loss", "cross_entropy", "--validation", 0)
     succeed(*trained, *FAST, "--config", "run.toml")

@@ -158,7 +158,8 @@ def test_rotated_photographs_are_upright(tmp_path):
     exif = image.getexif()
     exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
     image.save(tmp_path / "a" / "a.png", exif=exif)
-    ((x, _),) = drawn(source(image_folder(tmp_path, (6, 8)), size=1))
+    reader = image_folder(tmp_path, (6, 8), classes=["a", "b", "c"])
+    ((x, _),) = drawn(source(reader, size=1))
     np.testing.assert_array_equal(x[0, 0], np.float32([[0] * 7 + [1]] * 6))
 
 
@@ -182,12 +183,117 @@ def test_folders_that_cannot_be_used(folder, tmp_path, monkeypatch):
     (folder / "green" / "1.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"cannot read the image '.*1.png'"):
         drawn(source(image_folder(folder, (6, 8))))
-    (folder / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"'.*empty' has no image"):
-        image_folder(folder, 8)
+    (folder / "empty" / "empty").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no image in '.*empty'"):
+        image_folder(folder / "empty", 8)
+    with pytest.warns(UserWarning, match=r"no image in '.*empty'"):
+        assert image_folder(folder, 8).classes == sorted([*COLORS, "empty"])
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match="pip install pillow"):
         image_folder(folder, 8)
+
+
+def blocks(folder, names):
+    """Write an image into a folder of each name; its brightness is the number of the name."""
+    for number, name in enumerate(names):
+        (folder / name).mkdir()
+        Image.new("RGB", (8, 6), (10 * number,) * 3).save(folder / name / "0.png")
+    return folder
+
+
+def test_names_that_are_whole_numbers_are_those_classes(tmp_path):
+    reader = image_folder(blocks(tmp_path, map(str, range(12))), (6, 8))
+    x, labels = reader.take(np.arange(12), None)
+    np.testing.assert_array_equal(labels, (x.mean((1, 2, 3)) * 25.5).round())
+    assert reader.classes == list(map(str, range(12)))
+
+
+def test_the_order_of_classes(tmp_path):
+    blocks(tmp_path, ["8", "3", "5"])
+    named = image_folder(tmp_path, 8, classes=[3, 5, 8])
+    assert (named.labels.tolist(), named.classes) == ([0, 1, 2], ["3", "5", "8"])
+    assert image_folder(tmp_path, 8).labels.tolist() == [3, 5, 8]
+    ninth = image_folder(tmp_path, 8, classes=list("abcdefghi"))
+    assert ninth.labels.tolist() == [3, 5, 8]
+    with pytest.raises(ValueError, match=r"'3' of '.*' is none of the classes a, b.*classes=\['3'"):
+        image_folder(tmp_path, 8, classes=list("ab"))
+    (tmp_path / "03").mkdir()
+    with pytest.raises(ValueError, match="two classes are the same number: 03, 3, 5, 8"):
+        image_folder(tmp_path, 8)
+    (tmp_path / "03").rename(tmp_path / "20261128")
+    with pytest.raises(ValueError, match=r"'20261128' is a whole number.*classes=\['20261128'"):
+        image_folder(tmp_path, 8)
+
+
+def test_folders_of_data_sets_are_no_classes(tmp_path):
+    for part in ("train", "Val"):
+        (tmp_path / part).mkdir()
+        blocks(tmp_path / part, ["cat", "dog"])
+    with pytest.raises(ValueError, match=r"several data sets: name one of '.*Val' and '.*train'"):
+        image_folder(tmp_path, 8)
+    # these are classes: their images are in them
+    other = tmp_path / "other"
+    other.mkdir()
+    assert image_folder(blocks(other, ["test", "train"]), 8).classes == ["test", "train"]
+
+
+@pytest.mark.parametrize(("scale", "most"), [(1.0, 1.0), (255, 255.0), (2, 2.0)])
+def test_the_value_of_white(tmp_path, scale, most):
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (8, 6), (255, 128, 0)).save(tmp_path / "a" / "0.png")
+    reader = image_folder(tmp_path, (6, 8), scale=scale)
+    x = np.moveaxis(reader.take(np.arange(1), None)[0], 1, -1)
+    np.testing.assert_allclose(x[0, 0, 0], [most, most * 128 / 255, 0], rtol=1e-6)
+    normal = image_folder(tmp_path, (6, 8), [images.normalize([3], [2])], scale=scale)
+    y = np.moveaxis(normal.take(np.arange(1), None)[0], 1, -1)
+    np.testing.assert_allclose(y, (x - 3) / 2, rtol=1e-6)
+    assert (image_folder(tmp_path, (6, 8)).describe() == reader.describe()) == (scale == 1)
+    with pytest.raises(ValueError, match="scale=0 must be above 0"):
+        image_folder(tmp_path, 8, scale=0)
+
+
+def test_an_input_of_bytes_gets_those_of_the_files(folder):
+    text = """g (uint8[N,3,6,8] x) => (float[N,3] y)
+        { f = Cast<to=1>(x)  p = ReduceMean<keepdims=0>(f, axes)  y = MatMul(p, w) }"""
+    made = parse(text, w=np.zeros((3, 3)), axes=np.array([2, 3]))
+    made = add_loss_output(made, "cross_entropy")
+    reader = image_folder(folder, (6, 8))
+    for (raw, label), (x, other) in zip(
+        drawn(source(reader, made)), drawn(source(reader)), strict=True
+    ):
+        assert raw.dtype == np.uint8
+        np.testing.assert_allclose(raw / np.float32(255), x, rtol=1e-6)
+        np.testing.assert_array_equal(label, other)
+    with pytest.raises(ValueError, match="is uint8, of images as they are: leave out scale="):
+        source(image_folder(folder, 8, scale=255), made)
+    with pytest.raises(ValueError, match="leave out normalize="):
+        source(image_folder(folder, 8, [images.normalize([0], [1])]), made)
+
+
+def test_images_without_labels(folder):
+    every = image_folder(folder, (6, 8), labels=False)
+    assert every.rows == 12
+    assert every.labels is None
+    x = every.take(np.arange(12), None)
+    np.testing.assert_array_equal(x, image_folder(folder, (6, 8)).take(np.arange(12), None)[0])
+    one = image_folder(every.files[3], (6, 8), labels=False)
+    np.testing.assert_array_equal(one.take(np.arange(1), None)[0], x[3])
+    with pytest.raises(ValueError, match=r"no image in '.*none'"):
+        image_folder(folder / "none", 8, labels=False)
+
+
+def test_other_numbers_of_classes_are_refused_before_training(tmp_path):
+    blocks(tmp_path, ["cat", "dog"])
+    with pytest.raises(ValueError, match=r"2 classes \(cat, dog\), and the output .* has 3: .*cat"):
+        source(image_folder(tmp_path, (6, 8)))
+    part = image_folder(tmp_path, (6, 8), classes=["dog", "cat", "bird"])
+    assert drawn(source(part))[0][1].tolist() == [1, 0]
+    for name in ("cat", "dog"):
+        (tmp_path / name).rename(tmp_path / {"cat": "1", "dog": "3"}[name])
+    with pytest.raises(ValueError, match=r"4 classes.* has 3: .*classes=\['1', '3'\]"):
+        source(image_folder(tmp_path, (6, 8)))
+    (tmp_path / "3").rename(tmp_path / "2")
+    assert drawn(source(image_folder(tmp_path, (6, 8))))[0][1].tolist() == [1, 2]
 
 
 def test_descriptions(folder):

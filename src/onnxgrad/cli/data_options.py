@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from onnxgrad.cli.options import argument, option, options
 
+TABLES, IMAGES, TEXTS = "tables", "images", "texts"  # the kinds of DATA
+
 
 @options("Columns")
 class InputOptions:
@@ -14,8 +16,20 @@ class InputOptions:
         "folders of images, one a class; .jsonl or .txt with texts, for a language model; "
         '"-" reads CSV from standard input.'
     )
-    ignore: list[str] = option("Column to leave out; repeat for several.", [], metavar="COLUMN")
-    drop_missing: bool = option("Leave out the rows with an empty cell, NaN or infinity.", False)
+    columns: list[str] = option(
+        "The columns of the input, in this order; others are left out. INPUT=A,B,..., repeated, "
+        "for several inputs.",
+        [],
+        metavar="A,B,...",
+        show_default="all, or those of an earlier training",
+        data=(TABLES,),
+    )
+    ignore: list[str] = option(
+        "Column to leave out; repeat for several.", [], metavar="COLUMN", data=(TABLES,)
+    )
+    drop_missing: bool = option(
+        "Leave out the rows with an empty cell, NaN or infinity.", False, data=(TABLES,)
+    )
     task: str | None = option(
         "Read DATA as ctc, detection, embeddings, segmentation, sound or tokens do, which bring "
         "their loss and metrics: see `onnxgrad.tasks`.",
@@ -33,6 +47,23 @@ class InputOptions:
         "Height and width of images: 48 320 or 48x320, or one number for both.",
         metavar="H [W]",
         show_default="those of the model's input",
+        panel="Images",
+        data=(IMAGES,),
+    )
+    scale: float | None = option(
+        "The value of white: 1, or 255.",
+        metavar="X",
+        show_default="that of an earlier training, or 1",
+        panel="Images",
+        data=(IMAGES,),
+    )
+    normalize: str | None = option(
+        "Subtract MEAN and divide by STD, of values from 0 to --scale: a number each, or one for "
+        "each channel, as 0.5,0.4,0.3/0.2,0.2,0.2. imagenet: those of ImageNet. none: as they are.",
+        metavar="imagenet|MEAN/STD|none",
+        show_default="that of an earlier training, or none",
+        panel="Images",
+        data=(IMAGES,),
     )
 
 
@@ -44,18 +75,23 @@ class TextOptions:
         "Tokens of a row, at most; longer texts are cut.",
         min=2,
         show_default="what the model takes",
+        data=(TEXTS,),
     )
     completion_only: bool | None = option(
         "Learn completions, and what the assistant says, without their prompts.",
         show_default="where there are any",
+        data=(TEXTS,),
     )
     packing: bool = option(
-        "Write texts one after another into rows of --max-length, instead of padding them.", False
+        "Write texts one after another into rows of --max-length, instead of padding them.",
+        False,
+        data=(TEXTS,),
     )
     tokenizer: str | None = option(
         "Folder with the tokenizer.json of MODEL.",
         metavar="FOLDER",
         show_default="that of MODEL",
+        data=(TEXTS,),
     )
 
 
@@ -68,13 +104,17 @@ class LabelOptions(TextOptions, InputOptions):
         [],
         metavar="COLUMN",
         show_default="that of an earlier training",
+        data=(TABLES,),
     )
-    sample_weight: str | None = option("Column of the weights of rows.", metavar="COLUMN")
+    sample_weight: str | None = option(
+        "Column of the weights of rows.", metavar="COLUMN", data=(TABLES,)
+    )
     classes: str | None = option(
-        "Names of the classes of a text target, separated by commas, in the order of the "
-        "model's output.",
+        "Names of the classes that labels or folders have, separated by commas, in the order of "
+        "the model's output.",
         metavar="A,B,...",
         show_default="those in the model",
+        data=(TABLES, IMAGES),
     )
 
 

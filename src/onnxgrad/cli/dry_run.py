@@ -12,9 +12,9 @@ from rich.console import Console
 
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job
-from onnxgrad.cli.label_columns import first_names
 from onnxgrad.cli.tasks import prepared
 from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.data.class_numbers import first_names
 from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, Control
 

@@ -9,7 +9,9 @@ from typing import Any
 from onnxgrad.cli.arguments import loss_arguments
 from onnxgrad.cli.command_options import EvalOptions
 from onnxgrad.cli.console import note, print_json, print_rows, say
+from onnxgrad.cli.image_source import with_parts
 from onnxgrad.cli.job import check_classes, default_metrics, known_classes, map_data
+from onnxgrad.cli.loss_note import with_loss_of
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.cli.tasks import evaluate_task, has_task
@@ -22,6 +24,8 @@ def evaluate(options: EvalOptions) -> None:
         _print(options, *evaluate_task(options))
         return
     proto = read_model(options.model, options.data)
+    options, told = with_loss_of(proto, options)
+    options, more = with_parts(options, "test")
     arguments = loss_arguments(options)
     classes = known_classes(options, proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
@@ -30,6 +34,7 @@ def evaluate(options: EvalOptions) -> None:
     check_classes(options, objective)
     if not options.metrics:
         scored.metrics_by_output = select_metrics(default_metrics(task, objective))
+    task.notes[:0] = told + more
     for text in task.notes:
         note(text)
     numbers = scored.evaluate(task.data, options.batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,19 @@ from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
 from onnxgrad.cli.data_options import LabelOptions
-from onnxgrad.cli.label_columns import Targets
+from onnxgrad.cli.image_source import ImageSource, with_parts
+from onnxgrad.cli.label_columns import Targets, names_in
+from onnxgrad.cli.loss_note import keep_loss, with_loss_of
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
-from onnxgrad.cli.sources import ImageSource, TextSource, begin_errors, open_data
+from onnxgrad.cli.sources import TextSource, begin_errors, open_data
 from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, map_texts, split
 from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.data.columns import class_names
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
-from onnxgrad.finetune.heads import CLASSES
 from onnxgrad.language.texts import Texts
-from onnxgrad.model.class_labels import Labels, stored_labels
-from onnxgrad.model.notes import read_note, write_note
+from onnxgrad.model.class_labels import Labels
+from onnxgrad.model.notes import CLASSES, write_note
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.label_facts import balanced_weights
 from onnxgrad.training.objective import Objective
@@ -39,8 +41,8 @@ class Job:
 
     - `proto`: the model of the user, with a new head or adapters.
     - `task`: the data as a whole; `training` and `validation`: their parts, or other data.
-    - `new_classes`: labels that the trained model stores; None for none.
     - `classes`: labels of the classes, also those of the model.
+    - `keep`: what writes into the metadata of the trained model.
     """
 
     trainer: Trainer
@@ -48,8 +50,8 @@ class Job:
     task: Task
     training: Task
     validation: Task | None
-    new_classes: Labels | None = None
     classes: Labels | None = None
+    keep: list[Callable[[ModelProto], None]] = field(default_factory=list)
     pruned: bool = False
     finish: Callable[[ModelProto], ModelProto] | None = None  # what a task does to it in the end
 
@@ -78,8 +80,8 @@ class Job:
         if self.pruned:  # the trainer has a model without outputs that might be the loss
             self.trainer.proto = separate_merged(self.proto)
         model = self.trainer.model
-        if self.new_classes is not None:
-            write_note(model, CLASSES, list(self.new_classes))
+        for write in self.keep:
+            write(model)
         return model if self.finish is None else self.finish(model)
 
 
@@ -144,18 +146,15 @@ def named_classes(options: LabelOptions) -> list[str] | None:
     return names_in(head) if head and "," in head else None
 
 
-def names_in(text: str) -> list[str]:
-    """Return the names that commas separate, with or without blanks around them."""
-    return [name.strip() for name in text.split(",")]
-
-
 def known_classes(options: LabelOptions, proto: ModelProto) -> Labels | None:
     """Return the labels of the classes by number, of the options or else of the model."""
-    return named_classes(options) or read_note(proto, CLASSES) or stored_labels(proto)
+    return named_classes(options) or class_names(proto)
 
 
 def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
     """Return the trainer and its data."""
+    options, told = with_loss_of(proto, options)
+    options, more = with_parts(options, "train")
     arguments = trainer_arguments(options)
     proto = fine_tune(proto, options)
     separated = separate_merged(proto)
@@ -167,6 +166,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     scored = ModelWithLoss(model, **{key: arguments[key] for key in keys})
     task, objective = map_data(options, options.data, scored, classes)
     check_classes(options, objective)
+    task.notes[:0] = told + more
 
     def other(path: str) -> Task:
         scored.names.columns.update(task.names.columns)
@@ -178,14 +178,18 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     if not options.metrics:
         arguments["metrics"] = default_metrics(task, objective)
     trainer = Trainer(model, callbacks=callbacks, **arguments)
-    if task.in_memory:
-        trainer.names = task.names
+    trainer.names = task.names
     check_monitor(options, trainer, validation is not None)
     size, rows = options.batch_size, training.rows
     if size is not None and rows is not None and size > rows:
         raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
-    named, pruned = named_classes(options), model is not proto
-    return Job(trainer, proto, task, training, validation, named, classes, pruned)
+    job = Job(trainer, proto, task, training, validation, classes or task.names.classes or None)
+    job.pruned, job.keep = model is not proto, [lambda model: keep_loss(model, options)]
+    if task.finish is not None:
+        job.keep.append(task.finish)
+    if (named := named_classes(options)) is not None:
+        job.keep.append(lambda model: write_note(model, CLASSES, list(named)))
+    return job
 
 
 def check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
@@ -212,7 +216,7 @@ def map_data(
     options: Any, path: str, scored: ModelWithLoss, classes: Labels | None
 ) -> tuple[Task, Objective]:
     """Return the data at `path` for a model and its loss, and what describes both."""
-    source, labels = open_data(path, options), None
+    source, labels = open_data(path, options, scored.proto), None
     if isinstance(source, FileTable):
         several = scored.loss if isinstance(scored.loss, dict) and len(scored.loss) > 1 else ()
         with begin_errors(source):
@@ -224,21 +228,31 @@ def map_data(
                 for output, each in targets.columns.items()
             }
     objective = scored.describe(labels.get(None, labels or None) if labels else None)
+    # labels of a table are numbers of classes already
+    scored.names.classes = [] if isinstance(source, FileTable) else classes or []
     objective.names = scored.names
     with begin_errors(source):
         if isinstance(source, FileTable):
-            return map_table(source, objective, targets, options.sample_weight), objective
+            return map_table(source, objective, targets, options), objective
         if isinstance(source, ImageSource):
             return map_images(source, objective, classes), objective
         if isinstance(source, TextSource):
             return map_texts(source), objective
-        return map_arrow(source, objective, options), objective
+        return map_arrow(source, objective, options, classes), objective
 
 
 def check_classes(options: LabelOptions, objective: Objective) -> None:
     """Raise `ValueError` if `--classes` are more or fewer than the model has."""
-    infos = [info for info in objective.labels.values() if isinstance(info.classes, int)]
-    count = len(names_in(options.classes)) if options.classes is not None else 0
+    if options.classes is None:
+        return
+    every = objective.labels.values()
+    infos = [info for info in every if isinstance(info.classes, int)]
+    if every and not any(i.classes is not None or i.threshold is not None for i in every):
+        raise ValueError(
+            "--classes names classes, and the loss compares with numbers: leave it out, or choose "
+            "a loss of classes, such as cross_entropy"
+        )
+    count = len(names_in(options.classes))
     if count and len(infos) == 1 and infos[0].classes != count:
         raise ValueError(
             f"--classes names {count} classes, and the output {infos[0].prediction!r} has "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from onnxgrad.cli.data_options import LabelOptions
+from onnxgrad.cli.data_options import InputOptions, LabelOptions
 from onnxgrad.data.arrays import DataError
+from onnxgrad.data.class_numbers import first_names
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import printable, unknown
 from onnxgrad.training.objective import Objective
@@ -86,6 +87,55 @@ def _several(outputs: Iterable[str], more: str = "") -> ValueError:
     )
 
 
+def names_in(text: str) -> list[str]:
+    """Return the names that commas separate, with or without blanks around them."""
+    return [name.strip() for name in text.split(",")]
+
+
+def chosen_columns(
+    options: InputOptions, names: list[str], inputs: Sequence[str], trained: Names
+) -> tuple[list[str], Names]:
+    """Return the columns that are left by `--columns`, and the names with those of each input.
+
+    Args:
+        options: of the command.
+        names: the columns that are no labels.
+        inputs: of the model, other than labels.
+        trained: the names that the model stores.
+
+    Raises:
+        ValueError: a column that is not there or is named twice, several inputs without their
+            names, or others than those of an earlier training.
+    """
+    chosen: Columns = {}
+    for text in options.columns:
+        head, equals, tail = text.partition("=")
+        named = bool(equals) and head in inputs
+        if len(inputs) > 1 and not named:
+            raise ValueError(
+                f"--columns {text!r}: the model has several inputs: write INPUT=A,B,... for each "
+                f"of {', '.join(map(printable, inputs))}"
+            )
+        name, listed = (head, tail) if named else (inputs[0], text)
+        chosen.setdefault(name, []).extend(names_in(listed))
+    if not chosen:
+        return names, trained
+    result = trained.copy()
+    for name, group in chosen.items():
+        for column in group:
+            if column not in names:
+                raise unknown("column (--columns)", column, names)
+        if len({*group}) < len(group):
+            raise ValueError(f"--columns names a column twice: {first_names(group)}")
+        if result.columns.setdefault(name, group) != group:
+            raise ValueError(
+                f"--columns {','.join(group)}: the model was trained on "
+                f"{','.join(result.columns[name])}, which it takes by name: leave it out"
+            )
+    used = {column for group in chosen.values() for column in group}
+    return [name for name in names if name in used or name in inputs], result
+
+
 def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> list[str]:
     """Return messages about columns that the data have in another order than a training."""
     messages = []
@@ -106,9 +156,3 @@ def ignored_columns(
     used = {*others, *(name for group in columns.values() for name in group)}
     left = [name for name in names if name not in used]
     return [f"ignored columns: {first_names(left)}"] if left else []
-
-
-def first_names(names: Sequence[str]) -> str:
-    """Return up to 12 names as text."""
-    more = f", and {len(names) - 12} more" if len(names) > 12 else ""
-    return ", ".join(names[:12]) + more

@@ -17,6 +17,7 @@ def option(
     *names: str,
     panel: str | None = None,
     needs: tuple[str, ...] = (),
+    data: tuple[str, ...] = (),
     **more: Any,
 ) -> Any:
     """Return a field that is an option.
@@ -27,10 +28,11 @@ def option(
         names: such as "--output", "-o"; None: derived from the name of the field.
         panel: the title of its panel in the help; None: that of its class.
         needs: fields, of which it has no effect without one.
+        data: the kinds of DATA on which it has an effect, of KINDS; none: all.
         more: further arguments of `typer.Option`, such as `min`, `metavar` and `show_default`.
     """
-    known = {"help": help, "names": names, "panel": panel, "needs": needs, "more": more}
-    return _field(default, positional=False, **known)
+    known = {"help": help, "names": names, "panel": panel, "needs": needs, "data": data}
+    return _field(default, positional=False, **known, more=more)
 
 
 def output_option(help: str, default: str | None = None, **more: Any) -> Any:
@@ -87,6 +89,7 @@ class Described:
     more: dict[str, Any]
     required: bool = False
     needs: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
 
     @classmethod
     def fields_of(cls, options: type) -> dict[str, Described]:
@@ -108,6 +111,10 @@ class Described:
     def is_list(self) -> bool:
         """Whether the option can be repeated."""
         return self.default is dataclasses.MISSING
+
+    def is_set(self, options: Any, name: str) -> bool:
+        """Return whether the field `name` has another value than its default."""
+        return bool(getattr(options, name) != ([] if self.is_list else self.default))
 
     @property
     def flag(self) -> str:

@@ -10,12 +10,19 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.cli.class_labels import ClassLabels
 from onnxgrad.cli.command_options import PredictOptions
 from onnxgrad.cli.console import note, print_json
-from onnxgrad.cli.label_columns import Columns as InputColumns, ignored_columns, in_other_order
+from onnxgrad.cli.image_source import ImageSource
+from onnxgrad.cli.label_columns import (
+    Columns as InputColumns,
+    chosen_columns,
+    ignored_columns,
+    in_other_order,
+)
 from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, inputs_of, read_model
 from onnxgrad.cli.prediction_files import Columns, check_ending, writer
-from onnxgrad.cli.sources import ArrowSource, ImageSource, begin_errors, open_data
+from onnxgrad.cli.sources import ArrowSource, begin_errors, open_data
 from onnxgrad.cli.task import check_counts
 from onnxgrad.cli.tasks import has_task, predict_task
 from onnxgrad.data.arrays import DataError
@@ -74,6 +81,7 @@ class Predictor:
                 raise unknown("output", name, outputs)
         self.outputs = options.outputs or outputs
         self.fixed = self._fixed_rows()
+        self.labels = ClassLabels.of(proto, self.outputs)
 
     def _fixed_rows(self) -> int | None:
         """Return the rows of a static batch; None if any number goes."""
@@ -92,7 +100,8 @@ class Predictor:
             padded = {name: self._pad(array) for name, array in feed.items()}
             results = session.run(self.outputs, padded)
             named = dict(zip(self.outputs, results, strict=True))
-            columns = {**extra, **self._by_row(named, count)}
+            own = self.labels.columns(named, count) if self.labels else {}
+            columns = {**extra, **own, **self._by_row(named, count)}
             self.rows, self.names = self.rows + count, list(columns)
             yield columns
 
@@ -130,7 +139,7 @@ class Predictor:
 
     def _batches(self) -> Iterator[tuple[Arrays, int, Arrays]]:
         """Yield the arrays of the inputs, the number of rows, and further columns."""
-        source = open_data(self.options.data, self.options)
+        source = open_data(self.options.data, self.options, self.proto)
         size = self.fixed or self.options.batch_size or _ROWS
         if isinstance(source, FileTable):
             yield from self._of_table(source, size)
@@ -144,7 +153,9 @@ class Predictor:
         trained = {name for group in self.trained.columns.values() for name in group}
         gone = {*self.trained.target} - trained
         rest = [name for name in names if name not in gone]
-        columns = self.trained.by_input(rest, [field.name for field in self.fields], arrays)
+        inputs = [field.name for field in self.fields]
+        rest, named = chosen_columns(self.options, rest, inputs, self.trained)
+        columns = named.by_input(rest, inputs, arrays)
         self.notes += ignored_columns(names, columns) + in_other_order(names, columns, self.trained)
         return columns
 
@@ -157,6 +168,7 @@ class Predictor:
 
     def _of_table(self, source: FileTable, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
         self.notes += [source.note] * bool(source.note)
+        dropped = self.options.drop_missing  # so that rows can be found again
         with begin_errors(source):
             lists = [name for name in source if source[name].ndim > 1]
             arrays = self._arrays(self._columns_of(source.columns, lists), source)
@@ -164,16 +176,21 @@ class Predictor:
         rows = len(next(iter(arrays.values())))
         for start in range(0, rows, size):
             part = {name: array[start : start + size] for name, array in arrays.items()}
-            yield part, min(size, rows - start), {}
+            count = min(size, rows - start)
+            numbers = {"row": source.row_numbers.numbers(start, count)} if dropped else {}
+            yield part, count, numbers
 
     def _of_images(self, source: ImageSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
-        name, shape = self.fields[0].name, self.fields[0].shape
-        reader = source.reader(shape).for_inputs({f.name: f.shape for f in self.fields})
+        if len(self.fields) != 1:
+            raise DataError(f"images are for one input, and the model has {len(self.fields)}")
+        field = self.fields[0]
+        reader = source.reader(field.name, field.shape, field.dtype, labels=False)
+        self.notes.append(source.described(reader))
         start = 0
-        for images, _ in reader.batches(size, None, 0):
+        for images in reader.batches(size, None, 0):
             files = [str(f) for f in reader.files[start : start + len(images)]]
             start += len(images)
-            yield {name: images}, len(images), {"file": np.array(files)}
+            yield {field.name: images}, len(images), {"file": np.array(files)}
 
     def _of_arrow(self, source: ArrowSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
         columns = self._columns_of([*source.types], source.lists)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from onnxgrad.cli.data_options import InputOptions
+from onnx import ModelProto
+
+from onnxgrad.cli.data_options import IMAGES, TABLES, TEXTS as OF_TEXTS, InputOptions
+from onnxgrad.cli.image_source import PARQUET, STREAMED, ImageSource, holds_images
 from onnxgrad.cli.model_files import STDIN, folder_of, standard_input
+from onnxgrad.cli.options import Described
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.data.image_files import SUFFIXES
-from onnxgrad.data.images import ImageFolder
 from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable, read_table
 from onnxgrad.errors import unknown
@@ -25,9 +25,6 @@ from onnxgrad.language.folders import is_folder, load_folder
 from onnxgrad.language.records import LINES, TEXTS
 from onnxgrad.language.texts import Texts, texts
 
-_STREAMED = (".arrow", ".feather", ".ipc")
-_PARQUET = (".parquet", ".pq")
-_SEEN = 10_000  # files of a folder that say what it holds
 _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 
 
@@ -68,43 +65,6 @@ class ArrowSource:
 
 
 @dataclass(frozen=True)
-class ImageSource:
-    """A folder with a folder of images for each class."""
-
-    name: str
-    size: tuple[int, int] | None
-
-    def reader(self, shape: Any) -> ImageFolder:
-        """Return what reads the images, for an input of this declared shape."""
-        from onnxgrad.data.images import image_folder
-
-        lengths = [d for d in (shape or ())[1:] if isinstance(d, int) and d > 4]
-        if self.size is None and len(lengths) != 2:
-            raise DataError(
-                f"{self.name!r} holds images, and the input of the model declares no height and "
-                f"width, but {shape}: pass --image-size"
-            )
-        return image_folder(self.name, self.size or (lengths[0], lengths[1]))
-
-
-def image_size(text: str | None) -> tuple[int, int] | None:
-    """Return height and width from the value of `--image-size`.
-
-    Raises:
-        ValueError: it is neither a number of pixels nor two of them.
-    """
-    if text is None:
-        return None
-    if not re.fullmatch(r"0*[1-9]\d*([x,]0*[1-9]\d*)?", text.strip()):
-        raise ValueError(
-            f"--image-size {text!r} is neither a number of pixels, as 224, nor a height and a "
-            "width, as 48x320"
-        )
-    numbers = [int(number) for number in re.split("[x,]", text)]
-    return numbers[0], numbers[-1]
-
-
-@dataclass(frozen=True)
 class TextSource:
     """A file of texts, and how `texts` reads it for the model."""
 
@@ -115,22 +75,23 @@ class TextSource:
 Source = FileTable | ArrowSource | ImageSource | TextSource
 
 
-def open_data(path: str, options: InputOptions) -> Source:
-    """Return the data at `path`; `--ignore` and `--drop-missing` are applied to tables."""
-    suffix = Path(path).suffix.lower()
-    size = image_size(options.image_size)
-    if size is not None and (path == STDIN or not os.path.isdir(path)):
-        raise ValueError(f"--image-size is of a folder of images, and {path!r} is none")
-    if path != STDIN and _holds_texts(path, options):
+def open_data(path: str, options: InputOptions, proto: ModelProto) -> Source:
+    """Return the data at `path`; `--ignore` and `--drop-missing` are applied to tables.
+
+    Raises:
+        ValueError: it cannot be read, or an option has no effect on data of its kind.
+    """
+    kind = _kind(path, options)
+    _check_kind(path, kind, options)
+    if kind == OF_TEXTS:
         return TextSource(path, _read_texts(path, options))
-    if path != STDIN and os.path.isdir(path):
-        if _holds_images(Path(path)):
-            return ImageSource(path, size)
-    elif suffix not in _STREAMED and not (suffix in _PARQUET and _is_large(path)):
+    if kind == IMAGES:
+        return ImageSource.of(path, options, proto)
+    suffix = Path(path).suffix.lower()
+    streamed = path != STDIN and (os.path.isdir(path) or suffix in STREAMED)
+    if not streamed and not (suffix in PARQUET and _is_large(path)):
         opened = standard_input("CSV file") if path == STDIN else path
         return read_table(opened, options.ignore, options.drop_missing)
-    if size is not None:
-        raise ValueError(f"--image-size is of a folder of images, and {path!r} holds tables")
     types = arrow_dataset(path).describe()["columns"]
     for name in options.ignore:
         if name not in types:
@@ -143,10 +104,27 @@ def open_data(path: str, options: InputOptions) -> Source:
     return ArrowSource(path, {n: t for n, t in types.items() if n not in options.ignore})
 
 
+def _kind(path: str, options: InputOptions) -> str:
+    """Return what the data at `path` are."""
+    if path != STDIN and _holds_texts(path, options):
+        return OF_TEXTS
+    return IMAGES if path != STDIN and holds_images(Path(path)) else TABLES
+
+
+def _check_kind(path: str, kind: str, options: InputOptions) -> None:
+    """Raise `ValueError` if an option has no effect on data of this kind."""
+    for name, each in Described.fields_of(type(options)).items():
+        if each.data and kind not in each.data and each.is_set(options, name):
+            raise ValueError(
+                f"{each.flag} has no effect on {kind}, which {path!r} holds, but on "
+                f"{' and '.join(each.data)}: leave it out"
+            )
+
+
 def _holds_texts(path: str, options: Any) -> bool:
     """Return whether a file holds texts for a language model."""
     suffix = Path(path).suffix.lower()
-    if suffix in _PARQUET and folder_of(options.model) is not None and os.path.isfile(path):
+    if suffix in PARQUET and folder_of(options.model) is not None and os.path.isfile(path):
         from pyarrow import parquet
 
         return bool({"text", "prompt", "messages"} & {*parquet.read_schema(path).names})
@@ -177,21 +155,6 @@ def _read_texts(path: str, options: Any) -> Texts:
         )
     assert isinstance(reader, Texts)  # a file is no stream
     return reader
-
-
-def _holds_images(folder: Path) -> bool:
-    """Return whether a folder holds images rather than tables, by the first file that tells."""
-    files = (name for _, _, names in os.walk(folder) for name in sorted(names))
-    for name in islice(files, _SEEN):
-        suffix = Path(name).suffix.lower()
-        if suffix in SUFFIXES:
-            return True
-        if suffix in (*_STREAMED, *_PARQUET):
-            return False
-    raise DataError(
-        f"{str(folder)!r} is a folder without Parquet files, and without images in a folder for "
-        "each class"
-    )
 
 
 def _is_large(path: str) -> bool:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx import ModelProto
 
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.label_columns import (
     Columns,
     Targets,
-    first_names,
+    chosen_columns,
     ignored_columns,
     in_other_order,
 )
 from onnxgrad.cli.sources import ArrowSource, ImageSource, TextSource
 from onnxgrad.data.arrays import DataError
+from onnxgrad.data.class_numbers import check_count, first_names
 from onnxgrad.data.columns import Names, Part
 from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable
@@ -38,6 +40,7 @@ class Task:
     - `rows`: their number, None if it is unknown.
     - `names`: of the columns, which the trained model stores.
     - `numbers`: of the rows in the data that they are held out of; None if they are no part.
+    - `finish`: writes into the metadata of the trained model how the data became numbers.
     - `notes`: messages before training; `remarks`: after it, about columns.
     """
 
@@ -47,6 +50,7 @@ class Task:
     notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     in_memory: bool = True
+    finish: Callable[[ModelProto], None] | None = None
     numbers: np.ndarray | None = None
 
     def take(self, rows: np.ndarray) -> Task:
@@ -73,18 +77,22 @@ class Task:
         self.remarks += ignored_columns(names, columns, others)
 
 
-def map_table(table: FileTable, objective: Objective, targets: Targets, weight: str | None) -> Task:
+def map_table(
+    table: FileTable, objective: Objective, targets: Targets, options: LabelOptions
+) -> Task:
     """Return the arrays of a table for the inputs and the labels of an objective.
 
-    Its labels of classes are their numbers; `weight` is the column of sample weights.
+    Its labels of classes are their numbers.
     """
+    weight = options.sample_weight
     labels = targets.by_label(objective)
     inputs = [str(x.name) for x in objective.data if x.name not in labels]
     if weight is not None and weight not in table:
         raise unknown("column (--sample-weight)", weight, table.columns)
     rest = [name for name in table if name not in (*targets.names, weight)]
+    rest, trained = chosen_columns(options, rest, inputs, objective.names)
     lists = [name for name in rest if table[name].ndim > 1]
-    columns = objective.names.by_input(rest, inputs, lists)
+    columns = trained.by_input(rest, inputs, lists)
     parts = {name: Part(table, group) for name, group in (columns | labels).items()}
     arrays = Fields(objective).arrays(parts)
     weights = None
@@ -114,18 +122,25 @@ def _stored_names(columns: Columns, lists: Collection[str], targets: Targets) ->
 
 def map_images(source: ImageSource, objective: Objective, classes: Labels | None) -> Task:
     """Return what reads images while training, for a model with one label."""
-    reader = source.reader(dims(_features(source.name, objective)[0]))
-    names, own = first_names(reader.classes), reader.classes
-    if classes is not None:
-        order = list(map(str, classes))
-        if sorted(order) != sorted(own):
-            raise DataError(
-                f"the folders are {names}, and the classes {first_names(order)}: rename the folders"
-            )
-        reader.labels = np.array([order.index(name) for name in own])[reader.labels]
-        reader.classes = order
-    notes = [f"{reader.rows} images, in folders {names}"]
-    return Task(Dataset(reader), reader.rows, Names(), notes, in_memory=False)
+    feature = _features(source.name, objective)[0]
+    assert feature.dtype is not None
+    name, dtype = str(feature.name), feature.dtype.numpy()
+    reader = source.reader(name, dims(feature), dtype, classes)
+    assert reader.labels is not None
+    [info] = objective.labels.values()
+    if isinstance(info.classes, int):
+        most = int(reader.labels.max()) + 1
+        check_count(reader.class_names or most, reader.labels, info.classes)
+    counts = np.bincount(reader.labels, minlength=len(reader.classes))
+    named = [f"{k}: {n} ({c})" for k, (n, c) in enumerate(zip(reader.classes, counts, strict=True))]
+    if not reader.class_names:
+        named = [f"{k} ({c})" for k, c in enumerate(counts)]
+    notes = [
+        source.described(reader),
+        f"classes by number, and their images: {first_names(named)}",
+    ]
+    names = Names(classes=classes or reader.class_names)
+    return Task(Dataset(reader), reader.rows, names, notes, in_memory=False, finish=source.keep)
 
 
 def map_texts(source: TextSource) -> Task:
@@ -136,19 +151,24 @@ def map_texts(source: TextSource) -> Task:
     return Task(Dataset(reader), reader.rows, Names(), notes, in_memory=False)
 
 
-def map_arrow(source: ArrowSource, objective: Objective, options: LabelOptions) -> Task:
+def map_arrow(
+    source: ArrowSource, objective: Objective, options: LabelOptions, classes: Labels | None
+) -> Task:
     """Return what reads columns while training, for a model with one label."""
     inputs = [str(x.name) for x in _features(source.name, objective)]
-    weight, names = options.sample_weight, objective.names
-    targets = Targets.of(options, source.types, names)
+    weight = options.sample_weight
+    targets = Targets.of(options, source.types, objective.names)
     targets.by_label(objective)
     rest = [name for name in source.types if name not in (*targets.names, weight)]
+    rest, names = chosen_columns(options, rest, inputs, objective.names)
     columns = names.by_input(rest, inputs, source.lists)
-    source.check_numbers([*(n for group in columns.values() for n in group), *targets.names])
+    numbers = [n for group in columns.values() for n in group]
+    source.check_numbers(numbers if classes else [*numbers, *targets.names])
     reader = source.reader(columns, targets.names, weight)
     stored = _stored_names(columns, source.lists, targets)
+    stored.classes = classes or []
     task = Task(Dataset(reader), reader.rows, stored, in_memory=False)
-    task.tell(source.types, columns, names, *targets.names, weight)
+    task.tell(source.types, columns, objective.names, *targets.names, weight)
     return task
 
 

@@ -14,10 +14,10 @@ from onnxgrad.cli.arguments import loss_arguments, read_value, trainer_arguments
 from onnxgrad.cli.command_options import EvalOptions, PredictOptions
 from onnxgrad.cli.console import note, print_json
 from onnxgrad.cli.data_options import InputOptions
+from onnxgrad.cli.image_source import image_size
 from onnxgrad.cli.job import Job, check_monitor, class_number, fine_tune, parts, prepare
 from onnxgrad.cli.model_files import STDIN, read_model
 from onnxgrad.cli.options import Described
-from onnxgrad.cli.sources import image_size
 from onnxgrad.cli.task import Task as Data
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.columns import Names
@@ -77,12 +77,8 @@ def has_task(options: InputOptions) -> bool:
 
 def _set(options: InputOptions) -> set[str]:
     """Return the names of the options that the user set to other values than their defaults."""
-    given = set()
-    for name, each in Described.fields_of(type(options)).items():
-        value = getattr(options, name)
-        if value != ([] if each.is_list else each.default):
-            given.add(name)
-    return given
+    described = Described.fields_of(type(options))
+    return {name for name, each in described.items() if each.is_set(options, name)}
 
 
 def _rows(reader: Any) -> Data:

@@ -103,11 +103,8 @@ def _check_files(options: TrainOptions, output: Output) -> None:
     """Raise if the results cannot be written, or would replace something that they must not."""
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
     output.check(options.output, options.overwrite, inputs, options.json)
+    _check_different(options, output)
     for file in _files(options, output)[1:]:
-        if os.path.realpath(options.output) == os.path.realpath(file):
-            raise ValueError(
-                f"--output {options.output} is the name of the loss curves: use one in .onnx"
-            )
         check_writable(file, options.overwrite, inputs)
     if options.history is not None:
         History(options.history)  # raises for an unknown ending
@@ -122,6 +119,20 @@ def _check_files(options: TrainOptions, output: Output) -> None:
             f"--checkpoint {options.checkpoint} holds a training: pass --resume to go on with it, "
             "or name another folder"
         )
+
+
+def _check_different(options: TrainOptions, output: Output) -> None:
+    """Raise `ValueError` if two results would be one file or folder."""
+    named = ("output", "history", "record", "checkpoint")
+    written = [(f"--{name}", getattr(options, name)) for name in named]
+    written += [("--card", str(file)) for file in card_of(options)]
+    written += [("the loss curves", str(file)) for file in _files(options, output)[1:]]
+    known: dict[str, str] = {}
+    for name, path in written:
+        if path in (None, STDOUT):
+            continue
+        if (other := known.setdefault(os.path.realpath(path), name)) != name:
+            raise ValueError(f"{other} {path} is the name of {name}, too: use another")
 
 
 def _files(options: TrainOptions, output: Output) -> list[Path]:

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from onnxgrad.cli.command_options import GradOptions, MergeOptions
 from onnxgrad.cli.console import print_json, print_rows, results, say
-from onnxgrad.cli.label_columns import first_names
 from onnxgrad.cli.model_files import (
     STDOUT,
     check_not_data,
@@ -23,6 +22,7 @@ from onnxgrad.cli.model_files import (
     write_model,
 )
 from onnxgrad.cli.output import Output
+from onnxgrad.data.class_numbers import first_names
 from onnxgrad.errors import printable
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 

@@ -32,6 +32,11 @@ class Rows:
         """Return the number of a row."""
         return self.first + (index if self.kept is None else int(self.kept[index]))
 
+    def numbers(self, start: int, count: int) -> np.ndarray:
+        """Return the numbers of `count` rows from the index `start` on, int64."""
+        indices = np.arange(start, start + count)
+        return self.first + (indices if self.kept is None else self.kept[indices])
+
     def take(self, indices: np.ndarray) -> Rows:
         """Return the numbers of some of the rows."""
         return Rows(self.first, indices if self.kept is None else self.kept[indices])

@@ -108,6 +108,15 @@ class ClassBatches(Reader):
         """Return the reader for features of these declared shapes."""
         return self._with(self.data.for_inputs(shapes), self.labels)
 
+    @property
+    def class_names(self) -> Sequence[str]:
+        """The names of the classes that labels number, which trained models store; often none."""
+        return self.data.class_names
+
+    def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ClassBatches:
+        """Return the reader for features of these dtypes."""
+        return self._with(self.data.for_dtypes(dtypes), self.labels)
+
     def subset(self, numbers: np.ndarray) -> ClassBatches | None:
         """Return the reader of some rows, which may be too few for batches but in order."""
         part = self.data.subset(numbers)

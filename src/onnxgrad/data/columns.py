@@ -16,6 +16,8 @@ from onnx import ModelProto
 
 from onnxgrad.data.arrays import DataError, column_array, is_arrow, to_numbers
 from onnxgrad.errors import argument, first_number, named, unknown
+from onnxgrad.model.class_labels import Labels, stored_labels
+from onnxgrad.model.notes import CLASSES, read_note, write_note
 
 COLUMNS = "onnxgrad.columns"  # metadata: {input: names of its columns}, as JSON
 
@@ -138,13 +140,15 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass
 class Names:
-    """The names of the columns of each input, and of those of the label, in their order.
+    """The names of the columns of each input, of those of the label, and of the classes.
 
-    Inputs that were not fed from tables with column names are missing.
+    They are in their order. Inputs that were not fed from tables with column names are missing.
+    `classes` are those that texts name, in the order of the output; empty if unknown.
     """
 
     columns: dict[str, list[str]] = field(default_factory=dict)
     target: list[str] = field(default_factory=list)
+    classes: Labels = field(default_factory=list)
 
     def check(self, name: str, names: Sequence[str]) -> None:
         """Raise if an input gets other columns than before; store the names if it is new."""
@@ -181,7 +185,7 @@ class Names:
 
     def copy(self) -> Names:
         """Return a copy that can be modified independently."""
-        return Names(dict(self.columns), self.target)
+        return Names(dict(self.columns), self.target, self.classes)
 
     def keep(self, proto: ModelProto) -> None:
         """Write the names into the metadata of `proto`, in place.
@@ -195,10 +199,16 @@ class Names:
                 entry = next((e for e in proto.metadata_props if e.key == key), None)
                 entry = proto.metadata_props.add(key=key) if entry is None else entry
                 entry.value = json.dumps(value)
+        if self.classes and self.classes != class_names(proto):
+            write_note(proto, CLASSES, list(self.classes))
 
 
 def read_names(proto: ModelProto) -> Names:
-    """Return the names of the columns that `proto` was trained on."""
+    """Return the names of the columns that `proto` was trained on, and of its classes.
+
+    Numbers in nodes of another tool, such as a ZipMap, are left out: labels of a training may as
+    well be their places.
+    """
     entries = {e.key: e.value for e in proto.metadata_props}
     try:
         columns = json.loads(entries.get(COLUMNS, "{}"))
@@ -211,7 +221,14 @@ def read_names(proto: ModelProto) -> Names:
             f"the model's metadata {COLUMNS!r} must be JSON as {{input: [names]}}, and {TARGET!r} "
             "as [names]: correct or remove these entries"
         )
-    return Names(columns, target)
+    classes = read_note(proto, CLASSES) or stored_labels(proto) or []
+    own = bool(read_note(proto, CLASSES)) or isinstance((*classes, 0)[0], str)
+    return Names(columns, target, classes if own else [])
+
+
+def class_names(proto: ModelProto) -> Labels | None:
+    """Return the labels of the classes that a model stores, in the order of its output."""
+    return read_note(proto, CLASSES) or stored_labels(proto)
 
 
 def _is_names(value: Any) -> bool:

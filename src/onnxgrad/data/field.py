@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
+from onnxgrad.data.class_numbers import outside
 from onnxgrad.data.columns import Part, is_table, stack_columns
 from onnxgrad.data.indices import Table
 from onnxgrad.data.tables import FileTable
@@ -95,12 +96,12 @@ class Field:
             refuse(bad, f"{what}, as {self.dtype}, holds NaN or infinity", "", remedy)
         if self.classes is not None:
             last = self.classes - 1 if isinstance(self.classes, int) else None
-            outside = (values < 0) if last is None else (values < 0) | (values > last)
+            wrong = (values < 0) if last is None else (values < 0) | (values > last)
             if self.ignored is not None:
-                outside &= values != self.ignored
+                wrong &= values != self.ignored
             where = "below 0" if last is None else f"outside 0..{last}"
-            remedy = f"; {named('replace_head')} gives the model another number of classes"
-            refuse(outside, f"{what} holds labels {where}", "", "" if last is None else remedy)
+            remedy = "" if last is None or not wrong.any() else f"; {outside(values, last + 1)}"
+            refuse(wrong, f"{what} holds labels {where}", "", remedy)
         if self.allowed is not None:
             rule = f"{what} must hold labels {self.allowed.text}"
             allowed = self.allowed.test(values)

@@ -56,9 +56,10 @@ def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
     return _with_shape(y, x, size)
 
 
-def write_scale(op: Any, x: ir.Value) -> ir.Value:
-    """Write the values as float32 from 0 to 1."""
-    return op.Div(op.Cast(x, to=ir.DataType.FLOAT), 255.0)
+def write_scale(op: Any, x: ir.Value, scale: float = 1.0) -> ir.Value:
+    """Write the values as float32 from 0 to `scale`."""
+    x = op.Cast(x, to=ir.DataType.FLOAT)
+    return x if scale == 255 else op.Div(x, 255.0 / scale)
 
 
 def _sides(op: Any, x: ir.Value) -> ir.Value:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data import image_nodes
+from onnxgrad.data.class_folders import below, read_classes
 from onnxgrad.data.foreign_transforms import adapted
-from onnxgrad.data.image_files import SUFFIXES, is_image, open_image, pillow
+from onnxgrad.data.image_files import open_image, pillow
 from onnxgrad.data.readers import IndexedReader, describe_files
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.shapes import Dims
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -30,17 +31,23 @@ def image_folder(
     transforms: Sequence[Transform] = (),
     layout: str | None = None,
     channels: int | None = None,
+    *,
+    classes: Sequence[str] | Sequence[int] | None = None,
+    labels: bool = True,
+    scale: float = 1.0,
 ) -> ImageFolder:
     """Return the images in the sub-folders of `path` as data for `fit`, decoded while it runs.
 
-    The label of an image is the number of its class: that of its sub-folder of `path`, in the order
-    of their names. Values are float32 from 0 to 1. Transforms that are random draw by the seed of
-    the epoch and the number of the image; in evaluations they are not random.
+    The label of an image is the number of its class, which its sub-folder of `path` names. Names
+    that are all whole numbers are these numbers: "10" is class 10. Others are numbered in their
+    order, or in that of `classes`.
 
-    `preprocess` writes the same transforms into a model, which then takes images of any size.
+    Values are float32 from 0 to 1, or to `scale`; an input of uint8 gets those of the files.
+    Transforms that are random draw by the seed of the epoch and the number of the image; in
+    evaluations they are not random. `preprocess` writes the same transforms into a model.
 
     Args:
-        path: the folder; images may be in folders below the sub-folders.
+        path: the folder; images may be in folders below the sub-folders. Or one image.
         size: height and width of the images for the model, a number for both. What the transforms
             leave in another size is resized to cover it, and cropped at the center.
         transforms: applied to each image in this order: `resize`, `center_crop`, `random_crop`,
@@ -50,6 +57,10 @@ def image_folder(
             applied in training only, and draw by the same seeds.
         layout: "NCHW" or "NHWC"; None: by the declared shape of the model's input.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA); None: by the declared shape.
+        classes: the names of all classes in the order of the model's output, of which some may
+            have no folder; None: those of the folders.
+        labels: False reads all images below `path`, without labels, for `predict`.
+        scale: the value of white, 1 or 255; `normalize` is applied behind it.
 
     Returns:
         A reader, which `fit(reader)` takes as X; `.classes` are the names of the classes, `.files`
@@ -57,27 +68,32 @@ def image_folder(
 
     Raises:
         ImportError: Pillow is not installed.
-        ValueError: `path` is no folder of folders with images, an unknown layout or number of
-            channels, or `normalize` before another transform.
+        ValueError: a wrong argument, or folders that are none of `classes` or have no image.
 
     Examples:
-        >>> import tempfile, pathlib, onnxgrad as og
+        >>> import pathlib, tempfile, onnxgrad as og, PIL.Image
         >>> root = pathlib.Path(tempfile.mkdtemp())
-        >>> (root / "cat").mkdir()
-        >>> try:
-        ...     og.image_folder(root, 224)
-        ... except ValueError as error:
-        ...     print("has no image" in str(error))
-        True
+        >>> (root / "10").mkdir()
+        >>> PIL.Image.new("RGB", (8, 8)).save(root / "10" / "a.png")
+        >>> og.image_folder(root, 8).labels.tolist()
+        [10]
     """
     pillow()
+    _check(layout, channels, scale)
+    check_order(transforms)
+    read = _pair(size), tuple(map(adapted, transforms)), layout, channels, float(scale)
+    folder = Path(path)
+    found = read_classes(folder, classes) if labels else (below(folder), None, [])
+    return ImageFolder(folder, *read, *found)
+
+
+def _check(layout: str | None, channels: int | None, scale: float) -> None:
     if layout not in (None, "NCHW", "NHWC"):
         raise unknown("layout", layout, ["NCHW", "NHWC"])
     if channels not in (None, *_MODES):
         raise ValueError(f"channels={channels} must be one of {', '.join(map(str, _MODES))}")
-    check_order(transforms)
-    chosen = tuple(map(adapted, transforms))
-    return ImageFolder(Path(path), _pair(size), chosen, layout, channels)
+    if not scale > 0:
+        raise ValueError(f"{argument('scale', scale)} must be above 0: the value of white")
 
 
 def check_order(transforms: Sequence[Transform]) -> None:
@@ -88,33 +104,23 @@ def check_order(transforms: Sequence[Transform]) -> None:
 
 @dataclass(eq=False)
 class ImageFolder(IndexedReader):
-    """The images in sub-folders, one a class; what `image_folder` returns."""
+    """Images in files, with the numbers of their classes; what `image_folder` returns."""
 
     path: Path
     size: tuple[int, int]
     transforms: tuple[Transform, ...]
     layout: str | None
     channels: int | None
+    scale: float
+    files: list[Path]
+    labels: np.ndarray | None
+    classes: list[str]
+    raw: bool = False  # whether the model takes uint8
 
-    def __post_init__(self) -> None:
-        if not self.path.is_dir():
-            raise ValueError(f"{str(self.path)!r} is no folder")
-        folders = sorted(
-            p for p in self.path.iterdir() if p.is_dir() and not p.name.startswith(".")
-        )
-        if not folders:
-            raise ValueError(f"{str(self.path)!r} has no folder: it takes one for each class")
-        self.classes = [folder.name for folder in folders]
-        self.files: list[Path] = []
-        labels: list[int] = []
-        for number, folder in enumerate(folders):
-            files = sorted(p for p in folder.rglob("*") if is_image(p))
-            if not files:
-                raise ValueError(f"{str(folder)!r} has no image ({' '.join(sorted(SUFFIXES))})")
-            self.files += files
-            labels += [number] * len(files)
-        self.labels = np.array(labels, np.int64)
-        self.rows: int = len(self.files)
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """The number of images."""
+        return len(self.files)
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ImageFolder:
         """Return the reader with the layout and channels of the only feature."""
@@ -125,31 +131,53 @@ class ImageFolder(IndexedReader):
         new.layout, new.channels = layout_of(name, shape, self.layout, self.channels)
         return new
 
-    def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the images and labels of a batch."""
+    def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ImageFolder:
+        """Return the reader of values as they are in the files, if the only feature is uint8."""
+        new = copy.copy(self)
+        new.raw = {*dtypes.values()} == {np.dtype(np.uint8)}
+        if new.raw and (self.normalization or self.scale != 1):
+            extra = argument("normalize" if self.normalization else "scale")
+            name = next(iter(dtypes))
+            raise ValueError(f"input {name!r} is uint8, of images as they are: leave out {extra}")
+        return new
+
+    @property
+    def normalization(self) -> Normalize | None:
+        """The last transform, if that normalizes."""
+        last = self.transforms[-1] if self.transforms else None
+        return last if isinstance(last, Normalize) else None
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes; none where folders are called by the numbers of these."""
+        return [] if self.classes == list(map(str, range(len(self.classes)))) else self.classes
+
+    def take(self, indices: np.ndarray, seed: int | None) -> Any:
+        """Return the images of a batch, and their labels if they have any."""
         images = np.stack([self._image(int(row), seed) for row in indices])
-        return images, self.labels[indices]
+        return images if self.labels is None else (images, self.labels[indices])
 
     def _image(self, row: int, seed: int | None) -> np.ndarray:
         rng = None if seed is None else np.random.default_rng([seed, row])
         channels = self.channels or 3
-        normalizes = bool(self.transforms) and isinstance(self.transforms[-1], Normalize)
-        transforms = self.transforms[:-1] if normalizes else self.transforms
+        normalize = self.normalization
         image = open_image(self.files[row], _MODES[channels])
-        for transform in transforms:
+        for transform in self.transforms[:-1] if normalize else self.transforms:
             image = transform(image, rng)
         if image.size != self.size[::-1]:
             image = CenterCrop(self.size)(_cover(image, self.size), None)
-        array = np.asarray(image, np.float32).reshape(*self.size, channels) / np.float32(255)
-        if normalizes:
-            array = self.transforms[-1](array, rng)
+        array = np.asarray(image).reshape(*self.size, channels)
+        if not self.raw:
+            array = array.astype(np.float32) / np.float32(255 / self.scale)
+        if normalize:
+            array = normalize(array, rng)
         return array if self.layout == "NHWC" else np.moveaxis(array, -1, 0)
 
     def subset(self, numbers: np.ndarray) -> ImageFolder:
         """Return some of the images."""
         part = copy.copy(self)
-        part.files, part.labels = [self.files[i] for i in numbers], self.labels[numbers]
-        part.rows = len(numbers)
+        part.files = [self.files[i] for i in numbers]
+        part.labels = None if self.labels is None else self.labels[numbers]
         return part
 
     def describe(self) -> dict[str, Any]:
@@ -159,6 +187,7 @@ class ImageFolder(IndexedReader):
             "rows": self.rows,
             "classes": self.classes,
             "size": list(self.size),
+            **({} if self.scale == 1 else {"scale": self.scale}),
             "transforms": [named_transform(transform) for transform in self.transforms],
             "digest": describe_files(self.files, self.path),
         }

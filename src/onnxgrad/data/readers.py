@@ -82,6 +82,15 @@ class Reader:
         """Return the reader for features of these declared shapes, by name."""
         return self
 
+    @property
+    def class_names(self) -> Sequence[str]:
+        """The names of the classes that labels number, which trained models store; often none."""
+        return ()
+
+    def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> Reader:
+        """Return the reader for features of these dtypes, by name."""
+        return self
+
     def count_batches(self, size: int) -> int | None:
         """Return the number of batches of one pass with this size; None if it is unknown."""
         if self.count is not None or self.rows is None:

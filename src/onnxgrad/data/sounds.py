@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.audio import resample
+from onnxgrad.data.class_folders import number_classes
 from onnxgrad.data.readers import IndexedReader, describe_files
 
 SUFFIXES = frozenset(".wav .flac .ogg .mp3 .aiff .aif .opus".split())
@@ -269,7 +270,7 @@ class SoundFolder(IndexedReader):
         samples: length of a row.
         augment: function `(waveform, generator or None) -> waveform` that adds noise and gain.
         front: as of `sound_folder`.
-        classes: labels of the clips, sorted.
+        classes: labels of the clips, sorted; whole numbers are the numbers of classes.
         labels: number of the class of each clip, int64; others may be set, with a row for each.
     """
 
@@ -280,8 +281,9 @@ class SoundFolder(IndexedReader):
 
     def __post_init__(self) -> None:
         self.rows = len(self.clips)
-        self.classes = sorted({clip.label for clip in self.clips})
-        numbers = {name: i for i, name in enumerate(self.classes)}
+        own = sorted({clip.label for clip in self.clips})
+        every, self.classes = number_classes("labels", own)
+        numbers = dict(zip(own, every, strict=True))
         self.labels = np.array([numbers[clip.label] for clip in self.clips], np.int64)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:

@@ -25,6 +25,7 @@ from onnxgrad.data.cells import (
     rows_with_gaps,
     short,
 )
+from onnxgrad.data.class_numbers import key
 from onnxgrad.errors import argument, unknown
 from onnxgrad.limits import check_limit
 from onnxgrad.model.class_labels import Labels
@@ -153,7 +154,7 @@ class FileTable(ColumnArrays):
         if classes is None or not (texts or _are_labels(classes, array)):
             return self
         index = {str(label): i for i, label in enumerate(classes)}
-        numbers = np.array([index.get(_key(v), -1) for v in values]).reshape(array.shape)
+        numbers = np.array([index.get(key(v), -1) for v in values]).reshape(array.shape)
         listed = ", ".join(map(str, classes[:12])) + (", ..." if len(classes) > 12 else "")
         cells.refuse(numbers < 0, array, f"{cells.title}: the classes are {listed}, not")
         return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
@@ -180,12 +181,8 @@ def _are_labels(classes: Labels, column: np.ndarray) -> bool:
     """Return whether numbers are labels of classes rather than their indices."""
     keys = list(map(str, classes))
     return keys != list(map(str, range(len(keys)))) and {
-        _key(value) for value in np.unique(column).tolist()
+        key(value) for value in np.unique(column).tolist()
     }.issubset(keys)
-
-
-def _key(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 # -- files ------------------------------------------------------------------------------------

@@ -38,11 +38,9 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import dependents, nodes_after
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.model.notes import HEAD, read_note, write_note
+from onnxgrad.model.notes import CLASSES, HEAD, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import logger
-
-CLASSES = "onnxgrad.classes"  # metadata: the classes of a model without labels inside, as JSON
 
 
 def replace_head(

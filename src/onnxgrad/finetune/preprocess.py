@@ -57,7 +57,8 @@ def preprocess(
         model: model, serialized model or path; never modified.
         transforms: of images (`resize`, `center_crop`, `normalize`) or of waveforms (`resample`,
             `mel_spectrogram`), or your own with a method `write(op, x)`, which writes nodes and
-            returns their result; or what `image_folder` returned, for its transforms and size.
+            returns their result; or what `image_folder` returned, for its transforms, size and
+            scale.
         input: name of the input that is replaced; None if there is one.
         size: height and width behind the transforms, if the input does not state them.
         layout: "NCHW" or "NHWC", if the input does not say where the channels are.
@@ -81,10 +82,12 @@ def preprocess(
     """
     if isinstance(transforms, ImageFolder):
         size, layout = size or transforms.size, layout or transforms.layout
-        transforms = transforms.transforms
+        scale, transforms = transforms.scale, transforms.transforms
+    else:
+        scale = 1.0
     proto = deepcopy(raise_opset(read(model)))
     target = _Target.of(proto, input)
-    front = _front(target, list(map(adapted, transforms)), size, layout, dtype)
+    front = _front(target, list(map(adapted, transforms)), size, layout, dtype, scale)
     return _put_in_front(proto, front, target, name)
 
 
@@ -143,6 +146,7 @@ def _front(
     size: int | tuple[int, int] | None,
     layout: str | None,
     dtype: Any,
+    scale: float,
 ) -> ir.Value:
     """Write the transforms, and return their result."""
     for transform in transforms:
@@ -152,7 +156,7 @@ def _front(
                 "with a method write(op, x)"
             )
     if dtype is None and not any(isinstance(transform, Waveforms) for transform in transforms):
-        return _images(target, transforms, size, layout)
+        return _images(target, transforms, size, layout, scale)
     for transform in transforms:
         if type(transform).__module__ == Normalize.__module__:
             raise ValueError(f"{transform!r} is of images: other transforms or dtype= of waveforms")
@@ -166,6 +170,7 @@ def _images(
     transforms: Sequence[Any],
     size: int | tuple[int, int] | None,
     layout: str | None,
+    scale: float,
 ) -> ir.Value:
     """Write the transforms of images; return their result, in the layout of the input."""
     check_order(transforms)
@@ -188,7 +193,7 @@ def _images(
         if normalize:
             raise ValueError(f"the input {target.name!r} is uint8: it takes no normalized values")
     else:
-        x = image_nodes.write_scale(op, x)
+        x = image_nodes.write_scale(op, x, scale)
     if normalize:
         if len(normalize.mean) not in (1, channels):
             raise ValueError(f"{normalize!r} does not fit {channels} channels")

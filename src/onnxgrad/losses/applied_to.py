@@ -72,7 +72,7 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
         logger.info("%r holds %s, for the loss %r", name, kind, spec.name)
         if filled["from_logits"]:
             _warn_of_shares(prediction)
-    elif options.get("from_logits") and _is_probability(prediction):
+    elif options.get("from_logits") and is_probability(prediction):
         given = argument("loss_options.from_logits", True)
         logger.warning("%r holds probabilities, but %s takes them as scores", name, given)
     return replace(spec, options={**spec.options, **filled})
@@ -188,10 +188,11 @@ def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
             "probabilities: choose the output before the logarithm, or say "
             f"{argument('loss_options.from_logits', True)}"
         )
-    return not _is_probability(prediction)
+    return not is_probability(prediction)
 
 
-def _is_probability(prediction: ir.Value) -> bool:
+def is_probability(prediction: ir.Value) -> bool:
+    """Return whether the graph proves that all numbers are from 0 to 1; shapes are inferred."""
     low, high = value_range(prediction)
     return low >= 0 and high <= 1
 

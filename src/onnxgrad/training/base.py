@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -32,6 +32,7 @@ from onnxgrad.training.failure import failed_step
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
+from onnxgrad.training.label_facts import weights_by_number
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix, check_mix
 from onnxgrad.training.modes.ranges import with_ranges
@@ -64,6 +65,7 @@ class TrainerBase(Settings):
         dropout: Mapping[str, float] | None = None,
         mix: Mix | None = None,
         class_weight: Any = None,
+        classes: Sequence[str] | Sequence[int] = (),
         loss_options: Mapping[str, Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
         metrics: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
@@ -80,13 +82,12 @@ class TrainerBase(Settings):
         self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
-        self.class_weight, self.mix = class_weight, check_mix(mix)
+        self.mix = check_mix(mix)
         self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
         self.recompute = check_choice("recompute", recompute, tuple(RECOMPUTE))
         self.metrics_by_output = select_metrics(metrics)
         self.metrics = [m for listed in self.metrics_by_output.values() for m in listed]
-        self.callbacks = Callbacks(callbacks)
-        self.parallel = parallel
+        self.callbacks, self.parallel = Callbacks(callbacks), parallel
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
         with garbage_kept():
             self.proto, self.trained = separated_choice(
@@ -95,7 +96,7 @@ class TrainerBase(Settings):
         check_choice("precision", precision, PRECISIONS)
         self.precision = resolved(precision, self.proto, self.device)
         self.dropout = adapter_dropout(self.proto) | dict(dropout or {})
-        self.names = read_names(self.proto)  # of the columns of tables
+        self._take_names(classes, class_weight)
         # a user who asks for weights of a quantized model knows that the others stay
         tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
         rounded = {pair.weight for pair in pairs(self.proto)}
@@ -108,6 +109,13 @@ class TrainerBase(Settings):
         self.members, self.optimizers, self.learning_rates = None, [], []
         self.setup: Fit | None = None  # the last one that trained
         self.built = BuildCache()
+
+    def _take_names(self, classes: Sequence[Any], class_weight: Any) -> None:
+        """Keep the names of columns and classes, and weights of classes by their numbers."""
+        self.names = read_names(self.proto)
+        if classes:
+            self.names.classes = list(classes)
+        self.class_weight = weights_by_number(class_weight, self.names.classes)
 
     def _take_weights(self) -> None:
         """Let the state have the weights of the model, in the dtypes in which they train."""

@@ -14,6 +14,7 @@ from onnxgrad.data.readers import Batches, Reader, describe_arrays
 from onnxgrad.errors import argument
 from onnxgrad.parallel import Part
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.fitted import fitted
 from onnxgrad.training.row_axes import Axes, count_rows
 
 SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
@@ -287,8 +288,7 @@ class ReaderSource(BatchSource):
     def __init__(
         self, reader: Reader, fields: Fields, batch_size: int, prefetch: int = PREFETCHED
     ) -> None:
-        shapes = {name: fields.fields[name].shape for name in fields.features}
-        self.reader, self.fields = reader.for_inputs(shapes), fields
+        self.reader, self.fields = fitted(reader, fields), fields
         self.batch_size, self.prefetch = int(batch_size), prefetch
         self.rows, self.batches = reader.rows, self.reader.count_batches(self.batch_size)
         self.shuffles = reader.shuffles and not reader.sequences

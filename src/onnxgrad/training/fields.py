@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.data.class_numbers import class_numbers
 from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
@@ -40,6 +41,7 @@ class Fields:
         self.names = objective.names.copy()
         self.left_out: frozenset[str] = frozenset()  # labels that data for predictions may have
         self.accumulates = False  # whether a step runs the fixed batches of a larger one
+        self.numbered = False  # whether what reads labels has their numbers
         self.divides = False  # whether larger batches are divided into fixed ones
         names = [str(x.name) for x in inputs]
         self.weight = weight if weight in names else None
@@ -207,7 +209,7 @@ class Fields:
         A `whole` batch is one that goes in as it is: rows are where the declared shapes say so.
         """
         self._check_names(data, names)
-        numbers = {name: self.fields[name].numbers(value) for name, value in data.items()}
+        numbers = {name: self._numbers(name, value) for name, value in data.items()}
         if self.weight in numbers:
             numbers[self.weight] = self._spread(numbers[self.weight], numbers)
         axes = {n: self.row_axes.stated(n) for n in names} if whole else self.axes(numbers)
@@ -330,6 +332,17 @@ class Fields:
         arrays, rows = self._check(data, list(self.fields))
         self.check_batch(rows)
         return arrays, rows
+
+    def _numbers(self, name: str, data: Any) -> np.ndarray:
+        """Return the data of an input as numbers; those of a label may be names of classes."""
+        field = self.fields[name]
+        if (
+            field.is_label
+            and not self.numbered
+            and (field.classes is not None or field.allowed is not None)
+        ):
+            data = class_numbers(data, self.names.classes, name)
+        return field.numbers(data)
 
     def _count_as_it_is(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
         """Return how many rows a batch has that goes in as it is."""

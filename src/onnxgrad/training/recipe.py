@@ -69,7 +69,8 @@ class Facts:
         if isinstance(trainer.class_weight, str):
             check_choice("class_weight", trainer.class_weight, ["balanced"])
             if fits:
-                weights = balanced_weights(data.y, (trainer.loss_options or {}).get("ignore_index"))
+                ignored = (trainer.loss_options or {}).get("ignore_index")
+                weights = balanced_weights(data.y, ignored, trainer.names.classes)
         else:
             weights = None
         labelled = True

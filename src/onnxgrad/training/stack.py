@@ -69,7 +69,7 @@ class TrainerStack(TrainerBase):
         batch_norm: as for `Trainer`.
         dropout: as for `Trainer`.
         mix: as for `Trainer`; all members see the same mixed rows.
-        class_weight: as for `Trainer`.
+        class_weight, classes: as for `Trainer`.
         loss_options: as for `Trainer`.
         loss_weights: as for `Trainer`.
         metrics: as for `Trainer`.
@@ -133,6 +133,7 @@ class TrainerStack(TrainerBase):
         dropout: Mapping[str, float] | None = None,
         mix: Mix | None = None,
         class_weight: Any = None,
+        classes: Sequence[str] | Sequence[int] = (),
         loss_options: Mapping[str, Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
         metrics: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
@@ -144,10 +145,7 @@ class TrainerStack(TrainerBase):
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        given = {"weights": weights, "learning_rate": learning_rate, "optimizer": optimizer}
-        count = count_members(members, **given)
-        optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
-        rates = per_member("learning_rate", learning_rate, count)
+        optimizers, rates = _by_member(members, weights, learning_rate, optimizer)
         super().__init__(
             model,
             loss,
@@ -162,6 +160,7 @@ class TrainerStack(TrainerBase):
             dropout=dropout,
             mix=mix,
             class_weight=class_weight,
+            classes=classes,
             loss_options=loss_options,
             loss_weights=loss_weights,
             metrics=metrics,
@@ -267,3 +266,13 @@ class TrainerStack(TrainerBase):
         if not np.isfinite(losses).any():
             raise ValueError("no member has a finite validation loss")
         return int(np.nanargmin(np.where(np.isfinite(losses), losses, np.nan)))
+
+
+def _by_member(
+    members: int | None, weights: Any, learning_rate: Any, optimizer: Any
+) -> tuple[list[Optimizer], list[Any]]:
+    """Return the optimizers and the learning rates of all members."""
+    given = {"weights": weights, "learning_rate": learning_rate, "optimizer": optimizer}
+    count = count_members(members, **given)
+    optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
+    return optimizers, per_member("learning_rate", learning_rate, count)

@@ -54,6 +54,9 @@ class Trainer(TrainerBase):
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
             inversely proportional to their frequencies in the labels of the last `fit`, also in
             `evaluate` and `partial_fit`, which need one before.
+        classes: the names of all classes in the order of the model's output, if labels and
+            `class_weight` are names: texts, or numbers such as 3, 5, 8; empty: those that the file
+            has, if they are texts. The trained model stores them.
         loss_options: of a loss given by name: `{"ignore_index": 0}`, `{"ignore_nan": True}`.
         loss_weights: `{output: factor}` for a loss of several outputs.
         metrics: names, objects of `onnxgrad.metrics`, functions `(prediction, label)`, or metrics

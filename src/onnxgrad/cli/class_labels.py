@@ -1,0 +1,66 @@
+"""The most probable class of each row, by the names of classes that a model stores."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import rank
+from onnxgrad.losses.applied_to import is_probability
+from onnxgrad.model.class_labels import Labels, stored_labels
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.notes import CLASSES, read_note
+
+
+@dataclass(frozen=True)
+class ClassLabels:
+    """The classes of an output, as columns `label` and `probability`.
+
+    - `probable`: whether the output holds probabilities; others are scores, of which softmax, or of
+      a single one sigmoid, gives them.
+    """
+
+    output: str
+    classes: Labels
+    probable: bool
+
+    @classmethod
+    def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
+        """Return the classes of one of the outputs; None if none has as many, or has its labels."""
+        classes: Labels = read_note(proto, CLASSES)
+        if not classes or stored_labels(proto) or {"label", "probability"} & {*outputs}:
+            return None
+        model = to_ir(proto)
+        infer(model)
+        fitting = [y for y in model.graph.outputs if y.name in outputs and _fits(y, len(classes))]
+        if len(fitting) != 1:
+            return None
+        return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
+
+    def columns(self, results: Mapping[str, Any], count: int) -> dict[str, np.ndarray]:
+        """Return the label and the probability of the first `count` rows of results."""
+        scores = np.asarray(results[self.output], np.float64).reshape(len(results[self.output]), -1)
+        scores = scores[:count]
+        if scores.shape[1] == 1:
+            second = scores if self.probable else 1 / (1 + np.exp(-scores))
+            shares = np.concatenate([1 - second, second], axis=1)
+        elif self.probable:
+            shares = scores
+        else:
+            powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+            shares = powers / powers.sum(axis=1, keepdims=True)
+        best = shares.argmax(axis=1)
+        labels = np.array(self.classes)[best]
+        return {"label": labels, "probability": shares.max(axis=1).astype(np.float32)}
+
+
+def _fits(output: Any, classes: int) -> bool:
+    """Return whether an output has a score for each of so many classes, or one for two of them."""
+    columns = output.shape[-1] if output.shape is not None and len(output.shape) else None
+    single = rank(output) == 1 or (rank(output) == 2 and columns == 1)
+    return (rank(output) == 2 and columns == classes) or (single and classes == 2)

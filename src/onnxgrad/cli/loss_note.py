@@ -1,0 +1,36 @@
+"""The loss of a training, which the shell notes in the trained model for later commands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from onnx import ModelProto
+
+from onnxgrad.cli.train_options import LossOptions
+from onnxgrad.model.notes import read_note, write_note
+
+_NOTE = "onnxgrad.training_loss"  # metadata: a list of one dict, options of the shell
+_OPTIONS = "loss", "loss_option", "loss_weight", "output_index"
+Options = TypeVar("Options", bound=LossOptions)
+
+
+def keep_loss(proto: ModelProto, options: LossOptions) -> None:
+    """Write the loss into the metadata of a trained model, in place; no loss that is a file."""
+    kept: dict[str, Any] = {name: getattr(options, name) for name in _OPTIONS}
+    named = bool(options.loss) and not any(loss.endswith(".onnx") for loss in options.loss)
+    write_note(proto, _NOTE, [{n: v for n, v in kept.items() if v}] if named else [])
+
+
+def with_loss_of(proto: ModelProto, options: Options) -> tuple[Options, list[str]]:
+    """Return options with the loss of an earlier training, unless they or the model say one.
+
+    Returns:
+        The options, and a message if the loss is that of the file.
+    """
+    kept: dict[str, Any] = (read_note(proto, _NOTE) or [{}])[0]
+    own = any(output.name == options.loss_output for output in proto.graph.output)
+    if options.loss or own or not kept:
+        return options, []
+    known = {name: value for name, value in kept.items() if not getattr(options, name)}
+    return replace(options, **known), [f"loss {', '.join(kept['loss'])}, as in its training"]

@@ -1,0 +1,127 @@
+"""Labels of classes, such as texts, as their numbers: the places in the output of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.arrays import DataError, column_array, is_arrow
+from onnxgrad.data.cells import is_text
+from onnxgrad.data.columns import Part, column_names
+from onnxgrad.errors import argument, first_number, named
+
+_SHOWN = 12
+
+
+def class_numbers(labels: Any, classes: Sequence[Any], name: str = "y") -> Any:
+    """Return the numbers of labels that are texts; numbers are returned as they are.
+
+    Where all `classes` are whole numbers, and others than their places 0, 1, 2, ..., labels are
+    always some of these: 5 is the second of 3, 5, 8.
+
+    Args:
+        labels: an array, a list, a column or a table of one column.
+        classes: all classes in the order of the model's output; empty: they are not known.
+        name: what messages call the labels.
+
+    Raises:
+        DataError: texts without classes, or a label that is none of these.
+    """
+    array = _labels(labels)
+    if array is None:
+        return labels
+    texts, values = array.dtype.kind in "OSU", array.ravel().tolist()
+    if not texts and not are_labels(classes):
+        return labels
+    if not classes:
+        raise DataError(
+            f"{name!r} is text, first {values[0]!r}: if these are names of classes, pass them in "
+            f"the order of the model's output, as {argument('classes', _some(values))}, or numbers"
+        )
+    index = {str(label): number for number, label in enumerate(classes)}
+    numbers = np.array([index.get(key(value), -1) for value in values], np.int64)
+    if (wrong := np.flatnonzero(numbers < 0)).size:
+        row = int(wrong[0]) // max(1, array[:1].size) + first_number()
+        raise DataError(
+            f"{name!r} has the label {values[wrong[0]]!r} in row {row}, and the classes are "
+            f"{first_names(classes)}: pass all in the order of the model's output, with "
+            f"{argument('classes')}"
+        )
+    return numbers.reshape(array.shape)
+
+
+def are_labels(classes: Sequence[Any]) -> bool:
+    """Return whether classes are called by whole numbers other than their places."""
+    names = [str(label) for label in classes]
+    whole = bool(names) and all(name.lstrip("-").isdecimal() for name in names)
+    return whole and names != list(map(str, range(len(names))))
+
+
+def check_count(classes: Sequence[str] | int, labels: np.ndarray, count: int) -> None:
+    """Raise `DataError` if a model has another number of classes than data, before it trains.
+
+    Args:
+        classes: the names of those of the data, all of which the model must have; or their number,
+            which the model may exceed.
+        labels: their numbers in the rows, int64.
+        count: that of the model.
+    """
+    names = [] if isinstance(classes, int) else classes
+    if len(names) == count or (isinstance(classes, int) and classes <= count):
+        return
+    listed = f" ({first_names(names)})" if names else ""
+    wanted = argument("units", names or classes)
+    remedy = f"train a new last layer with {wanted} ({named('replace_head')})"
+    if not names and len(np.unique(labels)) <= count:
+        remedy = outside(labels, count)
+    elif names and len(names) < count:
+        remedy += f"; or name all {count} in the order of its output with {argument('classes')}"
+    raise DataError(
+        f"there are {len(names) or classes} classes{listed}, and the output of the model has "
+        f"{count}: {remedy}"
+    )
+
+
+def first_names(names: Sequence[Any]) -> str:
+    """Return up to 12 names as text."""
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(str, names[:_SHOWN])) + more
+
+
+def outside(labels: np.ndarray, count: int) -> str:
+    """Return what to do about labels that are not among the numbers of `count` classes."""
+    own = np.unique(labels)
+    remedy = f"{named('replace_head')} gives the model another number of classes"
+    if len(own) > count or not (own == np.trunc(own)).all():
+        return remedy
+    names = argument("classes", _some(own.tolist()))
+    return f"if they are names of the classes, pass {names} (all of them); otherwise {remedy}"
+
+
+def _some(labels: list[Any]) -> list[str]:
+    """Return the first of the labels that occur, in order."""
+    own = sorted({*labels})
+    return [*map(key, own[:_SHOWN]), *["..."] * (len(own) > _SHOWN)]
+
+
+def key(label: Any) -> str:
+    """Return a label as text; 3.0 and 3 are the same."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+
+
+def _labels(labels: Any) -> np.ndarray | None:
+    """Return texts or numbers as an array; None for what is neither."""
+    names = labels.columns if isinstance(labels, Part) else column_names(labels)
+    if names is not None:
+        if len(names) != 1:
+            return None
+        labels = labels[names[0]]
+    try:
+        array = column_array("y", labels) if is_arrow(labels) else np.asarray(labels)
+    except ValueError:  # lists of lists that differ in length
+        return None
+    if array.dtype == object and not all(map(is_text, array.ravel().tolist())):
+        return None
+    return array if array.dtype.kind in "biufOSU" else None
