@@ -482,7 +482,7 @@ def test_every_metric(name):
     with pytest.raises(ValueError, match="labels of a prediction of shape"):
         metric.update(prediction, label[:7])
     if not regression:
-        with pytest.raises(ValueError, match=f"'{name}' compares classes"):
+        with pytest.raises(ValueError, match=f"'{name}' compares numbers of classes"):
             metric.begin(PredictionInfo())
 
 

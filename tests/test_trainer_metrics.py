@@ -275,7 +275,7 @@ def only_once(data):
 
 @pytest.mark.parametrize("make", [og.Trainer, stack])
 @pytest.mark.parametrize(("metric", "message", "problem", "forms"), [
-    ("f1_macro", "'f1_macro' compares classes", regression, "arrays share list iterable"),
+    ("f1_macro", "'f1_macro' compares numbers of", regression, "arrays share list iterable"),
     ("top_5_accuracy", "of 2 classes is always 1", classes, "arrays iterable"),
     (Narrow(), r"not \(16,\)", classes, "arrays list"),
 ])  # fmt: skip

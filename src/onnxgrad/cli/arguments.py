@@ -73,6 +73,11 @@ def _parallel(options: RunOptions) -> DataParallel | None:
 def loss_arguments(options: LossOptions) -> dict[str, Any]:
     """Return the loss, its options and weights, and the metrics."""
     by_output = dict(map(_by_output, options.loss))
+    if by_output and options.loss_output != LossOptions.loss_output:
+        raise ValueError(
+            f"--loss-output {options.loss_output} names a loss that the model computes, and has no "
+            "effect beside --loss: leave out one of them"
+        )
     metrics: dict[Any, list[str]] = {}
     for text in (part for each in options.metrics for part in each.split(",") if part):
         output, name = _by_output(text)

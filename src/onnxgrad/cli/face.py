@@ -23,6 +23,7 @@ OPTIONS = {  # the option of an argument, where it has another name
     "loss_weights": "loss_weight",
     "budget_seconds": "budget",
     "y": "target",
+    "size": "image_size",
 }
 NAMES = {  # what is no argument
     "add_head": _FEATURES,

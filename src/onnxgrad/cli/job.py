@@ -24,11 +24,13 @@ from onnxgrad.errors import unknown
 from onnxgrad.language.texts import Texts
 from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.notes import CLASSES, write_note
+from onnxgrad.runtime.device import Device
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.label_facts import balanced_weights
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.equal_constants import separate_merged
+from onnxgrad.training.precision import resolved
 from onnxgrad.training.trainer import Trainer
 
 _SHARE = 0.2
@@ -180,6 +182,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     trainer = Trainer(model, callbacks=callbacks, **arguments)
     trainer.names = task.names
     check_monitor(options, trainer, validation is not None)
+    _check_effects(options, proto, validation is not None)
     size, rows = options.batch_size, training.rows
     if size is not None and rows is not None and size > rows:
         raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
@@ -190,6 +193,19 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     if (named := named_classes(options)) is not None:
         job.keep.append(lambda model: write_note(model, CLASSES, list(named)))
     return job
+
+
+def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) -> None:
+    """Raise `ValueError` for options that have no effect on this model or without validation."""
+    if options.metrics and not validated:
+        raise ValueError(
+            "--metrics are of validation data, and there are none: pass --validation SHARE or a "
+            "file, or leave them out"
+        )
+    if options.precision != "auto" and resolved("auto", proto, Device.of("cpu")) == "file":
+        raise ValueError(
+            f"--precision {options.precision} has no effect: the model has no floats of 16 bits"
+        )
 
 
 def check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:

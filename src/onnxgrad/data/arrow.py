@@ -141,7 +141,7 @@ class ArrowReader(Reader):
             if name not in names:
                 raise unknown("column", name, names)
         self._dataset = dataset
-        self._pieces = list(pieces(dataset, selected))
+        self._pieces = list(pieces(dataset, selected, self._names))
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
             raise ValueError("the dataset has no rows")

@@ -23,11 +23,14 @@ class Piece:
     rows: int
 
 
-def pieces(dataset: Any, selected: bool) -> Generator[Piece, None, None]:
+def pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piece, None, None]:
     """Yield the pieces of a dataset that have rows.
 
     Where row groups may have been `selected`, the fragments keep the footers of their files in
     memory, which are large where columns are many.
+
+    Raises:
+        ValueError: a file cannot be read, or lacks one of the columns `names`.
     """
     import pyarrow as pa
 
@@ -37,23 +40,39 @@ def pieces(dataset: Any, selected: bool) -> Generator[Piece, None, None]:
         raise ValueError(f"write what was selected or joined to a file first: {e}") from None
     for fragment in fragments:
         try:
-            counts = _row_groups(fragment, selected)
+            counts, own = _row_groups(fragment, selected)
         except (OSError, pa.ArrowException) as e:
             raise _unreadable(fragment, e) from e
+        lacking = [n for n in names if n not in (*own, *_partition(fragment))]
+        if lacking and any(rows for _, rows in counts):
+            file = getattr(fragment, "path", "a part")
+            raise DataError(
+                f"{file!r} has no column {lacking[0]!r}, which other files of the data have: all "
+                "files need the same columns"
+            )
         yield from (Piece(fragment, number, rows) for number, rows in counts if rows)
 
 
-def _row_groups(fragment: Any, selected: bool) -> list[tuple[int | None, int]]:
-    """Return the numbers of the row groups of a fragment, and their rows."""
+def _partition(fragment: Any) -> list[str]:
+    """Return the columns that the path of a file says."""
+    from pyarrow import dataset
+
+    return [*dataset.get_partition_keys(fragment.partition_expression)]
+
+
+def _row_groups(fragment: Any, selected: bool) -> tuple[list[tuple[int | None, int]], list[str]]:
+    """Return the numbers of the row groups of a fragment, and their rows; and its columns."""
     import pyarrow.parquet as pq
 
     if not hasattr(fragment, "split_by_row_group"):
-        return [(None, fragment.count_rows())]
+        return [(None, fragment.count_rows())], fragment.physical_schema.names
     if selected:
-        return [(group.id, group.num_rows) for group in fragment.row_groups]
+        groups = [(group.id, group.num_rows) for group in fragment.row_groups]
+        return groups, fragment.physical_schema.names
     with fragment.open() as file:
         footer = pq.ParquetFile(file).metadata
-        return [(i, footer.row_group(i).num_rows) for i in range(footer.num_row_groups)]
+        groups = [(i, footer.row_group(i).num_rows) for i in range(footer.num_row_groups)]
+        return groups, footer.schema.to_arrow_schema().names
 
 
 def read(

@@ -127,6 +127,12 @@ class ImageFolder(IndexedReader):
         if len(shapes) != 1:
             raise ValueError(f"image_folder feeds one input, and the model has {list(shapes)}")
         ((name, shape),) = shapes.items()
+        lengths = [d for d in (shape or ())[1:] if isinstance(d, int) and d > max(_MODES)]
+        if len(lengths) == 2 and tuple(lengths) != self.size:
+            raise ValueError(
+                f"the input {name!r} takes images of {lengths[0]} x {lengths[1]} pixels, not "
+                f"{self.size[0]} x {self.size[1]}: change {argument('size')}"
+            )
         new = copy.copy(self)
         new.layout, new.channels = layout_of(name, shape, self.layout, self.channels)
         return new

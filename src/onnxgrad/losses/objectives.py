@@ -365,11 +365,19 @@ def _check_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) ->
 def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
     """Return the loss of one output; options of a formula that are not set are None."""
     chosen = dict(options or {})
+    name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if class_weight is not None:
+        if (
+            isinstance(name, str)
+            and name in LOSSES
+            and "class_weight" not in loss_spec(name, None, {}).all_options
+        ):
+            raise ValueError(
+                f"{named('class_weight')} has no effect on the loss {name!r}: leave it out"
+            )
         chosen["class_weight"] = class_weight
     if hasattr(loss, "output_terms"):
         return loss.select(loss, **chosen)
-    name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(loss, LossSpec):
         spec = loss.with_options({**loss.options, **chosen})
     elif callable(name) or (isinstance(name, str) and name in LOSSES):

@@ -15,8 +15,10 @@ class ClassMetric(Metric):
         """Forget all batches; refuse a regression."""
         if prediction.classes is None and prediction.threshold is None:
             raise ValueError(
-                f"metric {self.name!r} compares classes, but the prediction is one of numbers "
-                "(regression): use such as 'mae' or 'r2', or a loss for classification"
+                f"metric {self.name!r} compares numbers of classes, and the loss compares a number "
+                "with each output: for classes, use a loss of theirs such as 'cross_entropy', and "
+                "numbers as labels, y.argmax(axis=1) if they are one-hot; for a regression, "
+                "use metrics such as 'mae' or 'r2'"
             )
         super().begin(prediction)
 
