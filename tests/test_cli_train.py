@@ -404,4 +404,5 @@ def test_the_size_of_images(here):
     assert "no effect on tables" in refused("predict", "linear.onnx", "rows.csv", "--image-size", 4)
     (here / "run.toml").write_text('image-size = "4x12"\n')
     trained = ("train", "lines.onnx", "lines", "--loss", "cross_entropy", "--validation", 0)
-    succeed(*trained, *FAST, "--config", "run.toml")
+    succeed(*trained, *FAST, "--config", "run.toml", "-o", "sized.onnx")
+    succeed("predict", "sized.onnx", "lines")  # it remembers the size

@@ -56,7 +56,8 @@ class ImageSource:
             normalize = None
         else:
             normalize = Normalize(tuple(kept["mean"]), tuple(kept["std"]))
-        return cls(path, image_size(options.image_size), proto, float(scale), normalize)
+        size = image_size(options.image_size) or tuple(kept.get("size", ())) or None
+        return cls(path, size, proto, float(scale), normalize)
 
     def reader(
         self,
@@ -110,6 +111,8 @@ class ImageSource:
     def keep(self, proto: ModelProto) -> None:
         """Write how values are scaled into the metadata of a trained model, in place."""
         kept: dict[str, Any] = {"scale": self.scale}
+        if self.size is not None:
+            kept["size"] = list(self.size)
         if self.normalize is not None:
             kept |= {"mean": list(self.normalize.mean), "std": list(self.normalize.std)}
         write_note(proto, _NOTE, [] if kept == {"scale": 1.0} else [kept])
