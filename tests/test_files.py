@@ -554,10 +554,10 @@ save(model, "again.onnx")
 
 
 def test_curves_that_cannot_be_written_cost_nothing_else(here, monkeypatch):
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("onnxgrad.plot.loss_curves.plot_losses", full)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
     result = run("train", "m.onnx", "d.npz", *TRAIN)
     assert result.exit_code == 1
     assert "the loss curves are not written: trained.png: No space left on device" in result.stderr

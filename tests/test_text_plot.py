@@ -6,7 +6,6 @@ import onnx
 import pytest
 
 from onnxgrad import onnx_simple_text_plot, onnx_text_plot_io
-from onnxgrad.plot.loss_curves import plot_losses
 
 # The loss of seed document 003, with true shapes.
 SEED = """
@@ -128,12 +127,6 @@ def test_deep_models_stay_readable():
         )
     )
     assert max(map(len, text.splitlines())) < 100
-
-
-@pytest.mark.parametrize("validation", [[], [3.0, 2.0]])
-def test_curves(tmp_path, validation):
-    plot_losses([2.0, 1.0], validation, tmp_path / "a.tmp")
-    assert (tmp_path / "a.tmp").read_bytes().startswith(b"\x89PNG")
 
 
 def in_modules() -> onnx.ModelProto:

@@ -33,7 +33,7 @@ def epochs(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the entries of the history that end an epoch; that of a first one that broke off."""
     entries = [entry for entry in trainer.history if "loss" in entry]
     so_far = trainer.progress.loss
-    return entries if entries or not math.isfinite(so_far) else [{"loss": so_far}]
+    return entries if entries or not math.isfinite(so_far) else [{"epoch": 1, "loss": so_far}]
 
 
 def _untrained(rows: Sequence[Tensor], options: TrainOptions) -> str:

@@ -204,14 +204,17 @@ def _write(
     records = epochs(trainer)
     if not records or not options.curves:
         return [model_path]
-    from onnxgrad.plot.loss_curves import plot_losses  # matplotlib: slow to import
+    from matplotlib.figure import Figure  # slow to import; pyplot would start a window system
+
+    from onnxgrad.plot.loss_curves import plot_history
 
     curves = result.curves(model_path)
-    validation = [r["validation_loss"] for r in records if "validation_loss" in r]
     try:
         check_writable(curves, options.overwrite and model_path == output)
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        plot_history(records, figure.add_subplot())
         with replacing(curves) as temporary:
-            plot_losses([r["loss"] for r in records], validation, temporary)
+            figure.savefig(temporary, dpi=120, format="png")
     except OSError as e:
         complain(f"the loss curves are not written: {one_line(e)}")
         return [model_path]

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
-
-def plot_losses(
-    train: Sequence[float], validation: Sequence[float], path: str | os.PathLike
-) -> None:
-    """Save the losses of every epoch as a PNG; `validation` may be empty."""
-    # not pyplot, which would keep the figure and start a window system
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    curves = {"training": train, "validation": validation}
-    epochs = {name: range(1, len(losses) + 1) for name, losses in curves.items()}
-    _draw(figure.add_subplot(), {n: (epochs[n], losses) for n, losses in curves.items()}, "epoch")
-    figure.savefig(path, dpi=120, format="png")
 
 
 def plot_history(trainer: Any, ax: Any = None) -> Any:
@@ -33,8 +16,7 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
     those of a stack with a line for each member.
 
     Args:
-        trainer: a `Trainer`, a `TrainerStack` or an estimator with a `history`; or entries of one,
-            as those that a checkpoint has.
+        trainer: a `Trainer` or a `TrainerStack`; or a history, as a checkpoint and `History` have.
         ax: axes to draw on; None creates a figure.
 
     Raises:
@@ -50,29 +32,23 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
     history: Sequence[Mapping[str, Any]] = getattr(trainer, "history", trainer)
     if not any("loss" in entry for entry in history):
         raise ValueError("no epoch has ended yet: call fit first")
-    axis = "epoch" if all("loss" in entry for entry in history) else "step"
-    curves = {}
-    for label, name in (("training", "loss"), ("validation", "validation_loss")):
-        entries = [entry for entry in history if name in entry]
-        curves[label] = [e[axis] for e in entries], np.array([e[name] for e in entries])
     if ax is None:
         import matplotlib.pyplot as plt
 
         ax = plt.subplots(layout="constrained")[1]
-    _draw(ax, curves, axis)
-    return ax
-
-
-def _draw(axes: Any, curves: Mapping[str, tuple[Sequence[float], Any]], over: str) -> None:
-    """Draw curves by their labels; several columns are those of members, in one color."""
     from matplotlib.ticker import MaxNLocator
 
-    for label, (x, losses) in curves.items():
-        if len(losses):
-            first, *others = axes.plot(x, losses, marker=".")
-            first.set_label(label)
-            for line in others:
-                line.set_color(first.get_color())
-    axes.set(xlabel=over, ylabel="mean loss of a row")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    axis = "epoch" if all("loss" in entry for entry in history) else "step"
+    for label, name in (("training", "loss"), ("validation", "validation_loss")):
+        entries = [entry for entry in history if name in entry]
+        if not entries:
+            continue
+        losses = np.array([entry[name] for entry in entries])
+        first, *others = ax.plot([entry[axis] for entry in entries], losses, marker=".")
+        first.set_label(label)
+        for line in others:  # those of members, in one color
+            line.set_color(first.get_color())
+    ax.set(xlabel=axis, ylabel="mean loss of a row")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend()
+    return ax
