@@ -19,7 +19,8 @@ from onnxgrad.cli.console import ignoring_closed_output, say
 from onnxgrad.cli.job import Job
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
-from onnxgrad.training.callbacks.early_stopping import EarlyStopping
+from onnxgrad.training.callbacks.early_stopping import better_if
+from onnxgrad.training.ending import Kept, reason
 from onnxgrad.training.parameters.defaults import names_and_reasons, trainable
 from onnxgrad.training.parameters.table import Tensor
 from onnxgrad.training.precision import rounding_text
@@ -64,10 +65,19 @@ class Report:
     stopped: bool = False
     samples: Sequence[tuple[str, str]] = ()  # prompts, and how the model goes on
 
-    @property
-    def losses(self) -> list[float]:
-        """The losses of the epochs."""
-        return [entry["loss"] for entry in epochs(self.job.trainer)]
+    @cached_property
+    def kept(self) -> Kept:
+        """Where the written weights are from."""
+        return Kept.of(self.job.trainer.state)
+
+    @cached_property
+    def of_file(self) -> dict[str, Any]:
+        """The entry of the history of the written weights; of an unfinished epoch, its loss."""
+        entry, kept, so_far = dict(self.kept.record), self.kept, self.job.trainer.progress.loss
+        if not kept.whole and kept.step and math.isfinite(so_far):
+            entry["loss"] = so_far
+        own = {f"{_VALIDATION}{name}": value for name, value in self.validation.items()}
+        return {**entry, "epoch": kept.epoch, **own}
 
     @cached_property
     def validation(self) -> dict[str, Any]:
@@ -75,40 +85,38 @@ class Report:
 
         They are empty, too, if a signal ended the training after steps that were not evaluated.
         """
-        trainer, held_out = self.job.trainer, self.job.validation
+        held_out, record = self.job.validation, self.kept.record
         if held_out is None:
             return {}
-        last = trainer.history[-1] if trainer.history else {}
-        restored = any(
-            isinstance(c, EarlyStopping) and c.entry(trainer.state).get("restored") is not None
-            for c in trainer.callbacks.callbacks
-        )
-        if restored or last.get("step") != trainer.state.step or "validation_loss" not in last:
-            if self.stopped:
-                return {}
-            data = held_out.data
-            return trainer.evaluate(data.X, data.y, sample_weight=data.sample_weight)
-        found = {n: v for n, v in last.items() if n.startswith(_VALIDATION)}
-        return {name.removeprefix(_VALIDATION): value for name, value in found.items()}
+        if "validation_loss" in record:
+            found = {n: v for n, v in record.items() if n.startswith(_VALIDATION)}
+            return {name.removeprefix(_VALIDATION): value for name, value in found.items()}
+        if self.stopped:
+            return {}
+        data = held_out.data
+        return self.job.trainer.evaluate(data.X, data.y, sample_weight=data.sample_weight)
 
     @property
     def speed(self) -> float:
         """Rows a second."""
         return self.rows / max(self.seconds, 1e-9)
 
-    def as_json(self, reason: str) -> dict[str, Any]:
-        """Return the results as the documented keys of `--json`."""
+    def as_json(self, broken: str) -> dict[str, Any]:
+        """Return the results as the documented keys of `--json`; `broken`: why it broke off."""
         trainer = self.job.trainer
         return {
             "files": [str(file) for file in self.files],
-            "stopped": reason or ("early" if trainer.state.stop_reason == "callback" else "done"),
+            "stopped": broken or ("early" if trainer.state.stop_reason == "callback" else "done"),
+            "reason": broken or reason(trainer),
             "epochs": trainer.state.epoch,
             "steps": trainer.state.step,
             "rows": self.job.training.rows,
             "validation_rows": self.job.validation_rows,
             "seconds": self.seconds,
             "rows_per_second": self.speed,
-            "loss": self.losses[-1] if self.losses else None,
+            "epoch": self.kept.epoch,
+            "step": self.kept.step,
+            "loss": self.of_file.get("loss"),
             "validation": self.validation,
             "trained": list(trainer.trained),
             "rounding": trainer.rounding,
@@ -124,6 +132,8 @@ class Report:
         with ignoring_closed_output():
             console.print(self._table())
             console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
+        if self.job.trainer.state.stop_reason in ("max_iter", "callback"):
+            say(f"{reason(self.job.trainer)}; the model has {self.kept}", console)
         for prompt, text in self.samples:
             say(f"{prompt} \u2192 {text}", console)
         for file in self.files:
@@ -138,18 +148,40 @@ class Report:
             say(remark, console)
 
     def _table(self) -> Table:
-        table = Table("", "first", "last", "best")
-        entries = epochs(self.job.trainer)
-        validation = [e["validation_loss"] for e in entries if "validation_loss" in e]
-        for name, losses in (("training loss", self.losses), ("validation loss", validation)):
-            if losses:
-                epoch = min(range(len(losses)), key=losses.__getitem__)
-                best = f"{losses[epoch]:.5g} (epoch {epoch + 1})"
-                table.add_row(name, f"{losses[0]:.5g}", f"{losses[-1]:.5g}", best)
-        for name, value in self.validation.items():
-            if name != "loss":
-                shown = f"{value:.5g}" if isinstance(value, Real) else str(value)
-                shown = f"{value:.2%}" if "accuracy" in name else shown
-                title = printable(f"validation {name.replace('_', ' ')}")
-                table.add_row(Text(title), "", Text(shown), "")
+        """Return a table with a column for each epoch that matters, and a row for each number."""
+        titles: dict[int, list[str]] = {}
+        columns: dict[int, dict[str, Any]] = {}
+        for title, entry in self._epochs().items():
+            titles.setdefault(entry["epoch"], []).append(title)
+            columns[entry["epoch"]] = entry
+        numbers = sorted(columns)
+        heads = [f"epoch {n}\n{', '.join(titles[n])}" for n in numbers]
+        table = Table("", *heads)
+        for name in dict.fromkeys(name for n in numbers for name in columns[n]):
+            if name == "loss" or name.startswith(_VALIDATION):
+                title = "training loss" if name == "loss" else name.replace("_", " ")
+                cells = [_shown(name, columns[n].get(name)) for n in numbers]
+                table.add_row(Text(printable(title)), *map(Text, cells))
         return table
+
+    def _epochs(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of the first, the best, the last and the kept epoch."""
+        trainer, found = self.job.trainer, {}
+        if entries := [entry for entry in trainer.history if "loss" in entry]:
+            monitor = self.options.monitor or f"{_VALIDATION}loss"
+            judged = [e for e in entries if monitor in e]
+            monitor = monitor if judged else "loss"
+            best = min if better_if(monitor, trainer.metrics) == "min" else max
+            found["first"] = entries[0]
+            found["best"] = best(judged or entries, key=lambda entry: entry[monitor])
+            found["last"] = entries[-1]
+        if self.kept.step:
+            found["kept"] = self.of_file
+        return found
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a number of the history as text."""
+    if not isinstance(value, Real):
+        return "" if value is None else str(value)
+    return f"{value:.2%}" if "accuracy" in name else f"{value:.5g}"

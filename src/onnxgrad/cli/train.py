@@ -47,7 +47,6 @@ class Outcome:
     """How training ended."""
 
     reason: str = ""  # why it ended early
-    kept: str = ""  # which weights are kept then
     code: int = 0  # the exit code
 
 
@@ -92,8 +91,8 @@ def train(options: TrainOptions) -> None:
         print_json(report.as_json(outcome.reason))
     else:
         report.show(results(output=options.output))
-    expected = _files(options, output)[: None if report.losses else 1] + card_of(options)
-    _exit(outcome, files, expected)
+    expected = _files(options, output)[: None if epochs(job.trainer) else 1] + card_of(options)
+    _exit(outcome, str(report.kept), files, expected)
 
 
 # -- before training --------------------------------------------------------------------------
@@ -175,13 +174,13 @@ def _fit(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
     except Stopped as e:
         if not watch.rows:
             raise
-        return Outcome(str(e), "what was trained so far", e.code)
+        return Outcome(str(e), e.code)
     except ConvergenceError as e:
-        return Outcome(str(e), "the state before that", FAILED)
+        return Outcome(str(e), FAILED)
     except Exception as e:
         if not watch.rows:
             raise
-        return Outcome(str(e), "what was trained so far", FAILED)
+        return Outcome(str(e), FAILED)
     finally:
         stop.hold()
     return Outcome()
@@ -221,12 +220,11 @@ def _write(
     return [model_path, curves]
 
 
-def _exit(outcome: Outcome, files: list[Path], expected: list[Path]) -> None:
+def _exit(outcome: Outcome, kept: str, files: list[Path], expected: list[Path]) -> None:
     """Say why training ended early; exit with a code if it did, or if a file is missing."""
-    reason, kept, code = outcome.reason, outcome.kept, outcome.code
+    reason, code = outcome.reason, outcome.code
     if not reason and stop.request:  # the signal came after the last slice of batches
         reason, code = str(stop.request), stop.request.code
-        kept = "all that was to be trained"
     if reason:
         where = files[0] if files else "no file" if expected else "standard output"
         complain(f"{reason.removesuffix('.')}; {where} holds {kept}")

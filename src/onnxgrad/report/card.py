@@ -19,6 +19,7 @@ from onnxgrad.model.files import check_writable, replacing
 from onnxgrad.report.environment import environment
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.tracker import parameters_of
+from onnxgrad.training.ending import Kept, reason
 
 CARD = "README.md"
 UNKNOWN = "unknown"
@@ -125,14 +126,15 @@ def _sections(
 ) -> list[str]:
     """Return the sections behind the introduction."""
     state, identity = trainer.state, trainer.state.identity or {}
-    restored = (entry.get("restored") for entry in state.callbacks.values())
+    kept = Kept.of(state)
     training = {
         "epochs": state.epoch,
         "steps": state.step,
-        "weights are those of step": next((s for s in restored if s is not None), state.step),
+        "weights are those of step": kept.step,
+        "weights are those of epoch": kept.epoch if kept.whole else f"{kept.epoch}, in part",
         "rows of a batch": identity.get("batch_size", UNKNOWN),
         "shuffled": identity.get("shuffle", UNKNOWN),
-        "ended because": state.stop_reason or UNKNOWN,
+        "ended because": reason(trainer) or UNKNOWN,
         **_trained(trainer),
         **json_value(parameters_of(trainer)),
     }

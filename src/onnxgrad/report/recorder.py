@@ -27,6 +27,7 @@ from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.sparklines import StepLosses
 from onnxgrad.training.callbacks.tracker import parameters_of
+from onnxgrad.training.ending import Kept, reason
 from onnxgrad.training.failure import sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
@@ -166,10 +167,13 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Examine the trained model, and write the file."""
+        kept = Kept.of(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
             "after": histograms(state.weights),
             "stop_reason": state.stop_reason,
+            "reason": reason(trainer),
+            "kept": {"epoch": kept.epoch, "step": kept.step, "whole": kept.whole},
             "epochs": state.epoch,
             "step": state.step,
         }

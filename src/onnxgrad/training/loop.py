@@ -330,8 +330,7 @@ class Loop(Reported):
         results, history = self.evaluate(), self.state.history
         fine = np.isfinite(results["validation_loss"])
         if not fine.any():
-            kept = "the state after that epoch, whose training loss is finite, is kept"
-            raise self._diverged("the validation loss", kept)
+            raise self._diverged("the validation loss", "the state after that epoch is kept")
         if not fine.all():
             self.runner.freeze(np.flatnonzero(~fine).tolist(), not_finite=True)
         entry.update(results)

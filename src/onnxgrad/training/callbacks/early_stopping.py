@@ -141,6 +141,16 @@ class EarlyStopping(Callback):
             )
         self._restore(state, kept, late)
 
+    def reason(self, state: Any) -> str | None:
+        """Return why this callback has ended the training of a model; None if it has not."""
+        own = self.entry(state)
+        if state.members is not None or not own.get("stopped"):
+            return None
+        times = "epoch" if all("loss" in record for record in state.history) else "evaluation"
+        since = "" if own["epoch"] is None else f" since epoch {own['epoch']}"
+        plural = "s" * (own["waiting"] > 1)
+        return f"{self.monitor} has not improved for {own['waiting']} {times}{plural}{since}"
+
     def _restore(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
         """Restore the best weights and buffers, of a stack those of the members `late`."""
         members, entries = state.members, self._entries(state)
