@@ -16,22 +16,20 @@ class Watch(Callback):
 
     def __init__(self, stop: StopRequests) -> None:
         self.stop = stop
-        self.rows = self._first = 0
+        self.rows = 0
+        self._first = 0, 0  # epochs and rows that a resumed training has behind it
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
-        """Take notice of the rows that a resumed training has behind it."""
-        self._first = _rows(trainer.progress)
+        """Take notice of what a resumed training has behind it."""
+        self._first = trainer.progress.epoch, trainer.progress.rows
 
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Stop after a signal; from the first step on, signals wait for this event."""
         self.stop.hold()
-        self.rows = _rows(trainer.progress) - self._first
+        progress, (epoch, rows) = trainer.progress, self._first
+        self.rows = (progress.epoch - epoch) * (progress.total_rows or 0) + progress.rows - rows
         self.stop.check()
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
         """Stop after a signal."""
         self.stop.check()
-
-
-def _rows(progress: Any) -> int:
-    return progress.epoch * (progress.total_rows or 0) + progress.rows

@@ -29,6 +29,7 @@ from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.runner import micro_batches
 from onnxgrad.training.run.selection import Compiled
+from onnxgrad.training.run_length import check_length
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values
@@ -120,6 +121,7 @@ class Fit:
         fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
         runner = compiled.runner(self.recipe, source, fields, fixed, shared)
         rates = self._rates(state, None if self.further else source.batches, epochs)
+        state.epochs = None if self.further else epochs
         runner.step.warn(stacklevel=3)
         if runner.step.rounding:
             warnings.warn(straight_through_warning(runner.step.rounding), stacklevel=3)
@@ -135,6 +137,7 @@ class Fit:
             callbacks,
             order=lambda s: np.random.default_rng([s.seed, s.epoch]) if shuffle else None,
             last_epoch=first + epochs,
+            first_epoch=first,
             resumable=True,
             evaluate=None if held_out is None else self._validate,
             explain=self._explain,
@@ -229,6 +232,8 @@ class Fit:
             given = f"pass {argument('validation')} data"
             remedy = "partial_fit has none, call fit" if self.further else given
             raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
+        if batches is not None:
+            check_length(rate, state, batches, epochs)
         return rate.rates_of_training(state, None if batches is None else batches * epochs, k)
 
     def _state(

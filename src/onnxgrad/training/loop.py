@@ -37,6 +37,7 @@ class Loop(Reported):
     - `trainer`: what callbacks are shown.
     - `order`: returns the generator that orders the rows of an epoch; None for no other order.
     - `last_epoch`: the number of finished epochs at which training ends.
+    - `first_epoch`: that from which progress counts, as 0 of a training that is resumed.
     - `evaluate`: returns the entries that an evaluation adds to the history; None without data.
     - `evaluate_every`: epochs between two evaluations.
     - `explain`: says why the loss or a weight is not finite, and what helps.
@@ -56,6 +57,7 @@ class Loop(Reported):
     singly: bool = False  # whether every call of the runtime runs one batch
     log_steps: bool = False
     log_epochs: bool = False
+    first_epoch: int | None = None  # the present one
     explain: Callable[[Any], str] = lambda loop: "Lower the learning rate, or scale the data"
     control: Control = field(default_factory=Control)
     interrupts: Interrupts = field(default_factory=Interrupts)
@@ -63,7 +65,7 @@ class Loop(Reported):
     failed: tuple[Slice, np.ndarray, int] | None = None  # arguments of the run that gave NaN
 
     def __post_init__(self) -> None:
-        self._first_epoch = self.state.epoch
+        self._first_epoch = self.state.epoch if self.first_epoch is None else self.first_epoch
         self._began = self.runner.now.steps
         self._totals = self._resumed_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing

@@ -74,6 +74,7 @@ class TrainState:
 
     Attributes:
         epoch: number of finished epochs.
+        epochs: how many `fit` is to train; None in `partial_fit`.
         position: batches of the unfinished epoch that are done, 0 between epochs.
         pending: whether the events of the last step are still to come, as training broke off.
         running: sums of the unfinished epoch, as `Totals` keeps them.
@@ -104,6 +105,7 @@ class TrainState:
     """
 
     epoch: int = 0
+    epochs: int | None = None
     position: int = 0
     pending: bool = False
     running: dict[str, Any] = field(default_factory=dict)
@@ -361,7 +363,16 @@ class TrainState:
 
 _ARRAYS = ("weights", "slots", "buffers", "kept")
 _NUMBERS = (  # of `state.json`
-    *("epoch", "position", "pending", "running", "history", "learning_rate", "stop_reason"),
+    *(
+        "epoch",
+        "epochs",
+        "position",
+        "pending",
+        "running",
+        "history",
+        "learning_rate",
+        "stop_reason",
+    ),
     *("seed", "balanced", "schedule", "callbacks", "identity", "members"),
 )
 
