@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import pandas
 import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -222,8 +223,8 @@ def test_the_callback():
     proto = model("(float[N] x) => (float[N] y) { [grow] y = Exp(x) }")
     text = ask(lambda: (proto, {"x": np.float32([1, 200])}))
     assert text == (
-        "NanWatch: Exp (node 'grow', output 'y') gives infinity; its input 'x' is between 1 "
-        "and 200."
+        "In this step, Exp (node 'grow', output 'y') gives infinity; its input 'x' is between 1 "
+        "and 200"
     )
     assert "only finite values" in ask(lambda: (proto, {"x": np.float32([1])}))
     assert ask(lambda: None) == ""
@@ -233,7 +234,7 @@ def test_an_error_while_looking_does_not_hide_the_loss():
     def fail():
         raise MemoryError("too large")
 
-    assert ask(fail) == "NanWatch failed: too large"
+    assert ask(fail) == "Looking for the node at fault failed: too large"
 
 
 # -- the errors and warnings of trainers ----------------------------------------------------------
@@ -388,3 +389,51 @@ def test_labels_of_which_none_counts(trainer):
     if isinstance(trainer, og.Trainer):
         with pytest.raises(og.ConvergenceError, match=r"No label counts: [^.]*$"):
             trainer.fit(X[rows], Y[rows], validation=(X[rows], missing))
+
+
+# -- likely causes --------------------------------------------------------------------------------
+
+PLAIN = model(LINEAR % "y = MatMul(x, w)", w=np.float32([[1, 0], [0, 1]]))
+RNG = np.random.default_rng(0)
+SMALL, GOAL = (RNG.normal(size=(40, 2)).astype(np.float32) for _ in range(2))
+
+
+def large(array, value):
+    """Return a copy in which one number is `value`."""
+    array = array.copy()
+    array[7, 1] = value
+    return array
+
+
+def diverging(X, y, weight=None, rate=0.1, **more):
+    trainer = og.Trainer(PLAIN, "mse", optimizer="sgd", learning_rate=rate)
+    with pytest.raises(og.ConvergenceError) as caught:
+        trainer.fit(X, y, sample_weight=weight, epochs=60, shuffle=False, **more)
+    return str(caught.value)
+
+
+def test_the_rate_is_named_where_the_data_are_small():
+    text = diverging(SMALL, GOAL, rate=1e20)
+    assert text.endswith(". Lower the learning rate, 1e+20"), text
+
+
+@pytest.mark.parametrize("more", [{}, {"validation": (SMALL, GOAL)}, {"validation": 0.5}])
+@pytest.mark.parametrize("value", [3e3, 1e12])
+def test_a_number_that_is_large_is_named(value, more):
+    """Also where another batch fails, or that of the validation data."""
+    text = diverging(large(SMALL, value), GOAL, batch_size=4, **more)
+    assert f"The input 'x' reaches {value:.3g}: scale the data, or lower the" in text
+    table = pandas.DataFrame(large(SMALL, value), columns=["age", "income"])
+    assert f"The column 'income' reaches {value:.3g}: scale" in diverging(table, GOAL, **more)
+
+
+def test_a_label_that_is_large_is_named():
+    assert "The input 'label' reaches 1e+25" in diverging(SMALL, large(GOAL, 1e25))
+
+
+def test_weights_of_rows_that_are_large_are_named():
+    weight = np.ones(40, np.float32)
+    weight[7] = 3e38
+    text = diverging(SMALL, GOAL, weight)
+    assert "no matter of the learning rate" in text
+    assert "The largest sample_weight is 3e+38, and the median 1" in text

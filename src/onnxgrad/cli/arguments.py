@@ -19,7 +19,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.parallel import DataParallel, group_of
 from onnxgrad.schedules import compose
-from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.base import Schedule, number
 
 _RATES = {
     **dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad", "rmsprop", "rprop"), 0.01),
@@ -128,7 +128,9 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
     name, rate, warmup = options.schedule, options.learning_rate, options.warmup
     if name not in SCHEDULES:
         raise unknown("schedule", name, SCHEDULES)
-    if rate is None:
+    if rate is not None:
+        number("--learning-rate", rate)
+    else:
         rate = _RATES.get(options.optimizer, 0.001)
     chosen = dict(read_value("schedule-option", text) for text in options.schedule_option)
     check_options(f"option of schedule {name!r}", chosen, SCHEDULES[name], skip=1)

@@ -47,6 +47,11 @@ class Targets:
                 raise unknown("column", name, names)
         if len(set(own.names)) < len(own.names):
             raise DataError(f"a target is named twice: {', '.join(map(repr, own.names))}")
+        if options.sample_weight in own.names:
+            raise DataError(
+                f"--sample-weight {options.sample_weight} is the target: name the column of the "
+                "weights of rows, or leave it out"
+            )
         trained.copy().check_target(own.names)
         return own
 

@@ -97,7 +97,7 @@ def map_table(
     arrays = Fields(objective).arrays(parts)
     weights = None
     if weight is not None:
-        weights = table.cells([weight], "the weights").side_by_side()
+        weights = table.cells([weight], f"--sample-weight {weight}").weights()
     y = {name: arrays.pop(name) for name in labels if objective.labels}
     label: Any = next(iter(y.values())) if len(y) == 1 else y or None
     rows, names = len(next(iter(arrays.values()))), _stored_names(columns, lists, targets)

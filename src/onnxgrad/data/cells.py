@@ -72,6 +72,18 @@ class Cells(ColumnArrays):
         self.refuse_missing({name: bad(array) for name, array in self.values.items()})
         return next(iter(self.values.values())) if len(self.values) == 1 else self.texts()
 
+    def weights(self) -> np.ndarray:
+        """Return a column of weights of rows.
+
+        Raises:
+            DataError: one is negative, or all are 0.
+        """
+        weights = self.side_by_side()
+        self.refuse(weights < 0, weights, f"{self.title} must hold numbers of 0 or more, not")
+        if not weights.any():
+            raise DataError(f"{self.title} is 0 in all rows, so that none counts")
+        return weights
+
     def refuse(self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = "") -> None:
         """Raise if any of the values is wrong: the rule, the first one and the rows."""
         if wrong.any():

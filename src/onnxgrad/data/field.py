@@ -31,6 +31,7 @@ class Field:
     - `classes`: number of classes of a label; `ignored`: a class index that is allowed as well.
     - `allowed`: the `LabelBounds` of a loss.
     - `tables`: the tables that the input indexes.
+    - `is_weight`: whether it takes the weights of rows, of 0 or more.
     - `ignores_nan`: whether NaN stands for no label; None where no option can say so.
     """
 
@@ -43,6 +44,7 @@ class Field:
     tables: tuple[Table, ...] = ()
     ignores_nan: bool | None = None
     is_label: bool = False
+    is_weight: bool = False
 
     @classmethod
     def of(cls, x: ir.Value) -> Field:
@@ -75,7 +77,8 @@ class Field:
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
             _refuse(bad, rule + others, axis, remedy)
 
-        return self._values(array, repr(self.name), refuse)
+        what = named("sample_weight") if self.is_weight else repr(self.name)
+        return self._values(array, what, refuse)
 
     def _values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
         """Return numbers in the dtype of the input; `refuse` raises for those that it lacks."""
@@ -94,6 +97,8 @@ class Field:
             elif self.ignores_nan is not None and nan.any():
                 remedy = "; the option ignore_nan=True of the loss leaves out labels that are NaN"
             refuse(bad, f"{what}, as {self.dtype}, holds NaN or infinity", "", remedy)
+        if self.is_weight:
+            refuse(values < 0, f"{what} must hold numbers of 0 or more", "; others")
         if self.classes is not None:
             last = self.classes - 1 if isinstance(self.classes, int) else None
             wrong = (values < 0) if last is None else (values < 0) | (values > last)

@@ -275,6 +275,8 @@ def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
         raise ValueError(
             f"{named('class_weight')} must hold finite numbers of 0 or more, not {class_weight}"
         )
+    if classes is not None and not array.any():
+        raise ValueError(f"{named('class_weight')} is 0 for all classes, so that no row counts")
     return array
 
 

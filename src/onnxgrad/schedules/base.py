@@ -9,6 +9,8 @@ from math import isfinite
 from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
+from onnxgrad.errors import named
+
 if TYPE_CHECKING:
     from onnxgrad.schedules.rates import Rates
 
@@ -269,4 +271,4 @@ def select(schedule: Any) -> Schedule:
             f"a learning rate is a number or a schedule such as cosine(1e-3), not {schedule!r}; "
             "a function of the step is the method __call__ of a subclass of Schedule"
         ) from None
-    return Constant(number("the learning rate", rate))
+    return Constant(number(named("learning_rate"), rate))

@@ -17,12 +17,15 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.runtime.session import session
 from onnxgrad.training.batches import Batch
+from onnxgrad.training.callbacks.nan_watch import NanWatch
 from onnxgrad.training.failure import FailedStep
+from onnxgrad.training.magnitudes import large_numbers
+from onnxgrad.training.progress import shown
 
 Arrays = Mapping[str, np.ndarray]
 _RATE = "Lower the learning rate, or scale the data"
 _NO_TERM = "no label counts: all are ignored, or have the weight zero"
-_ELSEWHERE = f"Another process has the rows at fault, and names them. {_RATE}"
+_ELSEWHERE = "Another process has the rows at fault, and names them"
 _NO_MATTER = "This is no matter of the learning rate: with the weights of the file"
 
 
@@ -46,6 +49,7 @@ def cause_in_training(
     outputs: Sequence[str],
     batches: Iterable[Batch],
     otherwise: Callable[[], str | None] | None,
+    remedy: str = _RATE,
 ) -> str:
     """Return sentences that say why a loss or a weight is not finite, and what helps.
 
@@ -55,16 +59,17 @@ def cause_in_training(
         batches: those that may be at fault.
         otherwise: returns the sentences where the file computes finite numbers; None: a step of
             large weights, of which memory may not hold another copy.
+        remedy: what helps against numbers that grow too large.
     """
     try:
         texts = () if file is None else (cause_in_file(file, outputs, b) for b in batches)
         if text := next(filter(None, texts), None):
             return f"{_NO_MATTER}, {text}. Leave these rows out, or change that node"
         if otherwise is None:
-            return f"{_RATE}; NanWatch() names the node, which needs memory for the step once more"
-        return otherwise() or _RATE
+            return remedy
+        return otherwise() or remedy
     except Exception as e:
-        return f"{_RATE} (looking for the node at fault failed: {first_line(e)})"
+        return f"{remedy} (looking for the node at fault failed: {first_line(e)})"
 
 
 def cause_in_fit(
@@ -74,6 +79,8 @@ def cause_in_fit(
     failed_step: Callable[[], FailedStep | None],
     evaluator: Any,
     values: Arrays,
+    columns: Mapping[str, Sequence[str]] = {},
+    weight: str | None = None,
 ) -> str:
     """Return why a `Loop` ended: in a step, or else in a validation by an `Evaluator`.
 
@@ -84,19 +91,38 @@ def cause_in_fit(
         failed_step: returns the step that failed, as `find_failed_step`.
         evaluator: that of the validation data.
         values: the weights that it evaluates.
+        columns: the names of the columns of tables, by input.
+        weight: the input of sample weights.
     """
+    bad = [] if evaluator.failed is None else [evaluator.failed]
     if loop.failed is not None:
         piece, _, position = loop.failed
-        again = None if loop.runner.in_place else lambda: cause_in_step(failed_step())
-        return cause_in_training(file, outputs, piece.each(position), again)
+        bad = list(piece.each(position))
+    seen = [getattr(loop.source, "arrays", {}), *(batch.arrays for batch in bad)]
+    texts = (large_numbers(arrays, columns, weight) for arrays in seen)
+    data, rate = next(filter(None, texts), None), shown(loop.state.learning_rate, "g")
+    remedy = f"Lower the learning rate, {rate}"
+    if data is not None:
+        remedy = f"{_upper(data)}: scale the data, or lower the learning rate, {rate}"
+    if loop.failed is not None:
+        if loop.runner.in_place and not any(isinstance(c, NanWatch) for c in loop.callbacks.all):
+            remedy += "; NanWatch() names the node, which needs memory for the step once more"
+        again = None if loop.runner.in_place else lambda: cause_in_step(failed_step(), remedy, data)
+        return cause_in_training(file, outputs, bad, again, remedy)
     if evaluator.failed is None and loop.runner.of_several:
-        return _ELSEWHERE
-    bad = [] if evaluator.failed is None else [evaluator.failed]
-    return cause_in_training(file, outputs, bad, lambda: _at_end(evaluator.cause(values)))
+        return f"{_ELSEWHERE}. {remedy}"
+    return cause_in_training(
+        file, outputs, bad, lambda: _at_end(evaluator.cause(values), remedy), remedy
+    )
 
 
-def cause_in_step(step: FailedStep | None) -> str | None:
-    """Return which node of a step computes NaN or infinity, and what helps; None if none does."""
+def cause_in_step(
+    step: FailedStep | None, remedy: str = _RATE, data: str | None = None
+) -> str | None:
+    """Return which node of a step computes NaN or infinity, and what helps; None if none does.
+
+    `remedy` helps against numbers that grow too large, and `data` names large ones, if any are.
+    """
     if step is None:
         return None
     arrays, rows, of = step.batch
@@ -120,11 +146,10 @@ def cause_in_step(step: FailedStep | None) -> str | None:
                 n.op_type == "Cast" and n.attribute[0].i in HALVES for n in losses.graph.node
             )
             given = argument("precision", "float32")
-            remedy = f". It computes in 16 bits: {given} does not" if half else ""
-            return (
-                f"{_NO_MATTER} and a rate of zero, it is the same. {_upper(where)}, {text}{remedy}"
-            )
-    return _at_end(f"{where}, {text}")
+            more = f". It computes in 16 bits: {given} does not" if half else ""
+            more += f". {_upper(data)}" if data is not None else ""
+            return f"{_NO_MATTER} and a rate of zero, it is the same. {_upper(where)}, {text}{more}"
+    return _at_end(f"{where}, {text}", remedy)
 
 
 def cause_in_evaluation(
@@ -154,8 +179,8 @@ def cause_in_evaluation(
         return f"looking for the node at fault failed: {first_line(e)}"
 
 
-def _at_end(clause: str) -> str:
-    return _upper(clause) if clause == _NO_TERM else f"{_upper(clause)}. {_RATE}"
+def _at_end(clause: str, remedy: str) -> str:
+    return _upper(clause) if clause == _NO_TERM else f"{_upper(clause)}. {remedy}"
 
 
 def _upper(clause: str) -> str:

@@ -24,7 +24,7 @@ from onnxgrad.data.torch_data import (
     is_map_style,
     is_stream,
 )
-from onnxgrad.errors import argument, unknown
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.objectives import LABEL
 from onnxgrad.training.batches import PREFETCHED, ArraySource, BatchSource, ReaderSource, Slice
 from onnxgrad.training.fields import Fields
@@ -164,21 +164,26 @@ class Dataset:
             ValueError: X is no table, or has no such column.
         """
         others, columns = {"y": self.y, "sample_weight": self.sample_weight}, column_names(self.X)
-        named = {
+        columns_of = {
             key: _names(value, key)
             for key, value in others.items()
             if isinstance(value, str) or (columns is not None and _is_named(value))
         }
-        if not named:
+        if not columns_of:
             return self.X, self.y, self.sample_weight
         if columns is None:
-            key, name = next(iter(named.items()))
+            key, name = next(iter(columns_of.items()))
             raise ValueError(f"{key}={name} names columns, and X is no table with named columns")
-        taken = [name for each in named.values() for name in each or ()]
+        taken = [name for each in columns_of.values() for name in each or ()]
+        if twice := [name for name in taken if taken.count(name) > 1]:
+            raise ValueError(
+                f"the column {twice[0]!r} is both label and weight: {named('sample_weight')} "
+                "must be another one"
+            )
         if wrong := next((name for name in taken if name not in columns), None):
             raise unknown("column", wrong, columns)
         rest = Part(self.X, [name for name in columns if name not in taken])
-        parts = {key: Part(self.X, each or ()) for key, each in named.items()}
+        parts = {key: Part(self.X, each or ()) for key, each in columns_of.items()}
         return rest, parts.get("y", self.y), parts.get("sample_weight", self.sample_weight)
 
     def arrays(self, fields: Fields) -> dict[str, np.ndarray]:
@@ -231,6 +236,8 @@ class Dataset:
         batch_size = min(batch_size, rows := count_rows(arrays, axes))
         if batch_size < rows:
             fields.axes(arrays, cut=True)
+        if fields.weight in arrays and not arrays[fields.weight].any():
+            raise ValueError(f"{named('sample_weight')} is 0 in all rows, so that none counts")
         source = ArraySource(arrays, axes, batch_size)
         fields.check_batch(batch_size)
         return source

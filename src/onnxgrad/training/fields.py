@@ -58,6 +58,7 @@ class Fields:
         for x, name in zip(inputs, names, strict=True):
             assert x.dtype is not None
             limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
+            limits["is_weight"] = name == self.weight
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
                 limits |= {"ignores_nan": of.ignore_nan, "is_label": True}

@@ -121,7 +121,6 @@ class Fit:
         fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
         runner = compiled.runner(self.recipe, source, fields, fixed, shared)
         rates = self._rates(state, None if self.further else source.batches, epochs)
-        state.epochs = None if self.further else epochs
         runner.step.warn(stacklevel=3)
         if runner.step.rounding:
             warnings.warn(straight_through_warning(runner.step.rounding), stacklevel=3)
@@ -156,7 +155,8 @@ class Fit:
         read, values = self.recipe.plan.read_outputs(trainer.proto), trainer.evaluated()
         if trainer.members is not None:  # none has a finite loss: the first is as good as others
             values = {name: array[0] for name, array in values.items()}
-        return cause_in_fit(loop, trainer.file, read, failed, self.evaluator, values)
+        known = self.names.columns, self.evaluator.fields.weight
+        return cause_in_fit(loop, trainer.file, read, failed, self.evaluator, values, *known)
 
     def _validate(self) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
@@ -213,15 +213,12 @@ class Fit:
 
     def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
         trainer = self.trainer
-        if trainer.members is None:
-            return self._rates_of(trainer.learning_rate, state, batches, epochs)
-        return OfMembers(
-            [
-                self._rates_of(rate, state, batches, epochs, k)
-                for k, rate in enumerate(trainer.learning_rates)
-            ],
-            state,
-        )
+        rates = [
+            self._rates_of(rate, state, batches, epochs, None if trainer.members is None else k)
+            for k, rate in enumerate(trainer.learning_rates or [trainer.learning_rate])
+        ]
+        state.epochs = None if self.further else epochs
+        return rates[0] if trainer.members is None else OfMembers(rates, state)
 
     def _rates_of(
         self, rate: Any, state: TrainState, batches: int | None, epochs: int, k: int | None = None

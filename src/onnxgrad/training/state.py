@@ -363,17 +363,8 @@ class TrainState:
 
 _ARRAYS = ("weights", "slots", "buffers", "kept")
 _NUMBERS = (  # of `state.json`
-    *(
-        "epoch",
-        "epochs",
-        "position",
-        "pending",
-        "running",
-        "history",
-        "learning_rate",
-        "stop_reason",
-    ),
-    *("seed", "balanced", "schedule", "callbacks", "identity", "members"),
+    *("epoch", "epochs", "position", "pending", "running", "history", "learning_rate"),
+    *("stop_reason", "seed", "balanced", "schedule", "callbacks", "identity", "members"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from onnxgrad.errors import first_line
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.training.callbacks.base import Callback, Control
 
@@ -27,10 +28,16 @@ class NanWatch(Callback):
         `trainer.failed_step()` returns the model of one step, and its inputs that failed; None if
         no step failed, as where the loss of validation data is not finite.
         """
-        failed = trainer.failed_step()
-        if failed is None:
-            return None
-        reason = first_not_finite(*failed)
+        loop = getattr(getattr(trainer, "setup", None), "loop", None)
+        if loop is not None and not loop.runner.in_place:
+            return None  # the error names the node itself
+        try:
+            failed = trainer.failed_step()
+            if failed is None:
+                return None
+            reason = first_not_finite(*failed)
+        except Exception as e:
+            return f"Looking for the node at fault failed: {first_line(e)}"
         if reason is None:
-            return "NanWatch: run again on the CPU, this step computes only finite values."
-        return f"NanWatch: {reason}."
+            return "Run again on the CPU, this step computes only finite values"
+        return f"In this step, {reason}"
