@@ -20,12 +20,7 @@ from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.parallel import DataParallel, group_of
 from onnxgrad.schedules import compose
 from onnxgrad.schedules.base import Schedule, number
-
-_RATES = {
-    **dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad", "rmsprop", "rprop"), 0.01),
-    "adadelta": 1.0,
-    "lion": 1e-4,
-}
+from onnxgrad.training.arguments import usual_rate
 
 
 def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
@@ -131,7 +126,7 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
     if rate is not None:
         number("--learning-rate", rate)
     else:
-        rate = _RATES.get(options.optimizer, 0.001)
+        rate = usual_rate(optimizer(options))
     chosen = dict(read_value("schedule-option", text) for text in options.schedule_option)
     check_options(f"option of schedule {name!r}", chosen, SCHEDULES[name], skip=1)
     steps = int(warmup) if warmup is not None and warmup >= 1 else warmup

@@ -127,7 +127,7 @@ class WeightOptions:
 class OptimizerOptions:
     """How weights move."""
 
-    optimizer: str = option(OPTIMIZERS + ".", "adam", autocompletion=optimizers)
+    optimizer: str = option(OPTIMIZERS + ".", "adamw", autocompletion=optimizers)
     optimizer_option: list[str] = option(
         "Option of the optimizer, as b1=0.95; repeat for several.", [], metavar="NAME=VALUE"
     )

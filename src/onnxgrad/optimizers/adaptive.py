@@ -19,6 +19,7 @@ class _Moments(Optimizer):
     So one node less is needed for each, and squares of small gradients do not vanish.
     """
 
+    usual_rate = 1e-3
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -181,6 +182,7 @@ class ScaleByAdagrad(Optimizer):
     Duchi, Hazan & Singer 2011.
     """
 
+    usual_rate = 1e-2
     lr_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
@@ -206,6 +208,7 @@ class ScaleByAdadelta(Optimizer):
     a <- rho a + (1 - rho) d^2.  Zeiler 2012, arXiv:1212.5701.
     """
 
+    usual_rate = 1.0
     rho: float = 0.9
     eps: float = 1e-6
     slots = ("v", "steps")
@@ -224,6 +227,7 @@ class ScaleByRms(Optimizer):
     m <- a m + (1 - a) u, and v - m^2 under the root.  Tieleman & Hinton 2012; Graves 2013.
     """
 
+    usual_rate = 1e-2
     alpha: float = 0.99
     eps: float = 1e-8
     centered: bool = False
@@ -253,6 +257,7 @@ class Rprop(Optimizer):
     has its own course, and a schedule of the learning rate has no effect, as in PyTorch.
     """
 
+    usual_rate = 1e-2
     etas: tuple[float, float] = (0.5, 1.2)
     step_sizes: tuple[float, float] = (1e-6, 50.0)
     slots = ("last", "size")
@@ -281,6 +286,7 @@ class Rprop(Optimizer):
 class ScaleByLion(Optimizer):
     """u -> sign(b1 m + (1 - b1) u);  m <- b2 m + (1 - b2) u.  Chen et al. 2023, 2302.06675."""
 
+    usual_rate = 1e-4
     b1: float = 0.9
     b2: float = 0.99
     slots = ("m",)

@@ -61,6 +61,8 @@ class Optimizer:
             `evaluated` without setting it.
         first_step: number of the first step, counted from 0, that may change a weight or a slot;
             until then, gradients are zero where all of them are needed at once.
+        usual_rate: the learning rate of a training that is given none; None: 0.001, or that of
+            another transform of a chain.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -82,6 +84,7 @@ class Optimizer:
     joint: bool = False
     averages: bool = False
     first_step: int = 0
+    usual_rate: float | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -167,6 +170,12 @@ class Composite(Optimizer):
     def first_step(self) -> int:  # type: ignore[override]
         """Return the first step of the last member that begins."""
         return max(member.first_step for member in self.members)
+
+    @property
+    def usual_rate(self) -> float | None:  # type: ignore[override]
+        """Return the learning rate of the first member that has a usual one."""
+        rates = (member.usual_rate for member in self.members)
+        return next((rate for rate in rates if rate is not None), None)
 
     def check_names(self, names: Iterable[str]) -> None:
         """Check the patterns of all members."""

@@ -108,6 +108,7 @@ class Orthogonalize(Optimizer):
     PyTorch computes NS in bfloat16; here it has the dtype of the weight.
     """
 
+    usual_rate = 1e-3
     momentum: float = 0.95
     nesterov: bool = True
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)

@@ -21,6 +21,7 @@ class ScaleByLearningRate(Optimizer):
         True
     """
 
+    usual_rate = 1e-2
     rate_first = True
     elementwise = True
 

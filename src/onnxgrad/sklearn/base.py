@@ -51,7 +51,7 @@ class OnnxEstimator(BaseEstimator):
     loss: Any = None
     loss_options: Mapping[str, Any] | None = None
     optimizer: str | Optimizer = "adam"
-    learning_rate: Any = 1e-3
+    learning_rate: Any = None
     max_iter: int = 100
     batch_size: int | str = "auto"
     shuffle: bool = True
@@ -222,7 +222,8 @@ class OnnxEstimator(BaseEstimator):
         changed = {name for name in new if not same(new[name], old[name])}
         if changed == {"learning_rate"}:
             old["learning_rate"] = self.learning_rate
-            self._network.trainer.learning_rate = select_rate(self.learning_rate)
+            trainer = self._network.trainer
+            trainer.learning_rate = select_rate(self.learning_rate, trainer.optimizer)
         elif changed:
             self._renew()
 

@@ -54,7 +54,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             computes them.
         loss_options: options of a loss that is a name.
         optimizer: name or optimizer of onnxgrad.
-        learning_rate: number or schedule.
+        learning_rate: number or schedule. None: that of the optimizer, as for `Trainer`.
         max_iter: largest number of epochs.
         batch_size: rows of a step; "auto" is 200, or all rows if they are fewer.
         shuffle: whether the rows are ordered anew for every epoch.

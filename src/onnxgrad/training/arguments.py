@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import named, unknown
+from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.base import LearningRate, select as select_schedule
 
 
@@ -26,6 +27,15 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     return value
 
 
-def select_rate(rate: Any) -> LearningRate:
-    """Return the learning rate for a number, which is a constant one, or an object."""
+def usual_rate(optimizer: Optimizer) -> float:
+    """Return the learning rate of a training that is given none."""
+    return 1e-3 if optimizer.usual_rate is None else optimizer.usual_rate
+
+
+def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
+    """Return the learning rate for a number, which is a constant one, for an object, or None.
+
+    None is the usual rate of the optimizer.
+    """
+    rate = usual_rate(optimizer) if rate is None else rate
     return rate if isinstance(rate, LearningRate) else select_schedule(rate)

@@ -55,7 +55,7 @@ class TrainerBase(Settings):
         loss: Any = None,
         *,
         optimizer: str | Optimizer = "adamw",
-        learning_rate: Any = 1e-3,
+        learning_rate: Any = None,
         train: str | Iterable[str] | None = None,
         freeze: str | Iterable[str] = (),
         train_ranges: bool = False,
@@ -79,7 +79,8 @@ class TrainerBase(Settings):
         parallel: DataParallel | bool | None = None,
     ) -> None:
         self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
-        self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
+        self.optimizer = select_optimizer(optimizer)
+        self.learning_rate = select_rate(learning_rate, self.optimizer)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
         self.mix = check_mix(mix)

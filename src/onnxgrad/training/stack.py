@@ -60,7 +60,8 @@ class TrainerStack(TrainerBase):
             mean and standard deviation that they have in the model. "glorot": they are drawn by
             Glorot's rule. Others, such as biases, are the model's. Member k draws by `seed` and k.
         optimizer: one for all, by name or as an object, or a list of one for each member.
-        learning_rate: a number or a schedule for all, or a list of one for each member.
+        learning_rate: a number or a schedule for all, or a list of one for each member. None:
+            that of the optimizer, as for `Trainer`.
         train: as for `Trainer`.
         freeze: as for `Trainer`.
         train_ranges: as for `Trainer`.
@@ -123,7 +124,7 @@ class TrainerStack(TrainerBase):
         weights: Sequence[Mapping[str, Any]] | None = None,
         init: str = "model",
         optimizer: str | Optimizer | Sequence[str | Optimizer] = "adamw",
-        learning_rate: Any = 1e-3,
+        learning_rate: Any = None,
         train: str | Iterable[str] | None = None,
         freeze: str | Iterable[str] = (),
         train_ranges: bool = False,
@@ -183,7 +184,7 @@ class TrainerStack(TrainerBase):
     ) -> None:
         """Let members begin with their weights; raise `ValueError` if all members are equal."""
         self.members, self.optimizers, self.parallel = len(optimizers), optimizers, False
-        self.learning_rates = [select_rate(rate) for rate in rates]
+        self.learning_rates = [*map(select_rate, rates, optimizers)]
         self.callbacks.check_members()
         own, count = self.state.weights, len(self.optimizers)
         if weights is None:

@@ -32,6 +32,8 @@ class Trainer(TrainerBase):
             that is the loss, called "loss" or the only one with a single number.
         optimizer: name or optimizer, such as `adamw(weight_decay=0.01)`.
         learning_rate: number, a constant rate; or a schedule such as `cosine(1e-3, warmup=100)`.
+            None: 0.001 for Adam and its kin, 0.01 for SGD and its kin, 1 for Adadelta, 0.0001 for
+            Lion.
         train: names of float tensors of the model, and patterns as "layer4.*", that train; they
             match aliases, too, and patterns choose among weights: see `trainable`, which shows what
             they do. None: those that train by default.
