@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import onnxgrad as og
-from commands import as_json, invoke, succeed, write_all
+from commands import as_json, invoke, succeed, weights, write_all
 from onnxgrad.cli.watch import Watch
 from running import run_named
 
@@ -183,7 +183,19 @@ def test_a_divergence_after_the_best_epoch(here):
         np.mean((y[:, 0] - rows[:, 2]) ** 2), rel=1e-5
     )
     assert f"trained.onnx holds the weights of epoch {kept + 1}" in result.stderr
-    assert (
-        made["reason"].startswith("the validation loss became NaN")
-        or "the loss or" in made["reason"]
-    )
+    assert "became NaN or infinite" in made["reason"]
+    assert "the best weights so far are kept" in made["reason"]
+
+
+def test_a_divergence_in_the_first_step(here):
+    """There is no epoch to show, and the weights are those of before."""
+    before = weights("linear.onnx")
+    options = ("--optimizer", "sgd", "--lr", 1e38, "--batch-size", 40, "--validation", 0)
+    result = invoke(*LINE, *options, "--json")
+    made = json.loads(result.stdout)
+    assert (made["epoch"], made["step"], made["loss"]) == (0, 0, None)
+    assert "trained.onnx holds the weights as they were" in result.stderr
+    shown = invoke(*LINE, *options, "--overwrite").stdout
+    assert "epoch" not in shown
+    for name, array in weights("trained.onnx").items():
+        np.testing.assert_array_equal(array, before[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -130,7 +130,8 @@ class Report:
     def show(self, console: Console) -> None:
         """Print a table of losses and metrics, the speed, and what was written."""
         with ignoring_closed_output():
-            console.print(self._table())
+            if shown := self._epochs():
+                console.print(_table(shown))
             console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
         if self.job.trainer.state.stop_reason in ("max_iter", "callback"):
             say(f"{reason(self.job.trainer)}; the model has {self.kept}", console)
@@ -147,23 +148,6 @@ class Report:
         for remark in self.job.task.remarks:
             say(remark, console)
 
-    def _table(self) -> Table:
-        """Return a table with a column for each epoch that matters, and a row for each number."""
-        titles: dict[int, list[str]] = {}
-        columns: dict[int, dict[str, Any]] = {}
-        for title, entry in self._epochs().items():
-            titles.setdefault(entry["epoch"], []).append(title)
-            columns[entry["epoch"]] = entry
-        numbers = sorted(columns)
-        heads = [f"epoch {n}\n{', '.join(titles[n])}" for n in numbers]
-        table = Table("", *heads)
-        for name in dict.fromkeys(name for n in numbers for name in columns[n]):
-            if name == "loss" or name.startswith(_VALIDATION):
-                title = "training loss" if name == "loss" else name.replace("_", " ")
-                cells = [_shown(name, columns[n].get(name)) for n in numbers]
-                table.add_row(Text(printable(title)), *map(Text, cells))
-        return table
-
     def _epochs(self) -> dict[str, dict[str, Any]]:
         """Return the entries of the first, the best, the last and the kept epoch."""
         trainer, found = self.job.trainer, {}
@@ -178,6 +162,23 @@ class Report:
         if self.kept.step:
             found["kept"] = self.of_file
         return found
+
+
+def _table(entries: Mapping[str, dict[str, Any]]) -> Table:
+    """Return a table with a column for each epoch, which may have several titles."""
+    titles: dict[int, list[str]] = {}
+    columns: dict[int, dict[str, Any]] = {}
+    for title, entry in entries.items():
+        titles.setdefault(entry["epoch"], []).append(title)
+        columns[entry["epoch"]] = entry
+    numbers = sorted(columns)
+    table = Table("", *(f"epoch {n}\n{', '.join(titles[n])}" for n in numbers))
+    for name in dict.fromkeys(name for n in numbers for name in columns[n]):
+        if name == "loss" or name.startswith(_VALIDATION):
+            title = "training loss" if name == "loss" else name.replace("_", " ")
+            cells = [_shown(name, columns[n].get(name)) for n in numbers]
+            table.add_row(Text(printable(title)), *map(Text, cells))
+    return table
 
 
 def _shown(name: str, value: Any) -> str:

@@ -164,7 +164,7 @@ def warmup(schedule: Schedule | float, steps: int | float, start: float = 0.0) -
         schedule: the schedule after the warm-up, or a number, a constant rate. Its `steps=None` is
             the rest of the run, and metrics count for it once the warm-up is over.
         steps: number of steps of the warm-up, or its share of the run, between 0 and 1. A shorter
-            run ends within the warm-up.
+            run ends within the warm-up, with a warning.
         start: the rate of step 0, of 0 or more.
 
     Raises:

@@ -160,8 +160,9 @@ class TrainerBase(Settings):
                 batch of several; 1 where a file of one row carries a state.
             shuffle: whether the rows are ordered anew for every epoch, by the trainer's `seed`.
             resume: folder of a `Checkpoint`: go on where its newest one was written, with equal
-                arguments and data; the result is the same bit for bit. Without any, training begins
-                anew if a `Checkpoint` callback writes to that folder.
+                arguments and data; the result is the same bit for bit. `epochs` may be others
+                where learning rates do not depend on it. Without any, training begins anew if a
+                `Checkpoint` callback writes to that folder.
 
         Raises:
             ValueError: invalid arguments or data, before anything is trained; a checkpoint of

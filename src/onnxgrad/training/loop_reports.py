@@ -66,6 +66,9 @@ class Reported:
         recent = ", ".join(shown(v, ".6g") for v in self.state.losses[-5:]) or "none"
         reason = self.callbacks.on_not_finite(self.trainer, self.state, self.control)
         number = self._number + (what != "the validation loss")
+        restoring = (c.key for c in self.callbacks.all if getattr(c, "restore", False))
+        if any(self.state.kept.get(key) for key in restoring):
+            kept = "the best weights so far are kept"
         rate = shown(self.state.learning_rate, "g")
         if self.state.members is not None:
             what += " of all members"
