@@ -437,3 +437,17 @@ def test_weights_of_rows_that_are_large_are_named():
     text = diverging(SMALL, GOAL, weight)
     assert "no matter of the learning rate" in text
     assert "The largest sample_weight is 3e+38, and the median 1" in text
+
+
+def test_labels_that_do_not_count_hide_no_large_one():
+    linear = og.Trainer(PLAIN, "mse", optimizer="sgd", loss_options={"ignore_nan": True})
+    goal = large(GOAL, 1e25)
+    goal[3] = np.nan
+    with pytest.raises(og.ConvergenceError, match="The input 'label' reaches 1e"):
+        linear.fit(SMALL, goal, epochs=3)
+
+
+def test_the_rates_of_a_stack_are_named():
+    stack = og.TrainerStack(PLAIN, "mse", optimizer="sgd", learning_rate=[1e20, 1e25])
+    with pytest.raises(og.ConvergenceError, match=r"Lower the learning rate, 1e\+20 to 1e\+25"):
+        stack.fit(SMALL, GOAL, epochs=9)

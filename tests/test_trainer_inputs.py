@@ -414,7 +414,7 @@ def test_weights_of_labels_in_all_forms_of_data(name, per, accumulate):
     [
         (np.ones((40, 2)), {}, r"one for each row, or in the shape of the labels \(40, 3\)"),
         (np.ones((40, 3)), {"loss": "dice"}, "shape .rows,., not .40, 3.: the terms of this loss"),
-        (np.full((40, 3), np.nan), {}, "'weight', as float32, holds NaN"),
+        (np.full((40, 3), np.nan), {}, "sample_weight, as float32, holds NaN"),
     ],
 )
 def test_weights_that_do_not_fit(weight, options, message):

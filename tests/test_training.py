@@ -671,8 +671,9 @@ def test_wrong_batches():
         trainer().fit([(x, y), (x, y[:3])])
     with pytest.raises(ValueError, match="the iterable gave no batch"):
         trainer().fit(x, y, X_val=iter([]))
-    weighted = trainer(model, batch_size=47).fit([(x, y, y[:, 0])])
-    whole = trainer(model, batch_size=47).fit(x, y, y[:, 0])
+    weight = abs(y[:, 0])
+    weighted = trainer(model, batch_size=47).fit([(x, y, weight)])
+    whole = trainer(model, batch_size=47).fit(x, y, weight)
     np.testing.assert_allclose(weighted.trained_coef_["w"], whole.trained_coef_["w"], rtol=1e-5)
 
 

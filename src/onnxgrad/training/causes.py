@@ -100,10 +100,10 @@ def cause_in_fit(
         bad = list(piece.each(position))
     seen = [getattr(loop.source, "arrays", {}), *(batch.arrays for batch in bad)]
     texts = (large_numbers(arrays, columns, weight) for arrays in seen)
-    data, rate = next(filter(None, texts), None), shown(loop.state.learning_rate, "g")
-    remedy = f"Lower the learning rate, {rate}"
+    data, rate = next(filter(None, texts), None), loop.state.learning_rate
+    remedy = "Lower the learning rate" + ("" if rate is None else f", {shown(rate, 'g')}")
     if data is not None:
-        remedy = f"{_upper(data)}: scale the data, or lower the learning rate, {rate}"
+        remedy = f"{_upper(data)}: scale the data, or l{remedy[1:]}"
     if loop.failed is not None:
         if loop.runner.in_place and not any(isinstance(c, NanWatch) for c in loop.callbacks.all):
             remedy += "; NanWatch() names the node, which needs memory for the step once more"

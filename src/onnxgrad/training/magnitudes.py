@@ -27,22 +27,22 @@ def large_numbers(
     for name, array in arrays.items():
         if array.dtype.kind != "f" or not array.size:
             continue
-        sizes = np.abs(array.astype(np.float64))
+        names = columns.get(name, ())
+        by_column = len(names) == array.shape[-1] if array.ndim else False
+        flat = array.reshape(-1, len(names) if by_column else 1)
+        ends = np.fmin.reduce(flat), np.fmax.reduce(flat)  # NaN is a label that does not count
+        sizes = np.abs(np.stack(ends).astype(np.float64)).max(axis=0)
         largest = float(sizes.max())
         what = f"the input {name!r}"
         if name == weight:
-            usual = float(np.median(sizes[sizes > 0])) if largest else 1.0
+            usual = float(np.median(array[array > 0])) if largest else 1.0
             what = f"the largest {named('sample_weight')}"
             shown = f"is {largest:.3g}, and the median {usual:.3g}"
             largest /= usual
         else:
             shown = f"reaches {largest:.3g}"
-            names = columns.get(name, ())
-            if len(names) > 1 and array.shape[-1] == len(names):
-                last = sizes.reshape(-1, len(names)).max(axis=0)
-                what = f"the column {names[int(last.argmax())]!r}"
-            elif len(names) == 1:
-                what = f"the column {names[0]!r}"
+            if by_column:
+                what = f"the column {names[int(sizes.argmax())]!r}"
         if largest > _LARGE:
             found.append((largest, f"{what} {shown}"))
     return max(found)[1] if found else None
