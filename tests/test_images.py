@@ -189,7 +189,7 @@ def test_folders_that_cannot_be_used(folder, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=r"no image in '.*empty'"):
         assert image_folder(folder, 8).classes == sorted([*COLORS, "empty"])
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match="pip install pillow"):
+    with pytest.raises(ImportError, match=r"pip install 'onnxgrad\[images\]'"):
         image_folder(folder, 8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import shlex
@@ -14,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from packaging.requirements import Requirement
 from pyarrow import parquet
 
 import onnxgrad
@@ -90,7 +92,7 @@ def test_scikit_learn_and_torch_are_not_needed():
     python("-c", code)
     code = "import sys; sys.modules['sklearn'] = None\nimport onnxgrad\n"
     code += "try: onnxgrad.OnnxClassifier\nexcept ImportError as e: print(e)"
-    assert "pip install onnxgrad[sklearn]" in python("-c", code)
+    assert "pip install 'onnxgrad[sklearn]'" in python("-c", code)
 
 
 def test_names():
@@ -166,6 +168,70 @@ def test_a_suite_that_finds_no_case_fails(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
     assert "Empty parameter set in 'test'" in done.stdout
+
+
+# -- extras ------------------------------------------------------------------------------------
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {
+    extra: {Requirement(text).name.lower() for text in texts}
+    for extra, texts in PROJECT["optional-dependencies"].items()
+    if extra not in ("bench", "docs", "release", "test")
+}
+OF_DEPENDENCIES = {"google", "ml_dtypes", "markupsafe", "click"}  # which these cannot do without
+NOTEBOOKS = {"IPython"}  # imported only where it runs already
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+
+
+def calls_and_imports() -> tuple[list[ast.Call], set[str]]:
+    calls, imported = [], set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                calls.append(node)
+            elif isinstance(node, ast.Import):
+                imported |= {name.name.partition(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module).partition(".")[0])
+    return calls, imported
+
+
+def test_each_optional_import_has_an_extra():
+    """A module that is no dependency is in an extra; and no extra is left without an import."""
+    calls, imported = calls_and_imports()
+    dependencies = {Requirement(text).name.replace("-", "_") for text in PROJECT["dependencies"]}
+    known = {*sys.stdlib_module_names, "onnxgrad", *dependencies, *OF_DEPENDENCIES, *NOTEBOOKS}
+    found = {DISTRIBUTIONS.get(m, m).replace("_", "-") for m in imported - known}
+    found |= {name.lower() for name, _ in named_extras(calls)}  # of callbacks: by `optional`
+    assert found == set().union(*EXTRAS.values())
+
+
+def named_extras(calls: list[ast.Call]) -> list[tuple[str, str]]:
+    """Return the package and the extra that each error of a missing package names."""
+    named = []
+    for call in calls:
+        words = [getattr(a, "value", None) for a in call.args]
+        if getattr(call.func, "id", "") == "not_installed" and isinstance(words[1], str):
+            named.append((words[1], words[2]))
+        elif getattr(call.func, "id", "") == "optional":
+            named.append((words[2], words[1]))
+    return named
+
+
+def test_errors_of_missing_packages_name_the_extra_that_installs_them():
+    named = named_extras(calls_and_imports()[0])
+    assert len(named) > 12
+    assert [pair for pair in named if pair[0].lower() not in EXTRAS.get(pair[1], ())] == []
+
+
+def test_commands_that_install_name_extras():
+    """In pages, errors and examples, the extras of `pip install` exist."""
+    found = 0
+    for path in TEXTS:
+        for names in re.findall(r"pip install [^`\n]*\[([a-z,]+)\]", path.read_text()):
+            found += 1
+            assert set(names.split(",")) <= set(PROJECT["optional-dependencies"]), path
+    assert found > 8
 
 
 # -- the documents ----------------------------------------------------------------------------

@@ -255,17 +255,17 @@ def test_names_that_mlflow_refuses(mlflow):
 
 
 @pytest.mark.parametrize(
-    ("make", "modules"),
+    ("make", "extra", "modules"),
     [
-        (lambda: TensorBoard("a"), ("tensorboardX", "torch.utils.tensorboard")),
-        (MLflow, ("mlflow",)),
-        (WeightsAndBiases, ("wandb",)),
+        (lambda: TensorBoard("a"), "tensorboard", ("tensorboardX", "torch.utils.tensorboard")),
+        (MLflow, "mlflow", ("mlflow",)),
+        (WeightsAndBiases, "wandb", ("wandb",)),
     ],
 )
-def test_what_to_install(make, modules, monkeypatch):
+def test_what_to_install(make, extra, modules, monkeypatch):
     for name in modules:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"pip install {modules[0]}"):
+    with pytest.raises(ImportError, match=rf"{modules[0]}: pip install 'onnxgrad\[{extra}\]'"):
         make()
 
 

@@ -243,6 +243,11 @@ def first_number() -> int:
     return _face.first
 
 
+def not_installed(what: str, package: str, extra: str) -> ImportError:
+    """Return the error of what needs an optional package, which an extra of this one installs."""
+    return ImportError(f"{what} needs {package}: pip install 'onnxgrad[{extra}]'")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of `error`, without the source location in C++."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -16,7 +16,7 @@ import numpy as np
 from onnxgrad.data.image_files import is_image, open_image, pillow
 from onnxgrad.data.images import RandomFlip, named_transform
 from onnxgrad.data.readers import IndexedReader, describe_files
-from onnxgrad.errors import unknown
+from onnxgrad.errors import not_installed, unknown
 from onnxgrad.graph.shapes import Dims
 
 _GRAY = 114  # around images, as detectors are used to
@@ -294,7 +294,7 @@ def _read_yolo(path: Path, part: str | None) -> _Files:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
-        raise ImportError(f"{str(path)!r} needs PyYAML: pip install pyyaml") from e
+        raise not_installed(f"reading {str(path)!r}", "pyyaml", "detection") from e
     read = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(read, Mapping) or "names" not in read or "train" not in read:
         raise ValueError(f"{str(path)!r} must name 'train' and 'names'")

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.errors import not_installed
+
 SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
 _ORIENTATION, _TURNED = 0x0112, 5  # in Exif, and from which number on sides are swapped
 
@@ -18,7 +20,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as e:
-        raise ImportError("images need Pillow: pip install pillow") from e
+        raise not_installed("reading images", "pillow", "images") from e
     return Image
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
 from onnxgrad.data.images import CenterCrop, RandomFlip, Resize, named_transform
 from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.errors import not_installed
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _IGNORED = -100
@@ -229,7 +230,7 @@ def _decode_rle(rle: dict[str, Any]) -> np.ndarray:
     try:
         from pycocotools import mask as coco  # type: ignore[import-untyped]
     except ImportError as e:
-        raise ImportError("RLE masks of COCO need pycocotools: pip install pycocotools") from e
+        raise not_installed("reading RLE masks of COCO", "pycocotools", "detection") from e
     packed = coco.frPyObjects(rle, *rle["size"]) if isinstance(rle["counts"], list) else rle
     return np.asarray(coco.decode(packed))
 

@@ -18,6 +18,7 @@ import numpy as np
 from onnxgrad.data.audio import resample
 from onnxgrad.data.class_folders import number_classes
 from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.errors import not_installed
 
 SUFFIXES = frozenset(".wav .flac .ogg .mp3 .aiff .aif .opus".split())
 _ENDS = ("start", "end")
@@ -136,9 +137,8 @@ def _channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, 
     try:
         import soundfile
     except ImportError as e:
-        raise ImportError(
-            f"{str(path)!r} is no WAV of 16 or 32 bits: pip install soundfile reads others"
-        ) from e
+        what = f"{str(path)!r}, which is no WAV of 16 or 32 bits,"
+        raise not_installed(what, "soundfile", "sound") from e
     try:
         data, rate = soundfile.read(path, always_2d=True, dtype="float32")
     except (soundfile.SoundFileError, TypeError) as e:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.errors import not_installed
 from onnxgrad.language.chat import ChatTemplate, read_template
 
 FILE, CONFIG, VOCABULARY = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
@@ -22,7 +23,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as e:
-        raise ImportError("texts need tokenizers: pip install 'onnxgrad[text]'") from e
+        raise not_installed("reading texts", "tokenizers", "text") from e
     return tokenizers
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.errors import not_installed
 from onnxgrad.metrics.base import Metric, PredictionInfo
 
 Boxes = Sequence[np.ndarray]
@@ -84,7 +85,7 @@ def _coco() -> Any:
     try:
         from pycocotools import coco, cocoeval  # type: ignore[import-untyped]
     except ImportError as e:
-        raise ImportError("mean average precision needs pip install pycocotools") from e
+        raise not_installed("mean average precision", "pycocotools", "detection") from e
     return coco.COCO, cocoeval.COCOeval
 
 

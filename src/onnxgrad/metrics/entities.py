@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from onnxgrad.errors import not_installed
 from onnxgrad.metrics.base import Metric, PredictionInfo
 
 
@@ -38,7 +39,7 @@ class EntityF1(Metric):
         try:
             from seqeval import scheme as schemes
         except ImportError as e:
-            raise ImportError("the F1 of entities needs seqeval: pip install seqeval") from e
+            raise not_installed("the F1 of entities", "seqeval", "entities") from e
         self.classes, self.options = list(classes), {}
         if scheme is not None:
             if not isinstance(known := getattr(schemes, scheme, None), type):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from onnxgrad.errors import not_installed
 from onnxgrad.metrics.base import Metric, PredictionInfo
 
 
@@ -43,7 +44,7 @@ class TextErrorRate(Metric):
         try:
             import rapidfuzz  # noqa: F401
         except ImportError as e:
-            raise ImportError("error rates of texts need rapidfuzz: pip install rapidfuzz") from e
+            raise not_installed("the error rate of texts", "rapidfuzz", "ocr") from e
         self.read, self.unit, self.name = read, unit, "cer" if unit == "characters" else "wer"
 
     def begin(self, prediction: PredictionInfo) -> None:

@@ -17,7 +17,7 @@ from weakref import ref
 
 import numpy as np
 
-from onnxgrad.errors import ProcessLostError, argument, first_line
+from onnxgrad.errors import ProcessLostError, argument, first_line, not_installed
 
 PATIENCE = 60.0  # seconds that a process which failed waits for the others to fail, too
 _POLL, _TAG, _SHOWN = 0.2, 31_999, 200
@@ -202,12 +202,20 @@ class TorchGroup(_Processes):
         return self._distributed.distributed_c10d._get_default_store()
 
 
+def mpi() -> Any:
+    """Import `mpi4py.MPI`, which enters the group of the processes that `mpirun` has started."""
+    try:
+        from mpi4py import MPI
+    except ImportError as e:
+        raise not_installed("a process that mpirun has started", "mpi4py", "mpi") from e
+    return MPI
+
+
 class MpiGroup(_Processes):
     """The processes that `mpirun` has started."""
 
     def __init__(self) -> None:
-        from mpi4py import MPI
-
+        MPI = mpi()
         super().__init__()
         end_together()
         self._engine, self._mpi, self._all = ref(MPI), MPI, MPI.COMM_WORLD

@@ -16,6 +16,7 @@ from onnxgrad.parallel.engines import (
     MpiGroup,
     TorchGroup,
     Wait,
+    mpi,
     world,
 )
 from onnxgrad.runtime.session import process_count
@@ -170,7 +171,7 @@ def join() -> bool:
     Return whether this process is the first one, or the only one.
     """
     if process_count(*_MPI_SIZES) > 1:
-        import mpi4py.MPI  # noqa: F401  # which enters it
+        mpi()
     elif process_count("WORLD_SIZE") > 1 and "MASTER_ADDR" in os.environ:
         import torch.distributed as distributed
 

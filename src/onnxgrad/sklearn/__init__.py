@@ -1,11 +1,11 @@
 """Estimators with the manners of scikit-learn, whose network is an ONNX model."""
 
+from onnxgrad.errors import not_installed
+
 try:
     import sklearn
 except ImportError as e:
-    raise ImportError(
-        "OnnxClassifier and OnnxRegressor need scikit-learn: pip install onnxgrad[sklearn]"
-    ) from e
+    raise not_installed("an estimator", "scikit-learn", "sklearn") from e
 
 from onnxgrad.sklearn.classifier import OnnxClassifier
 from onnxgrad.sklearn.regressor import OnnxRegressor

@@ -14,7 +14,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import check_is_fitted, has_fit_parameter
 
 from onnxgrad.data.columns import is_table
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, not_installed
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.read import read
 
@@ -59,10 +59,8 @@ def convert_estimator(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelPr
     try:
         from skl2onnx import to_onnx
     except ImportError as e:
-        raise ImportError(
-            f"model={type(model).__name__} is converted by skl2onnx: pip install skl2onnx, or pass "
-            "an ONNX model"
-        ) from e
+        what = f"model={type(model).__name__}, which is no ONNX model,"
+        raise not_installed(what, "skl2onnx", "sklearn") from e
     if isinstance(model, FrozenEstimator):
         model = model.estimator
     try:

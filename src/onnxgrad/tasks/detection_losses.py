@@ -283,7 +283,9 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as e:
-        raise ImportError("matching queries to boxes needs scipy: pip install scipy") from e
+        raise ImportError(
+            "matching queries to boxes needs scipy: pip install 'onnxgrad[detection]'"
+        ) from e
     gains = _GAINS["detr"]
 
     def write(op: Any, prediction: ir.Value, label: ir.Value) -> Sequence:

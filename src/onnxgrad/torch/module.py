@@ -11,16 +11,17 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.errors import not_installed, printable, unknown
+
 try:
     import torch
     from torch import Tensor, nn
 except ImportError as e:
-    raise ImportError("onnxgrad.torch needs PyTorch: pip install 'onnxgrad[torch]'") from e
+    raise not_installed("onnxgrad.torch", "torch", "torch") from e
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.partition import RECOMPUTE
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import set_precision
 from onnxgrad.graph.shapes import is_real

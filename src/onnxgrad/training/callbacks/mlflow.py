@@ -32,7 +32,7 @@ class MLflow(Tracker):
         >>> from onnxgrad.training.callbacks.mlflow import MLflow
         >>> try:
         ...     callbacks = [MLflow(experiment="vision", run_name="a")]
-        ... except ImportError:  # pip install mlflow
+        ... except ImportError:  # pip install 'onnxgrad[mlflow]'
         ...     callbacks = []
     """
 
@@ -76,4 +76,4 @@ class MLflow(Tracker):
 
 
 def _mlflow() -> Any:
-    return optional("MLflow", "mlflow")
+    return optional("MLflow", "mlflow", "mlflow")

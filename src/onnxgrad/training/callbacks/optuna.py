@@ -49,7 +49,7 @@ class OptunaPruning(Callback):
         if every not in ("epoch", "evaluation"):
             raise unknown("every", every, ("epoch", "evaluation"))
         self.trial, self.monitor, self.every = trial, monitor, every
-        optional("OptunaPruning", "optuna")
+        optional("OptunaPruning", "optuna", "optuna")
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Check the direction of the study, and report what the trial has not got yet."""
@@ -80,7 +80,8 @@ class OptunaPruning(Callback):
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Raise `optuna.TrialPruned` if the study prunes the trial."""
         if self._pruned and state.stop_reason not in (*UNFINISHED, "not finite"):
-            optuna, reported = optional("OptunaPruning", "optuna"), self.entry(state)["reported"]
+            optuna = optional("OptunaPruning", "optuna", "optuna")
+            reported = self.entry(state)["reported"]
             raise optuna.TrialPruned(f"pruned at {self.every} step {reported}")
 
     def _report(self, record: dict[str, Any], state: Any, control: Control) -> None:

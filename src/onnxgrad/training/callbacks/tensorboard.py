@@ -29,7 +29,7 @@ class TensorBoard(Tracker):
         >>> from onnxgrad.training.callbacks.tensorboard import TensorBoard
         >>> try:
         ...     callbacks = [TensorBoard("runs/a")]
-        ... except ImportError:  # pip install tensorboardX
+        ... except ImportError:  # pip install 'onnxgrad[tensorboard]'
         ...     callbacks = []
     """
 
@@ -65,4 +65,5 @@ def _cell(value: Any) -> str:
 
 def _writer() -> Any:
     """Return the class `SummaryWriter`; tensorboardX first, as it does not import PyTorch."""
-    return optional("TensorBoard", "tensorboardX", "torch.utils.tensorboard").SummaryWriter
+    module = optional("TensorBoard", "tensorboard", "tensorboardX", "torch.utils.tensorboard")
+    return module.SummaryWriter

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import not_installed, printable
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.progress import by_member
 
@@ -149,8 +149,10 @@ def parameters_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-def optional(callback: str, *modules: str) -> Any:
+def optional(callback: str, extra: str, *modules: str) -> Any:
     """Return the first of `modules` that is installed, for a callback that needs one.
+
+    `extra` of onnxgrad installs the first.
 
     Raises:
         ImportError: none is; it says what to install.
@@ -161,4 +163,4 @@ def optional(callback: str, *modules: str) -> Any:
             return import_module(name)
         except ImportError as e:
             error = error or e
-    raise ImportError(f"{callback} needs {modules[0]}: pip install {modules[0]}") from error
+    raise not_installed(callback, modules[0], extra) from error

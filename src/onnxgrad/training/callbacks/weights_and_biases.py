@@ -31,7 +31,7 @@ class WeightsAndBiases(Tracker):
         >>> from onnxgrad.training.callbacks.weights_and_biases import WeightsAndBiases
         >>> try:
         ...     callbacks = [WeightsAndBiases(project="vision", mode="offline")]
-        ... except ImportError:  # pip install wandb
+        ... except ImportError:  # pip install 'onnxgrad[wandb]'
         ...     callbacks = []
     """
 
@@ -77,4 +77,4 @@ class WeightsAndBiases(Tracker):
 
 
 def _wandb() -> Any:
-    return optional("WeightsAndBiases", "wandb")
+    return optional("WeightsAndBiases", "wandb", "wandb")
