@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import html
+import io
 import json
 import re
 import shutil
@@ -18,7 +20,7 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from commands import as_json, invoke, refused, succeed, write_all
-from onnxgrad.report import measures
+from onnxgrad.report import figures, measures
 from onnxgrad.report.run import load_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -78,7 +80,7 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "link", "path", "use", "polyline", "rect", "line", "circle"):
+        if tag not in ("meta", "link", "img", "path", "use", "polyline", "rect", "line", "circle"):
             self.open.append(tag)
         self.cells += [""] * (tag in ("td", "th"))
 
@@ -181,10 +183,24 @@ def test_confusions_and_worst_rows_are_those_of_scikit_learn(tmp_path):
     assert [v["prediction"] for v in values] == [[k] for k in predicted[worst].tolist()]
     page = Text(page_of(tmp_path))
     start = page.cells.index("ant")
+    right = int(np.trace(expected))
+    assert f"Accuracy {right / 40:.4g} over 40 labels, {right} of them right." in page.text
     rows = np.array(page.cells[start + 3 : start + 15]).reshape(3, 4)
     assert rows[:, 0].tolist() == ["ant", "bee", "cow"]
     np.testing.assert_array_equal(rows[:, 1:].astype(int), expected)
     assert {"ant", "bee", "cow"} >= {page.cells[page.cells.index("score") + 3]}
+
+
+def test_an_accuracy_of_one_is_written_with_digits(tmp_path):
+    labels = og.Trainer(network(3), "cross_entropy").predict(X).argmax(axis=1)
+    trained(tmp_path, label=labels, epochs=1)  # what it predicts before training
+    run = recorded(tmp_path)
+    run["examined"]["outputs"][0]["confusion"] = [[0, 0, 30], [1, 1, 40], [2, 2, 2]]
+    run["history"][-1]["validation_accuracy"] = 1.0
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    page = Text(page_of(tmp_path)).text
+    assert "Accuracy 1.00 over 72 labels, 72 of them right." in page
+    assert re.search(r"validation accuracy\s*1\.00", page)
 
 
 def test_residuals_are_those_of_numpy(tmp_path):
@@ -333,6 +349,127 @@ def test_a_page_is_replaced_only_if_it_may_be(tmp_path):
         og.write_report(tmp_path, overwrite=False)
     page.write_text("")
     assert og.write_report(tmp_path).read_text()
+
+
+# -- curves ---------------------------------------------------------------------------------------
+
+
+def drawn(tmp_path, losses, name="loss"):
+    """Return the curve of a history of these losses: its points in SVG, and what is said below."""
+    log = tmp_path / "log.json"
+    log.write_text(json.dumps([{"step": 4 * i + 4, name: v} for i, v in enumerate(losses)]))
+    page = page_of(log)
+    figure = page[page.index("<figcaption>") : page.index("</figure>")]
+    [line] = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--c0\)', figure)
+    points = np.array(re.findall(r"[ML] (\S+) (\S+)", line), float)
+    [said] = re.findall(r"Outside of the axis[^<]*", figure) or [""]
+    return points, said
+
+
+def test_the_first_epoch_does_not_flatten_the_others(tmp_path):
+    losses = [2.3, 0.5, 0.42, 0.38, 0.35, 0.33, 0.3, 0.29]
+    points, said = drawn(tmp_path, losses)
+    assert said == "Outside of the axis: 2.3 at step 4."
+    heights = points[:, 1].max() - points[:, 1]  # of the picture, whose axis y goes down
+    slope = (heights[1] - heights[-1]) / (losses[1] - losses[-1])
+    assert heights[1] - heights[-1] > 100  # points; the figure has 194
+    np.testing.assert_allclose(np.diff(heights[1:]), slope * np.diff(losses[1:]), atol=0.01)
+
+
+def test_an_axis_that_fits_all_values_shows_all(tmp_path):
+    for losses in ([1.0, 0.8, 0.6, 0.4, 0.2], [0.5, 1.0, 1.0, 1.0], [3.0, 1.0], [2.0]):
+        assert drawn(tmp_path, losses)[1] == ""
+
+
+def test_values_of_several_decades_have_a_logarithmic_axis(tmp_path):
+    losses = [10.0**-i for i in range(6)]
+    points, said = drawn(tmp_path, losses)
+    assert said == ""
+    np.testing.assert_allclose(np.diff(points[:, 1]), np.diff(points[:, 1])[0], atol=0.01)
+    points, said = drawn(tmp_path, [1e6, 2.0, 1.9, 1.8, 1.7])  # one value is no decade
+    assert said == "Outside of the axis: 1e+06 at step 4."
+    np.testing.assert_allclose(np.diff(points[1:, 1]), np.diff(points[1:, 1])[0], atol=0.01)
+
+
+def test_points_outside_of_an_axis_are_counted(tmp_path):
+    losses = np.random.default_rng(0).uniform(0.1, 0.2, 200)
+    losses[:4] = 5.0, 4.0, 3.0, 2.0
+    losses[100] = 7.0
+    _, said = drawn(tmp_path, losses.tolist(), "score")
+    assert said == "Outside of the axis: 5 points, the farthest 7 at step 404."
+
+
+def test_small_curves_are_cut_alike():
+    losses = [9.0, 0.5, 0.4, 0.3, 0.2]
+    heights = [float(y) for y in re.findall(r",(\S+?)[ \"]", str(figures.spark(losses)))]
+    np.testing.assert_allclose(heights, [2, 2, 2 + 28 / 3, 2 + 56 / 3, 30], atol=0.01)
+
+
+# -- rows that are files --------------------------------------------------------------------------
+
+
+def image_files(folder):
+    """Write images of two sizes, a class a shade of gray; return their names and shades."""
+    image = pytest.importorskip("PIL.Image")
+    shades = {}
+    for k, kind in enumerate(("dark", "light")):
+        (folder / kind).mkdir(parents=True)
+        for i in range(10):
+            shade, size = 60 + 100 * k + 4 * i, (200, 100) if i % 2 else (8, 8)
+            pixels = np.full((*size[::-1], 3), shade, np.uint8)
+            image.fromarray(pixels).save(folder / kind / f"{BAD[:4]}{i}.png")
+            shades[f"{kind}/{BAD[:4]}{i}.png"] = (shade, size)
+    return shades
+
+
+def test_worst_rows_of_a_folder_have_names_and_pictures(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    shades = image_files(tmp_path / "images")
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]> f (float[N,3,5,5] x) => (float[N,2] y) {
+            m = ReduceMean <keepdims = 0> (x, axes)  y = MatMul(m, w) }""")
+    model.graph.initializer.append(numpy_helper.from_array(np.int64([2, 3]), "axes"))
+    weights = np.float32([[1, -1], [1, -1], [1, -1]])  # lighter images are of class 0: wrong
+    model.graph.initializer.append(numpy_helper.from_array(weights, "w"))
+    trainer = og.Trainer(
+        model, "cross_entropy", learning_rate=1e-6, callbacks=[og.Recorder(tmp_path / "run")]
+    )
+    trainer.fit(og.image_folder(tmp_path / "images", 5), epochs=1, validation=0.5)
+    worst = recorded(tmp_path / "run")["examined"]["worst"]
+    assert len(worst) == 10
+
+    def loss(name):
+        score = np.float64([3, -3]) * shades[name][0] / 255
+        return np.log(np.exp(score).sum()) - score[int(name.startswith("light"))]
+
+    found = [row["file"] for row in worst]
+    assert found == sorted(found, key=loss, reverse=True)
+    np.testing.assert_allclose([row["loss"] for row in worst], [*map(loss, found)], rtol=1e-3)
+    for row in worst:
+        shade, size = shades[row["file"]]
+        head, _, data = row["picture"].partition(",")
+        shown = image.open(io.BytesIO(base64.b64decode(data)))
+        assert head == f"data:image/{shown.format.lower()};base64"
+        assert shown.size == ((64, 32) if size == (200, 100) else size)
+        assert abs(np.asarray(shown).astype(int) - shade).max() <= 1
+        assert len(data) < 4000
+    page = Text(page_of(tmp_path / "run"))
+    sources = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert sources == [row["picture"] for row in worst]
+    assert all(name in page.text for name in found)
+
+
+def test_pictures_of_a_file_that_are_none_are_left_out(tmp_path):
+    trained(tmp_path)
+    run = recorded(tmp_path)
+    good = "data:image/png;base64,AAAA"
+    pictures = ["https://a.b/c.png", f'{good}" onload="alert(1)', 3, "data:text/html,<b>", good]
+    for row, picture in zip(run["examined"]["worst"], pictures, strict=False):
+        row |= {"file": f"{BAD}.png", "picture": picture}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    tags = Text(page_of(tmp_path)).tags
+    assert [a["src"] for tag, a in tags if tag == "img"] == [good]
+    assert "script" not in {tag for tag, _ in tags}
 
 
 # -- names are data -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Figures of a report, as SVG in the text of the page: their colours are those of the page."""
+"""Figures of a report, as SVG in the text of the page: their colors are those of the page."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from markupsafe import Markup
 
 from onnxgrad.training.callbacks.sparklines import points
 
-SERIES = 6  # colours of lines
-_INK, _GRID = "#010203", "#040506"  # stand for colours of the page, which light and dark mode set
+SERIES = 6  # colors of lines
+_INK, _GRID = "#010203", "#040506"  # stand for colors of the page, which light and dark mode set
 _LINES = [f"#0a0b{i:02d}" for i in range(SERIES)]
 _LOG = 100  # ratio of the largest to the smallest value from which an axis is logarithmic
+_STRETCH = 3  # how many times as long as for most values an axis may be for all
+_MARKED = 10  # points of a line outside of the axis that are marked
+_ROOM = 0.08  # of an axis beyond most values
 _WIDTH, _HEIGHT = 100, 32  # of small figures
 
 Series = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
@@ -24,29 +27,82 @@ Series = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title, and the names of its lines in the order of their colours."""
+    """A figure with its title, and the names of its lines in the order of their colors."""
 
     title: str
     svg: Markup
     names: list[str]
+    note: str = ""
 
 
 def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
     """Return lines over steps. Values that are not finite are left out.
 
-    With `log`, the axis of values is logarithmic if these are of several orders of magnitude.
+    With `log`, the axis of values is logarithmic if these are of several orders of magnitude. Where
+    a few values, such as those of the first epoch, would flatten the others, the axis ends before
+    them; marks and the note of the chart say so.
     """
     figure, axes = _axes("step")
     kept = [(name, *_finite(x, y)) for name, x, y in series]
     every = [v for _, _, y in kept for v in y]
     for color, (_, x, y) in zip(_LINES, kept, strict=False):
         axes.plot(x, y, color=color, linewidth=1.6, marker="." if len(x) <= 40 else None)
+    note = ""
     if every and min(every) == max(every):  # an axis around it, not around its rounding
         axes.set_ylim(every[0] - abs(every[0] or 1), every[0] + abs(every[0] or 1))
-    elif log and every and min(every) > 0 and max(every) / min(every) >= _LOG:
-        axes.set_yscale("log")
+    elif every:
+        logarithmic, most = scale([y for _, _, y in kept], log)
+        if logarithmic:
+            axes.set_yscale("log")
+        if most is not None:
+            note = _end_axis(axes, kept, most, logarithmic)
     names = [name for name, _, _ in kept[:SERIES]] if len(kept) > 1 else []
-    return Chart(title, _svg(figure, title), names)
+    return Chart(title, _svg(figure, title), names, note)
+
+
+def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[float, float] | None]:
+    """Return whether the axis of some lines is logarithmic, and the range of most of their values.
+
+    The range is None if all values fit: an axis for all is less than `_STRETCH` times as long.
+    """
+    every, most = [v for y in lines for v in y], [v for y in lines for v in _most(y)]
+    log = log and min(every) > 0 and max(every) / min(every) >= _LOG
+    measure = math.log10 if log else float
+    inner = measure(max(most)) - measure(min(most))
+    if not 0 < _STRETCH * inner <= measure(max(every)) - measure(min(every)):
+        return log, None
+    return log and max(most) / min(most) >= _LOG, (min(most), max(most))
+
+
+def _most(values: Sequence[float]) -> list[float]:
+    """Return the values without those of the first tenth, and the extreme ones of many."""
+    rest = sorted(values[max(1, len(values) // 10) :] or values)
+    extreme = len(rest) // 50
+    return rest[extreme : len(rest) - extreme]
+
+
+def _end_axis(axes: Any, lines: Sequence[Series], most: tuple[float, float], log: bool) -> str:
+    """End the axis of values a little beyond `most`, mark what is outside, and return a note."""
+    low, high = map(math.log10, most) if log else most
+    low, high = low - _ROOM * (high - low), high + _ROOM * (high - low)
+    low, high = (10**low, 10**high) if log else (low, high)
+    axes.set_ylim(low, high)
+    outside = []
+    for color, (_, x, y) in zip(_LINES, lines, strict=False):
+        beyond = [(a, v) for a, v in zip(x, y, strict=True) if not low <= v <= high]
+        outside += beyond
+        if len(beyond) <= _MARKED:
+            for a, v in beyond:
+                mark, edge = ("^", high) if v > high else ("v", low)
+                axes.plot(a, edge, mark, color=color, markersize=6, clip_on=False)
+    if not outside:
+        return ""
+    step, value = max(outside, key=lambda point: max(point[1] - high, low - point[1]))
+    if len(outside) == 1:
+        return f"Outside of the axis: {value:.4g} at step {step:.0f}."
+    return (
+        f"Outside of the axis: {len(outside)} points, the farthest {value:.4g} at step {step:.0f}."
+    )
 
 
 def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
@@ -71,7 +127,12 @@ def bars(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
 
 
 def spark(values: Sequence[float | None], color: int = 0) -> Markup:
-    """Return a small line without axes."""
+    """Return a small line without axes, cut where a few values would flatten the others."""
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    most = scale([finite], False)[1] if finite else None
+    if most is not None:
+        low, high = most
+        values = [v if v is None or math.isnan(v) else min(max(v, low), high) for v in values]
     line = Markup('<polyline points="{}" class="c{}"/>').format(
         points(values, _WIDTH, _HEIGHT), color
     )
@@ -143,7 +204,7 @@ def _axes(xlabel: str, ylabel: str = "") -> tuple[Any, Any]:
 
 
 def _svg(figure: Any, title: str) -> Markup:
-    """Return a figure as an element of HTML, with the colours of the page."""
+    """Return a figure as an element of HTML, with the colors of the page."""
     from matplotlib import rc_context
 
     out = io.StringIO()

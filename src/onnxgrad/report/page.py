@@ -119,7 +119,10 @@ def _number(value: Any) -> str:
         return "–" if value is None else str(value)
     if not math.isfinite(value):
         return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    text = f"{value:.4g}"
+    return f"{value:.2f}" if len(text.strip("-")) == 1 else text  # an accuracy of 1 is 1.00
 
 
 def _bytes(value: float) -> str:

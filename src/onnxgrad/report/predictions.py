@@ -15,7 +15,8 @@ import numpy as np
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.metric_batch import Batch
 from onnxgrad.report.measures import histogram
-from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.report.row_files import describe_row
+from onnxgrad.training.batches import ArraySource, BatchSource, ReaderSource
 from onnxgrad.training.judges import prediction_info
 
 WORST = 20  # rows
@@ -138,7 +139,12 @@ class Examination:
             "first": self.first,
             "outputs": [{"name": p.info.prediction, **p.result()} for p in parts.values()],
             "worst": [
-                {"row": self._number(-i, source), "loss": loss, "values": shown}
+                {
+                    "row": self._number(-i, source),
+                    "loss": loss,
+                    "values": shown,
+                    **self._file(-i, source),
+                }
                 for loss, i, shown in worst
             ],
         }
@@ -154,6 +160,14 @@ class Examination:
     def _number(self, row: int, source: BatchSource) -> int:
         numbers = getattr(source, "numbers", None) if self.numbers is None else self.numbers
         return self.first + (row if numbers is None else int(numbers[row]))
+
+    def _file(self, row: int, source: BatchSource) -> dict[str, str]:
+        """Return the name and the picture of the file of a row, where rows are files."""
+        if not isinstance(source, ReaderSource):
+            return {}
+        return describe_row(
+            source.reader, row if source.numbers is None else int(source.numbers[row])
+        )
 
 
 def _keep(worst: list[Any], entry: tuple[float, int, Any]) -> None:

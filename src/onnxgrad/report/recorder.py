@@ -31,7 +31,7 @@ from onnxgrad.training.ending import Kept, reason
 from onnxgrad.training.failure import sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
-_STEPS = 1000  # points of the loss by step: then neighbours are joined
+_STEPS = 1000  # points of the loss by step: then neighbors are joined
 _LINES = 400  # of the text of the model
 
 
@@ -260,7 +260,7 @@ def _try(
 
 
 def _join_neighbors(steps: list[list[Any]]) -> None:
-    """Join neighbours if there are too many points: the mean of their losses, weighted by rows."""
+    """Join neighbors if there are too many points: the mean of their losses, weighted by rows."""
     if len(steps) <= _STEPS:
         return
     pairs = list(zip(steps[0::2], steps[1::2], strict=False))

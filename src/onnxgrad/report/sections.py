@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ DRAWN = 48  # weights
 CLASSES = 20  # of a matrix of confusions
 CONFUSIONS = 20  # pairs that are listed instead
 _VALIDATION = "validation_"
+_PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/]+=*")
 _KNOWN = ("step", "epoch", "loss", "learning_rate", f"{_VALIDATION}loss")
 
 Run = Mapping[str, Any]
@@ -31,8 +33,9 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
     for name in _metrics(history):
         values = [r[name] for r in history if _is_number(r.get(name))]
         shown.append((_title(name), values[-1], "last evaluation"))
-    shown += [("epochs", run.get("epochs") or _last(history, "epoch"), ""),
-              ("steps", run.get("step") or _last(history, "step"), "")]  # fmt: skip
+    for title, key, column in (("epochs", "epochs", "epoch"), ("steps", "step", "step")):
+        count = run.get(key) or _last(history, column)
+        shown.append((title, int(count) if _is_number(count) else None, ""))
     return shown
 
 
@@ -76,7 +79,11 @@ def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
                 "name": name,
                 **weights[name],
                 "curves": {
-                    kind: {"svg": figures.spark(values), "last": values[-1]}
+                    kind: {
+                        "svg": figures.spark(values),
+                        "first": next(filter(_is_number, values)),
+                        "last": values[-1],
+                    }
                     for kind, values in curves.items()
                     if any(map(_is_number, values))
                 },
@@ -108,7 +115,7 @@ def outputs(run: Run) -> list[dict[str, Any]]:
 
 
 def worst(run: Run) -> list[dict[str, Any]]:
-    """Return the rows with the largest loss, with the names of classes."""
+    """Return the rows with the largest loss, with the names of classes and of files."""
     classes, rows, keys = run.get("classes"), [], ("label", "prediction", "score")
     for row in (run.get("examined") or {}).get("worst", ()):
         values = []
@@ -117,7 +124,10 @@ def worst(run: Run) -> list[dict[str, Any]]:
             texts = (_texts(value.get(k), None if k == "score" else names) for k in keys)
             values.append(dict(zip(keys, texts, strict=True)))
         columns = [keys if "score" in value else keys[:2] for value in row["values"]]
-        rows.append({**row, "values": values, "columns": columns})
+        picture = row.get("picture")
+        shown = picture if isinstance(picture, str) and _PICTURE.fullmatch(picture) else None
+        more = {"file": row.get("file"), "picture": shown, "columns": columns}
+        rows.append({**row, **more, "values": values})
     return rows
 
 
@@ -137,6 +147,7 @@ def _confusions(output: Mapping[str, Any], classes: Sequence[str] | None) -> dic
     shown = {
         **output,
         "total": total,
+        "hits": hits,
         "accuracy": hits / total if total else None,
         "names": [class_name(i, classes) for i in range(min(count, CLASSES))],
         "matrix": None,
