@@ -110,7 +110,13 @@ def _environment() -> Environment:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"num": _number, "bytes": _bytes, "time": _time, "safe_text": printable_lines}
+    made.filters |= {
+        "num": _number,
+        "score": _score,
+        "bytes": _bytes,
+        "time": _time,
+        "safe_text": printable_lines,
+    }
     return made
 
 
@@ -119,10 +125,13 @@ def _number(value: Any) -> str:
         return "–" if value is None else str(value)
     if not math.isfinite(value):
         return "–"
-    if isinstance(value, int):
-        return f"{value:,}"
-    text = f"{value:.4g}"
-    return f"{value:.2f}" if len(text.strip("-")) == 1 else text  # an accuracy of 1 is 1.00
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _score(value: Any) -> str:
+    """Return a number in the form of `_number`, a float of one digit with two more: 1.00."""
+    text = _number(value)
+    return f"{value:.2f}" if isinstance(value, float) and text.strip("-").isdigit() else text
 
 
 def _bytes(value: float) -> str:
