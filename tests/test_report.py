@@ -203,6 +203,22 @@ def test_an_accuracy_of_one_is_written_with_digits(tmp_path):
     assert re.search(r"validation accuracy\s*1\.00", page)
 
 
+def test_the_numbers_are_those_of_the_weights_that_are_kept(tmp_path):
+    trainer = trained(tmp_path)
+    run = recorded(tmp_path)
+    kept = {"epoch": 2, "step": 8, "whole": True}
+    run |= {"kept": kept, "stop_reason": "callback", "reason": f"loss stood {BAD}"}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    page = Text(page_of(tmp_path)).text
+    assert f"It ended as loss stood {BAD}." in page
+    assert "The weights are those of step 8, in epoch 2, and so are the numbers below." in page
+    middle = trainer.history[1]
+    assert re.search(rf"loss\s*{middle['loss']:.4g}\s*lowest", page)
+    assert re.search(rf"validation loss\s*{middle['validation_loss']:.4g}\s*lowest", page)
+    accuracy = middle["validation_accuracy"]
+    assert re.search(rf"validation accuracy\s*{accuracy:.4g}0?\s*at step 8", page)
+
+
 def test_residuals_are_those_of_numpy(tmp_path):
     trainer = trained(tmp_path, "squared_error", Y)
     found = recorded(tmp_path)["examined"]

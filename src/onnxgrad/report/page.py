@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 _KEYS = (  # of a run; those that are missing were not recorded
-    *("source", "begun", "seconds", "stop_reason", "peak_memory", "epochs", "step", "history"),
+    *(
+        "source",
+        "begun",
+        "seconds",
+        "stop_reason",
+        "reason",
+        "kept",
+        "peak_memory",
+        "epochs",
+        "step",
+        "history",
+    ),
     *("steps", "norms", "weights", "before", "after", "examined", "operators", "model", "about"),
     "samples",
     *("parameters", "environments", "classes"),

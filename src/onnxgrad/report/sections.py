@@ -21,18 +21,23 @@ Run = Mapping[str, Any]
 
 
 def tiles(run: Run) -> list[tuple[str, Any, str]]:
-    """Return the most important numbers: a title, a value, and a remark."""
-    history = run.get("history") or []
+    """Return the most important numbers: a title, a value, and a remark.
+
+    Losses and metrics are those of the weights that are kept, if it is known which ones these are.
+    """
+    history, step = run.get("history") or [], (run.get("kept") or {}).get("step")
+    kept = next((r for r in history if r["step"] == step), {})
     shown: list[tuple[str, Any, str]] = []
     for name, title in (("loss", "loss"), (f"{_VALIDATION}loss", "validation loss")):
         records = [r for r in history if _is_number(r.get(name))]
         if records:
             best = min(records, key=lambda r: r[name])
             remark = f"lowest {best[name]:.4g} at step {best['step']:g}"
-            shown.append((title, records[-1][name], remark))
+            shown.append((title, (kept if kept in records else records[-1])[name], remark))
     for name in _metrics(history):
-        values = [r[name] for r in history if _is_number(r.get(name))]
-        shown.append((_title(name), values[-1], "last evaluation"))
+        records = [r for r in history if _is_number(r.get(name))]
+        record = kept if kept in records else records[-1]
+        shown.append((_title(name), record[name], f"at step {record['step']:g}"))
     for title, key, column in (("epochs", "epochs", "epoch"), ("steps", "step", "step")):
         count = run.get(key) or _last(history, column)
         shown.append((title, int(count) if _is_number(count) else None, ""))
