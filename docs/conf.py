@@ -52,6 +52,9 @@ html_theme_options = {
     "footer_end": [],
 }
 html_show_sourcelink = False
+EXTRA = ROOT / "build" / "extra"  # whole pages that the code of a page writes: `page_setup.publish`
+(EXTRA / "live").mkdir(parents=True, exist_ok=True)
+html_extra_path = [str(EXTRA)]
 
 # -- API ---------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -164,3 +166,25 @@ def photos(root: str = "photos") -> None:
         for k in range(8):
             pixels = rng.integers(100 * i, 100 * i + 150, size=(40, 48, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(Path(root, name, f"{k}.png"))
+
+
+def digits(root: str = "digits") -> None:
+    """Write the images of `data/digits.parquet`, a folder a class."""
+    from PIL import Image
+    from pyarrow import parquet
+
+    table = parquet.read_table("data/digits.parquet").to_pydict()
+    for i, label in enumerate(table["label"]):
+        pixels = np.array([table[f"pixel_{k}"][i] for k in range(64)]).reshape(8, 8)
+        file = Path(root, str(label), f"{i:04d}.png")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((255 * pixels).astype(np.uint8)).save(file)
+
+
+def publish(page: str, text: str) -> Any:
+    """Put a page of HTML beside those of the site; return a link to it with this text."""
+    from IPython.display import HTML
+
+    name = f"live/{Path(page).name}"
+    shutil.copy(page, Path(__file__).parents[2] / "build" / "extra" / name)
+    return HTML(f'<a href="{name}">{text}</a>')
