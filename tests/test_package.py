@@ -224,6 +224,12 @@ def test_errors_of_missing_packages_name_the_extra_that_installs_them():
     assert [pair for pair in named if pair[0].lower() not in EXTRAS.get(pair[1], ())] == []
 
 
+def test_the_page_lists_each_extra():
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|.*\d.* [MG]B.*\|$", page, re.MULTILINE)
+    assert sorted(re.findall(r"\w+", " ".join(rows))) == sorted(EXTRAS)
+
+
 def test_commands_that_install_name_extras():
     """In pages, errors and examples, the extras of `pip install` exist."""
     found = 0
