@@ -23,8 +23,8 @@ def describe_row(reader: Any, row: int) -> dict[str, str]:
     files = getattr(reader, "files", None)
     if not isinstance(files, list) or not is_path(files[row]):
         return {}
-    file, folder = Path(files[row]), getattr(reader, "path", None)
-    name = file.relative_to(folder) if is_path(folder) and file.is_relative_to(folder) else file
+    file, folder = Path(files[row]), Path(getattr(reader, "path", "."))
+    name = file.relative_to(folder) if file.is_relative_to(folder) else file
     shown = {"file": name.as_posix()}
     if is_image(file):
         with suppress(OSError, ValueError, ImportError):  # the name says which one it is
