@@ -26,7 +26,7 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
     Losses and metrics are those of the weights that are kept, if it is known which ones these are.
     """
     history, step = run.get("history") or [], (run.get("kept") or {}).get("step")
-    kept = next((r for r in history if r["step"] == step), {})
+    kept: Mapping[str, Any] = next((r for r in history if r["step"] == step), {})
     shown: list[tuple[str, Any, str]] = []
     for name, title in (("loss", "loss"), (f"{_VALIDATION}loss", "validation loss")):
         records = [r for r in history if _is_number(r.get(name))]
