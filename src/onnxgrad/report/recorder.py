@@ -42,7 +42,8 @@ class Recorder(Callback):
     histograms of the weights before and after, the model as text, versions and the machine. When
     training has ended, it also gets confusions or residuals of the predictions for the validation
     data (without any, for the training data, if they are in memory), the rows with the largest
-    loss, and the time and memory of each operator.
+    loss, with small copies of those that are images in files, and the time and memory of each
+    operator.
 
     The weights are the same, bit for bit, as without it. It costs a copy of the weights, which it
     reads from the device at each record of norms, and at the end an evaluation, `seconds` for the
