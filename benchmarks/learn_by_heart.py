@@ -82,7 +82,7 @@ def learn(options: argparse.Namespace, home: Path) -> None:
     began = time.perf_counter()
     trainer.fit(data, epochs=options.epochs, batch_size=options.batch_size)
     seconds = time.perf_counter() - began
-    new = og.save_folder(trainer, home / "learnt", like=folder, overwrite=True)
+    new = og.save_folder(trainer, home / "learned", like=folder, overwrite=True)
     answers = og.generate(new, [row["prompt"] for row in rows], 32)
     right = sum(a == row["completion"] for a, row in zip(answers, rows, strict=True))
     wrong = next((p for p in zip(rows, answers, strict=True) if p[0]["completion"] != p[1]), None)

@@ -1,7 +1,7 @@
 """LoRA on MiniLM: time and memory of a step, against full fine-tuning and against PEFT.
 
 The network is the sentence encoder of `published.csv`; the witness is transformers' BertModel with
-the weights of the file, by PyTorch and PEFT. All train with AdamW on one batch towards random
+the weights of the file, by PyTorch and PEFT. All train with AdamW on one batch toward random
 embeddings; the adapters, of rank 8, are beside the queries and values, or beside all products. Each
 number is the median of processes that take turns. The memory is the peak of a process, and in
 brackets what it takes beyond that of the same process before training.

@@ -113,7 +113,7 @@ def train(steps: int, every: int, measure: Callable[[], int], folder: Path) -> S
 def slope(samples: np.ndarray) -> tuple[float, float]:
     """Return the slope of a line through [steps, bytes], and its standard error.
 
-    The error is that of means of ten parts, as neighbouring samples depend on each other.
+    The error is that of means of ten parts, as neighboring samples depend on each other.
     """
     parts = np.array([part.mean(axis=0) for part in np.array_split(samples, 10)])
     x, y = parts.T - parts.mean(axis=0)[:, None]

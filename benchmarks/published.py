@@ -207,7 +207,7 @@ def time_ratio(changed: Path | str, original: Path | str, feed: Feed) -> float:
     return float(np.median(seconds[0]) / np.median(seconds[1]))
 
 
-# -- the judgement -------------------------------------------------------------------------------
+# -- the judgment -------------------------------------------------------------------------------
 
 STEPS = (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 

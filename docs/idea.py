@@ -18,13 +18,13 @@ import onnxgrad as og
 DOCS = Path(__file__).parent
 MODEL = DOCS.parent / "data" / "digits_cnn.onnx"
 FORWARD, BACKWARD, UPDATE = "#3b82c4", "#d9822b", "#3a9a5f"
-GREY = "#808080"  # readable on white and on black
+GRAY = "#808080"  # readable on white and on black
 WIDTH, SIDE, GAP, COLUMNS = 230, 11, 60, 14  # of a box, a square, an arrow; squares in a row
 Stage = tuple[str, str, dict[str, int]]
 
 
 def stages() -> list[Stage]:
-    """Return the title, a line of text, and the numbers of nodes by colour of each model."""
+    """Return the title, a line of text, and the numbers of nodes by color of each model."""
     model = onnx.load(MODEL)
     forward = len(model.graph.node)
     gradient = len(og.onnx_derivative(model).graph.node)
@@ -61,17 +61,17 @@ def box(x: int, y: int, stage: Stage, height: int) -> Iterator[str]:
     """Yield the elements of one model, whose upper left corner is (x, y)."""
     title, line, nodes = stage
     yield f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{height}" rx="10" class="box"/>'
-    centre = x + WIDTH // 2
-    yield f'<text x="{centre}" y="{y + 30}" class="title">{title}</text>'
-    yield f'<text x="{centre}" y="{y + 52}">{line}</text>'
+    center = x + WIDTH // 2
+    yield f'<text x="{center}" y="{y + 30}" class="title">{title}</text>'
+    yield f'<text x="{center}" y="{y + 52}">{line}</text>'
     colors = [color for color, count in nodes.items() for _ in range(count)]
     columns = min(COLUMNS, len(colors))
-    left = centre - columns * (SIDE + 3) // 2
+    left = center - columns * (SIDE + 3) // 2
     for i, color in enumerate(colors):
         row, column = divmod(i, columns)
         place = f'x="{left + column * (SIDE + 3)}" y="{y + 70 + row * (SIDE + 3)}"'
         yield f'<rect {place} width="{SIDE}" height="{SIDE}" rx="2" fill="{color}"/>'
-    yield f'<text x="{centre}" y="{y + height - 12}">{len(colors)} nodes</text>'
+    yield f'<text x="{center}" y="{y + height - 12}">{len(colors)} nodes</text>'
 
 
 def arrow(x: int, y: int, down: bool) -> str:
@@ -91,9 +91,9 @@ def picture(models: list[Stage], down: bool) -> str:
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" role="img">',
-        f"<style>text {{ font: 15px sans-serif; fill: {GREY}; text-anchor: middle }}"
+        f"<style>text {{ font: 15px sans-serif; fill: {GRAY}; text-anchor: middle }}"
         f" .title {{ font-weight: bold; font-size: 18px }}"
-        f" .box, .arrow {{ fill: none; stroke: {GREY}; stroke-width: 2 }}</style>",
+        f" .box, .arrow {{ fill: none; stroke: {GRAY}; stroke-width: 2 }}</style>",
     ]
     x = y = 2
     for i, (stage, height) in enumerate(zip(models, heights, strict=True)):

@@ -194,7 +194,7 @@ def moved(rng, op_type):
     if op_type == "Tile":
         return Case(op_type, [x, rng.integers(1, 3, n)], constants=(1,))
     target = list(x.shape)
-    for _ in range(rng.integers(1, 4)):  # neighbours are joined, lengths split
+    for _ in range(rng.integers(1, 4)):  # neighbors are joined, lengths split
         i = int(rng.integers(len(target)))
         if rng.integers(2):
             target[i : i + 2] = [int(np.prod(target[i : i + 2]))]

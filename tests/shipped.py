@@ -123,7 +123,7 @@ def _is_known(node: onnx.NodeProto) -> bool:
 
 
 def _moved(node: onnx.NodeProto, arrays: Feed) -> Feed:
-    """Move the variables away from kinks and ties, towards the inside of the domain, and out of
+    """Move the variables away from kinks and ties, toward the inside of the domain, and out of
     what is not finite.
     """
     rng, side = np.random.default_rng(0), -1 if node.op_type in ("Acos", "Asin", "Atanh") else 1
@@ -172,7 +172,7 @@ def _on_reference(model: onnx.ModelProto) -> Function:
     return lambda feed: evaluator.run(None, {n: a for n, a in feed.items() if n in taken})
 
 
-# -- the judgement ------------------------------------------------------------------------------
+# -- the judgment ------------------------------------------------------------------------------
 
 
 def errors(case: Case) -> dict[str, float]:

@@ -87,7 +87,7 @@ def test_adapters_and_chats(here):
     options = ("--lora", "v", "--epochs", 1, "--validation", 0, "--no-curves", "-o", "out")
     done = run("train", "lm", "chats.jsonl", *LOSS, *options)
     assert not done.exit_code, done.stderr
-    assert re.search("1 texts of (\\d+) tokens, of which (\\d+) are learnt", done.stderr)
+    assert re.search("1 texts of (\\d+) tokens, of which (\\d+) are learned", done.stderr)
     assert not os.path.exists("out.png")
     assert any("lora" in row.name for row in og.trainable("out/model.onnx"))
     assert not run("merge", "out", "-o", "merged").exit_code
@@ -96,7 +96,7 @@ def test_adapters_and_chats(here):
     assert og.generate("merged", "the cat", 3) == og.generate("out", "the cat", 3)
     assert "exists, and is not empty" in run("merge", "out", "-o", "merged").stderr
     done = run("train", "lm", "chats.jsonl", *LOSS, *options, "--overwrite", "--no-completion-only")
-    every = re.search("of (\\d+) tokens, of which (\\d+) are learnt", done.stderr)
+    every = re.search("of (\\d+) tokens, of which (\\d+) are learned", done.stderr)
     assert int(every[1]) == int(every[2]) + 1
 
 

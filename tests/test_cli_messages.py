@@ -285,7 +285,7 @@ def messages(tree):
 # what no command calls, or calls with no argument of a user, or by the same names (--task-option)
 ELSEWHERE = ("cli", "explain", "plot", "sklearn", "torch", "artifacts", "tasks")
 ONLY_PYTHON = ("training/stack", "compat")
-ALONE = ("data/padding", "data/masks", "language/labelled_texts", "optimizers/groups")
+ALONE = ("data/padding", "data/masks", "language/labeled_texts", "optimizers/groups")
 
 
 def test_messages_name_arguments_by_the_function():

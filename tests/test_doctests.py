@@ -18,7 +18,7 @@ WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
 NEEDS = {"OnnxClassifier": "sklearn", "OnnxRegressor": "sklearn", "texts": "tokenizers"}
 NEEDS |= {
     "MeanAveragePrecision": "pycocotools",
-    "labelled_texts": "tokenizers",
+    "labeled_texts": "tokenizers",
     "paired_texts": "tokenizers",
 }
 NEEDS |= {"generate": "tokenizers", "TextErrorRate": "rapidfuzz", "EntityF1": "seqeval"}

@@ -89,7 +89,7 @@ def test_split(parts, lengths, axis):
 
 
 @pytest.mark.parametrize("dtype", ["FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE", "INT64"])
-def test_a_number_is_of_its_neighbours_dtype(dtype):
+def test_a_number_is_of_its_neighbors_dtype(dtype):
     [x] = inputs((2,), dtype=ir.DataType[dtype])
     op = emitter(x)
     y = op.Add(2, x)

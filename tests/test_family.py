@@ -353,7 +353,7 @@ def test_the_page_of_optimizers(casadi, tmp_path, monkeypatch):
     found = []
     for symbolic in ("", ', {"symbolic": True}'):  # CasADi differentiates the second itself
         names: dict = {}
-        for code in code_of("optimisers.md"):
+        for code in code_of("solvers.md"):
             for old, new in (quiet | {'create("f")': f'create("f"{symbolic})'}).items():
                 code = code.replace(old, new)
             exec(code, names)

@@ -370,7 +370,7 @@ REFUSED = {
     "groups": (
         "f (float[N,4,H,W] x) => (float[N,4,H,W] y) { y = Conv<group=4>(x, g) }", "groups"),
     "none": ("f (float[N,4] x) => (float[N,4] y) { y = Relu(x) }", "no linear"),
-    "a colour for each unit": (
+    "a color for each unit": (
         "f (float[N,4] x) => (float[N,4] y) { h = MatMul(x, w) a = ArgMax<axis=1, keepdims=0>(h)"
         " y = Gather(t, a) }", "Gather.*old units"),
 }  # fmt: skip

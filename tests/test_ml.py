@@ -340,7 +340,7 @@ def test_svm_classifier(name, classes, post, order):
 @pytest.mark.parametrize("classes", [2, 3, 4])
 @pytest.mark.parametrize("name", ["LINEAR", "RBF"])
 def test_svm_probabilities(name, classes, order):
-    """onnxruntime iterates towards the coupling, and stops within 0.005 of it (measured)."""
+    """onnxruntime iterates toward the coupling, and stops within 0.005 of it (measured)."""
     model = parse(svm_classifier(classes, name, probabilities(classes)), label="int64")
     same(model, atol=6e-3)
     report = check_gradient(model, feed={"x": X}, order=order)

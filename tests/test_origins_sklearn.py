@@ -159,7 +159,7 @@ LAST = {
     ),
     "GaussianNB": (GaussianNB(), {"theta", "sigma", "jointi", "sigma_sum_log"}),
     "forest": (RandomForestClassifier(3), set()),
-    "neighbours": (KNeighborsRegressor(), set()),
+    "neighbors": (KNeighborsRegressor(), set()),
 }
 
 

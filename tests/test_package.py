@@ -24,11 +24,22 @@ from pages import code_of
 
 ROOT = Path(__file__).parent.parent
 HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch".split()
-PLACES = "*.md *.toml *.yml docs/**/*.md examples/*.md examples/*.py src/**/*.py tests/*.py"
+PLACES = (
+    "*.md *.toml *.yml docs/**/*.md docs/**/*.rst docs/**/*.py examples/**/*.md examples/**/*.rst"
+    " examples/**/*.py src/**/*.py src/**/*.html tests/*.py"
+)
 TEXTS = sorted(path for place in PLACES.split() for path in ROOT.glob(place))
 BANNED = re.compile(
     r"/(?:home|root|tmp|work|Users)/\w|\b(?:TODO|FIXME|blazing\w*|seamless\w*|effortless\w*"
     r"|cutting[- ]edge|state[- ]of[- ]the[- ]art|revolutionary|game[- ]chang\w*|world[- ]class)\b",
+    re.IGNORECASE,
+)
+BRITISH = re.compile(
+    r"\w*(?:colour|neighbour|behaviour|favour|honour|artefact|catalogue|judgement|learnt|licence|whilst"
+    r"|labelled(?!by)|labelling|modelled|modelling|cancelled|travelled|\bcentre|\bgrey\b|\btowards\b"
+    r"|(?:optim|initial|normal|maxim|minim|recogn|general|visual|organ|serial|special|quant|standard"
+    r"|summar|regular|real|util|custom|penal|parallel|vector|linear|local|final)is(?:e|ing|ation)"
+    r"|analys(?:ed|ing))\w*",
     re.IGNORECASE,
 )
 README = (ROOT / "README.md").read_text()
@@ -124,7 +135,7 @@ def test_version():
     assert headings[:2] == ["Unreleased", version]
 
 
-def test_authors_and_licence():
+def test_authors_and_license():
     """The metadata, LICENSE and CITATION.cff name the same."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = (ROOT / "CITATION.cff").read_text()
@@ -249,6 +260,7 @@ def test_words(path):
     if path == Path(__file__):
         text = text[text.index("README = ") :]  # without the list itself
     assert [found.group() for found in BANNED.finditer(text)] == []
+    assert BRITISH.findall(text) == []  # spelling is American
 
 
 @pytest.mark.parametrize("path", [p for p in TEXTS if p.suffix == ".md"], ids=lambda p: p.name)

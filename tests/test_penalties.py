@@ -285,7 +285,7 @@ def test_penalties_as_estimators():
 
 
 def test_a_penalty_of_ones_own():
-    class Towards(BaseLearningPenalty):
+    class Toward(BaseLearningPenalty):
         """(w - target)^2."""
 
         def __init__(self, target=1.0):
@@ -294,7 +294,7 @@ def test_a_penalty_of_ones_own():
         def penalty(self, op, name, w):
             return op.Reshape(op.ReduceSumSquare(w - self.target, keepdims=0), [1, 1])
 
-    kind = BaseLearningPenalty.select(Towards(3.0)).build_onnx_function(n_tensors=2)
+    kind = BaseLearningPenalty.select(Toward(3.0)).build_onnx_function(n_tensors=2)
     w = [np.float32([1, 2]), np.float32([[5]])]
     assert kind.penalty_loss(*w) == 4 + 1 + 4
     np.testing.assert_array_equal(kind.penalty_gradient(*w)[0], [-4, -2])

@@ -803,10 +803,10 @@ def test_arrays_of_bfloat16_have_a_digest():
 # -- what the Trainer does with them -------------------------------------------------------------
 
 
-LABELLED = "path,paths,table,arrow dataset,batches,dicts,generator function,samples".split(",")
+LABELED = "path,paths,table,arrow dataset,batches,dicts,generator function,samples".split(",")
 
 
-def labelled(tmp_path):
+def labeled(tmp_path):
     """Return data of every kind that has labels in it, and what to pass as y."""
     pq.write_table(table(), tmp_path / "rows.parquet", row_group_size=6)
     dicts = [{"x": x.tolist(), "label": y.tolist()} for x, y in batches()]
@@ -822,9 +822,9 @@ def labelled(tmp_path):
     }
 
 
-@pytest.mark.parametrize("kind", LABELLED)
+@pytest.mark.parametrize("kind", LABELED)
 def test_labels_in_data_for_predictions_are_not_read(kind, tmp_path):
-    data, y = labelled(tmp_path)[kind]
+    data, y = labeled(tmp_path)[kind]
     trainer = Trainer(linear(), "squared_error", learning_rate=0.01)
     trainer.fit(data, y, batch_size=SIZE, shuffle=False)
     expected = Trainer(linear(), "squared_error", learning_rate=0.01)

@@ -85,16 +85,16 @@ def test_sounds(tmp_path):
     assert trainer.fit(reader, epochs=10, batch_size=4).evaluate(reader)["loss"] < before
 
 
-def test_labelled_texts():
+def test_labeled_texts():
     """The tokenizer that is passed stays as it is."""
     own = words()
     rows = [{"tokens": ["red", "one"], "tags": ["COL", "O"]}, {"tokens": ["one"], "tags": ["O"]}]
-    reader = og.labelled_texts(rows, own, max_length=8)
+    reader = og.labeled_texts(rows, own, max_length=8)
     X, labels, _ = next(reader.batches(2, None, 0))
     assert (X["input_ids"].tolist(), labels.tolist()) == ([[1, 2], [2, 3]], [[1, 0], [0, -100]])
     assert own.truncation["max_length"] == 1
     assert own.padding["length"] == 9
-    found = og.labelled_texts(["one", "red  red", ""], own, reader.classes, 8, labels=False)
+    found = og.labeled_texts(["one", "red  red", ""], own, reader.classes, 8, labels=False)
     batches = [np.eye(4)[X["input_ids"]] for X, *_ in found.batches(1, None, 0)]
     assert [w.argmax(1).tolist() for w in found.of_words(batches)] == [[2], [1, 1], []]
     part = reader.subset(np.array([1]))

@@ -287,7 +287,7 @@ def gru():
 
 
 def streams(root: Path, lengths=(400, 370, 290, 200), windows=40) -> Path:
-    """Write files of windows of 40 samples in which some seconds are labelled."""
+    """Write files of windows of 40 samples in which some seconds are labeled."""
     lines = ["file,label,start,end"]
     for i, n in enumerate(lengths):
         x = noise(n, seed=i, scale=0.05)

@@ -134,7 +134,7 @@ def test_files_are_read_alike(tmp_path):
 
 
 def test_long_texts_become_rows_that_overlap():
-    """Every word is labelled once, no row begins within an entity, and neighbours are seen."""
+    """Every word is labeled once, no row begins within an entity, and neighbors are seen."""
     rng, rows = np.random.default_rng(5), []
     for _ in range(20):
         row = sentence(rng, 80)
@@ -169,7 +169,7 @@ def test_words_that_do_not_fit_are_counted():
         task = Tokens(encoder(), text, made, at="hidden", max_length=12)
     message = str(told[0].message)
     assert "1 words have more tokens than a row and are cut" in message
-    assert "1 words have no token of their own and are not learnt" in message
+    assert "1 words have no token of their own and are not learned" in message
     labels = [k for _, y, _ in drawn(task.data, 1) for k in y.ravel() if k >= 0]
     assert labels == [0, 1]
     spans = [{"text": "abc de", "entities": [{"start": 1, "end": 6, "label": "X"}]}]

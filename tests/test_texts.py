@@ -105,15 +105,15 @@ def rows(source, *arguments, **options):
     return found
 
 
-def learnt(tok: Tokenizer, row) -> str:
-    """Return the text of the tokens that are learnt."""
+def learned(tok: Tokenizer, row) -> str:
+    """Return the text of the tokens that are learned."""
     return tok.backend.decode([i for i in row[1] if i != -100], skip_special_tokens=False)
 
 
 # -- tokens and labels --------------------------------------------------------------------------
 
 
-def test_texts_end_and_prompts_are_not_learnt():
+def test_texts_end_and_prompts_are_not_learned():
     tok = tokenizer()
     prompt, completion = "what is the capital of France?", " It is\n\n Paris. "
     made = rows(
@@ -124,12 +124,12 @@ def test_texts_end_and_prompts_are_not_learnt():
     assert made[1][0] == tok.backend.encode("a</s>").ids
     ids, labels = made[2]
     assert ids == [*tok.backend.encode(prompt + completion).ids, tok.eos_id]
-    assert learnt(tok, made[2]) == completion + "</s>"
+    assert learned(tok, made[2]) == completion + "</s>"
     count = len(tok.backend.encode(prompt).ids)
     assert labels[:count] == [-100] * count
     whole = {"prompt": prompt, "completion": completion}
-    (all_learnt,) = rows([whole], tok, completion_only=False)
-    assert all_learnt == (ids, ids)
+    (all_learned,) = rows([whole], tok, completion_only=False)
+    assert all_learned == (ids, ids)
 
 
 def test_trimmed_offsets_do_not_hide_spaces():
@@ -139,13 +139,13 @@ def test_trimmed_offsets_do_not_hide_spaces():
     tok.backend.post_processor = processors.ByteLevel(trim_offsets=True)
     completion = "  \n \n it   is  "
     (row,) = rows([{"prompt": "what", "completion": completion}], tok)
-    assert learnt(tok, row) == completion + "</s>"
+    assert learned(tok, row) == completion + "</s>"
 
 
-def test_a_token_across_the_edge_is_learnt_and_said():
+def test_a_token_across_the_edge_is_learned_and_said():
     with pytest.warns(UserWarning, match="in 1 rows, one token has the end of the prompt"):
         (row,) = rows([{"prompt": "the ca", "completion": "t sat"}], tokenizer())
-    assert learnt(tokenizer(), row) in ("at sat</s>", " cat sat</s>")
+    assert learned(tokenizer(), row) in ("at sat</s>", " cat sat</s>")
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_a_token_across_the_edge_is_learnt_and_said():
     ],
     ids=["im", "marked", "thinking", "qwen", "llama", "gemma", "phi"],
 )
-def test_only_the_assistant_is_learnt(template, expected):
+def test_only_the_assistant_is_learned(template, expected):
     tok = tokenizer(template)
     (row,) = rows([{"messages": CHAT}], tok)
-    assert learnt(tok, row) == expected
+    assert learned(tok, row) == expected
     assert tok.backend.decode(row[0], skip_special_tokens=False) == tok.chat_template.render(CHAT)
     (row,) = rows([{"prompt": CHAT[:3], "completion": CHAT[3:]}], tok)
-    assert learnt(tok, row) in expected
-    assert "sat" not in learnt(tok, row)
+    assert learned(tok, row) in expected
+    assert "sat" not in learned(tok, row)
     (row,) = rows([{"messages": CHAT}], tok, completion_only=False)
     assert row[0] == row[1]
 

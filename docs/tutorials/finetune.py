@@ -73,7 +73,7 @@ publisher.save("published.onnx")
 # The task
 # --------
 #
-# Your forms have an eleventh class: empty fields. There are five labelled images of each class; 842
+# Your forms have an eleventh class: empty fields. There are five labeled images of each class; 842
 # others are for the evaluation.
 
 images = np.concatenate([scanned(clean[1000:], 1), scanned(np.zeros((100, 1, 8, 8)), 2)])

@@ -44,7 +44,7 @@ images = og.image_folder(folder, 32, transforms)
 
 # %%
 # A small CNN, exported from PyTorch, trains on what the transforms return. Then they become a part
-# of the file: the random crop is a centred one there.
+# of the file: the random crop is a centered one there.
 
 convolution, linear = torch.nn.Conv2d(3, 8, 5, stride=2), torch.nn.Linear(8, 3)
 pool = [torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]

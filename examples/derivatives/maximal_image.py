@@ -76,7 +76,7 @@ plt.show()
 assert np.all(np.exp(history[-1]) > 0.95)
 
 # %%
-# What maximises each class, above the mean of the real images of the class.
+# What maximizes each class, above the mean of the real images of the class.
 
 figure, axes = plt.subplots(2, 10, figsize=(11, 2.6), layout="constrained")
 for digit, column in enumerate(axes.T):

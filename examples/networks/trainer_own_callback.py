@@ -1,7 +1,7 @@
 """A callback of your own: weights that stay sparse
 ================================================
 
-Proximal gradient descent moves weights towards zero by a threshold after every step. This solves
+Proximal gradient descent moves weights toward zero by a threshold after every step. This solves
 the lasso, and the result is compared with that of scikit-learn.
 """
 
@@ -30,7 +30,7 @@ for name, shape in (("w", (20, 1)), ("b", (1,))):
 
 
 class Sparse(og.Callback):
-    """Moves weights towards zero after every step, and stops when they no longer change."""
+    """Moves weights toward zero after every step, and stops when they no longer change."""
 
     every_steps = 1
 

@@ -192,8 +192,8 @@ from .language.folders import (
 from .language.generation import (
     generate as generate,
 )
-from .language.labelled_texts import (
-    labelled_texts as labelled_texts,
+from .language.labeled_texts import (
+    labeled_texts as labeled_texts,
 )
 from .language.log_probs import (
     sequence_log_probs as sequence_log_probs,

@@ -146,7 +146,7 @@ def map_images(source: ImageSource, objective: Objective, classes: Labels | None
 def map_texts(source: TextSource) -> Task:
     """Return the texts, for a language model."""
     reader = source.reader
-    counts = f"{reader.rows} texts of {reader.tokens} tokens, of which {reader.learnt} are learnt"
+    counts = f"{reader.rows} texts of {reader.tokens} tokens, of which {reader.learned} are learned"
     notes = [counts, *reader.notes]
     return Task(Dataset(reader), reader.rows, Names(), notes, in_memory=False)
 

@@ -38,7 +38,7 @@ class Part:
 
 
 def is_table(X: Any) -> bool:
-    """Return whether `X` has columns, labelled by names or numbers."""
+    """Return whether `X` has columns, labeled by names or numbers."""
     return _labels(X) is not None
 
 

@@ -79,7 +79,7 @@ def sound_folder(
 
 
 class Clip(NamedTuple):
-    """A labelled part of a file, in seconds; `end` is None for the end of the file."""
+    """A labeled part of a file, in seconds; `end` is None for the end of the file."""
 
     file: Path
     label: str

@@ -185,7 +185,7 @@ class _Search:
         return ever
 
     def shorten(self) -> None:
-        """Move each row back towards where it was, as far as the class stays reached."""
+        """Move each row back toward where it was, as far as the class stays reached."""
         low, high = np.zeros(self.point.rows), np.ones(self.point.rows)
         change = self.best - self.x
         for _ in range(_HALVINGS):

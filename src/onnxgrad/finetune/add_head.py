@@ -144,7 +144,7 @@ def _with_head(
         made.ir_version = proto.ir_version
         return made
     tensors = [str(v.name) for v in weights]
-    return request.finish(made, tensors, labelled=False, origin=proto)
+    return request.finish(made, tensors, labeled=False, origin=proto)
 
 
 def _layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:

@@ -133,7 +133,7 @@ class Request:
         self,
         proto: ModelProto,
         tensors: Sequence[str],
-        labelled: bool,
+        labeled: bool,
         origin: ModelProto,
         old: int | None = None,
         alone: bool = True,
@@ -150,7 +150,7 @@ class Request:
         own = {t.name for t in proto.graph.initializer}
         earlier = [name for name in read_note(proto, HEAD) if name in own]
         write_note(proto, HEAD, list(dict.fromkeys([*earlier, *tensors])))
-        write_note(proto, CLASSES, [] if labelled else list(self.classes or ()))
+        write_note(proto, CLASSES, [] if labeled else list(self.classes or ()))
         return proto
 
 
@@ -170,7 +170,7 @@ def _with_new_layer(
     nodes, affected = nodes_after(graph, own), dependents(graph, own)
     indices = [i for i, y in enumerate(graph.outputs) if y in affected]
     classes = None
-    if labelled := any(has_labels(each, nodes, affected) for each in layers):
+    if labeled := any(has_labels(each, nodes, affected) for each in layers):
         classes = request.classes or list(range(request.units))
         if len(layers) > 1:
             raise ValueError(
@@ -201,7 +201,7 @@ def _with_new_layer(
     new = to_proto(model)
     restore_zipmaps(new, zips, classes)
     alone = len(indices) == len(graph.outputs)
-    return request.finish(new, added, labelled, proto, layer.units, alone)
+    return request.finish(new, added, labeled, proto, layer.units, alone)
 
 
 def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str | None) -> Layer:

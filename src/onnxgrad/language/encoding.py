@@ -15,18 +15,18 @@ from onnxgrad.language.chat import Span
 from onnxgrad.language.records import Record
 from onnxgrad.language.tokenizer import Tokenizer
 
-IGNORED = -100  # the label of a token that is not learnt
+IGNORED = -100  # the label of a token that is not learned
 _AT_ONCE = 512  # texts that the tokenizer encodes in parallel
 
 Row = tuple[np.ndarray, np.ndarray]  # ids and labels, (T,) int32
 
 
 class _Piece(NamedTuple):
-    """A text to encode: which characters are learnt (None: all), and what is put around it."""
+    """A text to encode: which characters are learned (None: all), and what is put around it."""
 
     where: str
     text: str
-    learnt: list[Span] | None = None
+    learned: list[Span] | None = None
     special: bool = True
     ends: bool = True  # with a token that ends a text
 
@@ -38,7 +38,7 @@ class Encoder:
     Args:
         tokenizer: the tokenizer.
         max_length: tokens of a row, at most; None: any.
-        completion_only: whether prompts are not learnt; None: they are not where there are some.
+        completion_only: whether prompts are not learned; None: they are not where there are some.
         column: of the text of a record.
         vocab_size: number of tokens that the model has.
 
@@ -125,7 +125,7 @@ class Encoder:
         if ids.shape != labels.shape:
             raise DataError(
                 f"{where} has {len(ids)} input_ids and {len(labels)} labels: each token has one "
-                f"label, its own id, or {IGNORED} where it is not learnt"
+                f"label, its own id, or {IGNORED} where it is not learned"
             )
         return ids.astype(np.int32), labels.astype(np.int32)
 
@@ -147,7 +147,7 @@ class Encoder:
         except ValueError as e:
             raise DataError(f"{where}: {e}") from None
         if not spans:
-            raise DataError(f"{where} has no message of the assistant, which would be learnt")
+            raise DataError(f"{where} has no message of the assistant, which would be learned")
         return _Piece(where, text, spans, special=False, ends=False)
 
     # -- tokens -------------------------------------------------------------------------------
@@ -157,16 +157,16 @@ class Encoder:
         labels, eos = ids.copy(), self.tokenizer.eos_id
         if not piece.text.strip():
             return ids, np.full_like(ids, IGNORED)
-        if piece.learnt is not None:
+        if piece.learned is not None:
             start, stop = characters.T
-            learnt = np.zeros(len(ids), bool)
-            for first, end in piece.learnt:
+            learned = np.zeros(len(ids), bool)
+            for first, end in piece.learned:
                 # some tokenizers trim spaces: a token of nothing else stands at its end
                 inside = (start < end) | ((start == stop) & (stop <= end))
-                learnt |= inside & (stop > first)
-            labels[~learnt] = IGNORED
-            if len(piece.learnt) == 1:
-                edge = piece.learnt[0][0]
+                learned |= inside & (stop > first)
+            labels[~learned] = IGNORED
+            if len(piece.learned) == 1:
+                edge = piece.learned[0][0]
                 self.split += bool(((start < edge) & (edge < stop)).any())
         if piece.ends and eos is not None and (not len(ids) or ids[-1] != eos):
             ids, labels = np.append(ids, np.int32(eos)), np.append(labels, np.int32(eos))
@@ -209,8 +209,8 @@ class Encoder:
         if self.split:
             said.append(
                 f"in {self.split} rows, one token has the end of the prompt and the beginning of "
-                "the completion, and is learnt; a prompt alone has other tokens: begin completions "
-                "with the space that separates them"
+                "the completion, and is learned; a prompt alone has other tokens: begin "
+                "completions with the space that separates them"
             )
         return said
 

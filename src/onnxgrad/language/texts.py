@@ -42,7 +42,7 @@ def texts(
     """Return texts as data for a language model: `input_ids`, `attention_mask`, and labels.
 
     Labels are the ids of the same tokens, for a loss that shifts them, and -100 where nothing is
-    learnt. Rows of similar length make a batch, and are padded at the end. A record is a text or
+    learned. Rows of similar length make a batch, and are padded at the end. A record is a text or
     `{"text": ...}`; `{"prompt": ..., "completion": ...}`; a chat `{"messages": [...]}`, written by
     the tokenizer's template; or tokens `{"input_ids": ..., "labels": ...}`. All but the last two
     end with the token for that.
@@ -55,7 +55,7 @@ def texts(
             of tokenizers or transformers.
         max_length: tokens of a row, at most; longer ones are cut, and counted in a warning. None:
             as many as the model of the folder takes.
-        completion_only: whether only completions, and what the assistant says, are learnt; None:
+        completion_only: whether only completions, and what the assistant says, are learned; None:
             they are, where there are any.
         packing: write all texts one after another, cut into rows of `max_length`. A text then sees
             those before it in its row, and may go on in the next.
@@ -153,7 +153,7 @@ class Texts(_TextReader):
     Attributes:
         rows: their number.
         tokens: number of tokens of all.
-        learnt: number of those that are learnt.
+        learned: number of those that are learned.
         notes: sentences about those that were not taken as they are.
         tokenizer: the tokenizer, or its folder.
     """
@@ -172,7 +172,7 @@ class Texts(_TextReader):
         self.tokenizer = tokenizer
         self._rows, self.rows, self.notes = rows, len(rows), notes
         self.tokens = sum(len(ids) for ids, _ in rows)
-        self.learnt = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
+        self.learned = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass, as `by_length` does."""

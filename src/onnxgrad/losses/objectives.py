@@ -133,7 +133,7 @@ class TrainingLoss:
         label_shapes: shapes of the labels by the name of the output, or of the label input.
         weight_shape: shape of the sample weights: (N,), (N, 1), or that of the losses, for one
             weight for each; axes of unknown length may have length 1.
-        labelled: whether there are labels; without, a language model has its own tokens.
+        labeled: whether there are labels; without, a language model has its own tokens.
         in_chunks: whether the loss of a language model may be a Scan that depends on weights.
         wrt: the values with respect to which the graph will be differentiated; None: not known,
             so that nothing is written in chunks.
@@ -144,7 +144,7 @@ class TrainingLoss:
     factors: Mapping[str, float]
     label_shapes: Mapping[str, Shape]
     weight_shape: Shape | None
-    labelled: bool = True
+    labeled: bool = True
     in_chunks: bool = True
     wrt: Sequence[ir.Value] | None = None
     mixed: MixedRows | None = None
@@ -263,7 +263,7 @@ class TrainingLoss:
         name, logits = output
         ignored = int(spec.all_options["ignore_index"])
         label = label_input(op, logits, spec.label_kind, spec.name, label_name)
-        if not self.labelled:
+        if not self.labeled:
             label, written.needs_no_label = labels_of_tokens(op, ignored), True
         else:
             info = replace(LossInfo.of(spec, logits), axis=2, from_logits=True, shift=True)
@@ -300,7 +300,7 @@ def training_loss(
     class_weight: Any = None,
     label_shapes: Mapping[str, Shape] | None = None,
     weight_shape: Shape | None = None,
-    labelled: bool = True,
+    labeled: bool = True,
     in_chunks: bool = True,
 ) -> TrainingLoss:
     """Return what a trainer minimizes: the mean over the terms of a batch, for one or more outputs.
@@ -321,7 +321,7 @@ def training_loss(
             tell one-hot labels from class indices.
         weight_shape: shape of the sample weights, if they are not (N,): (N, 1), or one weight for
             each loss, whose axes but the first may have length 1.
-        labelled, in_chunks: as those of `TrainingLoss`.
+        labeled, in_chunks: as those of `TrainingLoss`.
 
     Raises:
         ValueError: an unknown loss, option or output, or a factor that is not a finite number.
@@ -341,7 +341,7 @@ def training_loss(
     }
     factors = {name: float(f) for name, f in (loss_weights or {}).items()}
     shapes = dict(label_shapes or {})
-    return TrainingLoss(losses, factors, shapes, weight_shape, labelled, in_chunks)
+    return TrainingLoss(losses, factors, shapes, weight_shape, labeled, in_chunks)
 
 
 def _check_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:

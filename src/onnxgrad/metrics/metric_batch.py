@@ -11,7 +11,7 @@ from onnxgrad.metrics.base import PredictionInfo
 
 
 class Rows(NamedTuple):
-    """Labelled predictions, one a row; rows with the ignored label are left out.
+    """Labeled predictions, one a row; rows with the ignored label are left out.
 
     Attributes:
         scores: (rows, classes), or (rows,) for scores of one of two classes.

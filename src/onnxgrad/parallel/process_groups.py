@@ -28,7 +28,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
 class DataParallel:
     """How the processes of a group train one model: each computes the gradient of its rows.
 
-    Without it, a `Trainer` inside of an initialised group of `torch.distributed`, or of MPI, uses
+    Without it, a `Trainer` inside of an initialized group of `torch.distributed`, or of MPI, uses
     the defaults. The batch size is that of all processes together, and the weights are those of one
     process up to rounding, except where masks of dropout are drawn, with `local_steps`, and with
     statistics of batches that are not synchronised.

@@ -32,7 +32,7 @@ class Rows:
     links: list[tuple[Cell, Cell]] = field(default_factory=list)
     right: set[Cell] = field(default_factory=set)
 
-    def neighbours(self) -> tuple[dict[Cell, list[Cell]], dict[Cell, list[Cell]]]:
+    def neighbors(self) -> tuple[dict[Cell, list[Cell]], dict[Cell, list[Cell]]]:
         """Return the cells that are linked to each one from above, and from below."""
         above, below = defaultdict(list), defaultdict(list)
         for a, b in self.links:
@@ -56,10 +56,10 @@ class Layered:
         self.groups: dict[int, Rows] = {}
         self.ways: list[list[int]] = [[] for _ in scene.arrows]
         self._bends = 0
-        self._neighbours: dict[int, list[int]] = defaultdict(list)
+        self._neighbors: dict[int, list[int]] = defaultdict(list)
         for arrow in scene.arrows:
-            self._neighbours[arrow.source].append(arrow.target)
-            self._neighbours[arrow.target].append(arrow.source)
+            self._neighbors[arrow.source].append(arrow.target)
+            self._neighbors[arrow.target].append(arrow.source)
         children: dict[int, list[Cell]] = defaultdict(list)
         self._inside: dict[Cell, list[int]] = defaultdict(list)  # the items in a cell of the root
         for item in scene.items:
@@ -131,7 +131,7 @@ class Layered:
         item = self.scene.items[i]
         if item.kind == "node":
             return "backward" in item.marks
-        near = self._neighbours[item.id]  # an input or output of the backward pass only
+        near = self._neighbors[item.id]  # an input or output of the backward pass only
         return bool(near) and all("backward" in self.scene.items[j].marks for j in near)
 
     def _constraints(
@@ -233,15 +233,15 @@ def _topological_order(
 
 
 def _order(made: Rows) -> None:
-    """Order each row by the mean position of its neighbours, sweeping down and up."""
-    above, below = made.neighbours()
+    """Order each row by the mean position of its neighbors, sweeping down and up."""
+    above, below = made.neighbors()
     position = {cell: i for row in made.rows for i, cell in enumerate(row)}
     for sweep in range(2 * _SWEEPS):
-        neighbours = below if sweep % 2 else above
+        neighbors = below if sweep % 2 else above
         for row in reversed(made.rows) if sweep % 2 else made.rows:
             means = {
                 cell: sum(position[n] for n in near) / len(near)
-                if (near := neighbours[cell])
+                if (near := neighbors[cell])
                 else position[cell]
                 for cell in row
             }

@@ -49,7 +49,7 @@ class Placed:
         """Place the cells of a group relative to its corner, and return its size."""
         made = self.layered.groups[group]
         sizes = {cell: self._size(cell) for row in made.rows for cell in row}
-        above, below = made.neighbours()
+        above, below = made.neighbors()
         center: dict[Cell, float] = {}
         edge = 0.0  # between forward and backward pass
         for right in (False, True):
@@ -74,7 +74,7 @@ class Placed:
         return Box(0, 0, max(width, title), y - DOWN + PAD if sizes else head)
 
     def _across(self, rows, sizes, above, below, center) -> None:
-        """Set the centers of cells, near those of their neighbours and without overlap."""
+        """Set the centers of cells, near those of their neighbors and without overlap."""
         for row in rows:
             x = 0.0
             for c in row:

@@ -15,7 +15,7 @@ from onnxgrad.plot.scene import ROOT, Cell, Item, Scene
 
 _MANY = 200  # nodes: in larger models, modules are folded
 _READABLE = 100  # boxes of such a picture at first
-_GOLDEN = 137.508  # degrees: neighbouring hues differ
+_GOLDEN = 137.508  # degrees: neighboring hues differ
 
 STYLE = """
 :root{--paper:#fff;--ink:#1c2430;--line:#8a94a3;--box:#f3f5f8;--edge:#b9c1cc}

@@ -132,7 +132,7 @@ class Segmentation(Task):
         self.metrics: Any = {form.output: metrics} if form.several else metrics
         self.arguments = {}
         if data is not None:
-            self.data, rows.classes = self._labelled(rows), self.classes
+            self.data, rows.classes = self._labeled(rows), self.classes
             self.validation = self.read(held) if held else None
 
     def _rows(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
@@ -143,7 +143,7 @@ class Segmentation(Task):
             ignore=self.ignore, images=images, channels=form.channels,
         )  # fmt: skip
 
-    def _labelled(self, rows: Any) -> og.Reader:
+    def _labeled(self, rows: Any) -> og.Reader:
         """Return a reader with labels for one score, where the model has one."""
         axis = self._form.axes[1]
         if self._form.scores == 1:
@@ -160,7 +160,7 @@ class Segmentation(Task):
         Raises:
             ValueError: files that cannot be read or do not fit, or other classes.
         """
-        return self._labelled(self._rows(path, [*self.classes], images=images))
+        return self._labeled(self._rows(path, [*self.classes], images=images))
 
     def predict(self, model: Any, inputs: Any) -> list[np.ndarray]:
         """Return the mask of each picture: class numbers, uint8, (height, width) of the picture.

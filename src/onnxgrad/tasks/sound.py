@@ -25,7 +25,7 @@ class Sound(Task):
     `data` are those of `og.sound_folder`: a folder of folders, one a class, or a list. A row is a
     clip, in the length of the model.
     With `carry`, a row is a window of a file, and states begin anew with each file, at zero; the
-    label of a window is what is labelled in half of it or more. The gradient does not pass from
+    label of a window is what is labeled in half of it or more. The gradient does not pass from
     batch to batch.
 
     The loss is the cross-entropy of the classes, or of one score for `word`. `trainer` takes

@@ -19,7 +19,7 @@ class Streams(og.Reader):
     changes the order of such groups. A group begins with the states in its data.
 
     Attributes:
-        folder: the clips, which are the labelled parts of files.
+        folder: the clips, which are the labeled parts of files.
         windows: returns windows (count, samples) and labels (count, ...) of the clips of a file,
             for a generator or None.
         inputs: from windows (N, samples) to the features, with states if told so.

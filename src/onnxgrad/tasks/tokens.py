@@ -32,14 +32,14 @@ _BATCH = 32
 class Tokens(Task):
     """Labels of words, by a model with an output (rows, tokens, classes) of scores.
 
-    `data` are those of `og.labelled_texts`: a text of more than `max_length` tokens becomes several
+    `data` are those of `og.labeled_texts`: a text of more than `max_length` tokens becomes several
     rows, which overlap, and a text with entities by characters is cut into words with BIO labels.
 
     Args:
         model: a model or a path. One with stored classes, or an output `logits`, gets a new last
             layer unless these are the classes; another one a linear layer on its features.
         data: a CoNLL file, JSON lines, or a list of dicts.
-        tokenizer, classes, max_length, stride, label_all: as of `og.labelled_texts`; no tokenizer:
+        tokenizer, classes, max_length, stride, label_all: as of `og.labeled_texts`; no tokenizer:
             one that lies beside the model.
         at: the features of an encoder, (rows, tokens, features), if it has several such outputs.
         scheme: as for `og.EntityF1`.
@@ -92,7 +92,7 @@ class Tokens(Task):
 
     def _rows(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         how = {**self._how, **options}
-        return og.labelled_texts(source, self._tokenizer, classes, **how)
+        return og.labeled_texts(source, self._tokenizer, classes, **how)
 
     def _fed(self, rows: Any) -> Any:
         return rows.for_inputs(inputs_of(self.model))

@@ -37,7 +37,7 @@ class Given(NamedTuple):
     """The names of the inputs that data have, none for a single array, and whether of labels."""
 
     names: frozenset[str]
-    labelled: bool
+    labeled: bool
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def evaluator_of(
         arguments = proto, read, recipe.plan, recipe.weighted, trainer.device, trainer.batch_axes
         return Evaluator(*arguments, trainer.members)
 
-    key = "labelled" if recipe.facts.labels else "unlabelled"
+    key = "labeled" if recipe.facts.labels else "unlabeled"
     kept = trainer.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
     return kept.with_names(names)
 

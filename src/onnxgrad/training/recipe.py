@@ -44,7 +44,7 @@ class Facts:
     - `labels`: the shapes of labels, as far as they are known before batches are read.
     - `weight_axes`: how many axes sample weights may have, 0 for none.
     - `filled`: the inputs that nodes compute, as the data lack them.
-    - `labelled`: whether the data have labels; asked of losses that may do without.
+    - `labeled`: whether the data have labels; asked of losses that may do without.
     - `balanced`: the weights that balance the classes of `fit`, if they are asked for and known.
     """
 
@@ -52,7 +52,7 @@ class Facts:
     weight_axes: int
     balanced: dict[int, float] | None = None
     filled: frozenset[str] = frozenset()
-    labelled: bool = True
+    labeled: bool = True
 
     @classmethod
     def of(
@@ -73,11 +73,11 @@ class Facts:
                 weights = balanced_weights(data.y, ignored, trainer.names.classes)
         else:
             weights = None
-        labelled = True
+        labeled = True
         if is_causal(trainer.loss):  # else not asked: it may read a batch, and so draw from a seed
-            labelled = any(d.given is None or d.given.labelled for d in both)
+            labeled = any(d.given is None or d.given.labeled for d in both)
         shapes = label_shapes(data, trainer.proto)
-        return cls(shapes, axes, weights, _filled(trainer, both), labelled)
+        return cls(shapes, axes, weights, _filled(trainer, both), labeled)
 
 
 class Recipe:
@@ -99,7 +99,7 @@ class Recipe:
         trainer, facts = self.trainer, self.facts
         # of the number of rows only matters whether it is 1
         shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in facts.labels.items()}
-        of_data = shapes, facts.weight_axes, facts.balanced, facts.filled, facts.labelled
+        of_data = shapes, facts.weight_axes, facts.balanced, facts.filled, facts.labeled
         arguments = trainer.built.fingerprint({n: getattr(trainer, n) for n in _ARGUMENTS})
         shared = None if self.sharing is None else self.sharing.key
         return id(trainer.proto), arguments, of_data, self.norms, shared
@@ -247,7 +247,7 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
         class_weight=facts.balanced if isinstance(weight, str) else weight,
         label_shapes=facts.labels,
         weight_shape=(0,) * facts.weight_axes or None,
-        labelled=facts.labelled,
+        labeled=facts.labeled,
         in_chunks=trainer.members is None,
     )
 

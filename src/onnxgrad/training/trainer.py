@@ -89,7 +89,7 @@ class Trainer(TrainerBase):
         device: "cpu", "cuda" or "cuda:1".
         seed: of the order of the rows, dropout and the split of validation data.
         parallel: how several processes train this model together, each of which calls `fit`: see
-            `DataParallel`. None: as it does by default, in an initialised group of
+            `DataParallel`. None: as it does by default, in an initialized group of
             `torch.distributed` or MPI. False: each trains a model of its own.
 
     Attributes:

@@ -60,7 +60,7 @@ def div(op, node, g):
 
 @rule("Mod")
 def mod(op, node, g):
-    """y = a - q b, q = a / b rounded down, or towards zero with fmod:  da = g,  db = -g q."""
+    """y = a - q b, q = a / b rounded down, or toward zero with fmod:  da = g,  db = -g q."""
     a, b = node.inputs
     quotient = op.Round((a - node.outputs[0]) / b)  # the q of y, even if a / b is inexact
     return op.sum_to(g, a), -op.sum_to(g * quotient, b)

@@ -58,9 +58,9 @@ def _mean(op, v, axes):
 
 def _standardized(op, x, axes, epsilon: float):
     """Return n = (x - m) / r and 1 / r, m the mean, r = sqrt(variance + epsilon)."""
-    centred = x - _mean(op, x, axes)
-    inverse = op.Reciprocal(op.Sqrt(_mean(op, centred * centred, axes) + epsilon))
-    return centred * inverse, inverse
+    centered = x - _mean(op, x, axes)
+    inverse = op.Reciprocal(op.Sqrt(_mean(op, centered * centered, axes) + epsilon))
+    return centered * inverse, inverse
 
 
 def _standardized_gradient(op, h, n, inverse, axes):
@@ -175,10 +175,10 @@ def mean_variance_normalization(op, node, g):
     """
     axes = list(node.attributes.get_ints("axes", (0, 2, 3)))
     x, g = widened(op, node.inputs[0], g)
-    centred = x - _mean(op, x, axes)
-    r = op.Sqrt(_mean(op, centred * centred, axes))
+    centered = x - _mean(op, x, axes)
+    r = op.Sqrt(_mean(op, centered * centered, axes))
     inverse = op.Reciprocal(r + _EPSILON)
-    y = centred * inverse
+    y = centered * inverse
     slope = _mean(op, g * y, axes) / op.Where(op.Equal(r, 0.0), 1.0, r)
     return narrowed(op, [(g - _mean(op, g, axes)) * inverse - y * slope], node.inputs)
 

@@ -13,7 +13,7 @@ from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, wide
 from onnxgrad.graph.shapes import dims, equal, rank, static
 
-LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbour
+LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbor
 # modes in which positions may change at scale one
 _MOVES_AT_SCALE_ONE = ("tf_crop_and_resize", "tf_half_pixel_for_nn")
 

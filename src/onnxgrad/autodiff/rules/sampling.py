@@ -22,7 +22,7 @@ from onnxgrad.graph.shapes import rank
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 _A = -0.75  # coefficient of cubic convolution (Keys 1981), as GridSample specifies
-# the weights of neighbouring elements as polynomials of the distance t of the position from the
+# the weights of neighboring elements as polynomials of the distance t of the position from the
 # element at or before it: one row per power of t
 _WEIGHTS = {
     "nearest": [[1.0]],
@@ -56,8 +56,8 @@ def taps(op, position, length, mode: str, padding: str = "zeros", aligned: bool 
         position, inner = _moved_inside(op, position, real, padding, aligned)
     first = op.Round(position) if mode == "nearest" else op.Floor(position)
     t = op.Unsqueeze(position - first, [1])
-    neighbours = np.arange(count).reshape(-1, 1) - (1 if mode == "cubic" else 0)
-    index = op.Unsqueeze(op.Cast(first, to=ir.DataType.INT64), [1]) + neighbours
+    neighbors = np.arange(count).reshape(-1, 1) - (1 if mode == "cubic" else 0)
+    index = op.Unsqueeze(op.Cast(first, to=ir.DataType.INT64), [1]) + neighbors
     weight, slope = _polynomial(op, t, powers), _polynomial(op, t, derivative)
     last = length - 1 if isinstance(length, ir.Value) else np.int64(length - 1)
     if padding == "reflection" and mode != "linear":

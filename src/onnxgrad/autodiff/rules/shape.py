@@ -216,9 +216,9 @@ def symmetric(op, node, g):
 
 @rule("CenterCropPad")
 def center_crop_pad(op, node, g):
-    """y = x cropped or padded with zeros about its centre:  dx = g padded or cropped back.
+    """y = x cropped or padded with zeros about its center:  dx = g padded or cropped back.
 
-    Both round the centre in the same direction, so that each is the adjoint of the other.
+    Both round the center in the same direction, so that each is the adjoint of the other.
     """
     shape, axes = op.shape_of(node.inputs[0]), node.attributes.get_ints("axes", None)
     if axes is not None:

@@ -39,7 +39,7 @@ class StepLosses:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return the finite values as at most `width` characters, the lowest ▁ and the highest █.
 
-    More values than that are means of equally many neighbours. A constant is a line in the middle.
+    More values than that are means of equally many neighbors. A constant is a line in the middle.
     """
     finite = [v for v in values if math.isfinite(v)]
     if not finite or width < 1:
@@ -53,7 +53,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def binned(values: Sequence[float], most: int) -> list[float]:
-    """Return the values, or at most `most` means of neighbours."""
+    """Return the values, or at most `most` means of neighbors."""
     if len(values) <= most:
         return list(values)
     edges = [round(i * len(values) / most) for i in range(most + 1)]

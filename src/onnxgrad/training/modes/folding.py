@@ -60,8 +60,8 @@ def _convolution_of_both(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     factor = op.Div(scale, op.Sqrt(op.Add(variance, epsilon)))
     per_row = op.Reshape(factor, [-1, *[1] * (len(dims(w) or ()) - 1)])
-    centre = mean if bias is None else op.Sub(mean, bias)
+    center = mean if bias is None else op.Sub(mean, bias)
     attributes = {a.name: a.value for a in conv.attributes.values()}
     weight = op.set_type_like(op.Mul(w, per_row), w)
-    y = op.Conv(x, weight, op.Sub(shift, op.Mul(centre, factor)), **attributes)
+    y = op.Conv(x, weight, op.Sub(shift, op.Mul(center, factor)), **attributes)
     return op.set_type_like(y, node.outputs[0])

@@ -157,12 +157,12 @@ class _Reader:
         if role not in ("weight", "bias"):
             return ""
         other = "bias" if role == "weight" else "weight"
-        for neighbour, value in _beside(node, role):
+        for neighbor, value in _beside(node, role):
             own = str(value.name) if value.name in self.sizes else ""
             module, last = own.rpartition(".")[::2]
             if not module or other not in last:
                 continue
-            modules = {self.modules.module(node), self.modules.module(neighbour)} - {""}
+            modules = {self.modules.module(node), self.modules.module(neighbor)} - {""}
             if len(modules) < 2:
                 return f"{module}.{last.replace(other, role)}"
         return ""
@@ -179,17 +179,17 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
 
     It is an operand of `node`, or of the sum behind a product, or of the product before a sum.
     """
-    neighbours, letters = [node], "b" if role == "weight" else "f"
+    neighbors, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
-        neighbours += [n for x in node.inputs if x is not None and (n := maker_of(x)) is not None]
+        neighbors += [n for x in node.inputs if x is not None and (n := maker_of(x)) is not None]
     elif "f" in _letters(node):
         users = (n for y in node.outputs for n, _ in readers([y]) if n.op_type not in MOVES)
-        neighbours += [n for n in users if "f" not in _letters(n)]
-    for neighbour in neighbours:
-        adds = role == "weight" and neighbour.op_type == "Add" and domain(neighbour) == ""
-        for i, x in enumerate(neighbour.inputs):
-            if x is not None and maker_of(x) is None and (adds or letter(neighbour, i) in letters):
-                yield neighbour, source_of(x)
+        neighbors += [n for n in users if "f" not in _letters(n)]
+    for neighbor in neighbors:
+        adds = role == "weight" and neighbor.op_type == "Add" and domain(neighbor) == ""
+        for i, x in enumerate(neighbor.inputs):
+            if x is not None and maker_of(x) is None and (adds or letter(neighbor, i) in letters):
+                yield neighbor, source_of(x)
 
 
 def _letters(node: ir.Node) -> set[str]:

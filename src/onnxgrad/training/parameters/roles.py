@@ -317,7 +317,7 @@ class _UseAs:
             return self._no("table of sines and cosines")
         if not adds and use.at_positions:
             return self._no("table at computed positions that multiplies")
-        return self._by_neighbours()
+        return self._by_neighbors()
 
     def _is_bias(self, product: ir.Node) -> bool:
         """Return whether what is added to a product has one number for each of its features."""
@@ -327,7 +327,7 @@ class _UseAs:
         several = self.array.size > 1
         return several or has_one_feature(product) or evidence.sounds_affine(self.name)
 
-    def _by_neighbours(self) -> Verdict:
+    def _by_neighbors(self) -> Verdict:
         """Return the verdict that follows from weights before and after the node."""
         node, early, said = self.node, self.early, evidence.noted_kind(self.node)
         wide = sum(n > 1 for n in self.array.shape) > 1

@@ -59,7 +59,7 @@ def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
 def rotated(op: Emit, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int) -> ir.Value:
     """Return `x` with pairs of elements of its last axis rotated, by angles with this cos and sin.
 
-    A pair is an element and the one half an axis further, or two neighbours if `interleaved`. The
+    A pair is an element and the one half an axis further, or two neighbors if `interleaved`. The
     elements beyond twice the number of angles stay as they are.
     """
     angles, size = op.dim(cos, 3), op.dim(x, 3)

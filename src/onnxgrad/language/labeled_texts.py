@@ -25,7 +25,7 @@ _IGNORED, _DEFAULT_LENGTH = -100, 512
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def labelled_texts(
+def labeled_texts(
     source: Any,
     tokenizer: Any,
     classes: Sequence[str] | None = None,
@@ -35,13 +35,13 @@ def labelled_texts(
     stride: int = 32,
     label_all: bool = False,
     labels: bool = True,
-) -> LabelledTexts:
+) -> LabeledTexts:
     """Return texts whose words have labels as data for token classification.
 
     A batch has `input_ids`, `attention_mask` and `token_type_ids`, those that the model has, and
     labels, int64 (N, T). The first token of a word has its label; special tokens and others have
     -100. A text of more than `max_length` tokens becomes several rows, which overlap: each word is
-    labelled in one of them, and none begins within an entity. A warning counts such texts. A text
+    labeled in one of them, and none begins within an entity. A warning counts such texts. A text
     with entities by characters is cut into words and marks, with BIO labels.
 
     Args:
@@ -55,11 +55,11 @@ def labelled_texts(
         max_length: tokens of a row; None: where the tokenizer cuts, or else 512.
         known: classes, in order, that are taken if no others occur, such as those of a model.
         stride: tokens that a row sees of the rows before and after it; at most a quarter of it.
-        label_all: whether all tokens of a word are labelled, those after the first as `I-`.
-        labels: False: texts, or lists of words, need none, for `LabelledTexts.of_words`.
+        label_all: whether all tokens of a word are labeled, those after the first as `I-`.
+        labels: False: texts, or lists of words, need none, for `LabeledTexts.of_words`.
 
     Returns:
-        A reader, which `fit(reader)` takes as X; see `LabelledTexts` for its attributes.
+        A reader, which `fit(reader)` takes as X; see `LabeledTexts` for its attributes.
 
     Raises:
         ValueError: one that cannot be read, no class, or entities that overlap; with its place.
@@ -71,7 +71,7 @@ def labelled_texts(
         >>> words = Tokenizer(models.WordLevel({"?": 0, "Ann": 1, "sees": 2}, unk_token="?"))
         >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
         >>> rows = [{"tokens": ["Ann", "sees"], "tags": ["B-PER", "O"]}]
-        >>> reader = og.labelled_texts(rows, words)
+        >>> reader = og.labeled_texts(rows, words)
         >>> X, labels, _ = next(reader.batches(1, None, 0))
         >>> reader.classes, X["input_ids"].tolist(), labels.tolist()
         (['O', 'B-PER', 'I-PER'], [[1, 2]], [[1, 0]])
@@ -84,7 +84,7 @@ def labelled_texts(
     rows = encoder.rows(texts, labels)
     if not labels:
         rows.sort(key=lambda row: len(row.ids))
-    return LabelledTexts(texts, rows, chosen, encoder.tokenizer.fill_id)
+    return LabeledTexts(texts, rows, chosen, encoder.tokenizer.fill_id)
 
 
 class _Row(NamedTuple):
@@ -95,8 +95,8 @@ class _Row(NamedTuple):
     labels: np.ndarray
 
 
-class LabelledTexts(Reader):
-    """Rows of tokens and labels; what `labelled_texts` returns.
+class LabeledTexts(Reader):
+    """Rows of tokens and labels; what `labeled_texts` returns.
 
     Attributes:
         classes: their names, in the order of their numbers.
@@ -107,7 +107,7 @@ class LabelledTexts(Reader):
     pads = True
 
     def __init__(
-        self, texts: list[LabelledText], rows: list[_Row], classes: list[str], fill: int
+        self, texts: list[LabeledText], rows: list[_Row], classes: list[str], fill: int
     ) -> None:
         self.texts, self.classes, self._rows, self._fill = texts, classes, rows, fill
         self.rows = len(rows)
@@ -125,7 +125,7 @@ class LabelledTexts(Reader):
         labels = [row.labels for row in self._rows]
         return by_length(X, labels, mask=mask, value=value, y_value=_IGNORED)
 
-    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> LabelledTexts:
+    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> LabeledTexts:
         """Return the reader for the inputs of a model.
 
         Raises:
@@ -150,7 +150,7 @@ class LabelledTexts(Reader):
         """Yield the batches of one pass, as `by_length` does."""
         yield from () if self._padded is None else self._padded.batches(size, seed, skip)
 
-    def subset(self, numbers: np.ndarray) -> LabelledTexts:
+    def subset(self, numbers: np.ndarray) -> LabeledTexts:
         """Return some of the rows."""
         new = copy.copy(self)
         new._rows, new.rows = [self._rows[i] for i in numbers], len(numbers)
@@ -162,7 +162,7 @@ class LabelledTexts(Reader):
         own = {} if self._padded is None else self._padded.describe()
         parts = [part for row in self._rows for part in (row.ids, row.labels)]
         tokens = describe_arrays("", {"": np.concatenate([*parts, np.zeros(1, np.int64)])})
-        return own | {"kind": "labelled texts", "tokens": tokens["digest"], "classes": self.classes}
+        return own | {"kind": "labeled texts", "tokens": tokens["digest"], "classes": self.classes}
 
     def of_words(self, batches: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Return what a model says of words: for each text an array (words, ...).
@@ -196,15 +196,15 @@ class _Encoder:
         self._room = self.max_length - self._whole.num_special_tokens_to_add(False)
         self._stride = min(stride, self._room // 4)
 
-    def rows(self, texts: Sequence[LabelledText], learnt: bool) -> list[_Row]:
-        """Return the rows of all texts; if they are `learnt`, warn of labels that are not."""
+    def rows(self, texts: Sequence[LabeledText], learned: bool) -> list[_Row]:
+        """Return the rows of all texts; if they are `learned`, warn of labels that are not."""
         rows, counts = [], Counter[str]()
         for number, text in enumerate(texts):
-            labels, inside = self._numbers(text, learnt)
+            labels, inside = self._numbers(text, learned)
             spans = np.array(text.words, np.int64).reshape(-1, 2)
             owners = _encode(text.text, spans, self._whole)[2]
             each, seen = np.bincount(owners[owners >= 0], minlength=len(spans)), 0
-            for first, stop, begin, end in self._cut(each, text.labels or () if learnt else ()):
+            for first, stop, begin, end in self._cut(each, text.labels or () if learned else ()):
                 ids, types, own = _encode(text.text, spans[begin:end], self._cutting)
                 own = np.where(own >= 0, own + begin, -1)
                 counted = (first <= own) & (own < stop)
@@ -216,20 +216,20 @@ class _Encoder:
             long = len(owners) > self.max_length
             counts[f"texts have more than {self.max_length} tokens and become several rows"] += long
             counts["words have more tokens than a row and are cut"] += int(sum(each > self._room))
-            counts["words have no token of their own and are not learnt"] += len(spans) - seen
-            counts["entities begin or end in a word, which is labelled whole"] += text.misfits
-        if learnt and any(counts.values()):
+            counts["words have no token of their own and are not learned"] += len(spans) - seen
+            counts["entities begin or end in a word, which is labeled whole"] += text.misfits
+        if learned and any(counts.values()):
             said = "; ".join(f"{n} {what}" for what, n in counts.items() if n)
             warnings.warn(f"of {len(texts)} texts: {said}", stacklevel=4)
         return rows
 
-    def _numbers(self, text: LabelledText, learnt: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _numbers(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return the class of the first token of each word, and that of its other tokens."""
-        names = text.labels if learnt else ["O"] * len(text.words)
+        names = text.labels if learned else ["O"] * len(text.words)
         numbers = {name: k for k, name in enumerate(self.classes)}
         if names is None:
             raise ValueError(f"{text.place} has no labels")
-        if learnt and (wrong := [name for name in names if name not in numbers]):
+        if learned and (wrong := [name for name in names if name not in numbers]):
             raise ValueError(f"{text.place}: {wrong[0]!r} is none of the classes {self.classes}")
         inside = [f"I-{name[2:]}" if name.startswith("B-") else name for name in names]
         first = [numbers.get(name, 0) for name in names]
@@ -267,7 +267,7 @@ def _encode(text: str, spans: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, .
     return np.array(found.ids, np.int64), np.array(found.type_ids, np.int64), own
 
 
-class LabelledText(NamedTuple):
+class LabeledText(NamedTuple):
     """A text, the characters (start, end) of its words, their labels if it has some; its place.
 
     `misfits` counts the entities that begin or end within a word.
@@ -280,7 +280,7 @@ class LabelledText(NamedTuple):
     misfits: int = 0
 
 
-def _read(source: Any, classes: Sequence[str]) -> Iterator[LabelledText]:
+def _read(source: Any, classes: Sequence[str]) -> Iterator[LabeledText]:
     """Yield the texts of a CoNLL file, or of records."""
     is_path = isinstance(source, (str, os.PathLike))
     if not is_path or Path(source).suffix.lower() in (*LINES, *TABLES):
@@ -300,15 +300,15 @@ def _read(source: Any, classes: Sequence[str]) -> Iterator[LabelledText]:
             words, labels = [], []
 
 
-def _of_record(record: Any, name: str, classes: Sequence[str]) -> LabelledText:
+def _of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledText:
     if not isinstance(record, Mapping):
         record = {"text" if isinstance(record, str) else "tokens": record}
     words, text = record.get("tokens"), record.get("text")
     if words is None and isinstance(text, str):
         spans = [match.span() for match in _WORD.finditer(text)]
         if (entities := record.get("entities")) is None:
-            return LabelledText(text, spans, None, name)
-        return LabelledText(text, spans, *_labels_of(entities, spans, name))
+            return LabeledText(text, spans, None, name)
+        return LabeledText(text, spans, *_labels_of(entities, spans, name))
     tags = next((record[key] for key in _TAGS if key in record), None)
     if not words or (tags is not None and len(tags) != len(words)):
         raise ValueError(f"{name} has no 'text', nor 'tokens' with as many 'tags': {record}")
@@ -319,16 +319,16 @@ def _of_record(record: Any, name: str, classes: Sequence[str]) -> LabelledText:
     return _joined(words, named, name)
 
 
-def _joined(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabelledText:
+def _joined(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabeledText:
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     spans = [(int(end) - len(word), int(end)) for word, end in zip(words, ends, strict=True)]
-    return LabelledText(" ".join(words), spans, None if labels is None else [*labels], name)
+    return LabeledText(" ".join(words), spans, None if labels is None else [*labels], name)
 
 
 def _labels_of(
     entities: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, int]], name: str
 ) -> tuple[list[str], str, int]:
-    """Return what follows the words in a `LabelledText`, from the characters of entities."""
+    """Return what follows the words in a `LabeledText`, from the characters of entities."""
     labels, misfits = ["O"] * len(words), 0
     for entity in entities:
         start, end, label = entity["start"], entity["end"], entity["label"]
@@ -342,7 +342,7 @@ def _labels_of(
     return labels, name, misfits
 
 
-def _classes_of(texts: Sequence[LabelledText], stored: Sequence[str]) -> list[str]:
+def _classes_of(texts: Sequence[LabeledText], stored: Sequence[str]) -> list[str]:
     """Return the labels of texts, both B and I of each kind; the `stored` ones if they suffice."""
     found = {label for text in texts for label in text.labels or ()}
     if found <= {*stored}:
