@@ -15,13 +15,18 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # recipes fetch published models b
 # pages are executed by kernels of Jupyter, which inherit this
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", DOCS / "_ext")))
 
+from jupyter_client.manager import KernelManager
+
 import onnxgrad
+
+KernelManager.transport.default_value = "ipc"  # by TCP, each kernel warns that it is not encrypted
 
 project, author, copyright = "onnxgrad", "the authors of onnxgrad", "the authors of onnxgrad"
 version = release = onnxgrad.__version__
 extensions = [
     "api_pages",
     "myst_nb",
+    "page_checks",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from pathlib import Path
 
 import onnx
 
 from pages import TUTORIALS
 
 SCRIPT, ENSEMBLES = TUTORIALS / "training.py", TUTORIALS / "ensembles.py"
+DIGITS = Path(__file__).parent.parent / "data" / "digits.parquet"
 
 
 def test_it_runs_without_optional_packages(tmp_path):
@@ -31,12 +33,23 @@ def test_the_page_of_ensembles_runs_without_optional_packages(tmp_path):
 
 
 def run_alone(script, folder):
-    """Run a script in a folder, without PyTorch and scikit-learn; return what it prints."""
-    code = (
-        "import runpy, sys; sys.modules.update(torch=None, sklearn=None)\n"
-        "import matplotlib; matplotlib.use('Agg')\n"
-        f"runpy.run_path({str(script)!r})"
-    )
+    """Run a script in a folder, without PyTorch and scikit-learn; return what it prints.
+
+    Of scikit-learn, there are the digits only.
+    """
+    code = f"""
+import runpy, sys, types
+import matplotlib, numpy
+from pyarrow import parquet
+
+matplotlib.use("Agg")
+table = parquet.read_table({str(DIGITS)!r})
+X = numpy.stack([table[f"pixel_{{i}}"] for i in range(64)], axis=1) * 16.0
+datasets = types.ModuleType("sklearn.datasets")
+datasets.load_digits = lambda return_X_y: (X, table["label"].to_numpy())
+sys.modules |= {{"torch": None, "sklearn": None, "sklearn.datasets": datasets}}
+runpy.run_path({str(script)!r})
+"""
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning:onnxgrad", "-c", code],
         cwd=folder,

@@ -8,22 +8,24 @@ misleads the classifier; a random change of the same size does not. ``og.explain
 are the same attacks as functions.
 """
 
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
+import onnx
 from onnxruntime import InferenceSession
-from pyarrow import parquet
+from sklearn.datasets import load_digits
 
 import onnxgrad as og
 
-DATA = Path(__file__).parents[2] / "data"
-table = parquet.read_table(DATA / "digits.parquet")
-X = np.stack([table[f"pixel_{i}"] for i in range(64)], axis=1).reshape(-1, 1, 8, 8)
-y = table["label"].to_numpy()
+X, y = load_digits(return_X_y=True)
+X = (X / 16).astype(np.float32)
 X_test, y_test = X[1200:], y[1200:]
-trainer = og.Trainer(DATA / "digits_cnn.onnx", "cross_entropy", learning_rate=0.005)
-trainer.fit(X[:1200], y[:1200], epochs=10)
+model = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 20]> mlp (float[N,64] image) => (float[N,10] logits)
+    { a = MatMul(image, w1)  b = Relu(a)  logits = MatMul(b, w2) }""")
+for name, shape in {"w1": (64, 64), "w2": (64, 10)}.items():
+    weight = np.random.default_rng(0).normal(0, 0.1, shape).astype("f4")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+trainer = og.Trainer(model, "cross_entropy", learning_rate=0.005).fit(X[:1200], y[:1200], epochs=10)
 
 # %%
 # The gradient model of the loss, with respect to the image only.
@@ -52,7 +54,6 @@ assert attacked[4] < 0.5 < 0.85 < random[4]
 # %%
 plt.plot(sizes, attacked, label="along the sign of the gradient")
 plt.plot(sizes, random, label="random signs")
-plt.xlabel("change of each pixel, which is between 0 and 1")
-plt.ylabel("accuracy")
+plt.gca().set(xlabel="change of each pixel, which is between 0 and 1", ylabel="accuracy")
 plt.legend()
 plt.show()

@@ -7,20 +7,26 @@ is a saliency map (`Simonyan et al. 2013 <https://arxiv.org/abs/1312.6034>`_). T
 ``og.explain.saliency`` computes; :doc:`Explain a model </explain>` has more methods.
 """
 
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
+import onnx
 from onnxruntime import InferenceSession
-from pyarrow import parquet
+from sklearn.datasets import load_digits
 
 import onnxgrad as og
 
-DATA = Path(__file__).parents[2] / "data"
-table = parquet.read_table(DATA / "digits.parquet")
-X = np.stack([table[f"pixel_{i}"] for i in range(64)], axis=1).reshape(-1, 1, 8, 8)
-y = table["label"].to_numpy()
-trainer = og.Trainer(DATA / "digits_cnn.onnx", "cross_entropy", learning_rate=0.005)
+X, y = load_digits(return_X_y=True)
+X = (X / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+model = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 20]> cnn (float[N,1,8,8] image) => (float[N,10] logits) {
+        a = Conv <pads = [1,1,1,1]> (image, w1)  b = Relu(a)  c = Conv <pads = [1,1,1,1]> (b, w2)
+        d = Relu(c)  e = MaxPool <kernel_shape = [2,2], strides = [2,2]> (d)  f = Flatten(e)
+        logits = MatMul(f, w3) }
+""")
+for name, *shape in (("w1", 16, 1, 3, 3), ("w2", 32, 16, 3, 3), ("w3", 512, 10)):
+    weight = np.random.default_rng(0).normal(0, 0.1, shape).astype("f4")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+trainer = og.Trainer(model, "cross_entropy", learning_rate=0.005)
 model = trainer.fit(X, y, epochs=10).model
 
 # %%

@@ -9,21 +9,17 @@ leading axis of members, and one run of onnxruntime trains all.
 The page is one Python file, which the tests run: `python docs/tutorials/ensembles.py`.
 """
 
-from pathlib import Path
-
 import numpy as np
 import onnx
-from pyarrow import parquet
+from sklearn.datasets import load_digits
 
 import onnxgrad as og
 
 # %%
 # The data are handwritten digits, and the model is a multilayer perceptron.
 
-DATA = Path(__file__).parents[2] / "data"
-table = parquet.read_table(DATA / "digits.parquet")
-X = np.stack([table[f"pixel_{i}"] for i in range(64)], axis=1)
-y = table["label"].to_numpy()
+X, y = load_digits(return_X_y=True)
+X = (X / 16).astype(np.float32)
 X, X_test, y, y_test = X[:480], X[480:800], y[:480], y[480:800]
 model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
@@ -61,6 +57,10 @@ for rate, entry in zip(rates, search.history[-1]["validation_accuracy"], strict=
 # The history has arrays with a number for each member, and so do the results of `evaluate`.
 # `predict` returns (members, rows, ...). `best` is the member with the lowest validation loss, and
 # `model` returns a member as a `ModelProto`.
+#
+# The accuracy of the test rows is lower than that of the validation rows. These are drawn from the
+# same rows as those that train, and so from the same hands; the test rows are those that follow in
+# the file, written by other people. (The nearest neighbor, of scikit-learn, gets 99 % and 92 %.)
 
 best = search.best()
 print(search.evaluate(X_test, y_test)["accuracy"][best])
