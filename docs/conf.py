@@ -50,6 +50,7 @@ html_css_files = ["site.css"]
 html_theme_options = {
     "logo": {"text": "onnxgrad"},
     "show_prev_next": False,
+    "show_toc_level": 2,  # methods, too
     "navbar_align": "left",
     "navbar_persistent": ["search-button"],
     "header_links_before_dropdown": 7,
@@ -66,6 +67,8 @@ html_extra_path = [str(EXTRA)]
 autosummary_generate = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+ALIASES = "LossLike", "MetricLike", "RateLike", "ClassWeights"  # the page api/train explains them
+autodoc_type_aliases = {name: name for name in ALIASES}
 autodoc_member_order = "bysource"
 # scikit-learn writes these into estimators, with links into its own pages
 autodoc_default_options = {

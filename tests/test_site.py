@@ -30,6 +30,18 @@ def test_code_is_run_or_no_python(path):
         ast.parse(re.sub(r"^:.*\n", "", code, flags=re.MULTILINE))
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_words_of_the_field_are_explained_where_first_used(path):
+    """On each page, the first is a link to the glossary, or to the page of kinks."""
+    text = re.sub(r"\{term\}`(?:[^`<]*<)?(\w+)>?`", r"TERM-\1", FENCE.sub("", path.read_text()))
+    text = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*kinks\.md\)|\]\([^)]*\)", "", text)
+    explained = {"concepts.md": ["cotangent", "kink", "slot"], "kinks.md": ["kink"]}
+    explained["operators.md"] = ["kink"]
+    for word in {"cotangent", "kink", "slot"}.difference(explained.get(path.name, ())):
+        first = re.search(rf"(TERM-)?\b{word}s?\b", text, re.IGNORECASE)
+        assert first is None or first[1], word
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_script_has_a_title_and_text(path):
     title, line, *_ = ast.get_docstring(ast.parse(path.read_text())).splitlines()

@@ -64,15 +64,19 @@ def _documented(name: str, thing: Any) -> list[str]:
 
 
 class Backticks(SphinxRole):
-    """Code in single backticks, which is a link where it is a public name."""
+    """Code in single backticks, which is a link where it is a public name or a page of them."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         """Return the code, inside of a reference if there is something to refer to."""
         code = nodes.literal(self.rawtext, self.text, classes=["code"])
         name, _, member = self.text.removeprefix("onnxgrad.").partition(".")
-        if name not in PUBLIC or member:
+        page = f"api/{name}"  # of a part of the package, as `onnxgrad.losses`
+        if self.text == f"onnxgrad.{name}" and page in self.env.found_docs:
+            target = {"refdomain": "std", "reftype": "doc", "reftarget": f"/{page}"}
+        elif name in PUBLIC and not member:
+            target = {"refdomain": "py", "reftype": "obj", "reftarget": f"onnxgrad.{name}"}
+        else:
             return [code], []
-        target = {"refdomain": "py", "reftype": "obj", "reftarget": f"onnxgrad.{name}"}
         reference = pending_xref("", code, refexplicit=True, refwarn=True, **target)
         reference["refdoc"] = self.env.docname
         return [reference], []

@@ -55,5 +55,5 @@ for label, train, rate in (("new layer", "head.*", 0.01), ("all weights", None, 
     per_hour.append(alarms.at(missed=0.1)[1])
     print(f"{label}: {per_hour[-1]:.0f} false alarms per hour, 10% missed")
     plt.step(alarms.per_hour, alarms.missed, label=label)
-assert per_hour[1] < per_hour[0]
 plt.legend()
+assert per_hour[1] < per_hour[0]

@@ -69,8 +69,8 @@ np.testing.assert_allclose(
 )
 
 # %%
-# `state` is all that training carries from step to step: weights, slots of the optimizer, buffers,
-# counts and history. You can read and assign it.
+# `state` is all that training carries from step to step: weights, :term:`slots <slot>` of the
+# optimizer, buffers, counts and history. You can read and assign it.
 
 state = trainer.state
 print(state.step, state.epoch, list(state.weights), list(state.slots["head_bias"]))

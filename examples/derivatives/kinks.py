@@ -1,9 +1,9 @@
 """Gradients at kinks
 ==================
 
-Relu, Abs, Max and Clip have points without a derivative. There, a gradient is a convention; here it
-is that of PyTorch. ``check_gradient`` compares the gradient of a model with central differences,
-and leaves out what lies at a kink.
+Relu, Abs, Max and Clip have kinks, points without a derivative. There, a gradient is a convention;
+here it is that of PyTorch. ``check_gradient`` compares the gradient of a model with central
+differences, and leaves out what lies at a kink.
 """
 
 import matplotlib.pyplot as plt

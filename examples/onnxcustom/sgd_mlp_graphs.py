@@ -41,7 +41,7 @@ trainer = OrtGradientForwardBackwardOptimizer(
 
 profile = cProfile.Profile()
 profile.runcall(trainer.fit, X, y)
-pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(6)
+stats = pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(6)
 
 # %%
 # ``save_onnx_graph`` writes the graphs of the training.

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 from onnx import ModelProto
 
 from onnxgrad.autodiff.recomputable import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.losses.objectives import Loss
+from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
@@ -21,8 +24,10 @@ from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.parallel import DataParallel
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
+from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.arguments import check_choice, check_count, select_rate
 from onnxgrad.training.batches import Split
+from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.data import Dataset, as_dataset
@@ -37,6 +42,7 @@ from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix, check_mix
 from onnxgrad.training.modes.ranges import with_ranges
 from onnxgrad.training.modes.stored_integers import pairs
+from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.parameters.choice import separated_choice
 from onnxgrad.training.parameters.patterns import as_list
 from onnxgrad.training.precision import PRECISIONS, narrow_dtypes, resolved, rounding_text, widened
@@ -45,6 +51,13 @@ from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import in_group
 from onnxgrad.training.state import TrainState, Values
 
+# What a trainer takes: the page of the API on training says it in words.
+OutputLossLike: TypeAlias = str | Loss | Callable[..., Any]
+LossLike: TypeAlias = OutputLossLike | TrainingLoss | ModelLike | Mapping[str, OutputLossLike]
+MetricLike: TypeAlias = str | Metric | Callable[..., Any]
+RateLike: TypeAlias = float | LearningRate
+ClassWeights: TypeAlias = str | Mapping[Any, float] | ArrayLike
+
 
 class TrainerBase(Settings):
     """Trains one model, or the members of a stack; the arguments are those of `Trainer`."""
@@ -52,10 +65,10 @@ class TrainerBase(Settings):
     def __init__(
         self,
         model: ModelLike,
-        loss: Any = None,
+        loss: LossLike | None = None,
         *,
         optimizer: str | Optimizer = "adamw",
-        learning_rate: Any = None,
+        learning_rate: RateLike | None = None,
         train: str | Iterable[str] | None = None,
         freeze: str | Iterable[str] = (),
         train_ranges: bool = False,
@@ -64,12 +77,12 @@ class TrainerBase(Settings):
         batch_norm: str = "frozen",
         dropout: Mapping[str, float] | None = None,
         mix: Mix | None = None,
-        class_weight: Any = None,
+        class_weight: ClassWeights | None = None,
         classes: Sequence[str] | Sequence[int] = (),
         loss_options: Mapping[str, Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
-        metrics: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
-        callbacks: Iterable[Any] = (),
+        metrics: Iterable[MetricLike] | Mapping[str, Iterable[MetricLike]] = (),
+        callbacks: Iterable[Callback] = (),
         batch_axes: Mapping[str, int | None] | None = None,
         carry: Mapping[str, str] | None = None,
         recompute: str = "none",

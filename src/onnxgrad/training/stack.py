@@ -17,7 +17,8 @@ from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.training.arguments import select_rate
-from onnxgrad.training.base import TrainerBase
+from onnxgrad.training.base import ClassWeights, LossLike, MetricLike, RateLike, TrainerBase
+from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.member_arguments import (
@@ -118,13 +119,13 @@ class TrainerStack(TrainerBase):
     def __init__(
         self,
         model: ModelLike,
-        loss: Any = None,
+        loss: LossLike | None = None,
         *,
         members: int | None = None,
         weights: Sequence[Mapping[str, Any]] | None = None,
         init: str = "model",
         optimizer: str | Optimizer | Sequence[str | Optimizer] = "adamw",
-        learning_rate: Any = None,
+        learning_rate: RateLike | Sequence[RateLike] | None = None,
         train: str | Iterable[str] | None = None,
         freeze: str | Iterable[str] = (),
         train_ranges: bool = False,
@@ -133,12 +134,12 @@ class TrainerStack(TrainerBase):
         batch_norm: str = "frozen",
         dropout: Mapping[str, float] | None = None,
         mix: Mix | None = None,
-        class_weight: Any = None,
+        class_weight: ClassWeights | None = None,
         classes: Sequence[str] | Sequence[int] = (),
         loss_options: Mapping[str, Any] | None = None,
         loss_weights: Mapping[str, float] | None = None,
-        metrics: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
-        callbacks: Iterable[Any] = (),
+        metrics: Iterable[MetricLike] | Mapping[str, Iterable[MetricLike]] = (),
+        callbacks: Iterable[Callback] = (),
         batch_axes: Mapping[str, int | None] | None = None,
         carry: Mapping[str, str] | None = None,
         recompute: str = "none",

@@ -26,14 +26,15 @@ class Trainer(TrainerBase):
 
     Args:
         model: model, serialized model or path; never modified.
-        loss: name of a loss (`onnxgrad.LOSSES`), a `LossSpec` or `BaseLearningLoss`, a function
+        loss: name of one of `onnxgrad.losses`, a `LossSpec` or `BaseLearningLoss`, a function
             `(op, prediction, label)` that writes the loss with the emitter, a second model
             (`LossModel`), or `{output: loss}` for several outputs. None: the model has an output
             that is the loss, called "loss" or the only one with a single number.
-        optimizer: name or optimizer, such as `adamw(weight_decay=0.01)`.
-        learning_rate: number, a constant rate; or a schedule such as `cosine(1e-3, warmup=100)`.
-            None: 0.001 for Adam and its kin, 0.01 for SGD and its kin, 1 for Adadelta, 0.0001 for
-            Lion.
+        optimizer: name of one of `onnxgrad.optimizers`, or one with options, such as
+            `adamw(weight_decay=0.01)`.
+        learning_rate: number, a constant rate; or one of `onnxgrad.schedules`, such as
+            `cosine(1e-3, warmup=100)`. None: 0.001 for Adam and its kin, 0.01 for SGD and its kin,
+            1 for Adadelta, 0.0001 for Lion.
         train: names of float tensors of the model, and patterns as "layer4.*", that train; they
             match aliases, too, and patterns choose among weights: see `trainable`, which shows what
             they do. None: those that train by default.
@@ -61,7 +62,7 @@ class Trainer(TrainerBase):
             has, if they are texts. The trained model stores them.
         loss_options: of a loss given by name: `{"ignore_index": 0}`, `{"ignore_nan": True}`.
         loss_weights: `{output: factor}` for a loss of several outputs.
-        metrics: names, objects of `onnxgrad.metrics`, functions `(prediction, label)`, or metrics
+        metrics: names and objects of `onnxgrad.metrics`, functions `(prediction, label)`, metrics
             of torchmetrics; `{output: list}` for a loss of several outputs.
         callbacks: `EarlyStopping(...)`, `Checkpoint(...)` and others, see `Callback`.
         batch_axes: `{input: axis}`, the axis of an array along which its rows are; None: it has
