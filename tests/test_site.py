@@ -50,6 +50,17 @@ def test_script_has_a_title_and_text(path):
     assert re.search(r"^# %%\n# \w", path.read_text(), re.MULTILINE)
 
 
+READ_FROM_PACKAGES = SCRIPTS + sorted(DOCS.with_name("examples").rglob("*.py"))
+LATER = ("first_training.py", "finetune.py")
+
+
+@pytest.mark.parametrize("path", READ_FROM_PACKAGES, ids=lambda path: path.stem)
+def test_scripts_run_without_the_repository(path):
+    """They are downloaded alone, also as notebooks: what they read, they make or import."""
+    if path.name not in LATER:
+        assert re.findall("__file__|digits_cnn|digits.parquet", path.read_text()) == []
+
+
 def test_picture_of_the_idea_is_that_of_today(monkeypatch):
     """If this fails, run `python docs/idea.py`."""
     monkeypatch.syspath_prepend(str(DOCS))
@@ -82,3 +93,30 @@ def test_docstrings_are_shown_as_they_are(text, expected, monkeypatch):
     lines = text.split("\n")
     importlib.import_module("api_pages").as_rest(None, "class", "", None, None, lines)
     assert lines == expected.split("\n")
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        ("<matplotlib.legend.Legend object at 0x7f4eb5c124d0>", True),
+        ("[Text(0.5, 18.5, 'epoch'), Text(419.2, 0.5, 'accuracy')]", True),
+        ("<function f at 0x7f4eb5c124d0>", True),
+        ("Text(x) of an object, at 0.5", False),
+    ],
+    ids=["object", "labels", "function", "text"],
+)
+def test_outputs_that_only_python_reads_are_found(output, found, monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    assert bool(importlib.import_module("page_checks").REPR.search(output)) == found
+
+
+def test_pictures_of_a_gallery_have_the_titles_of_their_scripts(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    source = [
+        "  .. image:: /images/thumb/a.png\n    :alt:\n\n  :doc:`/a`\n\n.. raw:: html\n\n"
+        '      <div class="sphx-glr-thumbnail-title">A title</div>\n'
+    ]
+    importlib.import_module("page_checks").name_thumbnails(None, "", source)
+    assert "    :alt: A title\n\n  :doc:`/a`" in source[0]

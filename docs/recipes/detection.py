@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image, ImageDraw
-from published import fetched
+from published import fetched  # published.py: on the page Recipes
 
 import onnxgrad as og
 from onnxgrad.tasks.detection import Detection

@@ -9,7 +9,7 @@ and are tested with other names: what they learn is where names stand, and what 
 
 import matplotlib.pyplot as plt
 import numpy as np
-from published import fetched, fetched_tokenizer
+from published import fetched, fetched_tokenizer  # published.py: on the page Recipes
 
 import onnxgrad as og
 

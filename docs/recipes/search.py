@@ -14,7 +14,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from published import fetched, fetched_tokenizer
+from published import fetched, fetched_tokenizer  # published.py: on the page Recipes
 
 import onnxgrad as og
 

@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 
 import matplotlib.pyplot as plt
 import numpy as np
-from published import fetched
+from published import fetched  # published.py: on the page Recipes
 
 import onnxgrad as og
 
