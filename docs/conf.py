@@ -19,7 +19,7 @@ from jupyter_client.manager import KernelManager
 
 import onnxgrad
 
-KernelManager.transport.default_value = "ipc"  # by TCP, each kernel warns that it is not encrypted
+KernelManager.transport_encryption.default_value = "auto"  # kernels warn of TCP without it
 
 project, author, copyright = "onnxgrad", "the authors of onnxgrad", "the authors of onnxgrad"
 version = release = onnxgrad.__version__
@@ -78,6 +78,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # or attributes would be there twice
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"  # they do not fit beside the page
 
 # -- pages in Markdown, whose code cells are executed ------------------------------------------
 

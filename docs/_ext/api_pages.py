@@ -97,9 +97,10 @@ def _escaped(paragraph: str) -> str:
 
 
 def readable(_app, _kind, _name, _thing, _options, signature: str | None, result: str | None):
-    """Return a signature with `...` for defaults that are no code, as <factory>."""
+    """Return a signature with `...` for defaults that are no code, and the names of aliases."""
     if signature is None:
         return None
+    signature = re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", signature)
     return re.sub(r"= <[^,=]*>(?=[,)])", "= ...", signature), result
 
 
