@@ -29,7 +29,12 @@ PLACES = (
     "*.md *.toml *.yml docs/**/*.md docs/**/*.rst docs/**/*.py examples/**/*.md examples/**/*.rst"
     " examples/**/*.py src/**/*.py src/**/*.html tests/*.py"
 )
-TEXTS = sorted(path for place in PLACES.split() for path in ROOT.glob(place))
+TEXTS = sorted(
+    path
+    for place in PLACES.split()
+    for path in ROOT.glob(place)
+    if not path.relative_to(ROOT).as_posix().startswith("docs/auto_")  # copies of the galleries
+)
 BANNED = re.compile(
     r"/(?:home|root|tmp|work|Users)/\w|\b(?:TODO|FIXME|blazing\w*|seamless\w*|effortless\w*"
     r"|cutting[- ]edge|state[- ]of[- ]the[- ]art|revolutionary|game[- ]chang\w*|world[- ]class)\b",
