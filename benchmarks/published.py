@@ -90,6 +90,16 @@ TOKENIZER = Published(
     "{}",
 )
 
+LINES = Published(
+    "paddle-lines",
+    "rapidocr-onnxruntime",
+    "1.4.4",
+    "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx",
+    "e47acedf663230f8863ff1ab0e64dd2d82b838fceb5957146dab185a89d6215c",
+    "direction of text lines (MobileNetV3)",
+    "{}",
+)
+
 
 def models() -> list[Published]:
     with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
@@ -121,7 +131,15 @@ def fetch(model: Published, cache: Path) -> Path:
 
 def fetched(name: str) -> Path:
     """Return where the model of this name lies in the cache, fetched if need be."""
-    return fetch(next(model for model in models() if model.name == name), CACHE)
+    return fetch(next(model for model in [*models(), LINES] if model.name == name), CACHE)
+
+
+def unpack_here(name: str, folder: Path = Path()) -> None:
+    """Lay a model in `published` below `folder`, where pages tell their readers to unpack it."""
+    [file] = [model.file for model in [*models(), LINES] if model.name == name]
+    path = folder / "published" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(fetched(name))
 
 
 def fetched_tokenizer() -> Path:

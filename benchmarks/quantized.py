@@ -30,21 +30,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from published import CACHE, Published, fetch, fetched
+from published import fetched
 from pyarrow import parquet
 
 import onnxgrad as og
 
 DATA = Path(__file__).parent.parent / "data"
-LINES = Published(
-    "paddle-lines",
-    "rapidocr-onnxruntime",
-    "1.4.4",
-    "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx",
-    "e47acedf663230f8863ff1ab0e64dd2d82b838fceb5957146dab185a89d6215c",
-    "direction of text lines (MobileNetV3)",
-    "{}",
-)
 PRODUCTS = ("QLinear", "QGemm", "MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul", "MatMulN")
 LIBRARIES = ("numpy", "scipy", "pandas", "sklearn")
 Arrays = dict[str, np.ndarray]
@@ -129,7 +120,7 @@ TASKS = {
         lambda: DATA / "digits_cnn.onnx", lambda: ({"image": digits()[0]}, digits()[1]), 8, 5e-3
     ),
     "lines": Task(
-        lambda: og.replace_head(fetch(LINES, CACHE), 10, activation=None), lines, 20, 3e-3
+        lambda: og.replace_head(fetched("paddle-lines"), 10, activation=None), lines, 20, 3e-3
     ),
     "sentences": Task(minilm, sentences, 3, 2e-4, ("int8", "int4 alone"), ranges=False),
 }

