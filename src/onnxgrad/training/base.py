@@ -96,12 +96,11 @@ class TrainerBase(Settings):
         self.learning_rate = select_rate(learning_rate, self.optimizer)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
-        self.mix = check_mix(mix)
         self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
         self.recompute = check_choice("recompute", recompute, tuple(RECOMPUTE))
         self.metrics_by_output = select_metrics(metrics)
         self.metrics = [m for listed in self.metrics_by_output.values() for m in listed]
-        self.callbacks, self.parallel = Callbacks(callbacks), parallel
+        self.callbacks, self.parallel, self.mix = Callbacks(callbacks), parallel, check_mix(mix)
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
         with garbage_kept():
             self.proto, self.trained = separated_choice(
