@@ -18,9 +18,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # recipes fetch published models b
 READ = (ROOT / "src", DOCS / "_ext", ROOT / "benchmarks")
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, READ))
 
-from published import UnavailableError, unpack_here
-
 from jupyter_client.manager import KernelManager
+from published import UnavailableError, unpack_here
 
 import onnxgrad
 

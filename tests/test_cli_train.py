@@ -271,7 +271,7 @@ def test_losses_of_several_outputs(here):
     assert result["metrics"] == pytest.approx(
         {"z_accuracy": (z.argmax(1) == kind).mean(), "y_mae": mae}, rel=1e-5
     )
-    trained = as_json("train", *line, *FAST, "--lr", 0.01)
+    trained = as_json("train", *line[:-2], *FAST, "--lr", 0.01)
     assert trained["trained"] == ["W", "U"]
     for dropped, message in (
         (line[:-4], "no --target y=COLUMN"),

@@ -16,7 +16,7 @@ from onnxgrad.data import image_nodes
 from onnxgrad.data.audio import Waveforms
 from onnxgrad.data.foreign_transforms import adapted
 from onnxgrad.data.images import ImageFolder, Normalize, check_order, layout_of
-from onnxgrad.errors import printable, unknown
+from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
@@ -211,7 +211,8 @@ def _size(
     if stated is None:
         return None if asked is None else (int(asked[0]), int(asked[1]))
     if asked is not None and tuple(asked) != stated:
-        raise ValueError(f"size={size}: the input {target.name!r} takes images of {stated}")
+        given = argument("size", size)
+        raise ValueError(f"{given}: the input {target.name!r} takes images of {stated}")
     return stated[0], stated[1]
 
 
