@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
-from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -44,7 +43,6 @@ exclude_patterns = ["_ext", "tutorials", "recipes", "auto_*/**.ipynb"]
 nitpicky = True  # a link to a name that is on no page is a warning, hence an error
 nitpick_ignore_regex = [("py:(?!obj).*", ".*")]  # types, which may be of other packages
 default_role = "backticks"
-suppress_warnings = ["config.cache"]  # functions in the configuration, such as `begin`
 
 
 def repository_of(package: str) -> str:
@@ -137,16 +135,6 @@ with suppress(UnavailableError):  # then the scripts download it, as they do for
     unpack_here("paddle-lines", SCRIPTS / "docs" / "tutorials")
 
 
-def begin(_: Any, script: dict[str, Any]) -> list[str]:
-    """Let a script name files by `__file__`, which sphinx-gallery does not define."""
-    script["example_globals"]["__file__"] = str(script["src_file"])
-    return []  # the arguments of the script
-
-
-NOTEBOOK = """# Needed only where the code below reads files of the repository, from a copy of it.
-from pathlib import Path
-
-__file__ = str(Path("notebook.ipynb").absolute())"""
 SECTIONS = "first_steps networks finetuning derivatives sklearn_torch data processes".split()
 sphinx_gallery_conf = {
     "examples_dirs": [str(SCRIPTS / folder) for folder in FOLDERS],
@@ -156,9 +144,7 @@ sphinx_gallery_conf = {
     "subsection_order": [*(f"../build/scripts/examples/{name}" for name in SECTIONS), "*"],
     "within_subsection_order": "FileNameSortKey",
     "reset_modules": ("matplotlib",),
-    "reset_argv": begin,
     "parallel": 2,
-    "first_notebook_cell": NOTEBOOK,
     "show_signature": False,
     "remove_config_comments": True,
     "write_computation_times": False,

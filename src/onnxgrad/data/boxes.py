@@ -16,7 +16,7 @@ import numpy as np
 from onnxgrad.data.image_files import is_image, open_image, pillow
 from onnxgrad.data.images import RandomFlip, named_transform
 from onnxgrad.data.readers import IndexedReader, describe_files
-from onnxgrad.errors import not_installed, unknown
+from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.graph.shapes import Dims
 
 _GRAY = 114  # around images, as detectors are used to
@@ -158,7 +158,9 @@ class AnnotatedImages(IndexedReader):
             return self
         shape = next(iter(shapes.values()), None) if len(shapes) == 1 else None
         if shape is None or len(shape) != 4 or not all(isinstance(n, int) for n in shape[2:]):
-            raise ValueError(f"the inputs {dict(shapes)} state no height and width: pass size=")
+            raise ValueError(
+                f"the inputs {dict(shapes)} state no height and width: pass {argument('size')}"
+            )
         new = copy.copy(self)
         new.size = int(str(shape[2])), int(str(shape[3]))
         return new
@@ -178,7 +180,7 @@ class AnnotatedImages(IndexedReader):
                 f"{self._sizes[file]}"
             )
         if self.size is None:
-            raise ValueError("the size of images is unknown: pass size=")
+            raise ValueError(f"the size of images is unknown: pass {argument('size')}")
         corners = boxes[:, 1:] * np.array(image.size * 2, np.float32)
         if seed is not None:
             rng = np.random.default_rng([seed, row])
