@@ -42,7 +42,7 @@ def here(tmp_path, monkeypatch):
 
 
 def trainer() -> og.Trainer:
-    return og.Trainer(og.load_folder("lm"), "causal_lm", optimizer="adam", metrics=["perplexity"])
+    return og.Trainer(og.load_folder("lm"), "causal_lm", metrics=["perplexity"])
 
 
 def test_a_folder_trains_as_in_python(here):

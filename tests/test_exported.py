@@ -134,7 +134,7 @@ def test_the_loss_of_a_zipmap_names_the_tensor_to_use():
     model = skl2onnx.to_onnx(LogisticRegression().fit(x, x[:, 0] > 0), x[:1], target_opset=18)
     with pytest.raises(ValueError, match=r"0 float outputs: .* one of 'probabilities'$"):
         add_loss_output(model, "log")
-    with pytest.raises(ValueError, match="output_index='probabilities'"):
+    with pytest.raises(ValueError, match="is no tensor: choose one of 'probabilities'"):
         add_loss_output(model, "log", output_index="output_probability")
     made = add_loss_output(model, "log", output_index="probabilities")
     assert [y.name for y in made.graph.output] == ["loss", "probabilities"]

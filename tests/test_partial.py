@@ -644,7 +644,7 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
     [
         ({}, (X, Y, WEIGHT[:40]), "different numbers of rows.*'weight': 40"),
         ({}, (X, Y, np.ones((47, 2))), r"'weight' must have shape \(rows,\), not \(47, 2\)"),
-        ({}, (X, Y, np.where(np.arange(47) == 3, np.nan, 1)), "'weight'.* NaN .*: 3"),
+        ({}, (X, Y, np.where(np.arange(47) == 3, np.nan, 1)), "sample_weight.* NaN .*: 3"),
         ({}, (X, Y[:40]), "different numbers of rows.*'x': 47, 'label': 40"),
         ({}, (X, np.ones((47, 2))), r"'label' must have shape \(rows, 1\)"),
         ({}, (NAN, Y), "'x', as float32, holds NaN or infinity in 1 of 47 rows: 30"),

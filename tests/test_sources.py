@@ -876,12 +876,16 @@ def test_files_of_a_folder_may_differ(tmp_path):
     np.testing.assert_array_equal(y, Y)
 
 
-def test_columns_that_a_file_lacks_are_missing_numbers(tmp_path):
+def test_columns_that_a_file_lacks(tmp_path):
+    """A label may be missing, where the loss ignores NaN, but no input."""
     pq.write_table(table()[:20], tmp_path / "0.parquet")
+    pq.write_table(table()[20:].select(["a", "b"]), tmp_path / "1.parquet")
+    x, y = decoded(tmp_path)
+    np.testing.assert_array_equal(np.isnan(y).ravel(), NUMBERS >= 20)
+    np.testing.assert_array_equal(x, X)
     pq.write_table(table()[20:].select(["a", "price"]), tmp_path / "1.parquet")
-    x, _ = decoded(tmp_path)
-    np.testing.assert_array_equal(np.isnan(x[:, 1]), NUMBERS >= 20)
-    np.testing.assert_array_equal(x[:, 0], X[:, 0])
+    with pytest.raises(ValueError, match=r"1.parquet' has no column 'b', which other files"):
+        decoded(tmp_path)
 
 
 def test_partitions_are_columns(tmp_path):

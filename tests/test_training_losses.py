@@ -516,7 +516,7 @@ def test_outputs():
     [
         ("cross_entrop", {}, "Unknown loss 'cross_entrop'. Did you mean 'cross_entropy'"),
         (3, {}, "Unknown loss 3"),
-        ("mse", {"class_weight": [1, 2]}, "Unknown option of loss 'squared_error' 'class_weight'"),
+        ("mse", {"class_weight": [1, 2]}, "class_weight has no effect on the loss 'squared_error'"),
         ("mse", {"loss_weights": {"y": 2}}, "needs the losses by output"),
         ({}, {}, "loss has no output"),
         ({"y": "mse"}, {"loss_weights": {"z": 2}}, "Unknown output in loss_weights 'z'"),

@@ -60,8 +60,8 @@ def arrow_dataset(
         A reader, which `fit(reader)` takes as X. Lists in a column become axes.
 
     Raises:
-        ValueError: a file that cannot be read, no rows, unknown columns, or a dataset that was
-            filtered.
+        ValueError: a file that cannot be read or lacks a column of inputs, no rows, unknown
+            columns, or a dataset that was filtered.
 
     Examples:
         >>> import tempfile, numpy as np, pyarrow as pa, pyarrow.parquet as pq
@@ -141,7 +141,8 @@ class ArrowReader(Reader):
             if name not in names:
                 raise unknown("column", name, names)
         self._dataset = dataset
-        self._pieces = list(pieces(dataset, selected, self._names))
+        needed = [name for name in self._names if name not in targets]  # NaN may be no label
+        self._pieces = list(pieces(dataset, selected, needed))
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
             raise ValueError("the dataset has no rows")
