@@ -55,8 +55,8 @@ class ArrowSource:
         """Raise `DataError` if one of these columns is text."""
         if text := next((n for n in names if "string" in self.types[n]), None):
             raise DataError(
-                f"{self.name!r}: column {text!r} is text; write numbers, class indices for a "
-                f"target, or leave it out with --ignore {text}"
+                f"{self.name!r}: column {text!r} is text; write numbers, name the classes of a "
+                f"target with --classes, or leave it out with --ignore {text}"
             )
 
     def reader(self, columns: Any, y: list[str], weight: str | None) -> Reader:
