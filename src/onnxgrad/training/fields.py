@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ class Fields:
         if unsaid and not labels and len(rest) > 1:  # of a loss in the model, which names none
             labels[rest[-1]] = LossInfo()
         self.labels = list(labels)  # none if the loss needs no label
+        of_classes = ((info.classes, info.threshold) != (None, None) for info in labels.values())
+        self.classified = {*compress(labels, of_classes)}  # labels of classes
         self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}
         self.label: str | None = self.labels[0] if labels else None
         self.features = [name for name in rest if name not in labels]
@@ -336,14 +339,9 @@ class Fields:
 
     def _numbers(self, name: str, data: Any) -> np.ndarray:
         """Return the data of an input as numbers; those of a label may be names of classes."""
-        field = self.fields[name]
-        if (
-            field.is_label
-            and not self.numbered
-            and (field.classes is not None or field.allowed is not None)
-        ):
+        if name in self.classified and not self.numbered:
             data = class_numbers(data, self.names.classes, name)
-        return field.numbers(data)
+        return self.fields[name].numbers(data)
 
     def _count_as_it_is(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
         """Return how many rows a batch has that goes in as it is."""
