@@ -1,5 +1,6 @@
 """The page of defaults, the code, and what a training does that is told nothing."""
 
+import importlib
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -33,7 +34,8 @@ def defaults(function):
 
 
 def test_the_table_is_what_the_code_has():
-    sklearn = pytest.importorskip("onnxgrad.sklearn")
+    pytest.importorskip("sklearn")
+    sklearn = importlib.import_module("onnxgrad.sklearn")
     shell = {f.name: f.default for f in fields(TrainOptions)}
     trainer, fit = defaults(og.Trainer), defaults(og.Trainer.fit)
     estimator = defaults(sklearn.OnnxClassifier)

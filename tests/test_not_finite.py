@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
-import pandas
 import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -423,6 +422,7 @@ def test_a_number_that_is_large_is_named(value, more):
     """Also where another batch fails, or that of the validation data."""
     text = diverging(large(SMALL, value), GOAL, batch_size=4, **more)
     assert f"The input 'x' reaches {value:.3g}: scale the data, or lower the" in text
+    pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame(large(SMALL, value), columns=["age", "income"])
     assert f"The column 'income' reaches {value:.3g}: scale" in diverging(table, GOAL, **more)
 

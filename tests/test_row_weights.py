@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import pandas
 import pytest
 
 import onnxgrad as og
@@ -48,6 +47,7 @@ def test_weights_of_batches():
 
 
 def test_the_target_is_no_weight():
+    pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": Y[:, 0], "w": 1.0})
     trainer = og.Trainer(MODEL, "squared_error")
     with pytest.raises(ValueError, match="'y' is both label and weight"):
