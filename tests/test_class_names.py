@@ -98,6 +98,22 @@ def test_two_classes_and_one_output():
     assert named.history == plain.history
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"accumulate": 2},
+        {"recompute": "all"},
+        {"optimizer": og.ema(og.adamw(), 0.5)},
+        {"loss_options": {"label_smoothing": 0.1}},
+        {"clip_norm": 0.01},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_names_with_other_features(more):
+    named = trained(NAMES[NUMBERS], classes=NAMES.tolist(), **more)
+    assert named.history == trained(NUMBERS, **more).history
+
+
 def test_members_of_a_stack():
     text, rates = NAMES[NUMBERS], [0.01, 0.1]
     named = og.TrainerStack(model(), "cross_entropy", learning_rate=rates, classes=NAMES.tolist())

@@ -206,6 +206,21 @@ def test_probabilities_are_those_of_the_graph(here, end, probability):
     np.testing.assert_allclose([float(r["probability"]) for r in found], shares.max(1), rtol=1e-4)
 
 
+@pytest.mark.parametrize("loss", ["binary_cross_entropy", "mse", "hinge"])
+def test_scores_that_do_not_exclude_each_other_have_no_label(here, loss):
+    """Softmax of independent labels is no probability."""
+    model = onnx.load("2.onnx")
+    model.metadata_props.add(key="onnxgrad.classes", value='["cat", "dog"]')
+    onnx.save(model, "own.onnx")
+    photos(here / "flat", ["."], 3)
+    assert "label" in rows(succeed("predict", "own.onnx", "flat").stdout)[0]
+    note = json.dumps([{"loss": [{"mse": "l2"}.get(loss, loss)]}])
+    model.metadata_props.add(key="onnxgrad.training_loss", value=note)
+    onnx.save(model, "own.onnx")
+    found = rows(succeed("predict", "own.onnx", "flat").stdout)
+    assert [*found[0]] == ["file", "z_0", "z_1"]
+
+
 FRONTS = {  # how a file says on which values its model was trained, and which these are
     "Div": ("y = Div(x, c)", {"c": [255.0]}, 255),
     "Mul": ("y = Mul(c, x)", {"c": [1 / 255]}, 255),

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.cli.loss_note import loss_of
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import rank
 from onnxgrad.losses.applied_to import is_probability
+from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.notes import CLASSES, read_note
@@ -31,14 +33,18 @@ class ClassLabels:
 
     @classmethod
     def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
-        """Return the classes of one of the outputs; None if none has as many, or has its labels."""
+        """Return the classes of one of the outputs; None if none has as many, or has its labels.
+
+        Nor has a model that was trained by a loss of other scores, as those of labels that do not
+        exclude each other.
+        """
         classes: Labels = read_note(proto, CLASSES)
         if not classes or stored_labels(proto) or {"label", "probability"} & {*outputs}:
             return None
         model = to_ir(proto)
         infer(model)
         fitting = [y for y in model.graph.outputs if y.name in outputs and _fits(y, len(classes))]
-        if len(fitting) != 1:
+        if len(fitting) != 1 or not _has_shares(loss_of(proto), fitting[0]):
             return None
         return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
 
@@ -59,8 +65,24 @@ class ClassLabels:
         return {"label": labels, "probability": shares.max(axis=1).astype(np.float32)}
 
 
+def _is_single(output: Any) -> bool:
+    """Return whether an output has one score for each row."""
+    return rank(output) == 1 or (rank(output) == 2 and output.shape[-1] == 1)
+
+
 def _fits(output: Any, classes: int) -> bool:
     """Return whether an output has a score for each of so many classes, or one for two of them."""
-    columns = output.shape[-1] if output.shape is not None and len(output.shape) else None
-    single = rank(output) == 1 or (rank(output) == 2 and columns == 1)
-    return (rank(output) == 2 and columns == classes) or (single and classes == 2)
+    if _is_single(output):
+        return classes == 2
+    return rank(output) == 2 and output.shape[-1] == classes
+
+
+def _has_shares(loss: str | None, output: Any) -> bool:
+    """Return whether a model that a loss trained has scores whose shares are probabilities."""
+    if loss not in LOSSES:
+        return True
+    spec = LOSSES[loss]
+    logits = "from_logits" in spec.all_options
+    if _is_single(output):
+        return logits and spec.threshold is not None
+    return spec.threshold is None and (logits or spec.label_kind.dtype is not None)

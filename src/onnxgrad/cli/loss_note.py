@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from onnx import ModelProto
 
 from onnxgrad.cli.train_options import LossOptions
+from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.model.notes import read_note, write_note
 
 _NOTE = "onnxgrad.training_loss"  # metadata: a list of one dict, options of the shell
@@ -20,6 +21,13 @@ def keep_loss(proto: ModelProto, options: LossOptions) -> None:
     kept: dict[str, Any] = {name: getattr(options, name) for name in _OPTIONS}
     named = bool(options.loss) and not any(loss.endswith(".onnx") for loss in options.loss)
     write_note(proto, _NOTE, [{n: v for n, v in kept.items() if v}] if named else [])
+
+
+def loss_of(proto: ModelProto) -> str | None:
+    """Return the name of the only loss of an earlier training; None if it is not known."""
+    kept: dict[str, Any] = (read_note(proto, _NOTE) or [{}])[0]
+    losses = [text.rpartition("=")[2] for text in kept.get("loss", ())]
+    return ALIASES.get(losses[0], losses[0]) if len(losses) == 1 else None
 
 
 def with_loss_of(proto: ModelProto, options: Options) -> tuple[Options, list[str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.data.class_numbers import first_names
 from onnxgrad.data.image_files import SUFFIXES, is_image
 from onnxgrad.errors import argument
 
@@ -56,9 +57,9 @@ def number_classes(
             return own, order
         other = next(name for name in folders if name not in order)
         raise ValueError(
-            f"the class {other!r} of {source!r} is none of the classes {', '.join(order[:12])}"
-            f"{', ...' if len(order) > 12 else ''}: rename it, or name all classes in the order of "
-            f"the model's output, as {argument('classes', folders)}"
+            f"the class {other!r} of {source!r} is none of the classes {first_names(order)}: "
+            "rename it, or name all in the order of the model's output, as "
+            f"{argument('classes', folders)}"
         )
     if not own:
         return list(range(len(folders))), folders
