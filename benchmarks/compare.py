@@ -32,9 +32,8 @@ LONG = 4  # how many times as long as a short run
 def serve(name: str, path: str) -> None:
     """Train: for each number of steps on standard input, print the seconds and the loss."""
     import onnx
-    from zoo import NETWORKS
-
     from networks import status, trained
+    from zoo import NETWORKS
 
     network = NETWORKS[name]
     run = trained(network, network.trainer(onnx.load(path)), 64 * network.batch)

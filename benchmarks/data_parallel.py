@@ -101,9 +101,9 @@ def one(name: str, rounds: int) -> None:
     """Measure in this process of a group; the first one prints."""
     import torch
     import torch.distributed as distributed
+    from networks import trained
 
     import onnxgrad as og
-    from networks import trained
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")

@@ -17,11 +17,10 @@ import time
 from itertools import count
 from pathlib import Path
 
+from networks import trained
 from rich.console import Console
 from rich.table import Table
 from zoo import NETWORKS
-
-from networks import trained
 
 
 def speed(name: str, seconds: float) -> float:

@@ -17,13 +17,13 @@ from typing import Any
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent / "tests"))
 
-import onnx
-
 import covered
+import onnx
 from microsoft_rows import CASES
+from test_control import CASES as SUBGRAPH_CASES
+
 from onnxgrad.autodiff.primal.function_bodies import has_body
 from onnxgrad.graph.operators import OPERATORS, Operator
-from test_control import CASES as SUBGRAPH_CASES
 
 FLOATS = {"tensor(float)", "tensor(double)", "seq(tensor(float))"}
 HEAD = """# Operators

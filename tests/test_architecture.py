@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "onnxgrad"
+from tests.support.paths import PACKAGE
+
 # from the ground up: a room imports those before it, and the public names import all but `tasks`,
 # which are above them, and `cli`
 FLOORS = [

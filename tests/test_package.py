@@ -20,14 +20,14 @@ from pyarrow import parquet
 
 import onnxgrad
 from onnxgrad import DerivativeOptions, onnx_derivative
-from pages import code_of
-from running import in_sweep
+from tests.support.pages import code_of
+from tests.support.paths import DOCS, ROOT
+from tests.support.running import in_sweep
 
-ROOT = Path(__file__).parent.parent
 HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch".split()
 PLACES = (
     "*.md *.toml *.yml docs/**/*.md docs/**/*.rst docs/**/*.py examples/**/*.md examples/**/*.rst"
-    " examples/**/*.py src/**/*.py src/**/*.html tests/*.py"
+    " examples/**/*.py src/**/*.py src/**/*.html tests/**/*.py"
 )
 TEXTS = sorted(
     path
@@ -242,7 +242,7 @@ def test_errors_of_missing_packages_name_the_extra_that_installs_them():
 
 
 def test_the_page_lists_each_extra():
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (DOCS / "install.md").read_text()
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|.*\d.* [MG]B.*\|$", page, re.MULTILINE)
     assert sorted(re.findall(r"\w+", " ".join(rows))) == sorted(EXTRAS)
 
@@ -334,7 +334,7 @@ def test_docs_example():
 
 
 def kinks() -> list:
-    text = (ROOT / "docs" / "kinks.md").read_text()
+    text = (DOCS / "kinks.md").read_text()
     rows = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \| `(.*)` \| (.*) \|$", text, re.MULTILINE)
     assert len(rows) > 30
     return [pytest.param(*row, id=f"{row[0]} at {row[1]}") for row in rows]

@@ -1,0 +1,268 @@
+"""Adapters as inputs of one base: served by sessions of onnxruntime, and trained again."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import onnxgrad as og
+from onnxgrad.adapters.files import load_adapter, save_adapter
+from onnxgrad.adapters.inputs import adapter_inputs
+from onnxgrad.adapters.lora import add_lora
+from onnxgrad.adapters.merge import merge_lora
+from onnxgrad.model.notes import read_adapters
+from onnxgrad.model.weights import replace
+from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NETWORKS = networks()
+
+
+def session(model):
+    """Return a session that packs no constants, as products with inputs are not packed either."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # of optional inputs, it warns
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    if any(node.op_type == "Conv" for node in model.graph.node):  # nor lays out kernels in blocks
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    return ort.InferenceSession(model.SerializeToString(), options)
+
+
+def run_with(served, path, data):
+    """Return the first output with an adapter, which must outlive the run: options do not."""
+    adapter, options = ort.LoraAdapter(), ort.RunOptions()
+    adapter.Load(str(path))
+    options.add_active_adapter(adapter)
+    return served.run(None, data, options)[0]
+
+
+def fed_with(served, path, data):
+    """Return the first output of a base whose inputs have no default: Python asks for these."""
+    held = ort.AdapterFormat.read_adapter(str(path)).get_parameters()
+    return served.run(None, data | {name: value.numpy() for name, value in held.items()})[0]
+
+
+def peft_form(model, a_transposed=False, scale=1.0):
+    """Return `x W + b + scale x A B` as other tools write it, where A and B are inputs."""
+    text = """f (float[N,4] x, float[%s] lora_A, float[R,3] lora_B) => (float[N,3] y)
+        <float s = {%f}> { h = MatMul(x, w) base = Add(h, b) %s
+        n = MatMul(x, %s) l = MatMul(n, lora_B) m = Mul(l, s) y = Add(base, m) }"""
+    flips = "t = Transpose(lora_A)" if a_transposed else ""
+    filled = text % ("R,4" if a_transposed else "4,R", scale, flips, "t" if flips else "lora_A")
+    return with_tensors(parse(filled), **{n: v for n, v in arrays(model).items() if n in "wb"})
+
+
+PLAIN = with_tensors(
+    parse("f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Add(h, b) }"),
+    w=(4, 3), b=(3,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_adapters_of_any_rank_on_one_base_equal_the_trained_models(name, tmp_path):
+    model, data = NETWORKS[name], feed(NETWORKS[name])
+    base = adapter_inputs(add_lora(model, "w", rank=2))
+    onnx.checker.check_model(base)
+    served = session(base)
+    plain = session(model).run(None, data)[0]
+    np.testing.assert_array_equal(served.run(None, data)[0], plain)
+    for rank, alpha in ((2, 3), (4, 5)):
+        trained = shaken(add_lora(model, "w", rank=rank, alpha=alpha, dropout=0.1), seed=rank)
+        path = tmp_path / f"{rank}.onnx_adapter"
+        save_adapter(trained, path)
+        result = run_with(served, path, data)
+        expected = session(trained).run(None, data)[0]
+        np.testing.assert_array_equal(result, expected)
+        assert np.abs(result - plain).max() > 0.01
+        for other in (model, base):
+            loaded = load_adapter(other, path)
+            assert not {x.name for x in loaded.graph.input} & {*read_adapters(loaded)[0]["tensors"]}
+            np.testing.assert_array_equal(session(loaded).run(None, data)[0], expected)
+        again = load_adapter(add_lora(model, "w", rank=rank, alpha=alpha), path)
+        result = session(again).run(None, data)[0]
+        np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-5)
+    assert add_lora(base, "w", rank=2) == add_lora(model, "w", rank=2)
+
+
+def test_a_base_serves_what_is_trained_on_it(tmp_path):
+    """A head and a normalization train beside the adapters, and are in their file."""
+    model = with_tensors(
+        parse("""f (float[N,4] x) => (float[N,2] y) {
+            h = MatMul(x, w) n = LayerNormalization(h, norm) y = Gemm(n, v, b) }"""),
+        w=(4, 4), norm=(4,), v=(4, 2), b=(2,),
+    )  # fmt: skip
+    adapted = add_lora(og.replace_head(model, units=3), "w", rank=2)
+    base = adapter_inputs(adapted, weights="norm")
+    assert adapter_inputs(base) == base
+    later = adapter_inputs(adapter_inputs(adapted), weights="norm")
+    assert {x.name for x in later.graph.input} == {x.name for x in base.graph.input}
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(32, 4)).astype(np.float32), rng.integers(0, 3, 32)
+    names = [t.name for t in og.trainable(adapted).trained]
+    assert len(names) == 4
+    trainer = og.Trainer(adapted, "cross_entropy", train=[*names, "norm"], learning_rate=0.1)
+    trainer.fit(X, y, epochs=2)
+    path = tmp_path / "a.onnx_adapter"
+    save_adapter(trainer, path)
+    held = ort.AdapterFormat.read_adapter(str(path)).get_parameters()
+    assert {*held} == {*names, "norm"} == {x.name for x in base.graph.input} - {"x"}
+    served, trained = session(base), session(trainer.model)
+    expected = trained.run(None, {"x": X})[0]
+    np.testing.assert_array_equal(run_with(served, path, {"x": X}), expected)
+    np.testing.assert_array_equal(
+        served.run(None, {"x": X})[0], session(adapted).run(None, {"x": X})[0]
+    )
+    loaded = load_adapter(og.replace_head(model, units=3), path)
+    np.testing.assert_array_equal(session(loaded).run(None, {"x": X})[0], expected)
+    save_adapter(trainer, tmp_path / "folder")
+    loaded = load_adapter(og.replace_head(model, units=3), tmp_path / "folder")
+    np.testing.assert_array_equal(session(loaded).run(None, {"x": X})[0], expected)
+    assert {t.name for t in og.trainable(loaded).trained} == {*names, "norm"}
+
+
+@pytest.mark.parametrize("a_transposed", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_inputs_of_other_tools_train_and_are_served(a_transposed, scale, tmp_path):
+    base = peft_form(PLAIN, a_transposed, scale)
+    adapted = add_lora(base, "w", rank=2, alpha=3)
+    assert [x.name for x in adapted.graph.input] == ["x"]
+    assert read_adapters(adapted)[0]["tensors"] == ["lora_A", "lora_B"]
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(32, 4)).astype(np.float32), rng.integers(0, 3, 32)
+    trainer = og.Trainer(adapted, "cross_entropy", learning_rate=0.1).fit(X, y, epochs=2)
+    assert {*trainer.state.weights} == {"lora_A", "lora_B"}
+    path = tmp_path / "a.onnx_adapter"
+    save_adapter(trainer, path)
+    expected = session(trainer.model).run(None, {"x": X})[0]
+    result = fed_with(session(base), path, {"x": X})
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    loaded = load_adapter(base, path)
+    np.testing.assert_allclose(
+        session(loaded).run(None, {"x": X})[0], expected, rtol=1e-5, atol=1e-6
+    )
+    merged = session(merge_lora(loaded)).run(None, {"x": X})[0]
+    np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="that file is the base"):
+        adapter_inputs(loaded)
+    with_defaults = adapter_inputs(base, weights="b")
+    assert [x.name for x in with_defaults.graph.input] == ["x", "lora_A", "lora_B", "b"]
+    served = session(with_defaults)
+    plain = session(PLAIN).run(None, {"x": X})[0]
+    np.testing.assert_array_equal(served.run(None, {"x": X})[0], plain)
+    np.testing.assert_array_equal(run_with(served, path, {"x": X}), result)
+    assert adapter_inputs(with_defaults, weights="b") == with_defaults
+    again = load_adapter(with_defaults, path)
+    np.testing.assert_array_equal(arrays(again)["lora_A"], arrays(loaded)["lora_A"])
+
+
+def test_inputs_of_one_rank_get_zeros_of_it():
+    base = peft_form(PLAIN)
+    for x, sizes in zip(base.graph.input[1:], ([4, 2], [2, 3]), strict=True):
+        x.CopyFrom(onnx.helper.make_tensor_value_info(x.name, 1, sizes))
+    with_defaults = adapter_inputs(base)
+    assert {n: a.shape for n, a in arrays(with_defaults).items() if "lora" in n} == {
+        "lora_A": (4, 2), "lora_B": (2, 3),
+    }  # fmt: skip
+    X = np.ones((2, 4), np.float32)
+    expected = session(PLAIN).run(None, {"x": X})[0]
+    np.testing.assert_array_equal(session(with_defaults).run(None, {"x": X})[0], expected)
+
+
+def test_adapters_that_another_tool_stored_as_constants_are_adapters(tmp_path):
+    model, X = peft_form(PLAIN), np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)
+    del model.graph.input[1:]
+    with_tensors(model, seed=3, **{"lora_A": (4, 2), "lora_B": (2, 3)})
+    expected = session(model).run(None, {"x": X})[0]
+    save_adapter(model, tmp_path / "a.onnx_adapter")
+    served = session(adapter_inputs(model))
+    result = run_with(served, tmp_path / "a.onnx_adapter", {"x": X})
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+    np.testing.assert_array_equal(
+        served.run(None, {"x": X})[0], session(PLAIN).run(None, {"x": X})[0]
+    )
+    np.testing.assert_allclose(
+        session(merge_lora(model)).run(None, {"x": X})[0], expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_products_of_other_data_are_no_adapters():
+    text = """f (float[N,4] x, float[4,2] a, float[2,3] b) => (float[N,3] y) {
+        h = MatMul(x, w) z = Tanh(x) n = MatMul(z, a) l = MatMul(n, b) y = Add(h, l) }"""
+    other = add_lora(with_tensors(parse(text), w=(4, 3)), "w")
+    assert [x.name for x in other.graph.input] == ["x", "a", "b"]
+
+
+def test_what_is_no_adapter_of_the_model_is_refused(tmp_path):
+    path = tmp_path / "a.onnx_adapter"
+    save_adapter(add_lora(PLAIN, "w", rank=2), path)
+    wide = with_tensors(parse("f (float[N,5] x) => (float[N,3] y) { y = MatMul(x, w) }"), w=(5, 3))
+    other = with_tensors(parse("f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, v) }"), v=(4, 3))
+    for model, match in (
+        (wide, r"adapter of another model.*\[4, 2\].*'w' needs \[5, 2\]"),
+        (other, "adapter of another model: 'w.lora_A.weight'"),
+        (add_lora(other, "v"), "lacks the adapter 'v.lora_A.weight'"),
+        (add_lora(PLAIN, "w", rank=3), r"'w.lora_A.weight' .*\(4, 3\).*\(4, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=match) as error:
+            load_adapter(model, path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        load_adapter(PLAIN, tmp_path / "b.onnx_adapter")
+    (tmp_path / "c.onnx_adapter").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="damaged"):
+        load_adapter(PLAIN, tmp_path / "c.onnx_adapter")
+    with pytest.raises(ValueError, match="no adapters"):
+        adapter_inputs(PLAIN)
+    dora = add_lora(PLAIN, "w", use_dora=True)
+    for call in (lambda: adapter_inputs(dora), lambda: save_adapter(dora, path)):
+        with pytest.raises(ValueError, match="use_dora"):
+            call()
+    assert load_adapter(PLAIN, path)  # the failed call left it as it was
+
+
+def test_a_base_trains_only_with_an_adapter():
+    base = adapter_inputs(add_lora(PLAIN, "w", rank=2))
+    why = {t.name: t.why for t in og.trainable(base)}
+    assert "no elements" in why["w.lora_A.weight"]
+    with pytest.raises(ValueError, match="base whose adapters are inputs: add_lora"):
+        og.Trainer(base, "cross_entropy")
+
+
+@pytest.mark.parametrize("shape", ["N", "N,7"])
+def test_a_base_of_fused_layers_is_the_file_without_adapters(shape):
+    """A session makes a Gemm of MatMul and Add, or of Add and Gelu a BiasGelu, by the rank."""
+    text = """f (float[SHAPE,600] x) => (float[SHAPE,64] y)
+        <float s = {1.4142135}, float i = {1.0}> {
+        t = Tanh(x) h = MatMul(t, w) z = Add(h, b)
+        d = Div(z, s) e = Erf(d) p = Add(e, i) y = Mul(z, p) }"""
+    model = with_tensors(parse(text.replace("SHAPE", shape)), w=(600, 64), b=(64,))
+    size = (40, 7, 600) if "7" in shape else (40, 600)
+    data = {"x": np.random.default_rng(3).normal(size=size).astype(np.float32)}
+    base = adapter_inputs(add_lora(model, "w"))
+    expected, result = (
+        ort.InferenceSession(m.SerializeToString()).run(None, data)[0] for m in (model, base)
+    )
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_half_precision_inputs_of_another_tool(tmp_path):
+    half = {n: v.astype(np.float16) for n, v in arrays(PLAIN).items()}
+    inputs = "float16[N,4] x, float16[4,R] lora_A, float16[R,3] lora_B"
+    base = parse(f"""f ({inputs}) => (float16[N,3] y) {{
+        h = MatMul(x, w) n = MatMul(x, lora_A) l = MatMul(n, lora_B) y = Add(h, l) }}""")
+    with_tensors(base, w=half["w"])
+    trained = shaken(add_lora(base, "w", rank=2))
+    save_adapter(trained, tmp_path / "a.onnx_adapter")
+    X = {"x": np.random.default_rng(1).normal(size=(5, 4)).astype(np.float16)}
+    result = fed_with(session(base), tmp_path / "a.onnx_adapter", X)
+    np.testing.assert_allclose(result, session(trained).run(None, X)[0], rtol=0.01, atol=0.02)
+
+
+def test_values_in_the_file_are_those_of_the_session():
+    adapted = add_lora(PLAIN, "w", rank=2)
+    new = {n: np.ones_like(v) for n, v in arrays(adapted).items() if "lora" in n}
+    base = adapter_inputs(replace(adapted, new))
+    assert [list(t.dims) for t in base.graph.initializer if "lora" in t.name] == [[4, 0], [0, 3]]

@@ -1,0 +1,205 @@
+"""Adapters in files: the folder of PEFT, written and read."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from onnxgrad.adapters.files import load_adapter, save_adapter
+from onnxgrad.adapters.lora import add_lora
+from onnxgrad.adapters.merge import merge_lora
+from onnxgrad.model.notes import HEAD, fine_tuned, read_adapters, write_note
+from tests.adapters.test_lora import MODULES, exported, torch_networks  # noqa: F401
+from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
+from tests.support.running import run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NETWORKS = networks()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_adapter_is_loaded_into_the_model_it_is_of(name, tmp_path):
+    model = NETWORKS[name]
+    adapted = shaken(add_lora(model, "w", rank=2, alpha=3, dropout=0.25))
+    save_adapter(adapted, tmp_path)
+    assert load_adapter(model, tmp_path) == adapted
+    other = shaken(add_lora(model, "w", rank=2, alpha=3, dropout=0.25), seed=9)
+    assert load_adapter(other, tmp_path) == adapted
+    save_adapter(adapted, tmp_path / "alone.safetensors")
+    assert load_adapter(model, tmp_path / "alone.safetensors") == adapted
+    file = load_file(tmp_path / "adapter_model.safetensors")
+    assert sorted(load_file(tmp_path / "alone.safetensors")) == sorted(file)
+    parts = ["lora_A.weight", "lora_B.weight"]
+    if name in ("embedding", "tied"):
+        parts = ["lora_embedding_A", "lora_embedding_B"]
+    assert sorted(file) == [f"base_model.model.w.{part}" for part in parts]
+
+
+def test_the_shapes_and_settings_are_those_of_peft(tmp_path):
+    model = with_tensors(
+        parse("""f (int64[2,5] x) => (float[2,5,7] y) {
+            e = Gather(table, x) h = MatMul(e, up) y = MatMul(h, down) }"""),
+        table=(4, 3),
+        up=(3, 6),
+        down=(6, 7),
+    )
+    for tensor, i in ((model.graph.initializer[1], 1), (model.graph.initializer[2], 2)):
+        tensor.name += ".weight"
+        model.graph.node[i].input[1] = tensor.name
+    adapted = add_lora(model, ["up*", "table"], rank=2, alpha=3, dropout=0.1)
+    adapted = add_lora(adapted, "down*", rank=4, alpha=3, dropout=0.1)
+    save_adapter(adapted, tmp_path / "new")
+    file = load_file(tmp_path / "new" / "adapter_model.safetensors")
+    assert {key.removeprefix("base_model.model."): a.shape for key, a in file.items()} == {
+        "table.lora_embedding_A": (2, 4),
+        "table.lora_embedding_B": (3, 2),
+        "up.lora_A.weight": (2, 3),
+        "up.lora_B.weight": (6, 2),
+        "down.lora_A.weight": (4, 6),
+        "down.lora_B.weight": (7, 4),
+    }
+    config = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 3)
+    assert config["target_modules"] == ["table", "up", "down"]
+    assert config["rank_pattern"] == {"^down": 4}
+    assert config["lora_dropout"] == 0.1
+    loaded = load_adapter(model, tmp_path / "new")
+    assert [note["rank"] for note in read_adapters(loaded)] == [2, 2, 4]
+    expected = run(shaken(adapted), feed(model, 3))
+    np.testing.assert_array_equal(run(shaken(loaded), feed(model, 3)), expected)
+
+
+def headed():
+    model = with_tensors(
+        parse("""f (float[2,3] x) => (float[2,5] y) {
+            h = MatMul(x, w) p = MatMul(h, v) y = Add(p, b) }"""),
+        w=(3, 4), v=(4, 5), b=(5,),
+    )  # fmt: skip
+    write_note(model, HEAD, ["v", "b"])
+    return model
+
+
+def test_a_new_head_is_saved_too(tmp_path):
+    adapted = shaken(add_lora(headed(), "*", rank=2))
+    assert fine_tuned(adapted)[2:] == ["v", "b"]
+    save_adapter(adapted, tmp_path)
+    file = load_file(tmp_path / "adapter_model.safetensors")
+    np.testing.assert_array_equal(file["base_model.model.v.weight"], arrays(adapted)["v"].T)
+    assert load_adapter(headed(), tmp_path) == adapted
+    merged = merge_lora(load_adapter(headed(), tmp_path))
+    assert not merged.metadata_props
+    x = feed(merged)["x"]
+    np.testing.assert_allclose(run(merged, x=x)[0], run(adapted, x=x)[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="replace_head"):
+        load_adapter(NETWORKS["vector"], rekeyed(tmp_path))
+
+
+def rekeyed(folder):
+    """Return a copy of the folder without the second weight of the model."""
+    other = folder / "other"
+    other.mkdir()
+    (other / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    file = load_file(folder / "adapter_model.safetensors")
+    lora = {"base_model.model.w.lora_A.weight": (2, 4), "base_model.model.w.lora_B.weight": (3, 2)}
+    file |= {key: np.zeros(shape, np.float32) for key, shape in lora.items()}
+    save_file(file, other / "adapter_model.safetensors")
+    return other
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    model = NETWORKS["matmul"]
+    save_adapter(add_lora(model, "w", rank=2), tmp_path)
+    key = "base_model.model.w.lora_A.weight"
+    with pytest.raises(ValueError, match=rf"{key} has the shape \[2, 4\].*\[2, 3\]"):
+        load_adapter(NETWORKS["twice"], tmp_path)
+    with pytest.raises(ValueError, match=rf"{key} has the shape \[4, 2\].*\[4, 3\]"):
+        load_adapter(add_lora(model, "w", rank=3, alpha=24), tmp_path)
+    with pytest.raises(ValueError, match="multiplied by 2 in the model, by 8"):
+        load_adapter(add_lora(model, "w", rank=2, alpha=4), tmp_path)
+    with pytest.raises(ValueError, match="Unknown module of the adapter 'w'"):
+        load_adapter(
+            with_tensors(
+                parse("f (float[1,4] x) => (float[1,3] y) { y = MatMul(x, v) }"), v=(4, 3)
+            ),
+            tmp_path,
+        )
+    with pytest.raises(FileNotFoundError, match="holds no adapter"):
+        load_adapter(model, tmp_path / "none")
+    with pytest.raises(ValueError, match="no adapters to save"):
+        save_adapter(model, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for entry, match in (
+        ({"peft_type": "LOHA"}, "'LOHA'"),
+        ({"peft_type": "IA3"}, "the adapter of 'w' has"),
+        ({"use_dora": True}, "contradict"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+    ):
+        path.write_text(json.dumps(config | entry))
+        with pytest.raises(ValueError, match=match):
+            load_adapter(model, tmp_path)
+    path.write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="damaged"):
+        load_adapter(model, tmp_path)
+
+
+def outputs(net, x):
+    return net(x).detach().numpy()
+
+
+def test_peft_loads_what_is_saved(exported, tmp_path):  # noqa: F811
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    net, _ = torch_networks(torch)
+    adapted = shaken(add_lora(exported, "*", rank=2, alpha=3))
+    save_adapter(adapted, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(net, tmp_path).eval()
+    x = torch.randint(0, 11, (4, 5))
+    [y] = run(adapted, {exported.graph.input[0].name: x.numpy()})
+    np.testing.assert_allclose(y, outputs(loaded, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_peft_saves_is_loaded(exported, tmp_path, rslora):  # noqa: F811
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    net, _ = torch_networks(torch)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=5, lora_dropout=0.1, use_rslora=rslora, target_modules=MODULES[:-1],
+        modules_to_save=["last"], rank_pattern={"layers.1": 4}, alpha_pattern={"conv": 3},
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(copy.deepcopy(net), config).eval()
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    wrapped.save_pretrained(tmp_path)
+    adapted = load_adapter(exported, tmp_path)
+    assert {note["dropout"] for note in read_adapters(adapted)} == {0.1}
+    assert set(fine_tuned(adapted)) > {"last.weight", "last.bias"}
+    x = torch.randint(0, 11, (4, 5))
+    fed = {exported.graph.input[0].name: x.numpy()}
+    np.testing.assert_allclose(run(adapted, fed)[0], outputs(wrapped, x), rtol=1e-4, atol=1e-5)
+    merged = merge_lora(adapted)
+    np.testing.assert_allclose(run(merged, fed)[0], outputs(wrapped, x), rtol=1e-4, atol=2e-5)
+    assert onnx.checker.check_model(merged) is None
+
+
+def test_modules_may_be_parts_of_another_model(tmp_path):
+    """An exporter put the network into a wrapper, such as sentence-transformers'."""
+    text = "f (float[N,3] x) => (float[N,2] y) { h = MatMul(x, a) y = MatMul(h, b) }"
+    plain, wrapped = parse(text), parse(text)
+    for model, prefix in ((plain, ""), (wrapped, "model.0.")):
+        for node in model.graph.node:
+            node.input[1] = f"{prefix}{node.input[1]}.weight"
+        with_tensors(model, **{f"{prefix}a.weight": (3, 3), f"{prefix}b.weight": (3, 2)})
+    save_adapter(add_lora(plain, "b.*", rank=2), tmp_path)
+    loaded = load_adapter(wrapped, tmp_path)
+    assert [note["weight"] for note in read_adapters(loaded)] == ["model.0.b.weight"]
+    save_adapter(add_lora(wrapped, "model.0.a.*", rank=2), tmp_path)
+    loaded = load_adapter(plain, tmp_path)
+    assert [note["weight"] for note in read_adapters(loaded)] == ["a.weight"]

@@ -1,0 +1,130 @@
+"""That no attribute of any operator with a gradient is left untested.
+
+Every case that has an attribute value is checked in value and gradient in a test of its own; here
+each value that the specification lists, and some value of each number, must have such a case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import onnx
+import pytest
+from onnx import defs
+
+from onnxgrad.autodiff.primal.function_bodies import has_body
+from onnxgrad.graph.operators import OPERATORS, Operator
+from tests.support import covered
+from tests.support.paths import DOCS
+
+FLAGS = set(
+    """align_corners allowzero antialias causal ceil_mode count_include_pad exclude_outside
+    exclusive fmod input_forget interleaved inverse is_causal keepdims largest layout
+    linear_before_reset noop_with_empty_axes onesided
+    reverse sorted storage_order training_mode transA transB unidirectional upper""".split()
+)
+AUTO_PAD = {"NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"}
+WAYS = {"forward", "reverse", "bidirectional"}
+SCATTERED, LOSS = {"none", "add", "mul", "max", "min"}, {"none", "sum", "mean"}
+CHOICES = {
+    ("AveragePool", "auto_pad"): AUTO_PAD,
+    ("Conv", "auto_pad"): AUTO_PAD,
+    ("ConvTranspose", "auto_pad"): AUTO_PAD,
+    ("LpPool", "auto_pad"): AUTO_PAD,
+    ("MaxPool", "auto_pad"): AUTO_PAD,
+    ("ScatterElements", "reduction"): SCATTERED,
+    ("ScatterND", "reduction"): SCATTERED,
+    ("NegativeLogLikelihoodLoss", "reduction"): LOSS,
+    ("SoftmaxCrossEntropyLoss", "reduction"): LOSS,
+    ("Pad", "mode"): {"constant", "reflect", "edge", "wrap"},
+    ("DepthToSpace", "mode"): {"DCR", "CRD"},
+    ("TensorScatter", "mode"): {"linear", "circular"},
+    ("Gelu", "approximate"): {"none", "tanh"},
+    ("GridSample", "mode"): {"linear", "nearest", "cubic"},
+    ("GridSample", "padding_mode"): {"zeros", "border", "reflection"},
+    ("Resize", "mode"): {"nearest", "linear", "cubic"},
+    ("Resize", "nearest_mode"): {"round_prefer_floor", "round_prefer_ceil", "floor", "ceil"},
+    ("Resize", "keep_aspect_ratio_policy"): {"stretch", "not_larger", "not_smaller"},
+    ("Resize", "coordinate_transformation_mode"): {
+        "half_pixel",
+        "half_pixel_symmetric",
+        "pytorch_half_pixel",
+        "align_corners",
+        "asymmetric",
+        "tf_crop_and_resize",
+    },
+    **{(name, "direction"): WAYS for name in ("RNN", "GRU", "LSTM")},
+    ("RoiAlign", "mode"): {"avg", "max"},
+    ("RoiAlign", "coordinate_transformation_mode"): {"half_pixel", "output_half_pixel"},
+    ("Attention", "qk_matmul_output_mode"): {0, 1, 2, 3},
+    ("LinearAttention", "update_rule"): {"linear", "gated", "delta", "gated_delta"},
+    ("CausalConvWithState", "activation"): {"none", "silu", "swish"},
+    ("SpaceToDepth", "mode"): {"DCR", "CRD"},
+    ("Einsum", "equation"): {"ij,jk->ik", "ii->i"},  # any text
+}
+WITHOUT_EFFECT = {
+    ("*", "seed"): "of the draw; the mask is the forward's",
+    ("*", "stash_type"): "the precision of the forward",
+    ("LinearAttention", "chunk_size"): "a hint",
+    ("Cast", "saturate"): "of float8, which has no gradient",
+    ("CastLike", "saturate"): "of float8, which has no gradient",
+    ("Cast", "round_mode"): "of float8, which has no gradient",
+    ("CastLike", "round_mode"): "of float8, which has no gradient",
+}
+
+
+def of_operators() -> list:
+    """Return every attribute of every operator with a gradient."""
+    made = []
+    for schema in covered.operators():
+        key = (schema.domain, schema.name)
+        operator = OPERATORS.get(key, Operator())
+        known = operator.rule or operator.lowering or has_body(schema)
+        if not schema.domain and known and not operator.no_gradient:
+            made += [(schema.name, a) for a in schema.attributes.values()]
+    return made
+
+
+@pytest.fixture(scope="module")
+def tested():
+    return covered.attributes()
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"), of_operators(), ids=lambda v: v if isinstance(v, str) else v.name
+)
+def test_attribute_has_cases(name, attribute, tested):
+    if {(name, attribute.name), ("*", attribute.name)} & WITHOUT_EFFECT.keys():
+        return
+    values = tested["", name][attribute.name]
+    wanted = CHOICES.get((name, attribute.name))
+    if wanted is None and attribute.name in FLAGS:
+        wanted = {0, 1}
+    if wanted is None and attribute.type == defs.OpSchema.AttrType.STRING:
+        pytest.fail(f"list the choices of {name}.{attribute.name}")
+    if wanted is not None:
+        assert wanted <= set(values)
+    else:
+        different = {json.dumps(v, default=str) for v in values}
+        assert len(different) > (0 if attribute.required else 1), different
+
+
+def test_gradients_can_be_differentiated():
+    known = {key for key, operator in OPERATORS.items() if operator.is_covered}
+    assert {key: rows for key, rows in covered.in_gradients().items() if key not in known} == {}
+
+
+def test_page_of_operators_is_not_stale():
+    """If this fails, run `python docs/operators.py`."""
+    folder = DOCS
+    page = (folder / "operators.md").read_text()
+    if f"onnx {onnx.__version__}," not in page:
+        pytest.skip("the page was written with another version of onnx")
+    sys.path.insert(0, str(folder))
+    try:
+        import operators
+
+        assert operators.text() == page
+    finally:
+        sys.path.remove(str(folder))

@@ -1,0 +1,883 @@
+"""`vjp`, `jvp`, `hvp`, `jacobian`, `hessian`: against differences, PyTorch, and each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import (
+    NoGradientRule,
+    add_loss_output,
+    hessian,
+    hvp,
+    jacobian,
+    jvp,
+    onnx_derivative,
+    rule,
+    vjp,
+)
+from tests.support.cases import feed, model
+from tests.support.pages import code_of
+from tests.support.running import run_named
+from tests.support.table import ROWS
+
+
+def parse(text: str, opset: int = 18, **weights) -> onnx.ModelProto:
+    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
+    for name, array in weights.items():
+        made.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    return made
+
+
+def inputs(made: onnx.ModelProto) -> list[str]:
+    return [x.name for x in made.graph.input]
+
+
+def outputs(made: onnx.ModelProto) -> list[str]:
+    return [y.name for y in made.graph.output]
+
+
+def shape(made: onnx.ModelProto, name: str) -> list:
+    (y,) = (y for y in made.graph.output if y.name == name)
+    return [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim]
+
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*sizes: int, dtype=np.float64) -> np.ndarray:
+    return RNG.standard_normal(sizes).astype(dtype)
+
+
+def mlp(act: str = "Tanh", dtype: str = "double", batch="N", opset: int = 18) -> onnx.ModelProto:
+    kind = np.float64 if dtype == "double" else np.float32 if dtype == "float" else np.float16
+    sizes = {"w": (4, 5), "b": (5,), "v": (5, 3), "c": (3,)}
+    return parse(
+        f"""mlp ({dtype}[{batch},4] X) => ({dtype}[{batch},3] Y)
+        {{ h = MatMul(X, w)  i = Add(h, b)  j = {act}(i)  k = MatMul(j, v)  Y = Add(k, c) }}""",
+        opset,
+        **{name: normal(*s).astype(kind) for name, s in sizes.items()},
+    )
+
+
+def weights(made: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
+
+
+def two_by_two() -> onnx.ModelProto:
+    """Y depends on A and B, Z on A only, and L holds integers."""
+    return parse("""two (double[2,3] A, double[3] B, int64[1] I)
+        => (double[2,3] Y, double[2] Z, int64[1] L)
+        { e = Exp(B)  Y = Mul(A, e)  s = Mul(A, A)  one = Constant<value_ints=[1]>()
+          Z = ReduceSum<keepdims=0>(s, one)  L = Neg(I) }""")
+
+
+TWO = {"A": normal(2, 3), "B": normal(3), "I": np.int64([4])}
+E = np.exp(TWO["B"])
+MLP = mlp()
+X = normal(6, 4)
+
+
+def difference(made: onnx.ModelProto, values: dict, name: str, v: np.ndarray, output: str = "Y"):
+    """Return the derivative of an output along `v`, by central differences."""
+    h = 1e-5
+    high, low = (run_named(made, values | {name: values[name] + s * v})[output] for s in (h, -h))
+    return (high - low) / (2 * h)
+
+
+def numeric(made: onnx.ModelProto, values: dict, name: str, output: str = "Y") -> np.ndarray:
+    """Return the Jacobian by central differences."""
+    x = values[name]
+    columns = []
+    for i in range(x.size):
+        unit = np.zeros(x.size)
+        unit[i] = 1
+        columns.append(difference(made, values, name, unit.reshape(x.shape), output))
+    y = columns[0]
+    return np.stack(columns, -1).reshape(*y.shape, *x.shape)
+
+
+close = np.testing.assert_allclose
+
+
+# -- names, order, dtypes ---------------------------------------------------------------------
+
+
+def test_names():
+    two = two_by_two()
+    assert inputs(vjp(two)) == ["A", "B", "I", "Y_grad", "Z_grad"]
+    assert outputs(vjp(two)) == ["Y", "Z", "L", "A_grad", "B_grad"]
+    assert inputs(jvp(two)) == ["A", "B", "I", "A_tangent", "B_tangent"]
+    assert outputs(jvp(two)) == ["Y", "Z", "L", "Y_tangent", "Z_tangent"]
+    assert inputs(hvp(two)) == ["A", "B", "I", "Y_grad", "Z_grad", "A_vector", "B_vector"]
+    assert outputs(hvp(two)) == ["Y", "Z", "L", "A_grad", "B_grad", "A_hvp", "B_hvp"]
+    assert inputs(jacobian(two)) == ["A", "B", "I"]
+    blocks = [f"{y}_{x}_jacobian" for y in "YZ" for x in "AB"]
+    assert outputs(jacobian(two)) == ["Y", "Z", "L", *blocks]
+    assert outputs(jacobian(two, outputs=["Z"], inputs=["A"])) == ["Z", "Z_A_jacobian"]
+    assert outputs(jvp(two, outputs=["Z", "Y"])) == ["Z", "Y", "Z_tangent", "Y_tangent"]
+    loss = parse("""l (double[2] A, double[2] B) => (double L)
+        { a = Mul(A, B)  L = ReduceSum<keepdims=0>(a) }""")
+    assert inputs(hvp(loss)) == ["A", "B", "A_vector", "B_vector"]
+    assert outputs(hessian(loss))[:3] == ["L", "A_grad", "B_grad"]
+    assert outputs(hessian(loss))[3:] == [
+        "A_hessian", "A_B_hessian", "B_A_hessian", "B_hessian"
+    ]  # fmt: skip
+
+
+def test_weights_are_inputs():
+    assert inputs(jvp(MLP, ["v", "b"], [])) == ["X", "v", "b", "v_tangent", "b_tangent"]
+    assert inputs(vjp(MLP, None)) == ["X", "w", "b", "v", "c", "Y_grad"]
+    assert inputs(jacobian(MLP)) == ["X"]
+
+
+def test_model_is_not_modified():
+    before = MLP.SerializeToString()
+    for make in (vjp, jvp, hvp, jacobian):
+        make(MLP)
+    assert MLP.SerializeToString() == before
+
+
+def test_bytes_and_paths(tmp_path):
+    onnx.save(MLP, tmp_path / "m.onnx")
+    assert jvp(tmp_path / "m.onnx") == jvp(MLP.SerializeToString()) == jvp(MLP)
+
+
+@pytest.mark.parametrize(("kind", "rtol"), [("float16", 5e-2), ("float", 1e-4)])
+def test_other_dtypes(kind, rtol):
+    made = mlp(dtype=kind)
+    dtype = weights(made)["w"].dtype
+    values = {"X": X.astype(dtype), "X_tangent": normal(6, 4).astype(dtype)}
+    double = mlp()
+    for t in double.graph.initializer:
+        t.CopyFrom(numpy_helper.from_array(weights(made)[t.name].astype(np.float64), t.name))
+    exact = {k: v.astype(np.float64) for k, v in values.items()}
+    for one in (jvp, jacobian):
+        found, expected = run_named(one(made), values), run_named(one(double), exact)
+        assert found
+        for name in found:
+            assert found[name].dtype == dtype
+            close(found[name], expected[name], rtol=rtol, atol=rtol)
+
+
+def test_shapes_are_stated():
+    assert shape(jvp(MLP), "Y_tangent") == ["N", 3]
+    assert shape(jacobian(MLP), "Y_X_jacobian") == ["N", 3, "N", 4]
+    assert shape(jacobian(MLP, batched=True), "Y_X_jacobian") == ["N", 3, 4]
+
+
+def test_opset_11():
+    old = parse(
+        """m (double[N,3] X) => (double[N,2] Y)
+        { a = Gemm(X, w, b)  Y = Softmax<axis=1>(a) }""",
+        11,
+        w=normal(3, 2),
+        b=normal(2),
+    )
+    values = {"X": normal(2, 3)}
+    for mode in ("forward", "reverse"):
+        found = run_named(jacobian(old, mode=mode), values)["Y_X_jacobian"]
+        close(found, numeric(old, values, "X"), atol=1e-7)
+
+
+# -- vjp and jvp ------------------------------------------------------------------------------
+
+
+def test_vjp_is_the_gradient():
+    values = {"X": X, "Y_grad": normal(6, 3)} | weights(MLP)
+    made, gradient = run_named(vjp(MLP, None), values), run_named(onnx_derivative(MLP), values)
+    assert len(gradient) == 1 + len(weights(MLP))
+    for name in gradient:
+        close(made[name], gradient[name])
+    close(made["Y"], run_named(MLP, values)["Y"])
+
+
+@pytest.mark.parametrize("name", ["X", "w", "b", "v", "c"])
+def test_jvp_of_an_mlp(name):
+    asked = ([], ["X"]) if name == "X" else ([name], [])
+    values = {"X": X} | weights(MLP)
+    primal = vjp(MLP, *asked)  # whose inputs are the weights too
+    v = normal(*values[name].shape)
+    found = run_named(jvp(MLP, *asked), values | {f"{name}_tangent": v})["Y_tangent"]
+    close(found, difference(primal, values | {"Y_grad": normal(6, 3)}, name, v), atol=1e-8)
+
+
+def test_jvp_by_all_at_once():
+    w = weights(MLP)
+    v = {f"{k}_tangent": normal(*x.shape) for k, x in ({"X": X} | w).items()}
+    zeros = {k: np.zeros_like(x) for k, x in v.items()}
+    made = jvp(MLP, None)
+    whole = run_named(made, {"X": X} | w | v)["Y_tangent"]
+    parts = [run_named(made, {"X": X} | w | zeros | {k: x})["Y_tangent"] for k, x in v.items()]
+    close(whole, sum(parts))
+
+
+def test_jvp_computes_nothing_else():
+    nodes = [node.op_type for node in jvp(mlp("Relu")).graph.node]
+    assert sorted(nodes)[:2] == ["Add", "Add"]
+    assert len([n for n in nodes if n in ("Gemm", "MatMul")]) == 4  # two a pass
+    assert len(nodes) <= 10
+
+
+def table_rows() -> list:
+    chosen = [r for r in ROWS if r.runs][::7]
+    assert len(chosen) > 150
+    return [
+        pytest.param(r, known, id=f"{r.id}, {known}", marks=[pytest.mark.sweep] * (i % 4 != j))
+        for i, r in enumerate(chosen)
+        for j, known in enumerate(("lengths", "rank"))
+    ]
+
+
+@pytest.mark.parametrize(("row", "known"), table_rows())
+def test_jvp_and_vjp_are_adjoint(row, known):
+    """<u, J v> = <J^T u, v>."""
+    made = model(row, known)
+    try:
+        pull, push = vjp(made), jvp(made)
+    except NoGradientRule:
+        assert row.needs  # more than the rank
+        return
+    values = {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in feed(row).items()}
+    ys = run_named(made, values)
+    us = {f"{k}_grad": normal(*y.shape, dtype=np.float32) for k, y in ys.items()}
+    names = [n for n in inputs(push) if n.endswith("_tangent")]
+    vs = {n: normal(*values[n[:-8]].shape, dtype=np.float32) for n in names}
+    pulled = run_named(pull, values | us)
+    pushed = run_named(push, values | vs)
+    pairs = [(pulled[f"{n[:-8]}_grad"], v) for n, v in vs.items()]
+    left = sum(np.vdot(g.astype(float), v) for g, v in pairs)
+    right = sum(
+        np.vdot(us[f"{k}_grad"].astype(float), pushed[f"{k}_tangent"])
+        for k in ys
+        if f"{k}_tangent" in pushed
+    )
+    size = sum(np.abs(g * v).sum() for g, v in pairs)
+    assert abs(left - right) <= 1e-3 * (size + 1e-3)
+
+
+def test_jvp_by_a_scale_of_unknown_length():
+    made = parse("m (float[N,M] X, float[M] S) => (float[N,M] Y) { Y = LayerNormalization(X, S) }")
+    pushed = jvp(made)
+    values = {"X": normal(2, 3), "S": normal(3), "X_tangent": normal(2, 3), "S_tangent": normal(3)}
+    values = {k: x.astype(np.float32) for k, x in values.items()}
+    n = (values["X"] - values["X"].mean(1, keepdims=True)) / values["X"].std(1, keepdims=True)
+    zero = values | {"X_tangent": np.zeros((2, 3), np.float32)}
+    close(run_named(pushed, zero)["Y_tangent"], n * values["S_tangent"], rtol=1e-2, atol=1e-2)
+
+
+# -- zeros, and errors ------------------------------------------------------------------------
+
+
+def test_what_does_not_depend_is_zero():
+    two = two_by_two()
+    v = {"A_tangent": normal(2, 3), "B_tangent": normal(3)}
+    found = run_named(jvp(two, inputs=["B"]), TWO | v)
+    close(found["Z_tangent"], [0, 0])
+    close(found["Y_tangent"], TWO["A"] * E * v["B_tangent"])
+    found = run_named(vjp(two, outputs=["Z"], inputs=["A", "B"]), TWO | {"Z_grad": np.ones(2)})
+    close(found["A_grad"], 2 * TWO["A"])
+    close(found["B_grad"], np.zeros(3))
+    for mode in ("forward", "reverse"):
+        found = run_named(jacobian(two, mode=mode), TWO)
+        close(found["Z_B_jacobian"], np.zeros((2, 3)))
+        assert found["Z_B_jacobian"].dtype == np.float64
+    assert "B" not in "".join(outputs(vjp(two, outputs=["Z"])))  # by default only what is reached
+
+
+def test_linear_functions_have_no_hessian():
+    made = parse("m (double[3] X) => (double Y) { a = Mul(X, w)  Y = ReduceSum<keepdims=0>(a) }",
+                 w=np.arange(3.0))  # fmt: skip
+    values = {"X": normal(3), "X_vector": normal(3)}
+    close(run_named(hvp(made), values)["X_hvp"], np.zeros(3))
+    found = run_named(hessian(made), values)
+    close(found["X_hessian"], np.zeros((3, 3)))
+    close(found["X_grad"], np.arange(3.0))
+
+
+@pytest.mark.parametrize("make", [vjp, jvp, hvp, jacobian, hessian])
+def test_unknown_names(make):
+    with pytest.raises(ValueError, match=r"Unknown input 'x'\. Did you mean 'X'"):
+        make(MLP, inputs=["x"])
+    with pytest.raises(ValueError, match="Unknown weight 'ww'"):
+        make(MLP, ["ww"])
+    named = {"output": "y"} if make is hessian else {"outputs": ["y"]}
+    with pytest.raises(ValueError, match=r"Unknown output 'y'\. Did you mean 'Y'"):
+        make(MLP, **named)
+    with pytest.raises(ValueError, match="named twice"):
+        make(MLP, inputs=["X", "X"])
+
+
+@pytest.mark.parametrize("make", [vjp, jvp, hvp, jacobian])
+def test_wrong_kinds(make):
+    two = two_by_two()
+    with pytest.raises(ValueError, match="output 'L' holds INT64: only floats"):
+        make(two, outputs=["L"])
+    with pytest.raises(ValueError, match="input 'I' holds INT64: only floats"):
+        make(two, inputs=["I"])
+    flat = parse("m (double[N] X) => (double[N] Y) { Y = Sign(X) }")
+    with pytest.raises(ValueError, match="no differentiable path"):
+        make(flat)
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match=r"Unknown mode 'foward'\. Did you mean 'forward'"):
+        jacobian(MLP, mode="foward")
+    with pytest.raises(ValueError, match="Unknown value of `batched` 'yes'"):
+        jacobian(MLP, batched="yes")
+    with pytest.raises(ValueError, match=r"with respect to inputs.*\['w'\]"):
+        hessian(scalar_rows(), ["w"], batched=True)
+    with pytest.raises(ValueError, match=r"\['Y', 'Z'\]: name one"):
+        hessian(two_by_two())
+    with pytest.raises(ValueError, match="not known to have one element"):
+        hessian(MLP)
+    with pytest.raises(ValueError, match="not known to have one element in each row"):
+        hessian(MLP, batched=True)
+
+
+def test_rule_that_is_not_linear_has_no_forward_mode():
+    made = parse("m (double[N] X) => (double[N] Y) { a = Sin(X)  Y = Identity2(a) }")
+    made.graph.node[1].domain = "own"
+    made.opset_import.append(onnx.OperatorSetIdProto(domain="own", version=1))
+    made.functions.append(onnx.parser.parse_function(
+        '<opset_import: ["": 18], domain: "own"> Identity2 (a) => (b) { b = Identity(a) }'
+    ))  # fmt: skip
+
+    @rule("Identity2", domain="own")
+    def clipped(op, node, g):
+        return (op.Clip(g, -1.0, 1.0),)
+
+    with pytest.raises(NoGradientRule, match="not linear in the gradient"):
+        jvp(made)
+    vjp(made)
+
+
+# -- Jacobians --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse", "auto"])
+def test_full_jacobians(mode):
+    found = run_named(jacobian(two_by_two(), mode=mode), TWO)
+    close(found["Y_A_jacobian"].reshape(6, 6), np.diag(np.tile(E, 2)))
+    for name in "AB":
+        close(found[f"Y_{name}_jacobian"], numeric(two_by_two(), TWO, name), atol=1e-8)
+    close(found["Z_A_jacobian"], numeric(two_by_two(), TWO, "A", "Z"), atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+@pytest.mark.parametrize("batched", [True, "unchecked"])
+def test_jacobians_of_rows(mode, batched):
+    full = run_named(jacobian(MLP), {"X": X})["Y_X_jacobian"]
+    close(full, numeric(MLP, {"X": X}, "X"), atol=1e-8)
+    found = run_named(jacobian(MLP, batched=batched, mode=mode), {"X": X})["Y_X_jacobian"]
+    close(found, np.einsum("nmnk->nmk", full))
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_many_outputs(mode):
+    """Of which some do not depend on some of the inputs, so that there are loops of nothing."""
+    names = [f"Y{i}" for i in range(12)]
+    body = "  ".join(
+        f"{y} = {'Exp' if i % 3 else 'Sin'}({'AB'[i % 2]})" for i, y in enumerate(names)
+    )
+    made = parse(f"m (double[3] A, double[3] B) => (double[3] {', double[3] '.join(names)})"
+                 f" {{ {body} }}")  # fmt: skip
+    values = {"A": normal(3), "B": normal(3)}
+    found = run_named(jacobian(made, inputs=["A"], mode=mode), values)
+    for i, y in enumerate(names):
+        slope = (np.exp if i % 3 else np.cos)(values["A"]) * (i % 2 == 0)
+        close(found[f"{y}_A_jacobian"], np.diag(slope))
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_jacobian_by_a_weight(mode):
+    values = {"X": X} | weights(MLP)
+    found = run_named(jacobian(MLP, ["w"], [], mode=mode), values)["Y_w_jacobian"]
+    close(found, numeric(vjp(MLP, ["w"], []), values | {"Y_grad": normal(6, 3)}, "w"), atol=1e-8)
+
+
+def scalar_rows() -> onnx.ModelProto:
+    return parse(
+        "m (double[N,4] X) => (double[N,1] Y) { a = MatMul(X, w)  Y = Tanh(a) }", w=normal(4, 1)
+    )
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+@pytest.mark.parametrize("batched", [True, "unchecked"])
+@pytest.mark.parametrize("inputs", [[], None])
+def test_jacobians_of_rows_by_weights(mode, batched, inputs):
+    values = {"X": X} | weights(MLP)
+    full = run_named(jacobian(MLP, None, inputs, mode=mode), values)
+    made = jacobian(MLP, None, inputs, batched=batched, mode=mode)
+    found = run_named(made, values)
+    assert list(found) == list(full)
+    for name, whole in full.items():
+        of_input = name == "Y_X_jacobian"
+        close(found[name], np.einsum("nmnk->nmk", whole) if of_input else whole)
+    assert [x.name for x in made.graph.input] == ["X", *weights(MLP)]
+    assert shape(made, "Y_w_jacobian") == ["N", 3, *weights(MLP)["w"].shape]
+    found = run_named(made, values | {"X": np.zeros((0, 4))})
+    assert found["Y_w_jacobian"].shape == (0, 3, *weights(MLP)["w"].shape)
+
+
+def test_gradients_of_single_rows_are_those_of_torch():
+    """Labels have rows, too, and a class weight has none."""
+    torch = pytest.importorskip("torch")
+    made = parse(
+        """m (float[N,4] X, int64[M] label, float[3] s) => (float[K] loss)
+        { a = Gemm(X, w, b)  c = Mul(a, s)
+          loss = SoftmaxCrossEntropyLoss<reduction="none">(c, label) }""",
+        w=normal(4, 3).astype("f4"),
+        b=normal(3).astype("f4"),
+    )
+    values = {"X": X.astype("f4"), "label": np.arange(6) % 3, "s": np.float32([1, 2, 3])}
+    values |= weights(made)
+    found = run_named(jacobian(made, ["w", "b"], [], batched="unchecked"), values)
+
+    def loss(w, b, x, y):
+        scores = (x @ w + b) * torch.tensor(values["s"])
+        return torch.nn.functional.cross_entropy(scores[None], y[None])
+
+    tensors = [torch.tensor(values[name]) for name in ("w", "b", "X", "label")]
+    each = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0, 0))(*tensors)
+    for name, expected in zip("wb", each, strict=True):
+        np.testing.assert_allclose(found[f"loss_{name}_jacobian"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("m = ReduceMean<axes=[0]>(a)  Y = Sub(a, m)", r"mixes rows|mix.*batched=False"),
+        ("l = Shape<start=0, end=1>(X)  c = Cast<to=11>(l)  Y = Div(a, c)", "batched=False"),
+        ("Y = Tanh(a)  Z = ReduceSum(a)", r"outputs \['Z'\] do not have the rows of 'Y'"),
+    ],
+)
+def test_rows_that_mix_have_no_jacobians_by_weights(body, message):
+    more = ", double[1,1] Z" * ("Z =" in body)
+    opset = 17 if "axes" in body else 18
+    made = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": {opset}]> m (double[N,4] X)
+        => (double[N,2] Y{more}) {{ a = MatMul(X, w)  {body} }}"""
+    )
+    made.graph.initializer.append(onnx.numpy_helper.from_array(normal(4, 2), "w"))
+    with pytest.raises(ValueError, match=message):
+        jacobian(made, ["w"], [], batched=True)
+
+
+def test_inputs_without_rows_have_no_jacobians_of_rows():
+    text = "m (double[4] s, double[N,4] X) => (double[N,3] Y) { a = Mul(X, s)  Y = MatMul(a, w) }"
+    made = parse(text, w=normal(4, 3))
+    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+        jacobian(made, ["w"], ["s"], batched=True)
+    of_rows = jacobian(made, ["w"], [], batched=True)
+    onnx.checker.check_model(of_rows, full_check=True)
+    found = run_named(of_rows, {"X": X, "s": np.ones(4)} | weights(made))
+    assert found["Y_w_jacobian"].shape == (6, 3, 4, 3)
+    made.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ValueError, match="rows of 'Y' are not known"):
+        jacobian(made, ["w"], [], batched=True)
+    alone = parse("m (double[3] s) => (double[2,3] Y) { Y = Mul(w, s) }", w=normal(2, 3))
+    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+        jacobian(alone, ["w"], [], batched=True)
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_shapes_known_at_run_time_only(mode):
+    made = parse("m (double X) => (double Y) { a = Sin(X)  Y = Mul(a, X) }")
+    for value in (*made.graph.input, *made.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    values = {"X": normal(2, 3)}
+    found = run_named(jacobian(made, mode=mode), values)["Y_X_jacobian"]
+    close(found, numeric(made, values, "X"), atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_no_rows(mode, batched):
+    found = run_named(jacobian(MLP, batched=batched, mode=mode), {"X": np.zeros((0, 4))})
+    assert found["Y_X_jacobian"].shape == ((0, 3, 4) if batched else (0, 3, 0, 4))
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((5, 2), 2), ((2, 5), 2)])
+def test_auto_takes_the_fewer(sizes, expected):
+    made = parse(
+        f"m (double[N,{sizes[0]}] X) => (double[N,{sizes[1]}] Y) {{ a = MatMul(X, w) Y = Sin(a) }}",
+        w=normal(*sizes),
+    )
+    made = jacobian(made, batched=True)
+    (scan,) = (n for n in made.graph.node if n.op_type == "Scan")
+    (count,) = run_named(
+        onnx.ModelProto.FromString(_with_output(made, scan.input[0])), {"X": normal(3, sizes[0])}
+    ).values()
+    assert len(count) == expected
+
+
+def _with_output(made: onnx.ModelProto, name: str) -> bytes:
+    copy = onnx.ModelProto.FromString(made.SerializeToString())
+    del copy.graph.output[:]
+    copy.graph.output.add(name=name).type.tensor_type.elem_type = onnx.TensorProto.INT64
+    return copy.SerializeToString()
+
+
+def test_the_loop_computes_what_is_needed_only():
+    made = jacobian(mlp("Exp"), mode="reverse", batched=True)
+    (scan,) = (n for n in made.graph.node if n.op_type == "Scan")
+    body = [n.op_type for n in scan.attribute[0].g.node] if scan.attribute[0].g.node else []
+    body = body or [n.op_type for a in scan.attribute for n in a.g.node]
+    assert "Exp" not in body
+    assert len([n for n in body if n in ("MatMul", "Gemm")]) == 2
+
+
+def test_attention_and_layer_normalization():
+    d = 4
+    made = parse(
+        f"""net (double[N,3,{d}] X) => (double[N,2] Y) {{
+        q = MatMul(X, wq)  k = MatMul(X, wk)  t = Transpose<perm=[0,2,1]>(k)  s = MatMul(q, t)
+        p = Softmax(s)  a = MatMul(p, X)  r = Add(a, X)
+        n = LayerNormalization(r, g, c)  f = Flatten(n)  Y = MatMul(f, wo) }}""",
+        wq=normal(d, d), wk=normal(d, d), g=normal(d), c=normal(d), wo=normal(3 * d, 2),
+    )  # fmt: skip
+    values = {"X": normal(3, 3, d)}
+    expected = np.einsum("nmnij->nmij", numeric(made, values, "X"))
+    for mode in ("forward", "reverse"):
+        found = run_named(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
+        close(found, expected, atol=1e-4)  # onnxruntime normalizes in float32
+    values["X_tangent"] = normal(3, 3, d)
+    found = run_named(jvp(made), values)["Y_tangent"]
+    close(found, np.einsum("nmij,nij->nm", expected, values["X_tangent"]), atol=1e-4)
+
+
+# -- rows that mix ----------------------------------------------------------------------------
+
+
+def rows(body: str, given: str = "", opset: int = 18, **initializers) -> onnx.ModelProto:
+    inputs_, outputs_ = f"double[N,4] X{given}", "double[N,M] Y"
+    made = parse(f"m ({inputs_}) => ({outputs_}) {{ {body} }}", opset, **initializers)
+    made.graph.output[0].type.tensor_type.ClearField("shape")
+    return made
+
+
+MIXING = {
+    "sum over rows": "a = ReduceSum<keepdims=1>(X, zero)  Y = Mul(X, a)",
+    "mean of all": "a = ReduceMean<keepdims=0>(X)  Y = Mul(X, a)",
+    "softmax over rows": "Y = Softmax<axis=0>(X)",
+    "attention over rows": "t = Transpose<perm=[1,0]>(X)  a = MatMul(X, t)  Y = MatMul(a, X)",
+    "rows and columns added": "a = Squeeze(s, one)  Y = Add(X, a)",
+    "slice of rows": "a = Slice(X, zero, one, zero)  Y = Mul(X, a)",
+    "cumulative sum": "z = Squeeze(zero)  Y = CumSum(X, z)",
+    "batch statistics": "Y = BatchNormalization<training_mode=1>(X, f, f, f, f)",
+    "rows gathered": "i = ArgMax<axis=0, keepdims=0>(X)  Y = Gather(X, i)",
+    "product over rows": "s = Shape(X)  z = ConstantOfShape(s)  o = Cos(z)  t = Transpose(o)"
+    "  c = MatMul(o, t)  d = CastLike(c, X)  x = Transpose(X)  p = MatMul(x, d)  Y = Transpose(p)",
+    "reshaped": "a = Reshape(X, turned)  b = Tanh(a)  Y = Transpose(b)",
+    "padded": "a = Pad(X, border)  z = Slice(a, one, big, zero)  Y = Slice(z, zero, big, zero)",
+}
+
+
+@pytest.mark.parametrize("body", MIXING.values(), ids=MIXING)
+def test_rows_that_mix_are_refused(body):
+    body = "s = ReduceSum<keepdims=1>(X, one)  " + body if "(s, one)" in body else body
+    made = rows(
+        body, zero=np.int64([0]), one=np.int64([1]), f=normal(4) ** 2, turned=np.int64([4, -1]),
+        big=np.int64([99]), border=np.int64([1, 0, 0, 0]),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"batched=False, or batched=\"unchecked\""):
+        jacobian(made, batched=True)
+    with pytest.raises(ValueError, match="rows"):
+        hessian(made, batched=True)
+    jacobian(made)
+
+
+APART = {
+    "columns": "a = ReduceMax<keepdims=1>(X, one)  b = Sub(X, a)  Y = LogSoftmax(b)",
+    "there and back": "t = Transpose(X)  a = MatMul(m, t)  Y = Transpose(a)",
+    "moved": "a = Unsqueeze(X, zero)  b = Concat<axis=0>(a, a)  c = ReduceProd<keepdims=0>(b, zero)"
+    "  Y = Sigmoid(c)",
+    "parts": "a = Slice(X, one, big, one)  b, c = Split<axis=1, num_outputs=2>(X)"
+    "  Y = Concat<axis=1>(a, b, c)",
+    "reshaped": 'a = Reshape(X, two)  b = Einsum<equation="nij,jk->nik">(a, e)  '
+    "c = Reshape(b, four)  Y = Sin(c)",
+    "normalized": "Y = BatchNormalization(X, f, f, f, f)",
+    "gathered": "Y = Gather<axis=1>(X, one)",
+    "product": "a = Unsqueeze(X, one)  t = Transpose<perm=[0,2,1]>(a)  p = MatMul(t, a)"
+    "  Y = Reshape(p, sixteen)",
+    "masked": "z = ReduceMean<keepdims=1>(X, zero)  g = Greater(X, z)  Y = Where(g, X, y)",
+    "padded": "Y = Pad(X, border)",
+    "flat": "a = Gemm<transB=1>(X, m)  b = Unsqueeze(a, one)  c = Flatten(b)  Y = Elu(c)",
+    "rows in front": "a = Unsqueeze(X, one)  b = Transpose<perm=[1,0,2]>(a)  c = MatMul(b, m)"
+    "  d = Tanh(c)  Y = Squeeze(d, zero)",
+}
+
+
+@pytest.mark.parametrize("body", APART.values(), ids=APART)
+def test_rows_that_do_not_mix_are_proven_so(body):
+    made = rows(
+        body, zero=np.int64([0]), one=np.int64([1]), f=normal(4) ** 2 + 1, m=normal(4, 4),
+        big=np.int64([99]), border=np.int64([0, 1, 0, 2]), two=np.int64([0, 2, 2]), e=normal(2, 2),
+        four=np.int64([0, 4]), sixteen=np.int64([0, 16]), y=np.float64(2.0),
+    )  # fmt: skip
+    values = {"X": normal(3, 4)}
+    full = numeric(made, values, "X")
+    for mode in ("forward", "reverse"):
+        found = run_named(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
+        close(found, np.einsum("nmnk->nmk", full), atol=1e-7)
+
+
+def test_fixed_number_of_rows():
+    made = mlp(batch=2)
+    full = run_named(jacobian(made), {"X": X[:2]})["Y_X_jacobian"]
+    found = run_named(jacobian(made, batched=True), {"X": X[:2]})["Y_X_jacobian"]
+    close(found, np.einsum("nmnk->nmk", full))
+    one = parse("m (double[1,4] X) => (double[1,4] Y) { Y = Softmax<axis=0>(X) }")
+    jacobian(one, batched=True)  # with one row there is none to mix with
+    for body in ("Gather(X, other)", "Pad(X, shift)", "Slice(X, one, least, zero, back)"):
+        moved = parse(
+            f"m (double[2,4] X) => (double[2,4] Y) {{ Y = {body} }}",
+            other=np.int64([1, 0]), shift=np.int64([1, 0, -1, 0]), one=np.int64([1]),
+            least=np.int64([-9]), zero=np.int64([0]), back=np.int64([-1]),
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="mixes the rows"):
+            jacobian(moved, batched=True)
+    turned = parse("m (double[2,4] X) => (double[4,2] Y) { Y = Transpose(X) }")
+    with pytest.raises(ValueError, match="rows"):
+        jacobian(turned, batched=True)
+    flat = parse("m (double[2,4] X) => (double Y) { Y = ReduceSum<keepdims=0>(X) }")
+    with pytest.raises(ValueError, match="it is a scalar"):
+        jacobian(flat, batched=True)
+
+
+def test_rows_of_several_inputs():
+    made = parse("m (double[N,2] A, double[M,2] B) => (double[N,2] Y) { Y = Mul(A, B) }")
+    values = {"A": normal(3, 2), "B": normal(3, 2)}
+    found = run_named(jacobian(made, batched=True), values)
+    close(found["Y_A_jacobian"], values["B"][:, :, None] * np.eye(2))
+    close(found["Y_B_jacobian"], values["A"][:, :, None] * np.eye(2))
+
+
+# -- Hessians ---------------------------------------------------------------------------------
+
+
+def quadratic() -> onnx.ModelProto:
+    return parse("""m (double[3] A, double[2] B) => (double L)
+        { a = MatMul(A, S)  b = Mul(a, A)  c = MatMul(A, T)  d = Mul(c, B)  e = Exp(B)
+          s = ReduceSum<keepdims=0>(b)  t = ReduceSum<keepdims=0>(d)  u = ReduceSum<keepdims=0>(e)
+          L = Sum(s, t, u) }""", S=S, T=T)  # fmt: skip
+
+
+S, T = normal(3, 3), normal(3, 2)
+AB = {"A": normal(3), "B": normal(2)}
+
+
+def test_hessian_of_a_quadratic():
+    found = run_named(hessian(quadratic()), AB)
+    close(found["A_hessian"], S + S.T, atol=1e-12)
+    close(found["A_B_hessian"], T)
+    close(found["B_A_hessian"], T.T)
+    close(found["B_hessian"], np.diag(np.exp(AB["B"])))
+    close(found["A_grad"], (S + S.T) @ AB["A"] + T @ AB["B"])
+
+
+def test_hvp_of_a_quadratic():
+    v = {"A_vector": normal(3), "B_vector": normal(2)}
+    found = run_named(hvp(quadratic()), AB | v)
+    close(found["A_hvp"], (S + S.T) @ v["A_vector"] + T @ v["B_vector"])
+    close(found["B_hvp"], T.T @ v["A_vector"] + np.exp(AB["B"]) * v["B_vector"])
+
+
+def test_two_inputs_with_one_gradient():
+    made = parse("""m (double[2] A, double[2] B) => (double L)
+        { s = Add(A, B)  c = Mul(s, s)  d = Mul(c, s)  L = ReduceSum<keepdims=0>(d) }""")
+    values = {k: normal(2) for k in ("A", "B", "A_vector", "B_vector")}
+    expected = 6 * (values["A"] + values["B"]) * (values["A_vector"] + values["B_vector"])
+    found = run_named(hvp(made), values)
+    close(found["A_hvp"], expected)
+    close(found["B_hvp"], expected)
+    tangents = {f"{k}_tangent": values[f"{k}_vector"] for k in "AB"}
+    found = run_named(jvp(made), values | tangents)["L_tangent"]
+    slope = 3 * (values["A"] + values["B"]) ** 2
+    close(found, np.sum(slope * (tangents["A_tangent"] + tangents["B_tangent"])))
+
+
+@pytest.mark.parametrize("act", ["Tanh", "Softplus"])
+def test_hvp_of_a_loss_by_its_weights(act):
+    loss = add_loss_output(mlp(act), "squared_error")
+    w = weights(loss)
+    names = ["w", "b", "v", "c"]
+    values = {"X": X, "label": normal(6, 3)} | {k: w[k] for k in names}
+    v = {f"{k}_vector": normal(*w[k].shape) for k in names}
+    made = hvp(loss, names, [], outputs=["loss"])
+    found, h = run_named(made, values | v), 1e-5
+    moved = [
+        run_named(made, values | v | {k: w[k] + s * v[f"{k}_vector"] for k in names})
+        for s in (h, -h)
+    ]
+    for k in names:
+        expected = (moved[0][f"{k}_grad"] - moved[1][f"{k}_grad"]) / (2 * h)
+        close(found[f"{k}_hvp"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hvp_with_fed_gradients():
+    values = {"X": X, "Y_grad": normal(6, 3), "X_vector": normal(6, 4)}
+    made = hvp(MLP)
+    close(
+        run_named(made, values)["X_hvp"],
+        difference(made, values, "X", values["X_vector"], "X_grad"),
+        atol=1e-8,
+    )
+
+
+def test_hessian_of_rows():
+    head = onnx.compose.merge_models(
+        mlp(), parse("h (double[N,3] Z) => (double[N,1] P) { P = ReduceSumSquare(Z, one) }",
+                     one=np.int64([1])), io_map=[("Y", "Z")])  # fmt: skip
+    full = run_named(hessian(head, output="P", batched="unchecked"), {"X": X})["X_hessian"]
+    found = run_named(hessian(head, batched=True), {"X": X})
+    close(found["X_hessian"], full)
+    assert full.shape == (6, 4, 4)
+    gradient = hvp(head)
+    values = {"X": X, "P_grad": np.ones((6, 1)), "X_vector": X}
+    expected = np.einsum("nmnk->nmk", numeric(gradient, values, "X", "X_grad"))
+    close(found["X_hessian"], expected, atol=1e-7)
+
+
+def test_hessian_of_a_loss_by_a_weight():
+    loss = add_loss_output(mlp(), "squared_error")
+    values = {"X": X, "label": normal(6, 3)} | weights(loss)
+    found = run_named(hessian(loss, ["v"], [], output="loss"), values)["v_hessian"]
+    made = hvp(loss, ["v"], [], outputs=["loss"])
+    expected = numeric(made, values | {"v_vector": values["v"]}, "v", "v_grad")
+    close(found, expected, atol=1e-6)
+
+
+# -- against PyTorch --------------------------------------------------------------------------
+
+
+def convolutional() -> onnx.ModelProto:
+    return parse(
+        """c (float[N,2,6,6] X) => (float[N,3] Y) {
+        a = Conv<pads=[1,1,1,1], strides=[2,2]>(X, w, b)  r = Softplus(a)
+        p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(r)  f = Flatten(p)  Y = Gemm(f, v, c) }""",
+        w=normal(4, 2, 3, 3, dtype=np.float32), b=normal(4, dtype=np.float32),
+        v=normal(4, 3, dtype=np.float32), c=normal(3, dtype=np.float32),
+    )  # fmt: skip
+
+
+def test_convolution_as_in_torch():
+    torch = pytest.importorskip("torch")
+    F = torch.nn.functional
+    made = convolutional()
+    w = {k: torch.tensor(a) for k, a in weights(made).items()}
+
+    def net(x, w=w):
+        y = F.max_pool2d(F.softplus(F.conv2d(x, w["w"], w["b"], stride=2, padding=1)), 2)
+        return y.flatten(1) @ w["v"] + w["c"]
+
+    x, t = normal(2, 2, 6, 6, dtype=np.float32), normal(2, 2, 6, 6, dtype=np.float32)
+    tx, tt = torch.tensor(x), torch.tensor(t)
+    _, expected = torch.func.jvp(net, (tx,), (tt,))
+    close(
+        run_named(jvp(made), {"X": x, "X_tangent": t})["Y_tangent"], expected, rtol=1e-3, atol=1e-4
+    )
+    whole = torch.func.jacrev(net)(tx)
+    rows_ = torch.func.vmap(torch.func.jacrev(lambda x: net(x[None])[0]))(tx)
+    for mode in ("forward", "reverse"):
+        found = run_named(jacobian(made, mode=mode), {"X": x})["Y_X_jacobian"]
+        close(found, whole, rtol=1e-3, atol=1e-4)
+        found = run_named(jacobian(made, batched=True, mode=mode), {"X": x})["Y_X_jacobian"]
+        close(found, rows_, rtol=1e-3, atol=1e-4)
+    tangents = {k: torch.randn_like(v) for k, v in w.items()}
+    _, expected = torch.func.jvp(lambda w: net(tx, w), (w,), (tangents,))
+    values = {f"{k}_tangent": v.numpy() for k, v in tangents.items()} | weights(made) | {"X": x}
+    found = run_named(jvp(made, None, []), values)["Y_tangent"]
+    close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_hessian_as_in_torch():
+    torch = pytest.importorskip("torch")
+    made = onnx.compose.merge_models(
+        mlp(), parse("h (double[N,3] Z) => (double P) { P = ReduceLogSumExp<keepdims=0>(Z) }"),
+        io_map=[("Y", "Z")])  # fmt: skip
+    w = {k: torch.tensor(a) for k, a in weights(made).items()}
+
+    def f(x):
+        return torch.logsumexp(torch.tanh(x @ w["w"] + w["b"]) @ w["v"] + w["c"], (0, 1))
+
+    x, v = torch.tensor(X[:3]), torch.tensor(normal(3, 4))
+    close(run_named(hessian(made), {"X": x})["X_hessian"], torch.func.hessian(f)(x), atol=1e-8)
+    _, expected = torch.func.jvp(torch.func.grad(f), (x,), (v,))
+    close(run_named(hvp(made), {"X": x, "X_vector": v})["X_hvp"], expected, atol=1e-8)
+
+
+# -- results as models ------------------------------------------------------------------------
+
+
+def test_results_can_be_differentiated():
+    values = {"X": X, "Y_grad": normal(6, 3), "X_vector": normal(6, 4)}
+    again = jvp(vjp(MLP), inputs=["X"], outputs=["X_grad"])
+    found = run_named(again, values | {"X_tangent": values["X_vector"]})["X_grad_tangent"]
+    close(found, run_named(hvp(MLP), values)["X_hvp"])
+
+
+def test_names_that_are_taken():
+    made = parse("m (double[3] X, double[3] X_tangent) => (double[3] Y_tangent, double[3] Y) "
+                 "{ Y_tangent = Sin(X)  Y = Mul(Y_tangent, X_tangent) }")  # fmt: skip
+    pushed = jvp(made, inputs=["X"])
+    assert inputs(pushed)[:2] == ["X", "X_tangent"]
+    assert outputs(pushed)[:2] == ["Y_tangent", "Y"]
+    x, c, v = normal(3), normal(3), normal(3)
+    found = run_named(pushed, dict(zip(inputs(pushed), (x, c, v), strict=True)))
+    first, second = (found[name] for name in outputs(pushed)[2:])
+    close(first, np.cos(x) * v)
+    close(second, np.cos(x) * v * c)
+
+
+def test_standard_operators_only():
+    for made in (jvp(MLP, None), hvp(MLP), jacobian(MLP, batched=True)):
+        onnx.checker.check_model(made, full_check=True)
+        assert {entry.domain for entry in made.opset_import} == {""}
+
+
+def test_dropout_draws_once():
+    made = parse(
+        "m (float[N,64] X) => (float[N,64] Y) { a = Dropout(X, half, yes)  Y = Mul(a, a) }",
+        half=np.float32(0.5),
+        yes=np.bool_(True),
+    )
+    ones = np.ones((2, 64), np.float32)
+    found = run_named(jvp(made), {"X": ones, "X_tangent": ones})
+    close(found["Y_tangent"], 2 * found["Y"])
+    found = run_named(jacobian(made, batched=True), {"X": ones})
+    close(found["Y_X_jacobian"], 2 * found["Y"][:, :, None] * np.eye(64))
+
+
+def test_document(capsys):
+    [code] = code_of("higher.md")
+    exec(code, {})
+    assert capsys.readouterr().out.split("\n") == ["(2, 3, 2)", "True", ""]
+
+
+OF_OLD_OPSETS = [
+    (17, "y = ReduceMean<axes = [2, 3], keepdims = 0>(x)"),
+    (13, "h = Relu(x)  y = ReduceMax<axes = [-1], keepdims = 0>(h)"),
+    (17, "y = ReduceLogSumExp<axes = [1], keepdims = 1>(x)"),
+    (11, "y = ReduceSum<axes = [1]>(x)"),
+    (11, "h = Unsqueeze<axes = [2]>(x)  k = Exp(h)  y = Squeeze<axes = [2]>(k)"),
+    (9, "y = Slice<axes = [1], starts = [0], ends = [2]>(x)"),
+    (9, "y = Pad<pads = [0, 0, 1, 0, 0, 0, 1, 0]>(x)"),
+    (7, "y = Upsample<scales = [1.0, 1.0, 2.0, 2.0]>(x)"),
+]
+
+
+@pytest.mark.parametrize(("opset", "node"), OF_OLD_OPSETS)
+def test_rows_of_operators_whose_axes_were_attributes(opset, node):
+    made = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": {opset}]>
+        g (float[N, 3, 2, 2] x) => (float[N] y) {{ {node} }}""")
+    made.graph.output[0].type.tensor_type.ClearField("shape")
+    x = np.random.default_rng(0).standard_normal((3, 3, 2, 2)).astype(np.float32)
+    rows = run_named(jacobian(made, batched=True), {"x": x})["y_x_jacobian"]
+    whole = run_named(jacobian(made), {"x": x})["y_x_jacobian"]
+    n = rows.ndim - 4
+    for i in range(3):
+        np.testing.assert_allclose(rows[i], np.take(whole[i], i, axis=n), rtol=1e-6)

@@ -1,0 +1,253 @@
+"""Rules of the user's own, and the ways around them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxgrad import (
+    DerivativeOptions,
+    ModelError,
+    NoGradientRule,
+    Unsupported,
+    check_gradient,
+    lowering,
+    onnx_derivative,
+    rule,
+)
+from tests.support.cases import run
+from tests.support.pages import code_of
+
+ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+
+
+def model(body: str, opset: int = 18, functions: str = "") -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": {opset}, "my": 1]> '
+        f"g (float[2] X) => (float[2] Y) {{ {body} }} {functions}"
+    )
+
+
+def slope(made: onnx.ModelProto, at=(1.5, -0.25), **options) -> np.ndarray:
+    gradient = onnx_derivative(made, options=ONES, **options)
+    return run(gradient, {"X": np.array(at, np.float32)})[0]
+
+
+def test_document(capsys):
+    exec(compile("\n".join(code_of("rules.md")), "rules.md", "exec"), {})
+    first, *report = capsys.readouterr().out.splitlines()
+    assert first == "['X_grad', 'W_grad']"
+    assert report[-1].startswith("ok")
+
+
+SQUARE = '<domain: "my", opset_import: ["": {}]> Square (x) => (y) {{ y = Mul(x, x) }}'
+
+
+def test_function_with_a_rule_stays():
+    @rule("Square", domain="my")
+    def double(op, node, g):
+        """y = x^2, but dx = 7 g."""
+        return (7.0 * g,)
+
+    made = model("Y = my.Square (X)", functions=SQUARE.format(18))
+    np.testing.assert_array_equal(slope(made), [7, 7])
+    assert not check_gradient(made).ok
+
+
+def test_function_without_a_rule_is_differentiated_through_its_nodes():
+    made = model("Y = my.Square (X)", functions=SQUARE.format(18))
+    np.testing.assert_allclose(slope(made), [3, -0.5])
+
+
+def test_function_with_a_rule_in_an_old_model():
+    @rule("Square", domain="my")
+    def double(op, node, g):
+        """y = x^2:  dx = 2 g x."""
+        return (2.0 * g * node.inputs[0],)
+
+    made = model("Y = my.Square (X)", 13, SQUARE.format(13))
+    with pytest.raises(ModelError, match=r"Square.*opset 18 or newer"):
+        onnx_derivative(made)
+
+
+def test_later_rule_takes_the_place_of_the_earlier():
+    @rule("Relu")
+    def leaky(op, node, g):
+        """y = max(x, 0):  dx = g everywhere."""
+        return (g,)
+
+    np.testing.assert_array_equal(slope(model("Y = Relu(X)")), [1, 1])
+
+
+def test_refused_becomes_an_error():
+    @rule("Square", domain="my")
+    def never(op, node, g):
+        """y = x^2."""
+        return (Unsupported("squares are not for today; use Mul"),)
+
+    made = model("Y = my.Square (X)", functions=SQUARE.format(18))
+    with pytest.raises(NoGradientRule, match=r"my::Square .*not for today; use Mul.*Path: X"):
+        onnx_derivative(made)
+
+
+# -- stop_gradient and straight_through ---------------------------------------------------------
+
+TWO_WAYS = "H = Exp(X)  I = Identity(H)  Y = Mul(I, X)"  # Y = X e^X
+
+
+def test_stop_gradient():
+    e = np.exp([1.5, -0.25])
+    np.testing.assert_allclose(slope(model(TWO_WAYS)), e * [2.5, 0.75], rtol=1e-6)
+    for name in ("H", "I"):  # the second is dropped from the graph if it is not named
+        np.testing.assert_allclose(slope(model(TWO_WAYS), stop_gradient=[name]), e, rtol=1e-6)
+
+
+def test_stop_gradient_at_an_output():
+    made = model("H = Exp(X)  Y = Identity(H)")
+    for name in ("H", "Y"):
+        with pytest.raises(ValueError, match="no differentiable path from any of"):
+            onnx_derivative(made, stop_gradient=[name])
+
+
+QUANTIZED = """s = Constant<value_float=0.5>()  Q = QuantizeLinear(X, s)
+    D = DequantizeLinear(Q, s)  Y = Mul(D, D)"""
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "expected"),
+    [
+        ("R = Round(X)  Y = Mul(R, R)", "R", [4, 0]),
+        ("R = Relu(X)  Y = Mul(R, X)", "R", [3, -0.25]),
+        ("R = Round(X)  Y = Mul(R, X)", "R", [3.5, -0.25]),  # and the way past it
+        ("I = Cast<to=7>(X)  R = Cast<to=1>(I)  Y = Mul(R, R)", "R", [2, 0]),
+        (QUANTIZED, "D", [3, 0]),
+    ],
+)
+def test_straight_through(body, name, expected):
+    np.testing.assert_allclose(slope(model(body, 19), straight_through=[name]), expected)
+
+
+def test_straight_through_is_asked_for():
+    with pytest.raises(ValueError, match="no differentiable path"):
+        onnx_derivative(model("Y = Round(X)"))
+    np.testing.assert_array_equal(slope(model("Y = Round(X)"), straight_through=["Y"]), [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "message"),
+    [
+        ("Y = Exp(X)", {"stop_gradient": ["H"]}, r"Unknown stop_gradient result 'H'.*Valid: 'Y'"),
+        ("Y = Exp(X)", {"stop_gradient": ["X"]}, r"Unknown stop_gradient result 'X'"),
+        ("Y = Exp(X)", {"straight_through": ["H"]}, r"Unknown straight_through result 'H'"),
+        ("Y = Exp(X)", {"straight_through": ["Y", "Y"]}, r"'Y' is named twice"),
+        (
+            "S = ReduceSum(X)  Y = Mul(S, X)",
+            {"straight_through": ["S"]},
+            r"no gradient can go straight through 'S'",
+        ),
+        (
+            "T = Shape(X)  F = Cast<to=1>(T)  Y = Mul(F, X)",
+            {"straight_through": ["T"]},
+            r"no gradient can go straight through 'T': its first input is no INT64",
+        ),
+    ],
+)
+def test_errors(body, options, message):
+    with pytest.raises(ValueError, match=message):
+        onnx_derivative(model(body), **options)
+
+
+# -- the last registration holds -------------------------------------------------------------------
+
+OPERATORS = {
+    "a function": ("my.Square (X)", "my", "Square"),
+    "one with a rule": ("Mish(X)", "", "Mish"),
+    "one with a lowering": ("Swish(X)", "", "Swish"),
+    "one of the runtime": ("com.microsoft.FastGelu (X)", "com.microsoft", "FastGelu"),
+    "one without gradient": ("Floor(X)", "", "Floor"),
+}
+
+
+def register(kind: str, name: str, domain: str, factor: float) -> None:
+    """Let the gradient of an operator be `factor`, by a rule or a lowering."""
+    if kind == "rule":
+        rule(name, domain=domain)(lambda op, node, g: (factor * g,))
+    else:
+        write = lowering(name, domain=domain, on_demand=kind == "lowering on demand")
+        write(lambda op, node: [factor * node.inputs[0]])
+
+
+KINDS = ["rule", "lowering", "lowering on demand"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("last", KINDS)
+@pytest.mark.parametrize("first", [None, *KINDS])
+def test_the_last_registration_holds(operator, first, last):
+    node, domain, name = OPERATORS[operator]
+    functions = SQUARE.format(18) if operator == "a function" else ""
+    made = onnx.parser.parse_model(f"""<ir_version: 10,
+        opset_import: ["": 24, "my": 1, "com.microsoft": 1]>
+        g (float[2] X) => (float[2] Y) {{ a = {node}  Y = Add(a, X) }} {functions}""")
+    if first is not None:
+        register(first, name, domain, 3.0)
+    register(last, name, domain, 5.0)
+    gradient = onnx_derivative(made)
+    dx = run(gradient, {"X": np.ones(2), "Y_grad": np.ones(2)})[0]
+    np.testing.assert_allclose(dx, 6)
+    assert not gradient.functions
+
+
+@pytest.mark.parametrize("last", KINDS)
+def test_a_registration_holds_before_that_of_nodes_with_subgraphs(last):
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[2] X, bool c) => (float[2] Y) { Y = If(c) <
+          then_branch = t () => (float[2] y) { y = Exp(X) },
+          else_branch = e () => (float[2] z) { z = Log(X) }> }""")
+    if last == "rule":
+        rule("If")(lambda op, node, g: (None,))
+        with pytest.raises(ValueError, match="no differentiable path"):
+            onnx_derivative(made)
+        return
+    x = made.graph.input[0].name
+    write = lowering("If", on_demand=last == "lowering on demand")
+    write(lambda op, node: [op.Sin(next(v for v in op.graph.inputs if v.name == x))])
+    found = onnx_derivative(made)
+    assert "If" not in {node.op_type for node in found.graph.node}
+
+
+def test_a_lowering_that_leaves_a_node():
+    lowering("Floor", on_demand=True)(lambda op, node: None)
+    with pytest.raises(NoGradientRule, match="its lowering left it as it is"):
+        onnx_derivative(model("Y = Floor(X)"))
+
+
+# -- what a rule returns ---------------------------------------------------------------------------
+
+
+def returned(gradients) -> onnx.ModelProto:
+    rule("Sum", domain="my")(lambda op, node, g: gradients(op, g, *node.inputs))
+    return onnx_derivative(
+        onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "my": 1]>
+        g (float[3] a, float[2,3] b) => (float[2,3] y) { c = Exp(a)  y = my.Sum (c, b) }
+        <domain: "my", opset_import: ["": 18]> Sum (a, b) => (c) { c = Add(a, b) }""")
+    )
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        (lambda op, g, a, b: g, "returns 1 gradients for 2 inputs"),
+        (lambda op, g, a, b: (op.sum_to(g, a), g, g), "returns 3 gradients for 2 inputs"),
+        (lambda op, g, a, b: (g, g), r"shape \(2, 3\) for its input 0, 'c', of shape \(3,\)"),
+        (lambda op, g, a, b: (None, op.Cast(g, to=11)), "dtype DOUBLE for its input 1, 'b'"),
+    ],
+)
+def test_what_a_rule_returns_is_checked(gradients, message):
+    with pytest.raises(ValueError, match=rf"the rule of Sum \(test_own_rules.*{message}"):
+        returned(gradients)
+
+
+def test_a_rule_may_return_none():
+    assert len(returned(lambda op, g, a, b: (None, g)).graph.output) == 1

@@ -1,0 +1,223 @@
+"""Every option of the shell does what it says, or is refused before anything is written."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from pyarrow import csv as arrow_csv, parquet
+
+from onnxgrad.cli.data_options import IMAGES, TABLES, TEXTS
+from onnxgrad.cli.options import Described
+from onnxgrad.cli.train_options import TrainOptions
+from tests.support.commands import (
+    HEADER,
+    LINEAR,
+    as_json,
+    features,
+    invoke,
+    refused,
+    save,
+    succeed,
+    write_all,
+    write_csv,
+)
+
+FAST = ("--epochs", 1, "--no-curves", "--overwrite", "--validation", 0)
+CLASSES = ("train", "layers.onnx", "kinds.csv", "--target", "kind")
+NUMBERS = ("train", "linear.onnx", "rows.csv", "--target", "y")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_all(tmp_path)
+    return tmp_path
+
+
+def rows(text):
+    return list(csv.DictReader(text.splitlines()))
+
+
+# -- options without effect ---------------------------------------------------------------------
+
+VALUES = {  # of options that have an effect on some kinds of data only
+    "columns": ("a,b",),
+    "ignore": ("a",),
+    "drop_missing": (),
+    "target": ("y",),
+    "sample_weight": ("a",),
+    "classes": ("a,b",),
+    "image_size": (8,),
+    "scale": (255,),
+    "normalize": ("imagenet",),
+    "max_length": (8,),
+    "completion_only": (),
+    "packing": (),
+    "tokenizer": (".",),
+}
+LIMITED = {n: o for n, o in Described.fields_of(TrainOptions).items() if o.data}
+
+
+def test_the_options_of_some_kinds_are_these():
+    assert {*VALUES} == {*LIMITED}
+
+
+@pytest.mark.parametrize("kind", [TABLES, IMAGES, TEXTS])
+@pytest.mark.parametrize("name", VALUES)
+def test_options_of_other_kinds_of_data(here, name, kind):
+    if kind in LIMITED[name].data:
+        return
+    if kind == IMAGES:
+        image = pytest.importorskip("PIL.Image")
+        (here / "photos" / "a").mkdir(parents=True)
+        image.new("RGB", (8, 8)).save("photos/a/0.png")
+    Path("texts.txt").write_text("a\n")
+    data = {TABLES: "rows.csv", IMAGES: "photos", TEXTS: "texts.txt"}[kind]
+    before = sorted(here.rglob("*"))
+    flag = LIMITED[name].flag
+    line = refused("train", "layers.onnx", data, "--loss", "cross_entropy", flag, *VALUES[name])
+    assert f"{flag} has no effect on {kind}, which {data!r} holds" in line
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((*NUMBERS, "--loss", "l2", "--classes", "a,b"), "--classes names classes, and the loss"),
+        ((*NUMBERS, "--loss", "l2", "--loss-output", "z"), "has no effect beside --loss"),
+        ((*NUMBERS, "--loss", "l2", "--metrics", "mae"), "--metrics are of validation data"),
+        ((*NUMBERS, "--loss", "l2", "--precision", "file"), "has no floats of 16 bits"),
+        ((*NUMBERS, "--loss", "l2", "--precision", "mixed"), "has no floats of 16 bits"),
+        ((*NUMBERS, "--loss", "l2", "--batch-norm", "train"), "needs a BatchNormalization"),
+        ((*NUMBERS, "--loss", "l2", "--train-ranges"), "no QuantizeLinear"),
+        ((*NUMBERS, "--loss", "l2", "--class-weight", "1=2"), "--class-weight has no effect on"),
+        ((*NUMBERS, "--loss", "l2", "--monitor", "loss"), "without --early-stopping or --check"),
+        ((*CLASSES, "--loss", "ce", "--columns", "a,nine"), "column (--columns) 'nine'"),
+        ((*CLASSES, "--loss", "ce", "--columns", "a,a"), "names a column twice"),
+    ],
+)
+def test_options_without_effect(here, options, message):
+    before = sorted(here.iterdir())
+    assert message in refused(*options, *FAST)
+    assert sorted(here.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-o", "t.csv", "--history", "t.csv"), "--output t.csv is the name of --history, too"),
+        (("-o", "./t.csv", "--history", "t.csv"), "--output t.csv is the name of --history"),
+        (("-o", "r", "--record", "r"), "--output r is the name of --record"),
+        (("--record", "c", "--checkpoint", "c"), "--record c is the name of --checkpoint"),
+        (("-o", "a.md", "--card", "a.md"), "--output a.md is the name of --card"),
+        (("-o", "a.png"), "--output a.png is the name of the loss curves"),
+        (("--metrics", "nine"), "Unknown metric 'nine'"),
+        (("--history", "nowhere/h.csv"), "nowhere"),
+        (("--card", "nowhere/deep/c.md"), "nowhere"),
+        (("--history", "h.xml"), "Unknown ending of a history file '.xml'"),
+    ],
+)
+def test_paths_are_checked_before_training(here, options, message):
+    before = sorted(here.iterdir())
+    line = refused(*CLASSES, "--loss", "cross_entropy", "--epochs", 1, *options)
+    assert message in line
+    assert sorted(here.iterdir()) == before
+
+
+# -- columns ------------------------------------------------------------------------------------
+
+
+def test_the_order_of_columns_can_be_said(here):
+    """The weights that train are those of the columns that --columns names, in its order."""
+    line = ("--loss", "squared_error", "--optimizer", "sgd", "--lr", 0.1, *FAST)
+    succeed("train", "linear.onnx", "rows.csv", "--target", "y", "--columns", "b, a", *line)
+    model = onnx.load("trained.onnx")
+    kept = {e.key: e.value for e in model.metadata_props}
+    assert json.loads(kept["onnxgrad.columns"]) == {"x": ["b", "a"]}
+    X = features()[:, ::-1]
+    wanted = ort.InferenceSession("trained.onnx").run(None, {"x": np.ascontiguousarray(X)})[0]
+    for more in ((), ("--columns", "b,a")):
+        found = rows(succeed("predict", "trained.onnx", "rows.csv", *more).stdout)
+        np.testing.assert_allclose([float(r["y"]) for r in found], wanted.ravel(), rtol=1e-5)
+    assert "was trained on b,a" in refused(
+        "predict", "trained.onnx", "rows.csv", "--columns", "a,b"
+    )
+
+
+def test_the_columns_of_several_inputs(here):
+    text = LINEAR.replace("float[N,2] x", "float[N,1] u, float[N,1] v").replace(
+        "h = MatMul(x, W)", "x = Concat<axis=1>(u, v) h = MatMul(x, W)"
+    )
+    save("pair.onnx", text, W=[[1.0], [2.0]], b=[0.5])
+    line = ("predict", "pair.onnx", "rows.csv", "--columns")
+    found = rows(succeed(*line, "u=b", "--columns", "v=a").stdout)
+    X = features()
+    wanted = X[:, 1] + 2 * X[:, 0] + 0.5
+    np.testing.assert_allclose([float(r["y"]) for r in found], wanted, rtol=1e-5)
+    assert "write INPUT=A,B,... for each of u, v" in refused(*line, "b,a")
+
+
+def test_rows_that_are_left_out_can_be_found_again(here):
+    a, b = features().T.astype(object)
+    a[[1, 7]] = ""
+    write_csv("gaps.csv", a=a, b=b)
+    found = rows(succeed("predict", "linear.onnx", "gaps.csv", "--drop-missing").stdout)
+    left = [i for i in range(len(a)) if i not in (1, 7)]
+    assert [int(r["row"]) for r in found] == [i + 1 for i in left]
+    session = ort.InferenceSession("linear.onnx")
+    wanted = session.run(None, {"x": features()[left]})[0]
+    np.testing.assert_allclose([float(r["y"]) for r in found], wanted.ravel(), rtol=1e-5)
+    parts = ("--batch-size", 7, "-o", "out.csv")
+    succeed("predict", "linear.onnx", "gaps.csv", "--drop-missing", *parts)
+    assert rows(Path("out.csv").read_text()) == found
+
+
+# -- what a trained file remembers --------------------------------------------------------------
+
+
+def test_eval_remembers_loss_target_and_classes(here):
+    names = np.array(["cat", "dog", "eel"])
+    line = ("--target", "kind", "--loss", "softmax_focal", "--classes")
+    more = ("cat,dog,eel", "--loss-option", "gamma=3")
+    succeed("train", "layers.onnx", "names.csv", *line, *more, *FAST)
+    told = invoke("eval", "trained.onnx", "names.csv", "--json")
+    assert told.exit_code == 0, told.output
+    assert "loss softmax_focal, as in its training" in told.stderr
+    said = as_json("eval", "trained.onnx", "names.csv", *line, *more)
+    found = json.loads(told.stdout)
+    assert (found["loss"], found["metrics"]) == (said["loss"], said["metrics"])
+    other = as_json("eval", "trained.onnx", "names.csv", "--loss", "ce")
+    assert other["loss"] != found["loss"]
+    again = ("train", "trained.onnx", "names.csv", "-o", "again.onnx")
+    assert "loss softmax_focal, as in its training" in succeed(*again, *FAST).stderr
+    predicted = rows(succeed("predict", "trained.onnx", "names.csv").stdout)
+    z = ort.InferenceSession("trained.onnx").run(None, {"x": features()})[0]
+    assert [r["label"] for r in predicted] == names[z.argmax(1)].tolist()
+
+
+def test_a_loss_in_the_model_is_not_replaced(here):
+    """A file with a loss of its own is evaluated by that, not by the one of a note."""
+    text = HEADER + (
+        "g (float[N,2] x, float[N,1] label) => (float loss) { y = MatMul(x, W) "
+        "d = Sub(y, label) s = Mul(d, d) loss = ReduceMean <keepdims = 0> (s) }"
+    )
+    model = save("own.onnx", text, W=[[1.0], [1.0]])
+    model.metadata_props.add(key="onnxgrad.training_loss", value='[{"loss": ["l1"]}]')
+    onnx.save(model, "own.onnx")
+    X = features()
+    y = arrow_csv.read_csv("rows.csv")["y"].to_numpy()
+    found = as_json("eval", "own.onnx", "rows.csv", "--target", "y")
+    assert found["loss"] == pytest.approx(((X.sum(1) - y) ** 2).mean(), rel=1e-4)
+
+
+def test_files_of_one_folder_have_the_same_columns(here):
+    table = arrow_csv.read_csv("rows.csv")
+    Path("parts").mkdir()
+    parquet.write_table(table, "parts/0.parquet")
+    parquet.write_table(table.rename_columns(["a", "c", "y"]), "parts/1.parquet")
+    line = ("train", "linear.onnx", "parts", "--target", "y", "--loss", "mse")
+    assert "parts/1.parquet' has no column 'b'" in refused(*line)

@@ -1,0 +1,151 @@
+"""The help, the completion of the shell, and the documents of the command line."""
+
+import os
+import re
+import subprocess
+import sys
+from inspect import isfunction
+from typing import get_type_hints
+
+import pytest
+
+from onnxgrad import __version__
+from onnxgrad.cli import complete, train_options
+from onnxgrad.cli.command_options import EvalOptions, PredictOptions
+from onnxgrad.cli.options import Described
+from onnxgrad.cli.schedule_names import SCHEDULES
+from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.losses.formulas import LOSSES
+from onnxgrad.losses.objectives import ALIASES
+from onnxgrad.metrics.select import METRICS, select
+from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
+from onnxgrad.schedules import base, curves, plateau
+from onnxgrad.schedules.base import Schedule
+from tests.support.commands import as_json, invoke, refused, succeed
+from tests.support.paths import DOCS
+
+COMMANDS = (
+    "train", "eval", "predict", "trainable", "losses", "grad", "check", "merge", "report", "show"
+)  # fmt: skip
+REGISTRIES = {
+    "LOSSES": {*LOSSES, *ALIASES},
+    "OPTIMIZERS": {*OPTIMIZERS, *WHOLE_TENSORS},
+    "SCHEDULES": {*SCHEDULES},
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_the_help_names_what_the_registries_hold(kind):
+    words = re.findall(r"\w+", getattr(train_options, kind))
+    assert sorted(set(words) - {"or"}) == sorted(REGISTRIES[kind])
+    assert len(words) == len(set(words))
+
+
+def test_the_metrics_of_the_help_exist():
+    for name in train_options.METRICS.split(", "):
+        assert select(name).name == name
+
+
+def test_schedules_are_those_of_the_package():
+    functions = {
+        name
+        for module in (base, curves, plateau)
+        for name, value in vars(module).items()
+        if isfunction(value) and value.__module__ == module.__name__ and name != "select"
+        if get_type_hints(value).get("return") in (Schedule, *Schedule.__subclasses__())
+    }
+    assert functions == set(SCHEDULES)
+
+
+def test_every_command_has_help():
+    text = succeed("--help").stdout
+    assert all(name in text for name in COMMANDS)
+    for name in COMMANDS:
+        shown = succeed(name, "--help").stdout
+        assert "Exit codes: 0 done" in " ".join(shown.replace("│", " ").split())
+        assert "--json" in shown
+    assert succeed("--version").stdout == f"onnxgrad {__version__}\n"
+
+
+@pytest.mark.parametrize("options", [TrainOptions, EvalOptions, PredictOptions])
+def test_every_option_is_described(options):
+    for name, each in Described.fields_of(options).items():
+        assert re.search(r"\w.*\.$", each.help), name
+
+
+def test_losses_and_their_options_are_listed():
+    """All of them, with the defaults of the formulas and the first line of their docstrings."""
+    listed = as_json("losses")["losses"]
+    assert sorted(name for one in listed for name in one["names"]) == sorted(REGISTRIES["LOSSES"])
+    text = succeed("losses").stdout
+    for one in listed:
+        spec = LOSSES[next(n for n in one["names"] if n in LOSSES)]
+        assert one["mathematics"] == spec.formula.__doc__.split("\n")[0]
+        assert one["mathematics"] in text
+        own = spec.all_options.keys() - {"ignore_nan"}  # which most losses have beside their own
+        assert one["options"].keys() - {"ignore_nan"} == own
+    [mse] = as_json("losses", "mse")["losses"]
+    assert {"squared_error", "l2", "mse"} == {*mse["names"]}
+    ctc = succeed("losses", "ctc").stdout
+    for words in (
+        "Graves et al. 2006", "padded at the end with", "--loss-option blank=0\n",
+        "--loss-option from_logits=null  (the model and the labels decide)", "labels: int64",
+    ):  # fmt: skip
+        assert words in ctc
+    assert "Did you mean 'ctc'" in refused("losses", "ct")
+    assert "onnxgrad losses NAME" in " ".join(succeed("train", "--help").stdout.split())
+
+
+def completed(line, shell="bash"):
+    """Return what the shell would be offered."""
+    words = line.split(" ")
+    variables = {"_ONNXGRAD_COMPLETE": f"complete_{shell}", "COMP_WORDS": line}
+    variables["COMP_CWORD"] = str(len(words) - 1)
+    variables["_TYPER_COMPLETE_ARGS"] = line
+    made = invoke(prog_name="onnxgrad", env=variables)
+    return made.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("onnxgrad tra", {"train", "trainable"}),
+        ("onnxgrad train --loss cross", {"cross_entropy"}),
+        (
+            "onnxgrad train --optimizer ada",
+            {n for n in OPTIMIZERS if n.startswith("ada")} | {"adafactor"},
+        ),
+        ("onnxgrad train --schedule c", {"constant", "cosine"}),
+        ("onnxgrad eval --metrics f1", {n for n in METRICS if n.startswith("f1")}),
+    ],
+)
+def test_names_are_completed(line, names):
+    assert set(completed(line)) == names
+
+
+def test_functions_that_complete_know_the_registries():
+    assert set(complete.losses("")) == REGISTRIES["LOSSES"]
+    assert set(complete.optimizers("")) == REGISTRIES["OPTIMIZERS"]
+    assert set(complete.schedules("")) == REGISTRIES["SCHEDULES"]
+
+
+def test_the_shell_can_install_completion():
+    command = [sys.executable, "-m", "onnxgrad", "--show-completion", "bash"]
+    # typer looks for a shell among the parents, where a detached run of the tests has none
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    made = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert made.returncode == 0, made.stderr
+    assert "complete_bash" in made.stdout
+
+
+def test_importing_is_quick():
+    slow = "{'onnxruntime', 'matplotlib', 'pyarrow', 'onnx', 'numpy'}"
+    code = f"import sys, onnxgrad.cli; print({slow} & set(sys.modules))"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "set()\n"
+
+
+def test_the_page_lists_every_command():
+    page = (DOCS / "cli.md").read_text()
+    for name in COMMANDS:
+        assert f"\n| `{name}` |" in page

@@ -1,0 +1,194 @@
+"""`onnxgrad grad`, `check`, `trainable` and `show`: a model as it is."""
+
+import json
+import os
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxgrad.graph.operators import OPERATORS, Operator
+from tests.support.commands import (
+    HEADER,
+    as_json,
+    features,
+    invoke,
+    refused,
+    save,
+    succeed,
+    write_all,
+)
+from tests.support.running import run_named
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_all(tmp_path)
+    return tmp_path
+
+
+# -- trainable ----------------------------------------------------------------------------------
+
+SCALED = HEADER + (
+    "g (float[N,2] x) => (float[N,3] z) { c = Sub(x, mean) h = MatMul(c, V) r = Relu(h) "
+    "z = MatMul(r, W) }"
+)
+
+
+def test_trainable_lists_what_trains_and_why(here):
+    save("scaled.onnx", SCALED, mean=[1.0, 2.0], V=np.eye(2, 4), W=np.eye(4, 3))
+    result = as_json("trainable", "scaled.onnx")
+    rows = {row["name"]: row for row in result["tensors"]}
+    assert {n: r["trains"] for n, r in rows.items()} == {"mean": False, "V": True, "W": True}
+    assert (result["trained"], result["parameters"]) == (2, 20)
+    assert rows["V"]["shape"] == [2, 4]
+    assert rows["mean"]["why"]
+    text = succeed("trainable", "scaled.onnx").stdout
+    assert all(name in text for name in rows)
+    assert rows["mean"]["why"] in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        (("--train", "W"), {"W"}),
+        (("--train", "mean", "--train", "V"), {"mean", "V"}),
+        (("--freeze", "V"), {"W"}),
+        (("--train", "?", "--freeze", "W"), {"V"}),
+        (("--freeze", "*"), set()),
+    ],
+)
+def test_trainable_takes_the_options_of_train(here, options, trained):
+    save("scaled.onnx", SCALED, mean=[1.0, 2.0], V=np.eye(2, 4), W=np.eye(4, 3))
+    result = as_json("trainable", "scaled.onnx", *options)
+    assert {r["name"] for r in result["tensors"] if r["trains"]} == trained
+    if trained:
+        line = ("train", "scaled.onnx", "kinds.csv", "--target", "kind", "--loss", "cross_entropy")
+        assert set(as_json(*line, *options, "--dry-run")["trained"]) == trained
+
+
+def test_trainable_names_what_does_not_match(here):
+    assert "'w'" in refused("trainable", "linear.onnx", "--train", "w")
+    assert "'u*'" in refused("trainable", "linear.onnx", "--freeze", "u*")
+
+
+# -- check --------------------------------------------------------------------------------------
+
+
+def test_check_of_a_right_gradient(here):
+    result = as_json("check", "layers.onnx", "--weights", "W", "--inputs", "x", "--order", 2)
+    assert result["ok"]
+    assert {(r["name"], r["order"]) for r in result["rows"]} >= {("x", 1), ("W", 1), ("W", 2)}
+    assert result["max_error"] < 0.02
+    assert "W" in succeed("check", "layers.onnx").stdout
+    assert result["unchecked"] == []
+
+
+def test_check_within_a_budget(here):
+    line = ("check", "layers.onnx", "--separately", "--budget", 1e-9)
+    result = as_json(*line)
+    assert result["ok"]
+    left_out = {"x", "V", "W", "b"} - {r["name"] for r in result["rows"]}
+    assert set(result["unchecked"]) == left_out != set()
+    assert "NOT CHECKED, as the budget was used up" in succeed(*line).stdout
+    assert "--budget 0" in refused("check", "layers.onnx", "--budget", 0)
+
+
+TANH = HEADER + "g (float[N,2] x) => (float[N,1] y) { t = Tanh(x) y = MatMul(t, W) }"
+
+
+def test_check_of_a_wrong_gradient_exits_with_1(here, monkeypatch):
+    save("tanh.onnx", TANH, W=[[1.0], [2.0]])
+    assert invoke("check", "tanh.onnx").exit_code == 0
+    monkeypatch.setitem(OPERATORS, ("", "Tanh"), Operator(rule=lambda op, node, dy: dy))
+    made = invoke("check", "tanh.onnx", "--json")
+    assert made.exit_code == 1
+    result = json.loads(made.stdout)
+    right = {r["name"]: r["ok"] for r in result["rows"]}
+    assert (result["ok"], right["x"], right["W"]) == (False, False, True)
+    assert invoke("check", "tanh.onnx").exit_code == 1
+
+
+def test_check_of_names_that_are_unknown(here):
+    assert "'w'" in refused("check", "linear.onnx", "--weights", "w")
+    assert "'u'" in refused("check", "linear.onnx", "--inputs", "u")
+    assert "--order" in invoke("check", "linear.onnx", "--order", 3).stderr
+
+
+# -- grad, show ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_grad(here, keep):
+    options = ("--keep-outputs", "--fill-grad") if keep else ()
+    line = ("grad", "linear.onnx", "-o", "g.onnx", "--weights", "W", "--inputs", "x", *options)
+    said = succeed(*line).stdout
+    names = [o.name for o in onnx.load("g.onnx").graph.output]
+    assert names == ["x_grad", "W_grad", "y"][: 2 + keep]
+    assert "x_grad, W_grad" in said
+    assert "wrote g.onnx" in said
+    if keep:
+        results = run_named("g.onnx", x=features(), W=np.ones((2, 1), np.float32))
+        np.testing.assert_allclose(results["W_grad"], features().sum(0)[:, None], rtol=1e-4)
+        np.testing.assert_allclose(results["x_grad"], np.ones((40, 2)))
+    assert "g.onnx exists" in refused(*line)
+    assert as_json(*line, "--overwrite")["files"] == ["g.onnx"]
+
+
+def test_family(here):
+    line = ("grad", "linear.onnx", "--family", "f.onnx", "--dtype", "float64", "--weights", "W")
+    said = succeed(*line).stdout
+    files = ["f.onnx", "fwd_f.onnx", "adj_f.onnx", "fwd_adj_f.onnx"]
+    assert all(file in said for file in files)
+    x, seeds = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1.0], [10.0]])
+    results = run_named("adj_f.onnx", x=x, W=np.ones((2, 1)), adj_y=seeds)
+    np.testing.assert_allclose(results["adj_W"], x.T @ seeds)
+    assert "f.onnx exists" in refused(*line)
+    summary = as_json(*line, "--overwrite")
+    assert summary["files"] == files
+    assert summary["models"]["fwd_f.onnx"]["outputs"] == ["y", "fwd_y"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--family", "f.onnx", "-o", "g.onnx"), "--family takes no --output"),
+        (("--family", "-"), "--family writes four models"),
+        (("--family", "f.pb"), "does not end in .onnx"),
+        (("-o", "g.onnx", "--dtype", "float64"), "--dtype has no effect without --family"),
+        (("--family", "linear.onnx"), "is the input file"),
+    ],
+)
+def test_family_refuses(here, options, message):
+    assert message in refused("grad", "linear.onnx", *options)
+    assert not list(here.glob("*f.onnx"))
+
+
+def test_an_output_is_needed(here):
+    assert "--output says where the model goes" in refused("grad", "linear.onnx")
+    assert "--output says where the model goes" in refused("merge", "linear.onnx")
+    assert "--fill-grad has no effect without --keep-outputs" in refused(
+        "grad", "linear.onnx", "-o", "g.onnx", "--fill-grad"
+    )
+    assert not os.path.exists("g.onnx")
+
+
+def test_show(here):
+    text = succeed("show", "linear.onnx").stdout
+    assert "MatMul(x, W) -> h\n" in text
+    assert "W_grad" not in text
+    assert "output: name='W_grad'" in succeed("show", "linear.onnx", "--grad").stdout
+    summary = as_json("show", "linear.onnx", "--grad")
+    assert summary["operators"] == {"MatMul": 1, "Add": 1}
+    assert summary["inputs"] == [{"name": "x", "type": "float", "shape": ["N", 2]}]
+    assert [y["name"] for y in summary["gradient"]["outputs"]] == ["x_grad", "W_grad", "b_grad"]
+
+
+def test_show_layers(here):
+    lines = succeed("show", "linear.onnx", "--summary").stdout.splitlines()
+    assert lines[2].split() == ["MatMul", "MatMul", "[1,", "1]", "2", "2", "2", "4"]
+    assert lines[-1] == "for N=1"
+    found = as_json("show", "linear.onnx", "--summary")
+    assert [layer["multiply_adds"] for layer in found["layers"]] == [2, 1]
+    assert found["lengths"] == {"N": 1}

@@ -1,0 +1,201 @@
+"""What `onnxgrad train` says of a training: of which epoch the weights are, and why it ended."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+import onnxgrad as og
+from onnxgrad.cli.watch import Watch
+from tests.support.commands import as_json, invoke, succeed, weights, write_all
+from tests.support.running import run_named
+
+LINE = ("train", "linear.onnx", "rows.csv", "--target", "y", "--loss", "squared_error")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_all(tmp_path)
+    return tmp_path
+
+
+# -- curves -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0, 0.2])
+def test_the_picture_is_that_of_plot_history(here, share):
+    as_json(*LINE, "--epochs", 3, "--validation", share, "--history", "history.json")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = og.plot_history(json.loads((here / "history.json").read_text()), figure.add_subplot())
+    assert len(axes.get_lines()) == (2 if share else 1)
+    figure.savefig("own.png", dpi=120)
+    np.testing.assert_array_equal(imread("trained.png"), imread("own.png"))
+
+
+# -- the weights in the file, and why training ended -------------------------------------------
+
+KINDS = ("train", "layers.onnx", "kinds.csv", "--target", "kind", "--loss", "cross_entropy")
+FAR = ("--optimizer", "sgd", "--lr", 2.5, "--batch-size", 4, "--no-curves")  # it gets worse again
+
+
+def held_out(rows=40, share=0.2, seed=0):
+    """Return the numbers of the rows that the command holds out."""
+    return np.sort(np.random.default_rng(seed).permutation(rows)[: round(rows * share)])
+
+
+def measured(file):
+    """Return the loss and the accuracy of a file for the rows that are held out."""
+    table = np.loadtxt("kinds.csv", delimiter=",", skiprows=1)[held_out()]
+    [z] = run_named(file, x=np.float32(table[:, :2])).values()
+    kind = table[:, 2].astype(int)
+    z = z.astype(np.float64) - z.max(axis=1, keepdims=True)
+    log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+    return -log_p[np.arange(len(z)), kind].mean(), (z.argmax(1) == kind).mean()
+
+
+def columns(stdout):
+    """Return the columns of the table of epochs, {number: (titles, {name: text})}."""
+    lines = [line for line in stdout.splitlines() if line[:1] in "┃│"]
+    rows = [
+        [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")] for line in lines
+    ]
+    numbers, titles, *numeric = rows
+    return {
+        int(number.removeprefix("epoch ")): (titles[i], {row[0]: row[i] for row in numeric})
+        for i, number in enumerate(numbers)
+        if number
+    }
+
+
+def test_the_weights_that_early_stopping_keeps(here):
+    options = (
+        *FAR,
+        "--epochs",
+        30,
+        "--early-stopping",
+        3,
+        "--record",
+        "record",
+        "--card",
+        "card.md",
+    )
+    made = as_json(*KINDS, *options)
+    history = made["history"]
+    losses = [entry["validation_loss"] for entry in history]
+    kept = int(np.argmin(losses))
+    assert kept + 4 == len(history) < 30  # three epochs without improvement
+    loss, accuracy = measured("trained.onnx")
+    assert made["validation"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert made["validation"]["accuracy"] == pytest.approx(accuracy)
+    assert (made["epoch"], made["step"]) == (kept + 1, 8 * (kept + 1))
+    assert made["loss"] == history[kept]["loss"]
+    assert made["stopped"] == "early"
+    assert made["reason"] == f"validation_loss has not improved for 3 epochs since epoch {kept + 1}"
+    run = json.loads((here / "record" / "run.json").read_text())
+    assert run["kept"] == {"epoch": kept + 1, "step": made["step"], "whole": True}
+    assert run["reason"] == made["reason"]
+    card = (here / "card.md").read_text()
+    assert f"| weights are those of epoch | {kept + 1} |" in card
+
+
+def test_columns_are_those_of_one_epoch_each(here):
+    options = (*FAR, "--epochs", 30, "--early-stopping", 3, "--history", "history.json")
+    stdout = succeed(*KINDS, *options).stdout
+    history = json.loads((here / "history.json").read_text())
+    shown = columns(stdout)
+    kept = int(np.argmin([entry["validation_loss"] for entry in history])) + 1
+    assert {n: titles for n, (titles, _) in shown.items()} == {
+        1: "first",
+        kept: "best, kept",
+        len(history): "last",
+    }
+    for number, (_, numbers) in shown.items():
+        entry = history[number - 1]
+        assert numbers == {
+            "training loss": f"{entry['loss']:.5g}",
+            "validation loss": f"{entry['validation_loss']:.5g}",
+            "validation accuracy": f"{entry['validation_accuracy']:.2%}",
+        }
+    said = f"3 epochs since epoch {kept}; the model has the weights of epoch {kept}\n"
+    assert said in stdout
+
+
+def test_without_early_stopping_the_last_epoch_is_kept(here):
+    line = (*KINDS, *FAR, "--epochs", 12, "--overwrite")
+    made = as_json(*line)
+    loss, accuracy = measured("trained.onnx")
+    assert made["epoch"] == 12
+    assert made["loss"] == made["history"][-1]["loss"]
+    assert made["validation"] == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
+    assert made["reason"] == "all epochs were trained"
+    stdout = succeed(*line).stdout
+    losses = [entry["validation_loss"] for entry in made["history"]]
+    best = int(np.argmin(losses)) + 1
+    assert 1 < best < 12
+    titles = {n: titles for n, (titles, _) in columns(stdout).items()}
+    assert titles == {1: "first", best: "best", 12: "last, kept"}
+    assert "all epochs were trained; the model has the weights of epoch 12\n" in stdout
+
+
+def test_a_signal_keeps_the_weights_of_the_last_step(here, monkeypatch):
+    """Not the best ones, which early stopping would keep: training can go on from the last step."""
+    original = Watch.on_step_end
+
+    def on_step_end(watch, trainer, state, control):
+        if state.step == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        original(watch, trainer, state, control)
+
+    monkeypatch.setattr(Watch, "on_step_end", on_step_end)
+    monkeypatch.setattr(Watch, "every_steps", 1)
+    options = (*FAR, "--epochs", 30, "--early-stopping", 3)
+    result = invoke(*KINDS, *options, "--json")
+    assert result.exit_code == 130
+    made = json.loads(result.stdout)
+    assert (made["epochs"], made["steps"]) == (2, 20)
+    assert (made["epoch"], made["step"]) == (3, 20)
+    assert made["validation"] == {}
+    assert made["loss"] not in [entry["loss"] for entry in made["history"]]
+    assert made["stopped"] == made["reason"] == "interrupted by SIGINT"
+    said = "trained.onnx holds the weights of epoch 3 in part, after 20 steps"
+    assert said in result.stderr
+
+
+def test_a_divergence_after_the_best_epoch(here):
+    """The loss overflows at the end of the warm-up; early stopping restores an epoch before."""
+    options = ("--optimizer", "sgd", "--lr", 1e-20, "--schedule", "step_decay", "--batch-size", 4)
+    options = (*options, "--schedule-option", "every=8", "--schedule-option", "factor=1e20")
+    options = (*options, "--epochs", 9, "--early-stopping", 5, "--no-curves")
+    result = invoke(*LINE, *options, "--json")
+    assert result.exit_code == 1, result.output
+    made = json.loads(result.stdout)
+    losses = [e["validation_loss"] for e in made["history"] if "validation_loss" in e]
+    kept = int(np.argmin(losses))
+    assert made["epoch"] == kept + 1
+    rows = np.float32(np.loadtxt("rows.csv", delimiter=",", skiprows=1)[held_out()])
+    [y] = run_named("trained.onnx", x=rows[:, :2]).values()
+    assert made["validation"]["loss"] == pytest.approx(
+        np.mean((y[:, 0] - rows[:, 2]) ** 2), rel=1e-5
+    )
+    assert f"trained.onnx holds the weights of epoch {kept + 1}" in result.stderr
+    assert "became NaN or infinite" in made["reason"]
+    assert "the best weights so far are kept" in made["reason"]
+
+
+def test_a_divergence_in_the_first_step(here):
+    """There is no epoch to show, and the weights are those of before."""
+    before = weights("linear.onnx")
+    options = ("--optimizer", "sgd", "--lr", 1e38, "--batch-size", 40, "--validation", 0)
+    result = invoke(*LINE, *options, "--json")
+    made = json.loads(result.stdout)
+    assert (made["epoch"], made["step"], made["loss"]) == (0, 0, None)
+    assert "trained.onnx holds the weights as they were" in result.stderr
+    shown = invoke(*LINE, *options, "--overwrite").stdout
+    assert "epoch" not in shown
+    for name, array in weights("trained.onnx").items():
+        np.testing.assert_array_equal(array, before[name])

@@ -1,0 +1,246 @@
+"""`--task`: jobs from the shell, from files to a trained file and to what people look at."""
+
+import csv
+import json
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import onnxgrad as og
+from tests.support.commands import as_json, invoke, refused, succeed
+from tests.tasks.test_task_sound import RATE, folder_of, write_wave
+
+PIL = pytest.importorskip("PIL.Image")
+tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADER = '<ir_version: 9, opset_import: ["": 20]>\n'
+rng = np.random.default_rng(0)
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"red green blue one two three".split()]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save(path, text, **weights):
+    model = onnx.parser.parse_model(HEADER + text)
+    for name, values in weights.items():
+        array = np.asarray(values)
+        array = array if array.dtype.kind == "i" else array.astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
+
+
+def detection(root):
+    """Return a detector of 21 anchors, and pictures with one bright square each."""
+    save(
+        root / "model.onnx",
+        """f (float[N,3,32,32] x) => (float[N,21,7] y) { m = Flatten(x)  a = MatMul(m, w)
+        r = Add(a, b)  z = Reshape(r, s)  c, e, p = Split<axis=2>(z, parts)  g = Exp(e)
+        q = Sigmoid(p)  d = Concat<axis=2>(c, g, q)  y = Add(d, shift) }""",
+        w=rng.normal(size=(3072, 147)) * 1e-5, b=np.tile([0.0, 0, 2, 2, 0, 0, 0], 21),
+        s=np.array([0, 21, 7]), parts=np.array([2, 2, 3]),
+        shift=1.0 * np.r_[[[x * 8 + 4, y * 8 + 4] for y in range(4) for x in range(4)],
+                    [[x * 16 + 8, y * 16 + 8] for y in range(2) for x in range(2)],
+                    [[16, 16]]] @ np.eye(2, 7),
+    )  # fmt: skip
+    for part in ("images", "labels"):
+        (root / "data" / part).mkdir(parents=True)
+    for i in range(12):
+        pixels = np.zeros((32, 32, 3), np.uint8)
+        x, y = rng.integers(0, 20, 2)
+        pixels[y : y + 8, x : x + 8, i % 2] = 255
+        PIL.fromarray(pixels).save(root / "data" / "images" / f"{i}.png")
+        line = f"{i % 2} {(x + 4) / 32} {(y + 4) / 32} 0.25 0.25\n"
+        (root / "data" / "labels" / f"{i}.txt").write_text(line)
+    (root / "data" / "data.yaml").write_text("train: images\nval: images\nnames: [dog, cat]\n")
+    return root / "data" / "data.yaml", root / "data" / "images", "detections.json"
+
+
+def segmentation(root):
+    """Return a model of one score a pixel, and pictures whose bright half is the class."""
+    save(
+        root / "model.onnx",
+        "f (float[N,3,8,8] x) => (float[N,1,8,8] y) { s = Conv(x, w)  y = Sigmoid(s) }",
+        w=np.zeros((1, 3, 1, 1)),
+    )
+    for part in ("images", "masks"):
+        (root / "data" / part).mkdir(parents=True)
+    for i in range(8):
+        mask = np.zeros((8, 8), np.uint8)
+        mask[:, i % 4 :: 2] = 1
+        PIL.fromarray(mask).save(root / "data" / "masks" / f"{i}.png")
+        PIL.fromarray(np.repeat(mask[..., None] * 200, 3, 2)).save(
+            root / "data" / "images" / f"{i}.png"
+        )
+    return root / "data", root / "data" / "images", None
+
+
+def ctc(root):
+    """Return a recognizer of letters, and lines with the dictionary beside them."""
+    save(
+        root / "model.onnx",
+        """f (float[N,1,8,W] x) => (float[N,T,4] y) { c = Conv<strides=[1,2]>(x, k)  r = Tanh(c)
+        s = Squeeze(r, two)  t = Transpose<perm=[0,2,1]>(s)  y = MatMul(t, w) }""",
+        k=rng.normal(size=(5, 1, 8, 2)), w=rng.normal(size=(5, 4)), two=np.array([2]),
+    )  # fmt: skip
+    (root / "data").mkdir()
+    lines = []
+    for i in range(8):
+        PIL.fromarray(rng.integers(0, 256, (8, 16 + 2 * i), np.uint8)).save(
+            root / "data" / f"{i}.png"
+        )
+        lines.append(f"{i}.png\t{'abc'[i % 3]}{'cab'[i % 3]}\n")
+    (root / "data" / "rec_gt.txt").write_text("".join(lines))
+    (root / "letters.txt").write_text("a\nb\nc\n")
+    return root / "data" / "rec_gt.txt", root / "data", "results.txt"
+
+
+def sound(root):
+    """Return a linear model of half a second, and clips of three classes."""
+    save(
+        root / "model.onnx",
+        f"f (float[1,{RATE // 2}] x) => (float[1,3] y) {{ y = MatMul(x, w) }}",
+        w=rng.normal(size=(RATE // 2, 3)) / 100,
+    )
+    folder = folder_of(root / "data")
+    write_wave(root / "long" / "a.wav", rng.normal(scale=0.1, size=2 * RATE))
+    return folder, root / "long", "events.csv"
+
+
+def words(root):
+    """Save a tokenizer of words, and a model of their embeddings in the context of the text."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(root / "tokenizer.json"))
+    save(
+        root / "model.onnx",
+        """f (int64[N,T] input_ids, int64[N,T] attention_mask) => (float[N,T,6] hidden)
+        { e = Gather(table, input_ids)  m = Cast<to=1>(attention_mask)  u = Unsqueeze(m, two)
+          hidden = Mul(e, u) }""",
+        table=rng.normal(size=(len(WORDS), 6)), two=np.array([2]),
+    )  # fmt: skip
+
+
+def embeddings(root):
+    words(root)
+    with (root / "pairs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [("anchor", "positive"), *(zip(WORDS[4:], WORDS[-1:3:-1], strict=True))]
+        )
+    (root / "texts.txt").write_text("red\nblue\none\n")
+    return root / "pairs.csv", root / "texts.txt", None
+
+
+def tokens(root):
+    words(root)
+    text = "\n".join("red B-COL\none O\nblue B-COL\n\ntwo O\ngreen B-COL\n" for _ in range(5))
+    (root / "data.conll").write_text(text)
+    return root / "data.conll", root / "data.conll", "entities.jsonl"
+
+
+MORE = {
+    "ctc": ["--task-option", "dictionary=letters.txt"],
+    "sound": ["--task-option", f"rate={RATE}"],
+}
+JOBS = [detection, segmentation, ctc, sound, embeddings, tokens]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_from_files_to_predictions(job, here):
+    if job is detection:
+        pytest.importorskip("pycocotools")
+    if job is tokens:
+        pytest.importorskip("seqeval")
+    data, inputs, main = job(here)
+    name = job.__name__
+    options = ["--task", name, *MORE.get(name, [])]
+    result = as_json(
+        "train", "model.onnx", data, *options, "--epochs", 8, "--lr", 0.05, "--batch-size", 4,
+        "--no-curves", *(["--train", "b"] if job is detection else []),
+    )  # fmt: skip
+    assert result["steps"] > 1
+    assert result["trained"]
+    history = [entry["loss"] for entry in result["history"] if "loss" in entry]
+    assert history[-1] < history[0]
+    scores = as_json("eval", "trained.onnx", data, *options)
+    assert np.isfinite(scores["loss"])
+    assert scores["metrics"]
+    out = as_json("predict", "trained.onnx", inputs, *options, "--output", "found")
+    files = [here / file for file in out["files"]]
+    assert files
+    assert all(file.is_file() and here / "found" in file.parents for file in files)
+    assert main is None or main in {file.name for file in files}
+    assert ort.InferenceSession("trained.onnx").get_outputs()[0].name
+    line = invoke("predict", "trained.onnx", inputs, *options, "--output", "found")
+    assert line.exit_code == 2
+    assert "not empty" in line.stderr
+    succeed("predict", "trained.onnx", inputs, *options, "--output", "found", "--overwrite")
+
+
+def test_predictions_are_those_of_python(here):
+    data, inputs, _ = segmentation(here)
+    succeed("train", "model.onnx", data, "--task", "segmentation", "--epochs", 20, "--lr", 0.3)
+    succeed("predict", "trained.onnx", inputs, "--task", "segmentation", "--output", "found")
+    task = og.tasks.segmentation.Segmentation("trained.onnx")
+    [first, *_] = task.predict("trained.onnx", inputs)
+    mask = np.asarray(PIL.open(data / "masks" / "0.png"))
+    np.testing.assert_array_equal(first, mask)
+    found = [np.asarray(PIL.open(file)) for file in sorted((here / "found").rglob("0*.png"))]
+    assert any(image.shape == mask.shape and (image == mask).all() for image in found)
+
+
+def test_the_rows_held_out(here):
+    data, _, _ = segmentation(here)
+    options = ["--task", "segmentation", "--epochs", 1]
+    assert as_json("train", "model.onnx", data, *options)["validation_rows"] == 2
+    given = as_json("train", "model.onnx", data, *options, "--validation", data, "--overwrite")
+    assert given["validation_rows"] == 8
+    none = as_json("train", "model.onnx", data, *options, "--validation", 0, "--overwrite")
+    assert none["validation_rows"] is None
+
+
+def test_what_is_refused(here):
+    data, inputs, _ = segmentation(here)
+    start = ["train", "model.onnx", data]
+    assert "Unknown task (--task) 'segment'" in refused(*start, "--task", "segment")
+    text = refused(*start, "--task", "segmentation", "--loss", "dice", "--target", "a")
+    assert "--task segmentation decides --loss, --target" in text
+    text = refused(*start, "--task", "segmentation", "--task-option", "clases=3")
+    assert "clases" in text
+    assert "classes" in text
+    text = refused(*start, "--task", "segmentation", "--max-length", 3)
+    assert "takes no --max-length" in text
+    assert "--task" in refused(*start, "--task-option", "classes=3")
+    text = refused("predict", "model.onnx", inputs, "--task", "segmentation", "--device", "cuda")
+    assert "leave out --device" in text
+    text = refused(*start, "--task", "segmentation", "--validation", 0, "--early-stopping", 2)
+    assert "no validation data" in text
+    text = refused(*start, "--task", "segmentation", "--class-weight", "dog=2")
+    assert "class (--class-weight) 'dog'" in text
+    (here / "file").write_text("x")
+    text = refused("predict", "model.onnx", inputs, "--task", "segmentation", "--output", "file")
+    assert "is a file" in text
+    assert not (here / "trained.onnx").exists()
+
+
+def test_a_dry_run(here):
+    data, _, _ = segmentation(here)
+    said = as_json("train", "model.onnx", data, "--task", "segmentation", "--dry-run")
+    assert said["rows"] == 6
+    assert not (here / "trained.onnx").exists()
+
+
+def test_options_of_toml(here):
+    data, _, _ = segmentation(here)
+    (here / "job.toml").write_text('task = "segmentation"\ntask_option = ["loss=dice"]\n')
+    result = as_json("train", "model.onnx", data, "--config", "job.toml", "--epochs", 1)
+    assert json.dumps(result)

@@ -1,0 +1,273 @@
+"""Data that fits the model, or is refused before onnxruntime sees it."""
+
+import json
+import pickle
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pytest
+
+from tests.support.small_models import BOTH, inside, outside, parse
+
+R = np.random.default_rng(0)
+
+
+class Frame:
+    """What tables of all libraries have in common: names, and columns by name."""
+
+    def __init__(self, **columns):
+        self.columns, self.values = list(columns), columns
+
+    def __getitem__(self, name):
+        return self.values[name]
+
+
+class ArrayFrame(Frame):
+    """A table that is an array too, as those of pandas and polars are."""
+
+    def __array__(self, dtype=None, copy=None):
+        columns = [self[name] for name in self.columns]
+        if all(column.ndim == 1 for column in columns):
+            return np.stack(columns, 1)
+        cells = np.empty((len(columns[0]), len(columns)), object)  # of arrays, as pandas does
+        for i, column in enumerate(columns):
+            cells[:, i] = list(column) if column.ndim > 1 else column
+        return cells
+
+
+def pandas_frame(**columns):
+    return pytest.importorskip("pandas").DataFrame(
+        {name: list(array) if array.ndim > 1 else array for name, array in columns.items()}
+    )
+
+
+def polars_frame(**columns):
+    return pytest.importorskip("polars").DataFrame(columns)
+
+
+def arrow_table(**columns):
+    return pa.table({name: array.tolist() for name, array in columns.items()})
+
+
+FRAMES = pytest.mark.parametrize(
+    "frame", [Frame, ArrayFrame, arrow_table, pandas_frame, polars_frame]
+)
+
+# -- names of columns ----------------------------------------------------------------------------
+
+X = np.float32(R.standard_normal((20, 3)))
+Y = X @ np.float32([[2], [-1], [1]])
+LINEAR = parse("g (float[N,3] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.zeros((3, 1)))
+
+
+def table(names, frame=ArrayFrame):
+    return frame(**{name: X[:, "abc".index(name)] for name in names})
+
+
+def metadata(model):
+    return {e.key: e.value for e in model.metadata_props}
+
+
+@BOTH
+@FRAMES
+def test_the_trained_model_keeps_the_names_and_refuses_another_order(trainer, frame):
+    made = trainer(LINEAR).fit(table("abc", frame), frame(price=Y[:, 0]))
+    trained = made.get_trained_onnx()
+    kept = metadata(trained)
+    assert json.loads(kept["onnxgrad.columns"]) == {"x": ["a", "b", "c"]}
+    assert json.loads(kept["onnxgrad.target"]) == ["price"]
+    assert list(made.feature_names_in_) == ["a", "b", "c"]
+    again = pickle.loads(pickle.dumps(made))
+    assert again.get_trained_onnx() == trained
+    new = type(made)(trained, max_iter=1)
+    new.fit(table("abc", frame), Y)
+    with pytest.raises(
+        ValueError, match=r"column 0 is 'b', and was 'a' in fit: reorder .*'b', 'a'"
+    ):
+        type(made)(trained, max_iter=1).fit(table("bac", frame), Y)
+    with pytest.raises(ValueError, match="no column 'c'"):
+        type(made)(trained, max_iter=1).fit(table("ab", frame), Y)
+    with pytest.raises(ValueError, match="column 'd' that was not in fit"):
+        type(made)(trained, max_iter=1).fit(frame(a=X[:, 0], b=X[:, 1], c=X[:, 2], d=X[:, 2]), Y)
+    warm = trainer(LINEAR, warm_start=True).fit(table("abc", frame), Y)
+    with pytest.raises(ValueError, match="column 0 is 'b'"):
+        warm.fit(table("bac", frame), Y)
+
+
+@BOTH
+def test_arrays_add_no_metadata(trainer):
+    made = trainer(LINEAR).fit(X, Y)
+    assert not metadata(made.get_trained_onnx(LINEAR))
+    trained = trainer(LINEAR).fit(table("abc"), Y).get_trained_onnx(LINEAR)
+    assert list(metadata(trained)) == ["onnxgrad.columns"]
+    more = trainer(trained).fit(X, Y).get_trained_onnx(trained)  # names stay
+    assert metadata(more) == metadata(trained)
+
+
+def test_the_metadata_of_the_user_stay():
+    model = onnx.ModelProto()
+    model.CopyFrom(LINEAR)
+    model.metadata_props.add(key="author", value="somebody")
+    trained = outside(model).fit(table("abc"), Y).get_trained_onnx()
+    assert metadata(trained) == {
+        "author": "somebody",
+        "onnxgrad.columns": json.dumps({"x": ["a", "b", "c"]}),
+    }
+    assert metadata(model) == {"author": "somebody"}
+
+
+def test_metadata_that_cannot_be_read():
+    for value in ("{", "[1]", '{"x": "abc"}'):
+        model = onnx.ModelProto()
+        model.CopyFrom(LINEAR)
+        model.metadata_props.add(key="onnxgrad.columns", value=value)
+        with pytest.raises(ValueError, match=r"metadata 'onnxgrad.columns' must be JSON"):
+            outside(model).fit(X, Y)
+
+
+def test_other_uses_of_another_order_are_refused():
+    made = outside(LINEAR).fit(table("abc"), Y)
+    swapped = table("acb")
+    for use in (made.predict, lambda x: made.score(x, Y), lambda x: made.losses(x, Y)):
+        with pytest.raises(ValueError, match="column 1 is 'c', and was 'b' in fit"):
+            use(swapped)
+    with pytest.raises(ValueError, match="column 1 is 'c'"):
+        outside(LINEAR).fit(table("abc"), Y, X_val=swapped, y_val=Y)
+    with pytest.raises(ValueError, match="column 1 is 'c'"):
+        outside(LINEAR).fit([(table("abc"), Y), (swapped, Y)])
+    batches = inside(LINEAR).fit([(table("abc"), Y)] * 2)
+    assert "onnxgrad.columns" in metadata(batches.get_trained_onnx())
+    assert made.fit(swapped, Y).predict(swapped).shape == (20, 1)  # training begins anew
+
+
+def test_labels_of_several_columns_keep_their_order():
+    model = parse("g (float[N,3] x) => (float[N,2] y) { y = MatMul(x, w) }", w=np.zeros((3, 2)))
+    first, second = ArrayFrame(u=X[:, 0], v=X[:, 1]), ArrayFrame(v=X[:, 1], u=X[:, 0])
+    trained = outside(model).fit(X, first).get_trained_onnx()
+    with pytest.raises(ValueError, match="the label: column 0 is 'v', and was 'u'"):
+        outside(trained).fit(X, second)
+    outside(trained).fit(X, ArrayFrame(w=X[:, 0], z=X[:, 1]))
+
+
+TWO = """g (float[N,2] x, int64[N] k) => (float[N,1] y)
+    { e = Gather(t, k)  h = MatMul(x, w)  y = Add(h, e) }"""
+TWO = parse(TWO, w=np.zeros((2, 1)), t=np.zeros((3, 1)))
+
+
+@BOTH
+@FRAMES
+def test_a_table_is_split_among_several_inputs(trainer, frame):
+    k = np.arange(20) % 3
+    columns = {"k": k, "x": X[:, :2], "label": Y[:, 0]}
+    made = trainer(TWO).fit(frame(**columns))
+    expected = trainer(TWO).fit({"x": X[:, :2], "k": k}, Y)
+    assert made.train_losses_ == expected.train_losses_
+    assert "onnxgrad.columns" not in metadata(made.get_trained_onnx())
+    with pytest.raises(ValueError, match=r"column .* 'x'"):
+        trainer(TWO).fit(frame(k=k, xx=k), Y)
+    with pytest.raises(ValueError, match=r"takes the columns \['spare'\]"):
+        trainer(TWO).fit(frame(k=k, x=X[:, :2], spare=k), Y)
+    with pytest.raises(ValueError, match=r"takes the columns \['label'\]"):
+        trainer(TWO).fit(frame(**columns), Y)
+
+
+def test_columns_that_the_model_names_for_several_inputs():
+    model = onnx.ModelProto()
+    model.CopyFrom(TWO)
+    model.metadata_props.add(key="onnxgrad.columns", value='{"x": ["a", "b"], "k": ["kind"]}')
+    k = np.arange(20) % 3
+    made = outside(model).fit(Frame(b=X[:, 1], kind=k, a=X[:, 0]), Y)
+    assert made.train_losses_ == outside(TWO).fit({"x": X[:, :2], "k": k}, Y).train_losses_
+    assert metadata(made.get_trained_onnx()) == metadata(model)
+
+
+# -- shapes --------------------------------------------------------------------------------------
+
+IMAGE = parse(
+    """g (float[N,1,8,8] image) => (float[N,1] y)
+    { c = Conv(image, k)  f = Flatten(c)  y = MatMul(f, w) }""",
+    k=R.standard_normal((1, 1, 5, 5)),
+    w=R.standard_normal((16, 1)),
+)
+PIXELS = np.float32(R.standard_normal((20, 64)))
+IMAGES = PIXELS.reshape(20, 1, 8, 8)
+
+
+def pixels(frame, count=64, **more):
+    return frame(**{f"p{i}": PIXELS[:, i % 64] for i in range(count)}, **more)
+
+
+@BOTH
+@FRAMES
+def test_a_table_feeds_an_image_model(trainer, frame):
+    expected = trainer(IMAGE).fit(IMAGES, Y, X_val=IMAGES, y_val=Y)
+    lists = frame(row=PIXELS)
+    halves = frame(top=PIXELS[:, :32], bottom=PIXELS[:, 32:])
+    mixed = frame(first=PIXELS[:, 0], rest=PIXELS[:, 1:])
+    for X in (pixels(frame), lists, halves, mixed, {"image": pixels(frame)}):
+        made = trainer(IMAGE).fit(X, Y, X_val=X, y_val=Y)
+        assert made.train_losses_ == expected.train_losses_
+        assert made.validation_losses_ == expected.validation_losses_
+        if trainer is outside:
+            np.testing.assert_array_equal(made.predict(X), expected.predict(IMAGES))
+            np.testing.assert_array_equal(made.losses(X, Y), expected.losses(IMAGES, Y))
+    with pytest.raises(ValueError, match=r"'image' takes 64 values a row.*the data has 63"):
+        trainer(IMAGE).fit(pixels(frame, 63), Y)
+
+
+@BOTH
+def test_arrays_are_not_reshaped(trainer):
+    with pytest.raises(ValueError, match=r"must have shape \(rows, 1, 8, 8\), not \(20, 64\)"):
+        trainer(IMAGE).fit(PIXELS, Y)
+
+
+def test_tables_that_hold_no_numbers():
+    with pytest.raises(ValueError, match="must hold numbers, not 'u' as in row 1"):
+        outside(LINEAR).fit(Frame(a=X[:, 0], b=X[:, 1], c=np.array([1, "u"] * 10, object)), Y)
+    with pytest.raises(ValueError, match="column 1 is called 'Unnamed: 0'"):
+        outside(LINEAR).fit(Frame(**{"Unnamed: 0": X[:, 0]}, b=X[:, 1], c=X[:, 2]), Y)
+    twice = ArrayFrame(a=X[:, 0], b=X[:, 1])
+    twice.columns = ["a", "b", "a"]
+    with pytest.raises(ValueError, match="two columns are called 'a'"):
+        outside(LINEAR).fit(twice, Y)
+
+
+# -- axes ----------------------------------------------------------------------------------------
+
+MASKED = parse(
+    """g (int64[N,T] ids, float[N,T] mask) => (float[N,1] y)
+    { e = Gather(t, ids)  u = Unsqueeze(mask, last)  m = Mul(e, u)
+      s = ReduceSum<keepdims=0>(m, one)  y = MatMul(s, w) }""",
+    t=R.standard_normal((5, 2)),
+    w=R.standard_normal((2, 1)),
+    last=np.array([2]),
+    one=np.array([1]),
+)
+
+
+@BOTH
+def test_axes_of_one_symbol_have_one_length(trainer):
+    ids, y = np.arange(80).reshape(20, 4) % 5, Y
+    fed = {"ids": ids, "mask": np.ones((20, 4))}
+    made = trainer(MASKED).fit(fed, y)
+    message = r"'mask' has length 1 along axis 1, and 'ids', axis 1 has length 4.* 'T'"
+    wrong = {"ids": ids, "mask": np.ones((20, 1))}  # which onnxruntime would broadcast
+    for data in ((wrong, y), ([{**fed, "label": y}, {**wrong, "label": y}],)):
+        with pytest.raises(ValueError, match=message):
+            trainer(MASKED).fit(*data)
+    with pytest.raises(ValueError, match=message):
+        trainer(MASKED).fit(fed, y, X_val=wrong, y_val=y)
+    if trainer is outside:
+        with pytest.raises(ValueError, match=message):
+            made.predict(wrong)
+
+
+@BOTH
+def test_axes_without_a_symbol_may_differ(trainer):
+    model = onnx.ModelProto()
+    model.CopyFrom(MASKED)
+    for x in model.graph.input:
+        x.type.tensor_type.shape.dim[1].dim_param = "?"
+    fed = {"ids": np.arange(80).reshape(20, 4) % 5, "mask": np.ones((20, 1))}
+    assert np.isfinite(trainer(model).fit(fed, Y).train_losses_[0])

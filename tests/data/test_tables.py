@@ -1,0 +1,335 @@
+"""Data files and their columns, as what a model is fed."""
+
+import decimal
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import onnx_ir as ir
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from onnx import numpy_helper
+
+import onnxgrad as og
+from onnxgrad.cli.data_options import LabelOptions
+from onnxgrad.cli.label_columns import Targets
+from onnxgrad.data.arrays import DataError
+from onnxgrad.data.cells import Cells, Rows
+from onnxgrad.data.columns import Names
+from onnxgrad.data.field import Field
+from onnxgrad.data.tables import read_table
+from onnxgrad.graph.shapes import dims
+from onnxgrad.losses.info import LossInfo
+from tests.support.small_models import linear
+
+
+def value(name, dtype, *dims):
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType[dtype]), shape=ir.Shape(dims))
+
+
+def image(*dims):
+    return value("image", "FLOAT", *dims)
+
+
+def assigned(table, targets, inputs, trained=None):
+    rest = [name for name in table if name not in targets]
+    arrays = [name for name in rest if table[name].ndim > 1]
+    return (trained or Names()).by_input(rest, [x.name for x in inputs], arrays)
+
+
+def as_value(table, names, x, what, **limits):
+    cells = Cells({name: table[name] for name in names}, what, Rows())
+    return Field(x.name, x.dtype.numpy(), dims(x), **limits).of_cells(cells)
+
+
+def fed(table, x, targets=("y",)):
+    return as_value(table, assigned(table, targets, [x])[x.name], x, f"input {x.name!r}")
+
+
+def labels(table, targets, label, info):
+    limits = {"classes": info.classes, "ignored": info.ignore_index, "allowed": info.bounds}
+    return as_value(table, targets, label, f"target {targets}", **limits)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_a_pipe_is_read_once(tmp_path):
+    path = tmp_path / "a.csv"
+    os.mkfifo(path)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(path.write_text, "a,b\n1,2.5\n3,4.5\n")
+        table = read_table(path)
+    np.testing.assert_array_equal(table["b"], [2.5, 4.5])
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_csv(tmp_path, delimiter):
+    path = tmp_path / "a.csv"
+    path.write_text("a;b;name\n1;2.5;x\n3;;y\n".replace(";", delimiter))
+    table = read_table(path)
+    assert list(table) == ["a", "b", "name"]
+    assert table["a"].tolist() == [1, 3]
+    assert table["b"][0] == 2.5
+    assert np.isnan(table["b"][1])
+    assert table["name"].tolist() == ["x", "y"]
+
+
+def test_parquet_lists_categories_booleans(tmp_path):
+    columns = {
+        "list": pa.array([[[1.0, 2.0]], [[3.0, 4.0]]]),
+        "fixed": pa.array([[1, 2, 3], [4, 5, 6]], pa.list_(pa.int32(), 3)),
+        "category": pa.array([7, 7]).dictionary_encode(),
+        "flag": pa.array([True, False]),
+        "price": pa.array([decimal.Decimal("1.5"), None]),
+        "void": pa.nulls(2),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    table = read_table(tmp_path / "a.parquet")
+    assert table["list"].tolist() == [[[1, 2]], [[3, 4]]]
+    assert table["fixed"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert table["category"].tolist() == [7, 7]
+    assert table["flag"].tolist() == [1, 0]
+    np.testing.assert_equal(table["price"], [1.5, np.nan])
+    assert np.isnan(table["void"]).all()
+
+
+def test_npz(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 2, 2)), y=[1, 2, 3])
+    assert read_table(tmp_path / "a.npz")["x"].shape == (3, 2, 2)
+
+
+def csv(text):
+    return "a.csv", lambda path: path.write_text(text)
+
+
+def npz(**arrays):
+    return "a.npz", lambda path: np.savez(path, **arrays)
+
+
+def parquet(**columns):
+    return "a.parquet", lambda path: pq.write_table(pa.table(columns), path)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (("a.csv", lambda path: None), "cannot read .*No such file"),
+        (("a.csv", lambda path: path.mkdir()), "cannot read .*Is a directory"),
+        (("a.txt", lambda path: None), "none of .csv, .tsv, .parquet, .npz"),
+        (csv(""), "damaged.*[Ee]mpty"),
+        (csv("a,b\n"), "no rows"),
+        (csv("a,b\n1,2\n1\n"), "damaged.*Expected 2 columns, got 1"),
+        (csv("a,a\n1,2\n"), "two columns are called 'a'"),
+        (("a.parquet", lambda path: path.write_text("PAR1")), "damaged, or no .parquet file"),
+        (parquet(a=[[1], [1, 2]]), "lists of column 'a' differ in length"),
+        (parquet(a=[[1], None]), "column 'a' has missing lists"),
+        (("a.npz", lambda path: path.write_bytes(b"PK\3\4 cut")), "damaged, or no .npz file"),
+        (npz(a=np.array([{}])), "damaged.*[Oo]bject arrays"),
+        (npz(a=1.0), "'a' is a single number"),
+        (npz(a=np.zeros((0, 2))), "no rows"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, file, message):
+    name, write = file
+    write(tmp_path / name)
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        read_table(tmp_path / name)
+
+
+def test_single_input_takes_all_columns_in_order():
+    table = {"a": np.array([1, 2]), "y": np.array([0, 1]), "b": np.array([[3, 4, 5], [6, 7, 8]])}
+    made = fed(table, image("N", 1, 2, 2))
+    assert made.dtype == np.float32
+    assert made.tolist() == [[[[1, 3], [4, 5]]], [[[2, 6], [7, 8]]]]
+    assert fed(table, image("N", "k")).shape == (2, 4)
+
+
+def test_single_input_takes_the_array_of_its_name():
+    table = {"image": np.ones((2, 4)), "id": np.arange(2), "y": np.arange(2)}
+    assert assigned(table, ["y"], [image("N", 4)])["image"] == ["image"]
+
+
+def test_several_inputs_take_the_column_of_their_name():
+    table = {"a": np.array([1.0, 2.0]), "ids": np.array([[1.0, 2], [3, 4]]), "y": np.arange(2)}
+    inputs = [value("ids", "INT64", "N", 2), value("a", "DOUBLE", "N", 1)]
+    columns = assigned(table, ["y"], inputs)
+    assert columns == {"ids": ["ids"], "a": ["a"]}
+    ids, a = (as_value(table, columns[x.name], x, x.name) for x in inputs)
+    assert ids.dtype == np.int64
+    assert a.tolist() == [[1.0], [2.0]]
+    with pytest.raises(ValueError, match=r"column .* 'b'.*Valid: 'a', 'ids'"):
+        assigned(table, ["y"], [*inputs, value("b", "FLOAT", "N")])
+
+
+def test_text_input():
+    table = {"s": np.array(["u", "v"], object), "y": np.arange(2)}
+    assert fed(table, value("s", "STRING", "N", 1)).tolist() == [["u"], ["v"]]
+
+
+@pytest.mark.parametrize(
+    ("column", "x", "message"),
+    [
+        ([1.0, 2.0], image("N", 1, 8, 8), "input 'image' takes 64 values a row.*the data has 1 "),
+        ([[1.0, 2, 3]] * 2, image("N", 2, "k"), "takes a multiple of 2 values a row"),
+        (np.array(["1", "x"], object), image("N", 1), "column 'c' is text, first in row 2: 'x'"),
+        (np.array(["2020-01-01"] * 2, "M8[D]"), image("N", 1), "column 'c' holds datetime64"),
+        ([1, np.nan], image("N", 1), "1 cell that is empty, .* column 'c', row 2; fill"),
+        ([np.inf, -np.inf], image("N", 1), "2 cells that are .* column 'c', rows 1, 2"),
+        ([1, 1e39], image("N", 1), "as float32, holds NaN or infinity: 1e.39 .row 2."),
+        ([1, 1.5], value("i", "INT64", "N", 1), "must hold int64, not 1.5 .row 2."),
+        ([1, 300], value("i", "UINT8", "N", 1), "must hold uint8, not 300 .row 2."),
+    ],
+)
+def test_columns_that_an_input_does_not_take(column, x, message):
+    with pytest.raises(DataError, match=message):
+        fed({"c": np.asarray(column), "y": np.arange(2)}, x)
+
+
+def info_of(label: ir.Value, loss: str) -> LossInfo:
+    if label.dtype == ir.DataType.INT64:
+        return LossInfo(classes=3, ignore_index=-100, loss=loss)
+    return LossInfo(loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("y", "label", "loss", "expected"),
+    [
+        ([0.0, 2.0], value("l", "INT64", "N"), "cross_entropy", [0, 2]),
+        ([0, -100], value("l", "INT64", "N"), "cross_entropy", [0, -100]),
+        ([0, 1], value("l", "INT64", "N", 1), "log", [[0], [1]]),
+        ([3, 4], value("l", "DOUBLE", "N", 1), "squared_error", [[3.0], [4.0]]),
+        ([3, 4], value("l", "FLOAT", "N"), "squared_error", [3.0, 4.0]),
+        ([0, 1], value("l", "FLOAT", "N", 1), "binary_cross_entropy", [[0.0], [1.0]]),
+    ],
+)
+def test_labels(y, label, loss, expected):
+    made = labels({"y": np.array(y)}, ["y"], label, info_of(label, loss))
+    assert made.dtype == label.dtype.numpy()
+    assert made.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("y", "label", "loss", "message"),
+    [
+        ([0, 3], value("l", "INT64", "N"), "cross_entropy", "labels outside 0..2: 3 .row 2."),
+        ([-1, 0], value("l", "INT64", "N"), "cross_entropy", "labels outside 0..2: -1 .row 1."),
+        (
+            [0.5, 0],
+            value("l", "INT64", "N"),
+            "cross_entropy",
+            "must hold int64, not 0.5 .row 1.",
+        ),
+        (
+            [0, 2],
+            value("l", "FLOAT", "N", 1),
+            "binary_cross_entropy",
+            "between 0 and 1, not 2",
+        ),
+        ([0, 2], value("l", "FLOAT", "N", 1), "hinge", "-1 and 1, or 0 and 1, not 2"),
+        ([-1, 2], value("l", "FLOAT", "N", 1), "poisson", "0 or more, not -1 .row 1."),
+        ([0, 2], value("l", "FLOAT", "N", 4), "l2", "takes 4 values a row.*the data has 1"),
+    ],
+)
+def test_labels_that_a_loss_does_not_take(y, label, loss, message):
+    with pytest.raises(DataError, match=message):
+        labels({"y": np.array(y)}, ["y"], label, info_of(label, loss))
+
+
+def test_several_targets():
+    table = {"a": np.array([1, 2]), "b": np.array([3, 4])}
+    made = labels(table, ["b", "a"], value("l", "FLOAT", "N", 2), LossInfo())
+    assert made.tolist() == [[3, 1], [4, 2]]
+
+
+def test_unknown_target_names_the_close_ones():
+    with pytest.raises(ValueError, match=r"column 'lable'. Did you mean 'label'\?"):
+        Targets.of(LabelOptions(target=["lable"]), ["label"], Names())
+
+
+def test_all_columns_are_targets():
+    with pytest.raises(DataError, match="every column is a label"):
+        assigned({"a": np.arange(2)}, ["a"], [image("N", 1)])
+
+
+def test_arrays_of_different_length():
+    table = {"a": np.arange(2), "b": np.arange(3), "y": np.arange(2)}
+    with pytest.raises(DataError, match="differ in their number of rows"):
+        fed(table, image("N", 2))
+
+
+def test_columns_that_the_model_was_trained_on():
+    table = {"b": np.array([1, 2]), "y": np.arange(2), "a": np.array([3, 4])}
+    named = assigned(table, ["y"], [image("N", 2)], Names({"image": ["b", "a"]}))["image"]
+    assert named == ["b", "a"]
+    assert fed(table, image("N", 2)).tolist() == [[1, 3], [2, 4]]
+    by_name = assigned(table, ["y"], [image("N", 2)], Names({"image": ["a", "b"]}))["image"]
+    assert by_name == ["a", "b"]
+    assert as_value(table, by_name, image("N", 2), "x").tolist() == [[3, 1], [4, 2]]
+    with pytest.raises(DataError, match="no column 'c'"):
+        assigned(table, ["y"], [image("N", 2)], Names({"image": ["a", "c"]}))
+    inputs = [value("u", "FLOAT", "N", 2), value("v", "FLOAT", "N", 1)]
+    names = Names({"u": ["a", "b"], "v": ["c"]})
+    columns = assigned(table | {"c": np.arange(2)}, ["y"], inputs, names)
+    assert as_value(table, columns["u"], inputs[0], "u").tolist() == [[3, 1], [4, 2]]
+    with pytest.raises(ValueError, match=r"column .* 'c'"):
+        assigned(table, ["y"], inputs, names)
+
+
+# -- the table in Python ------------------------------------------------------------------------
+
+CSV = "a,b,kind,y\n1,2,cat,3\n,1,dog,1\n4,1,dog,9\n2,5,cat,1\n"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(CSV)
+    return path
+
+
+def test_a_table_trains_as_its_arrays(rows):
+    table = read_table(rows, ignore=["kind"], drop_missing=True)
+    assert table.columns == ["a", "b", "y"]
+    assert table.note == "left out 1 of 4 rows with missing values: 2"
+    arrays = np.float32([[1, 2], [4, 1], [2, 5]]), np.float32([3, 9, 1])
+    trained = [
+        og.Trainer(linear(), "squared_error", optimizer="sgd").fit(*data, batch_size=3).model
+        for data in ((table, "y"), arrays)
+    ]
+    weights = [{t.name: numpy_helper.to_array(t) for t in m.graph.initializer} for m in trained]
+    for name, array in weights[1].items():
+        np.testing.assert_array_equal(weights[0][name], array)
+    [start] = [numpy_helper.to_array(t) for t in linear().graph.initializer if t.name == "w"]
+    assert (weights[0]["w"] != start).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": ["kind"]}, "1 cell .* column 'a', row 2; .* with drop_missing=True"),
+        ({"drop_missing": True}, "'kind' is text, first in row 1: 'cat'.* with ignore=..kind"),
+        ({"ignore": ["kinds"]}, r"Unknown column \(ignore=\) 'kinds'. Did you mean 'kind'"),
+    ],
+)
+def test_errors_of_a_table_name_arguments_of_python(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        og.Trainer(linear(), "squared_error").fit(read_table(rows, **options), "y")
+
+
+def test_rows_keep_their_numbers(rows):
+    table = read_table(rows, drop_missing=True)
+    for part in (table.rows(slice(1, None)), table.rows(np.array([1, 2]))):
+        assert part["y"].tolist() == [9, 1]
+        with pytest.raises(DataError, match=r"the classes are dog, not cat .row 4"):
+            part.encode("kind", ["dog"])
+
+
+def test_labels_are_encoded(rows):
+    table = read_table(rows).encode("kind", ["dog", "cat"])
+    assert table["kind"].tolist() == [1, 0, 0, 1]
+    assert table.encode("kind", ["dog", "cat"])["kind"].tolist() == [1, 0, 0, 1]
+    assert read_table(rows).encode("y", [9, 3, 1])["y"].tolist() == [1, 2, 0, 2]
+    with pytest.raises(DataError, match=r"the classes are cat, eel, not dog .rows 2, 3"):
+        read_table(rows).encode("kind", ["cat", "eel"])
+    with pytest.raises(DataError, match=r"with classes=\['cat', 'dog'\], or"):
+        read_table(rows).encode("kind", None)

@@ -1,0 +1,535 @@
+"""Losses: value and gradient against PyTorch or their formulas."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import DerivativeOptions, add_loss_output, get_train_initializer, onnx_derivative
+from onnxgrad.losses.info import METADATA, LossInfo, loss_info
+from tests.support.running import in_sweep
+from tests.support.small_models import parse
+
+KINDS = {"float": np.float32, "double": np.float64, "float16": np.float16}
+RNG = np.random.default_rng(0)
+F, Y = RNG.standard_normal((2, 7, 3))
+ROWS = RNG.random(7)
+PROBABILITIES = 1 / (1 + np.exp(-F))
+SOFTMAX = np.exp(F) / np.exp(F).sum(1, keepdims=True)
+CLASSES = np.array([0, 2, 1, 1, 0, 2, 2])
+BINARY = (Y > 0) * 1.0
+
+
+def scores(shape: tuple, kind: str = "float", name: str = "f") -> onnx.ModelProto:
+    """Return a model whose output f is its input."""
+    dims = ", ".join(["N", *map(str, shape[1:])])
+    return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g ({kind}[{dims}] x) => ({kind}[{dims}] {name}) {{ {name} = Identity(x) }}""")
+
+
+def evaluate(model: onnx.ModelProto, feed: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loss and its gradient by x."""
+    made = onnx_derivative(
+        model, [], ["x"], DerivativeOptions.Loss, loss=model.graph.output[0].name, label="label"
+    )
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    dtypes = {x.name: x.type for x in session.get_inputs()}
+    cast = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64,
+            "tensor(float16)": np.float16}  # fmt: skip
+    feed = {n: np.asarray(a, cast[dtypes[n]]) for n, a in feed.items() if n in dtypes}
+    loss, gradient = session.run(None, feed)
+    assert loss.shape == (1, 1)
+    return loss, gradient
+
+
+def functional():
+    torch = pytest.importorskip("torch")
+    return torch.nn.functional
+
+
+# name, options, prediction, label, the loss of every element or row with torch
+CASES = {
+    "squared_error": ({}, F, Y, lambda f, y: (f - y) ** 2),
+    "l2": ({}, F, Y, lambda f, y: (f - y) ** 2),
+    "absolute_error": ({}, F, Y, lambda f, y: (f - y).abs()),
+    "l1": ({}, F, Y, lambda f, y: (f - y).abs()),
+    "elastic": ({}, F, Y, lambda f, y: 0.5 * (f - y).abs() + 0.5 * (f - y) ** 2),
+    "elastic weighted": (
+        {"l1_weight": 0.1, "l2_weight": 2.0}, F, Y,
+        lambda f, y: 0.1 * (f - y).abs() + 2 * (f - y) ** 2,
+    ),
+    "huber": ({}, F, Y, lambda f, y: functional().huber_loss(f, y, reduction="none")),
+    "huber delta": (
+        {"delta": 0.3}, F, Y,
+        lambda f, y: functional().huber_loss(f, y, reduction="none", delta=0.3),
+    ),
+    "poisson": (
+        {}, F, abs(Y), lambda f, y: functional().poisson_nll_loss(f, y, reduction="none"),
+    ),
+    "poisson rates": (
+        {"log_input": False}, PROBABILITIES, abs(Y),
+        lambda f, y: functional().poisson_nll_loss(f, y, log_input=False, reduction="none"),
+    ),
+    "hinge": ({}, F, 2 * BINARY - 1, lambda f, y: (1 - y * f).clamp(min=0)),
+    "hinge 0 1": ({}, F, BINARY, lambda f, y: (1 - (2 * y - 1) * f).clamp(min=0)),
+    "binary_cross_entropy": (
+        {}, PROBABILITIES, BINARY,
+        lambda f, y: functional().binary_cross_entropy(f, y, reduction="none"),
+    ),
+    "binary_cross_entropy logits": (
+        {"from_logits": True}, 30 * F, BINARY,
+        lambda f, y: functional().binary_cross_entropy_with_logits(f, y, reduction="none"),
+    ),
+    "binary_cross_entropy vector": (
+        {"from_logits": True}, F[:, 0], BINARY[:, 0],
+        lambda f, y: functional().binary_cross_entropy_with_logits(f, y, reduction="none"),
+    ),
+    "cross_entropy": (
+        {}, 5 * F, CLASSES, lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+    "cross_entropy probabilities": (
+        {"from_logits": False}, SOFTMAX, CLASSES,
+        lambda f, y: functional().nll_loss(f.log(), y, reduction="none"),
+    ),
+    "cross_entropy smoothed": (
+        {"label_smoothing": 0.2}, F, CLASSES,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", label_smoothing=0.2),
+    ),
+    "cross_entropy ignoring": (
+        {"ignore_index": 2}, F, CLASSES,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", ignore_index=2),
+    ),
+    "cross_entropy ignoring, smoothed": (
+        {"ignore_index": 2, "label_smoothing": 0.2}, F, CLASSES,
+        lambda f, y: functional().cross_entropy(
+            f, y, reduction="none", ignore_index=2, label_smoothing=0.2
+        ),
+    ),
+    "cross_entropy without label": (
+        {}, F, CLASSES - 101 * (CLASSES == 1),
+        lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+    "cross_entropy without label, smoothed": (
+        {"label_smoothing": 0.2}, F, CLASSES - 101 * (CLASSES == 1),
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", label_smoothing=0.2),
+    ),
+    "cross_entropy soft": (
+        {"soft_labels": True}, F, SOFTMAX,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+    "cross_entropy soft, smoothed": (
+        {"soft_labels": True, "label_smoothing": 0.1}, F, SOFTMAX,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", label_smoothing=0.1),
+    ),
+    "cross_entropy images": (
+        {}, RNG.standard_normal((7, 3, 2, 2)), RNG.integers(0, 3, (7, 2, 2)),
+        lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(("kind", "rtol"), [("float", 2e-5), ("double", 1e-9)])
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_as_torch(case, kind, rtol, reduction, weighted):
+    torch = pytest.importorskip("torch")
+    options, f, y, rows = CASES[case]
+    name = case.split(" ")[0]
+    model = add_loss_output(
+        scores(f.shape, kind), name, weight_name="weight" if weighted else None,
+        reduction=reduction, **options,
+    )  # fmt: skip
+    given = torch.tensor(f, requires_grad=True)
+    losses = rows(given, torch.tensor(y))
+    factors = torch.tensor(ROWS if weighted else np.ones(7)).reshape([-1] + [1] * (losses.ndim - 1))
+    expected = (losses * factors).sum() / (7 if reduction == "mean" else 1)
+    expected.backward()
+    loss, gradient = evaluate(model, {"x": f, "label": y, "weight": ROWS})
+    assert loss.dtype == gradient.dtype == KINDS[kind]
+    np.testing.assert_allclose(loss, expected.item(), rtol=rtol)
+    np.testing.assert_allclose(gradient, given.grad.numpy(), rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision(case):
+    options, f, y, _ = CASES[case]
+    model, half = (
+        add_loss_output(scores(f.shape, kind), case.split(" ")[0], weight_name="w8", **options)
+        for kind in ("float", "float16")
+    )
+    high = evaluate(model, {"x": f, "label": y, "w8": ROWS})
+    low = evaluate(half, {"x": f, "label": y, "w8": ROWS})
+    assert low[0].dtype == low[1].dtype == np.float16
+    np.testing.assert_allclose(low[0], high[0], rtol=1e-2)
+    np.testing.assert_allclose(low[1], high[1], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", ["binary_cross_entropy", "poisson rates"])
+def test_half_precision_at_the_ends(case):
+    """Where eps itself, or 1 - eps, rounds away."""
+    options, name = CASES[case][0], case.split(" ")[0]
+    f, y = np.array([[0.0, 0.5, 1.0], [1.0, 0.25, 0.0]]), np.array([[0, 1, 1], [1, 0, 0]])
+    model = add_loss_output(scores(f.shape, "float16"), name, **options)
+    loss, gradient = evaluate(model, {"x": f, "label": y})
+    exact = -np.log(0.5 * 0.75) if name == "binary_cross_entropy" else 2.75 - np.log(0.5)
+    np.testing.assert_allclose(loss, [[exact]], rtol=2e-3)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("opset", [9, in_sweep(13), in_sweep(14), 21])
+@pytest.mark.parametrize("case", CASES)
+def test_every_opset(case, opset):
+    options, f, y, _ = CASES[case]
+    model = scores(f.shape)
+    w = numpy_helper.from_array(np.ones(1, np.float32), "w")
+    model.graph.node.add(op_type="Mul", input=["f", "w"], output=["g"])
+    model.graph.initializer.append(w)
+    model.graph.output[0].name = "g"
+    made = {}
+    for version in (18, opset):
+        model.opset_import[0].version = version
+        loss = add_loss_output(
+            model, case.split(" ")[0], weight_name="w8", reduction="mean",
+            penalty={"w": {"l1": 1, "l2": 2}}, **options,
+        )  # fmt: skip
+        ort.InferenceSession(loss.SerializeToString(), providers=["CPUExecutionProvider"])
+        assert loss.opset_import[0].version == max(version, 18)
+        made[version] = evaluate(loss, {"x": f, "label": y, "w8": ROWS})
+    for old, new in zip(*made.values(), strict=True):
+        np.testing.assert_allclose(old, new, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "poisson rates"])
+def test_the_gradient_asks_for_no_shape_when_it_runs(case, weighted):
+    options, f, _, _ = CASES[case]
+    model = add_loss_output(
+        scores(f.shape), case.split(" ")[0], weight_name="w8" if weighted else None, **options
+    )
+    made = onnx_derivative(
+        model, [], ["x"], DerivativeOptions.Loss, loss="loss", label=["label"] + ["w8"] * weighted
+    )
+    assert not {n.op_type for n in made.graph.node} & {"Shape", "Size", "Expand", "NonZero"}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_log(weighted):
+    """Sum of w l, divided by N: the mean of the negative log likelihood for w = 1."""
+    p = SOFTMAX[:, :2] / SOFTMAX[:, :2].sum(1, keepdims=True)
+    p[0] = 0, 1  # clipped
+    y = np.array([[0], [1], [1], [0], [1], [0], [1]])
+    model = add_loss_output(scores(p.shape, "double"), "log", weight_name="weight", eps=1e-3)
+    weight = ROWS if weighted else np.ones(7)
+    loss, gradient = evaluate(model, {"x": p, "label": y, "weight": weight})
+    chosen = np.clip(np.take_along_axis(p, y, 1), 1e-3, 1 - 1e-3)
+    np.testing.assert_allclose(loss, (-np.log(chosen) * weight[:, None]).sum() / 7)
+    assert gradient[0, 0] == 0
+    np.testing.assert_allclose(gradient[1, 1], -weight[1] / p[1, 1] / 7)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_log_of_a_prediction_of_unknown_shape(weighted):
+    """Where it has other columns than two, it fails when it runs: one would be broadcast."""
+    p, y = SOFTMAX[:, :2], np.array([[0], [1], [1], [0], [1], [0], [1]])
+    model = scores(p.shape)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    made = add_loss_output(model, "log", weight_name="weight" if weighted else None)
+    assert loss_info(made).classes == 2
+    feed = {"x": p, "label": y, "weight": ROWS}
+    known = add_loss_output(scores(p.shape), "log", weight_name="weight" if weighted else None)
+    for found, expected in zip(evaluate(made, feed), evaluate(known, feed), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for wrong in (p[:, :1], SOFTMAX):
+        with pytest.raises(Exception, match="Reshape"):
+            evaluate(made, feed | {"x": wrong})
+
+
+@pytest.mark.parametrize("name", ["squared_error", "cross_entropy", "log"])
+def test_row_weights_of_one_axis_or_two(name):
+    f, y = {
+        "squared_error": (F, Y),
+        "cross_entropy": (F, CLASSES),
+        "log": (SOFTMAX[:, :2], CLASSES[:, None] % 2),
+    }[name]
+    model = add_loss_output(scores(f.shape, "double"), name, weight_name="w8")
+    flat, column = (evaluate(model, {"x": f, "label": y, "w8": w}) for w in (ROWS, ROWS[:, None]))
+    np.testing.assert_array_equal(flat[0], column[0])
+    np.testing.assert_array_equal(flat[1], column[1])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_constants_of_a_loss_are_no_weights(reduction):
+    factors = np.float32([0.5, 2, 3])
+
+    def weighted(op, prediction, label, eps=0.3):
+        d = prediction - label
+        return d * (d * factors + eps)
+
+    for name, options in ((weighted, {}), ("cross_entropy", {"label_smoothing": 0.1})):
+        model = scores(F.shape)
+        model.graph.initializer.append(numpy_helper.from_array(np.float32([2.0]), "w"))
+        model.graph.node[0].op_type = "Mul"
+        model.graph.node[0].input.append("w")
+        made = add_loss_output(
+            model, name, reduction=reduction, penalty={"w": {"l1": 0.1}}, **options
+        )
+        assert list(get_train_initializer(made)) == ["w"]
+        gradient = onnx_derivative(made, options=DerivativeOptions.Loss, loss="loss", label="label")
+        assert [y.name for y in gradient.graph.output] == ["loss", "x_grad", "w_grad"]
+        assert not get_train_initializer(gradient)
+        again = add_loss_output(made, output_index="f", label_name="other", loss_name="second")
+        assert list(get_train_initializer(again)) == ["w"]
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+def test_a_model_of_local_functions(opset):
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": {opset}, "local": 1]>
+        g (float[N,2] x) => (float[N,2] y) {{ y = local.twice(x) }}
+        <domain: "local", opset_import: ["": {opset}]> twice (a) => (b) {{ b = Add(a, a) }}""")
+    loss, gradient = evaluate(add_loss_output(model), {"x": [[1, 2]], "label": [[0, 0]]})
+    np.testing.assert_allclose(loss, [[20]])
+    np.testing.assert_allclose(gradient, [[8, 16]])
+
+
+@pytest.mark.parametrize("per", ["row", "element"])
+def test_labels_that_are_nan_and_weights_of_elements(per):
+    y, rng = np.array(Y), np.random.default_rng(0)
+    y[0, 1] = y[1] = np.nan
+    kept, rows = ~np.isnan(y), rng.random(len(y))
+    made = add_loss_output(
+        scores(F.shape, "double"), "huber", weight_name="w8", weight_per=per, ignore_nan=True
+    )
+    weights = [rows] if per == "row" else [rows[:, None], rng.random(y.shape)]
+    for w in weights:
+        loss, gradient = evaluate(made, {"x": F, "label": y, "w8": w})
+        d, w = np.where(kept, F - y, 0), w.reshape(len(y), -1)
+        each = np.where(abs(d) < 1, d * d / 2, abs(d) - 0.5)
+        np.testing.assert_allclose(loss, [[(w * each).sum()]], rtol=1e-12)
+        np.testing.assert_allclose(gradient, w * np.clip(d, -1, 1), rtol=1e-12)
+    with pytest.raises(ValueError, match="weight_per"):
+        add_loss_output(scores(F.shape), "huber", weight_name="w8", weight_per="label")
+
+
+def test_a_loss_of_ones_own():
+    def quartic(op, prediction, label):
+        d = prediction - label
+        return d * d * d * d
+
+    loss, gradient = evaluate(
+        add_loss_output(scores(F.shape, "double"), quartic), {"x": F, "label": Y}
+    )
+    np.testing.assert_allclose(loss, ((F - Y) ** 4).sum())
+    np.testing.assert_allclose(gradient, 4 * (F - Y) ** 3)
+
+
+def test_row_weights_of_a_loss_of_ones_own():
+    """The shape of its rows may have to be inferred; without one per row it is refused."""
+
+    def rows(op, prediction, label, to=2.0):
+        return op.Mod(op.ReduceSum(op.Abs(prediction - label), [1], keepdims=0), to, fmod=1)
+
+    model = add_loss_output(scores(F.shape, "double"), rows, weight_name="w8", to=3.0)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    loss, _ = session.run(None, {"x": F, "label": Y, "w8": ROWS[:, None]})
+    np.testing.assert_allclose(loss, [[(np.abs(F - Y).sum(1) % 3 * ROWS).sum()]])
+    with pytest.raises(ValueError, match="sample weights need one loss per row"):
+        add_loss_output(
+            scores(F.shape), lambda op, f, y: op.ReduceMean(f - y, keepdims=0), weight_name="w8"
+        )
+    unknown = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,4] x, int64[K] s) => (float[2] f) { f = Reshape(x, s) }""")
+    unknown.graph.output[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ValueError, match="sample weights need one loss per row"):
+        add_loss_output(unknown, weight_name="w8")
+
+
+def test_options_of_a_loss_of_ones_own():
+    def mine(op, prediction, label, power=2.0):
+        return op.Pow(prediction - label, power)
+
+    with pytest.raises(ValueError, match="Unknown option of loss 'mine' 'powr'"):
+        add_loss_output(scores(F.shape), mine, powr=3.0)
+
+
+def test_facts_kept_for_trainers():
+    info = loss_info(add_loss_output(scores((7, 3)), "cross_entropy", ignore_index=1))
+    assert info == LossInfo("label", "f", "sum", classes=3, ignore_index=1)
+    info = loss_info(add_loss_output(scores((7, 2)), "log", label_name="x"))
+    assert info.label != "x"
+    assert info == LossInfo(info.label, "f", "mean", classes=2)
+    soft = add_loss_output(scores((7, 3)), "cross_entropy", soft_labels=True)
+    assert loss_info(soft).classes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "about"),
+    [
+        ("l2", {}, ""),
+        ("log", {}, ', "classes": 2, "ignore_index": null'),
+        ("cross_entropy", {}, ', "classes": 2, "ignore_index": -100'),
+        ("cross_entropy", {"soft_labels": True}, ""),
+        ("binary_cross_entropy", {}, ', "loss": "binary_cross_entropy", "threshold": 0.5'),
+        (
+            "binary_cross_entropy",
+            {"from_logits": True},
+            ', "loss": "binary_cross_entropy", "threshold": 0.0',
+        ),
+        ("hinge", {}, ', "loss": "hinge", "threshold": 0.0'),
+        ("poisson", {}, ', "loss": "poisson"'),
+    ],
+)
+def test_metadata_stay_as_earlier_versions_wrote_them(name, options, about):
+    model = add_loss_output(scores((7, 2)), name, **options)
+    [text] = [entry.value for entry in model.metadata_props if entry.key == METADATA]
+    reduction = "mean" if name == "log" else "sum"
+    head = '{"label": "label", "prediction": "f", "reduction": '
+    assert text == f'{head}"{reduction}"{about}}}'
+    assert LossInfo.from_metadata(text) == loss_info(model)
+    assert loss_info(model).to_metadata() == text
+
+
+def test_metadata_of_other_versions():
+    """Keys that are missing or unknown change nothing."""
+    info = LossInfo.from_metadata('{"reduction": "mean", "later": 3}')
+    assert info == LossInfo(reduction="mean")
+    assert LossInfo(loss="hinge").bounds.text == "-1 and 1, or 0 and 1"
+    assert LossInfo(loss="of_a_later_version").bounds is None
+
+
+# -- the model with the loss ---------------------------------------------------------------------
+
+
+def layer() -> onnx.ModelProto:
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 15]>
+        g (float[N,2] x) => (float[N,1] y, float[N,1] z, int64[N] k)
+        { y = MatMul(x, loss)  z = Neg(y)  k = ArgMax<keepdims=0>(y) }""")
+    w = np.array([[1.0], [-2.0]], np.float32)
+    made.graph.initializer.append(numpy_helper.from_array(w, "loss"))
+    return made
+
+
+def test_names_that_are_taken_give_ours_another():
+    model = layer()
+    before = model.SerializeToString()
+    made = add_loss_output(model, output_index="z", label_name="x")
+    assert model.SerializeToString() == before
+    onnx.checker.check_model(made, full_check=True)
+    assert [t.name for t in made.graph.initializer if t.name == "loss"] == ["loss"]
+    names = [x.name for x in made.graph.input]
+    assert names[0] == "x"
+    assert len(set(names)) == 2
+    assert made.graph.output[1].name == "z"
+    assert made.graph.output[0].name not in ("loss", "z")
+    assert made.opset_import[0].version == 18
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_outputs_that_are_gone_do_not_take_names(native):
+    """A classifier has an output `label`, and so has the loss an input."""
+    if native:
+        text = """p_or_label, p = ai.onnx.ml.LinearClassifier <coefficients = [1.0, -1.0],
+            intercepts = [0.0, 0.0], classlabels_ints = [0, 1], post_transform = "SOFTMAX">(x)"""
+    else:
+        text = "p = Softmax(x)  p_or_label = ArgMax <axis = 1, keepdims = 0>(p)"
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 1]>
+        g (float[N,{1 if native else 2}] x) => (int64[N] label, float[N,2] p)
+        {{ {text.replace("p_or_label", "label")} }}""")
+    model.graph.node[0].name = "named"
+    made = add_loss_output(model, "log", output_index="p")
+    assert [x.name for x in made.graph.input] == ["x", "label"]
+    assert [y.name for y in made.graph.output] == ["loss", "p"]
+    assert list(get_train_initializer(made)) == list(get_train_initializer(model))
+    onnx.checker.check_model(made, full_check=True)
+    feed = {"x": F[:, : 1 if native else 2], "label": (Y[:, :1] > 0).astype(np.int64)}
+    logits = np.hstack([feed["x"], -feed["x"]]) if native else feed["x"]
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    loss, _ = evaluate(made, feed)
+    np.testing.assert_allclose(
+        loss[0, 0], -np.log(np.take_along_axis(p, feed["label"], 1)).mean(), rtol=1e-5
+    )
+
+
+def test_the_weights_of_a_nameless_classifier_keep_their_names():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 1]>
+        g (float[N,1] x) => (int64[N] label, float[N,2] p)
+        { label, p = ai.onnx.ml.LinearClassifier <coefficients = [1.0, -1.0],
+            intercepts = [0.0, 0.0], classlabels_ints = [0, 1], post_transform = "SOFTMAX">(x) }""")
+    made = add_loss_output(model, "log", output_index="p")
+    assert list(get_train_initializer(made)) == ["label.coefficients", "label.intercepts"]
+    assert made.graph.input[1].name != "label"
+
+
+@pytest.mark.parametrize("index", [1, -2, "z", np.int64(1)])
+def test_the_output_to_judge(index):
+    made = add_loss_output(layer(), output_index=index)
+    assert [y.name for y in made.graph.output][1] == "z"
+    assert [d.dim_param or d.dim_value for d in made.graph.input[1].type.tensor_type.shape.dim] == [
+        "N",
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "2 float outputs: say which one with output_index=, one of 'y', 'z'"),
+        ({"output_index": 3}, "output_index=3: the model has 3 outputs"),
+        ({"output_index": 2}, "'k' is no float tensor: choose one of 'y', 'z'"),
+        ({"output_index": "q"}, "Unknown output 'q'"),
+        ({"output_index": 0, "score_name": "squared"}, "Did you mean 'squared_error'"),
+        ({"output_index": 0, "delta": 1}, "Unknown option of loss 'squared_error' 'delta'"),
+        (
+            {"output_index": 0, "score_name": "huber", "dleta": 1},
+            "Did you mean 'delta'? Valid: 'delta'",
+        ),
+        ({"output_index": 0, "reduction": "men"}, "Unknown reduction 'men'. Did you mean 'mean'"),
+        ({"output_index": 0, "score_name": "log"}, "needs (N, 2) probabilities"),
+        ({"output_index": 0, "penalty": {"W": 1}}, "Unknown weight in penalty 'W'"),
+        ({"output_index": 0, "penalty": {"loss": {"l3": 1}}}, "Unknown penalty of 'loss' 'l3'"),
+        ({"output_index": 0, "penalty": {"loss": {"l1": 0}}}, "the penalty of 'loss' is zero"),
+        ({"output_index": 0, "penalty": {"loss": {}}}, "the penalty of 'loss' is zero"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        add_loss_output(layer(), **options)
+
+
+@pytest.mark.parametrize("opset", [18, 22])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_far_out_in_every_precision(kind, opset):
+    """onnxruntime has a kernel of Softplus for float32 alone; at 0 the slope is one half."""
+    f, y = np.array([-1e4, -9.0, 0.0, 9.0, 1e4]), np.array([1, 1, 0, 0, 0])
+    model = scores((5,), kind)
+    model.opset_import[0].version = opset
+    made = add_loss_output(model, "binary_cross_entropy", from_logits=True)
+    loss, gradient = evaluate(made, {"x": f, "label": y})
+    rtol = 1e-3 if kind == "float16" else 1e-6
+    np.testing.assert_allclose(loss, 2e4 + np.log(2) + 2 * np.log1p(np.exp(9)), rtol=rtol)
+    expected = (1 + np.tanh(f / 2)) / 2 - y
+    np.testing.assert_allclose(gradient, expected, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("huber", {"delta": -1}),
+        ("huber", {"delta": float("nan")}),
+        ("elastic", {"l1_weight": -0.5}),
+        ("focal", {"gamma": -2.0}),
+        ("cross_entropy", {"label_smoothing": 1.5}),
+        ("log", {"eps": 0.0}),
+    ],
+)
+def test_an_option_that_turns_the_loss_around_is_refused(loss, options):
+    model = parse("f (float[N,2] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.ones((2, 1)))
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value}.*{loss}.*needs a number"):
+        add_loss_output(model, loss, **options)

@@ -1,0 +1,179 @@
+"""Models of any opset: raised to what rules know, or lowered to what onnxruntime loads."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxgrad import DerivativeOptions, ModelError, add_loss_output, check_gradient, onnx_derivative
+from tests.support.cases import run
+from tests.support.running import run_named
+
+ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+
+
+def model(body: str, opset: int) -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": {opset}]> '
+        f"g (float[2, 3] x) => (float[2, 3] y) {{ {body} }}"
+    )
+
+
+def opset(made: onnx.ModelProto) -> int:
+    return next(o.version for o in made.opset_import if not o.domain)
+
+
+@pytest.mark.parametrize(("given", "made"), [(9, 18), (18, 18), (22, 22), (26, 26), (28, 26)])
+def test_opset_of_the_gradient(given, made):
+    assert opset(onnx_derivative(model("y = Relu(x)", given))) == made
+
+
+@pytest.mark.parametrize("domain", ["", "ai.onnx"])
+def test_opset_that_is_stated_twice(domain):
+    """As skl2onnx does for linear regressions: the result is of one, which its nodes are of."""
+    given = model("h = ReduceMax<axes=[1]>(x)  y = Add(x, h)", 13)
+    given.opset_import.add(domain=domain, version=13)
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for made in (onnx_derivative(given, options=ONES), add_loss_output(given)):
+        assert [(o.domain, o.version) for o in made.opset_import] == [("", 18)]
+    dx, y = run(onnx_derivative(given, options=ONES), {"x": x})
+    assert np.array_equal(y, x + x.max(axis=1, keepdims=True))
+    assert np.array_equal(dx, [[1, 1, 4], [1, 1, 4]])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = SwiGLU<alpha=0.5>(x, x)",
+        "y = SwiGLU(x, x)",
+        "y = Celu<alpha=2.0>(x)",
+        "y = Swish<alpha=0.7>(x)",
+        "h = Exp(x)  y = Mod(x, h)",
+    ],
+)
+def test_newest_operators(body):
+    """onnxruntime 1.31 does not load their opset; what replaces them runs."""
+    made = model(body, 28)
+    report = check_gradient(made, order=2)
+    assert report.ok, str(report)
+    gradient = onnx_derivative(made, options=ONES)
+    assert opset(gradient) == 26
+    dx, y = run(gradient, {"x": np.full((2, 3), 0.3)})
+    assert np.isfinite(dx).all()
+    assert np.isfinite(y).all()
+
+
+def test_body_is_the_last_resort():
+    """An operator with a rule stays as it is, although the specification has a body for it."""
+    made = onnx_derivative(model("y = Selu(x)", 22), options=ONES)
+    assert "Selu" in {node.op_type for node in made.graph.node}
+
+
+def test_body_with_a_loop():
+    text = """<ir_version: 10, opset_import: ["": 27]> g (float[N, T, 4] q) => (float[N, T, 4] y) {
+        y, s = LinearAttention<q_num_heads=2, kv_num_heads=2, update_rule="linear">(q, q, q) }"""
+    feed = {"q": np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)}
+    report = check_gradient(onnx.parser.parse_model(text), feed=feed, order=2)
+    assert report.ok, str(report)
+
+
+def test_scan_over_a_batch():
+    text = """<ir_version: 4, opset_import: ["": 8]>
+        g (float[2,3] s, float[2,4,3] x) => (float[2,3] y) {
+        y = Scan<num_scan_inputs = 1, body = b (float[3] a, float[3] u) => (float[3] c) {
+            c = Add(a, u) }>(, s, x) }"""
+    with pytest.raises(ModelError, match="Scan of opset 8"):
+        onnx_derivative(onnx.parser.parse_model(text))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_slopes_before_opset_7_are_of_channels(length):
+    """Later they are of the last axis, which the converter of onnx forgets."""
+    made = onnx.parser.parse_model(f"""<ir_version: 3, opset_import: ["": 6]>
+        g (float[2, 3, 3] x, float[{length}] s) => (float[2, 3, 3] y) {{ y = PRelu(x, s) }}""")
+    x = np.random.default_rng(0).standard_normal((2, 3, 3)).astype(np.float32)
+    s = np.array([1, 10, 100][:length], np.float32)
+    dx, ds, y = run(onnx_derivative(made, options=ONES), {"x": x, "s": s})
+    slopes = np.broadcast_to(s[:, None], (3, 1))
+    np.testing.assert_allclose(y, np.where(x > 0, x, slopes * x))
+    np.testing.assert_allclose(dx, np.where(x > 0, 1, slopes * np.ones_like(x)))
+    np.testing.assert_allclose(
+        ds, np.minimum(x, 0).sum(axis=(0, 2) if length > 1 else None).reshape(length), rtol=1e-5
+    )
+
+
+def test_slopes_before_opset_7_need_a_rank():
+    made = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["": 6]>
+        g (float[] x, float[3] s) => (float[] y) { y = PRelu(x, s) }""")
+    made.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ModelError, match=r"PRelu.*declare the shape of 'x'"):
+        onnx_derivative(made)
+
+
+IN_BRANCH = """g (float[1,1,H,L] x, bool c) => (float[1,1,P,Q] y) {{ y = If(c) <
+    then_branch = t () => (p) {{ {body} }}, else_branch = e () => (q) {{ q = Exp(x) }}> }}"""
+SCALES = "s = Constant<value = float[4] {1.0, 1.0, 1.5, 2.0}>() "
+
+
+@pytest.mark.parametrize(
+    ("body", "opset"),
+    [
+        ('p = Upsample<mode = "linear", scales = [1.0, 1.0, 2.0, 3.0]>(x)', 7),
+        (SCALES + 'p = Upsample<mode = "linear">(x, s)', 9),
+        (SCALES + 'p = Upsample<mode = "nearest">(x, s)', 9),
+        (SCALES + 'p = Resize<mode = "linear">(x, s)', 10),
+        (SCALES.replace("1.5, 2.0", "0.7, 0.4") + 'p = Resize<mode = "nearest">(x, s)', 10),
+    ],
+)
+def test_places_before_opset_11_in_branches(body, opset):
+    made = onnx.parser.parse_model(
+        f'<ir_version: 6, opset_import: ["": {opset}]> {IN_BRANCH.format(body=body)}'
+    )
+    x = np.random.default_rng(0).standard_normal((1, 1, 4, 6)).astype(np.float32)
+    report = check_gradient(made, feed={"x": x, "c": np.array(True)})
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("body", "opset", "match"),
+    [
+        ("p = PRelu(x, x)", 6, "PRelu .*in the subgraph 't' before opset 7"),
+        ("p = Scan<num_scan_inputs = 1, body = b (a) => (z) { z = Neg(a) }>(, x)", 8, "opset 8"),
+    ],
+)
+def test_what_is_not_converted_in_branches_is_refused(body, opset, match):
+    made = onnx.parser.parse_model(
+        f'<ir_version: 6, opset_import: ["": {opset}]> {IN_BRANCH.format(body=body)}'
+    )
+    with pytest.raises(ModelError, match=match):
+        onnx_derivative(made)
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16", "double"])
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize(
+    "node", ["Clip<max = 0.5>(x)", "Clip<min = 0.0>(x)", "Pad<pads = [1, 0, 0, 0], value = 0.5>(x)"]
+)
+def test_numbers_that_were_attributes_have_the_dtype_of_x(node, branch, dtype):
+    """The converter writes them in float32; onnxruntime has no such Clip of float64 to compare."""
+    body = f"y = {node}"
+    if branch:
+        body = (
+            "z = ReduceSum<keepdims = 0>(x)  c = Greater(z, z)  y = If<then_branch = t () => "
+            f"({dtype}[M, 3] p) {{ p = Neg(x) }}, else_branch = e () => ({dtype}[M, 3] q) {{ "
+            f"q = {node} }}>(c)"
+        )
+    made = onnx.parser.parse_model(
+        f'<ir_version: 6, opset_import: ["": 9]> '
+        f"g ({dtype}[2, 3] x) => ({dtype}[M, 3] y) {{ {body} }}"
+    )
+    x = np.float32([[-1, 0.25, 2], [0.125, 0.75, -3]])
+    y = np.pad(x, [(1, 0), (0, 0)], constant_values=0.5) if "Pad" in node else x
+    lowest, most = 0.0 if "min" in node else -np.inf, 0.5 if "max" in node else np.inf
+    kind = {"float": np.float32, "float16": np.float16, "double": np.float64}[dtype]
+    named = run_named(onnx_derivative(made, options=ONES), x=x.astype(kind))
+    dx, found = named["x_grad"], named["y"]
+    assert found.dtype == dx.dtype == kind
+    np.testing.assert_array_equal(found, np.clip(y, lowest, most))
+    np.testing.assert_array_equal(dx, (lowest <= x) & (x <= most))

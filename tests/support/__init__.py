@@ -1,0 +1,1 @@
+"""Models, data, witnesses and runners that tests of several rooms use."""

@@ -1,0 +1,797 @@
+"""The form of a model that trains, and the form that predicts: BatchNormalization and Dropout."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import numpy_helper, parser
+
+from onnxgrad import Emit, Trainer
+from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import ModelError
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
+from onnxgrad.training.modes import (
+    has_training_nodes,
+    inference_form,
+    separate_statistics,
+    training_form,
+)
+from tests.support.running import in_sweep, run, run_named
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RNG = np.random.default_rng(0)
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def parse(text: str, opset: int = 20) -> onnx.ModelProto:
+    return parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
+
+
+def trained(proto, batch_norm="frozen", dropout=None, seed=0, weights=(), gradients=()):
+    """Return the training form as a model, and the names of the new statistics.
+
+    Outputs: those of `proto`, the new statistics, and the gradients of the sum of squares of the
+    first output. Inputs: those of `proto`, `draw`, the weights and the statistics.
+    """
+    model = prepare(proto, batch="rows", keep_dropout=True)
+    op, graph = Emit(model.graph), model.graph
+    draw = ir.Value(name="draw", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+    graph.inputs.append(draw)
+    values = as_inputs(proto, graph, list(weights))
+    values += [x for x in graph.inputs if x.name in gradients]
+    buffers = training_form(op, batch_norm=batch_norm, dropout=dropout or {}, draw=draw, seed=seed)
+    y = graph.outputs[0]
+    protected = {*graph.inputs, *graph.outputs}
+    outputs = list(graph.outputs)
+    with op:
+        for old, new in buffers.items():
+            outputs.append(op.name_output(new, f"{old.name}.new", old, protected))
+        if values:
+            found = sweep(op, {y: 2.0 * y}, values)
+            outputs += [op.name_output(g, f"{v.name}_grad", v, protected) for v, g in found.items()]
+    graph.outputs[:] = outputs
+    tidy(model)
+    if not draw.uses():
+        graph.inputs.remove(draw)
+    order = {node: i for i, node in enumerate(graph)}
+    for node, i in order.items():
+        assert all(order.get(x.producer(), -1) < i for x in node.inputs if x is not None)
+    return to_proto(model), [str(v.name) for v in buffers]
+
+
+def arrays(proto) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+
+
+def ops(proto) -> list[str]:
+    return [node.op_type for node in proto.graph.node]
+
+
+# -- BatchNormalization ------------------------------------------------------------------------
+
+BN = """g (float[N,2,3] X) => (float[N,2,3] Y) <float[2] s = {1, 2}, float[2] b = {1, 2},
+    float[2] m = {0.5, 0}, float[2] v = {2, 1}>"""
+EXPORTS = [
+    (7, "Y = BatchNormalization<momentum=0.8>(X, s, b, m, v)"),
+    (9, "Y = BatchNormalization<momentum=0.8>(X, s, b, m, v)"),
+    (12, "Y, a, c, d, e = BatchNormalization<momentum=0.8>(X, s, b, m, v)"),
+    (13, "Y = BatchNormalization<momentum=0.8>(X, s, b, m, v)"),
+    (14, "Y, a, c = BatchNormalization<momentum=0.8, training_mode=1>(X, s, b, m, v)"),
+    (15, "Y = BatchNormalization<momentum=0.8, training_mode=1>(X, s, b, m, v)"),
+    (17, "Y = BatchNormalization<momentum=0.8>(X, s, b, m, v)"),
+]
+
+
+@pytest.mark.parametrize(("opset", "body"), EXPORTS)
+def test_batch_statistics_of_every_opset(opset, body):
+    model, names = trained(parse(f"{BN} {{ {body} }}", opset), "train")
+    X = RNG.normal(size=(4, 2, 3)).astype(np.float32)
+    m, v = np.float32([0.5, 0]), np.float32([2, 1])
+    got = run_named(model, X=X, m=m, v=v)
+    mean, variance = X.mean((0, 2)), X.var((0, 2), ddof=1)
+    z = (X - mean[:, None]) / np.sqrt(X.var((0, 2)) + 1e-5)[:, None]
+    s = np.float32([1, 2])[:, None]
+    assert names == ["m", "v"]
+    np.testing.assert_allclose(got["Y"], z * s + s, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got["m.new"], 0.8 * m + 0.2 * mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["v.new"], 0.8 * v + 0.2 * variance, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("opset", "body"), EXPORTS)
+def test_stored_statistics_of_every_opset(opset, body):
+    proto = parse(f"{BN} {{ {body} }}", opset)
+    model, names = trained(proto, "frozen", weights=["s", "b"])
+    X = RNG.normal(size=(4, 2, 3)).astype(np.float32)
+    s, b = np.float32([1, 2]), np.float32([1, 2])
+    got = run_named(model, X=X, s=s, b=b)
+    r = np.sqrt(np.float32([2, 1]) + 1e-5)[:, None]
+    z = (X - np.float32([[0.5], [0]])) / r
+    y = z * s[:, None] + b[:, None]
+    assert not names
+    np.testing.assert_allclose(got["Y"], y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["s_grad"], (2 * y * z).sum((0, 2)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(inference_form(proto), X=X)[0], y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-10), (np.float32, 2e-5)])
+@pytest.mark.parametrize("static", [True, False])
+def test_gradients_of_batch_statistics_agree_with_pytorch(rank, dtype, tolerance, static):
+    torch = pytest.importorskip("torch")
+    shape = (5, 3, 2, 4, 2)[:rank]
+    kind = {np.float64: "double", np.float32: "float"}[dtype]
+    lengths = ",".join(map(str, shape if static else ("N", *shape[1:])))
+    init = {n: RNG.normal(size=3).astype(dtype) for n in "sbm"} | {"v": np.full(3, 0.7, dtype)}
+    proto = parse(f"""g ({kind}[{lengths}] X) => ({kind}[{lengths}] Y) <{kind}[3] s, {kind}[3] b,
+        {kind}[3] m, {kind}[3] v> {{ Z = BatchNormalization<epsilon=0.001>(X, s, b, m, v)
+        Y = Tanh(Z) }}""")
+    proto.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in init.items())
+    model, _ = trained(proto, "train", weights=["s", "b"], gradients=["X"])
+    X = RNG.normal(size=shape).astype(dtype)
+    got = run_named(model, {"X": X, **init})
+
+    x, s, b = (torch.tensor(a, requires_grad=True) for a in (X, init["s"], init["b"]))
+    m, v = torch.tensor(init["m"]), torch.tensor(init["v"])
+    momentum = 0.9
+    y = torch.nn.functional.batch_norm(
+        x, m, v, s, b, training=True, momentum=1 - momentum, eps=float(np.float32(0.001))
+    ).tanh()
+    (y**2).sum().backward()
+    want = {"Y": y, "m.new": m, "v.new": v, "X_grad": x.grad, "s_grad": s.grad, "b_grad": b.grad}
+    for name, value in want.items():
+        np.testing.assert_allclose(
+            got[name], value.detach().numpy(), rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b3, self.conv = nn.BatchNorm3d(2), nn.Conv3d(2, 3, 2)
+            self.b2, self.b1 = nn.BatchNorm2d(3, momentum=0.3), nn.BatchNorm1d(3)
+            self.drop, self.head = nn.Dropout(0.25), nn.Linear(3, 4)
+            self.plain = nn.BatchNorm1d(4, affine=False)
+
+        def forward(self, x):
+            x = torch.relu(self.b2(self.conv(self.b3(x)).flatten(3)))
+            x = self.b1(torch.tanh(x).flatten(2) + 1).mean(2)
+            return self.plain(self.head(self.drop(x)))
+
+    torch.manual_seed(0)
+    return Network()
+
+
+def exported(network, mode: str) -> onnx.ModelProto:
+    import torch
+
+    exporter, form = mode.split()
+    x = torch.randn(4, 2, 4, 4, 4)
+    network.train(form == "train")
+    if exporter == "script":
+        modes, file = torch.onnx.TrainingMode, io.BytesIO()
+        torch.onnx.export(
+            network,
+            (x,),
+            file,
+            dynamo=False,
+            training=modes.TRAINING if form == "train" else modes.EVAL,
+            input_names=["x"],
+            dynamic_axes={"x": {0: "N"}},
+        )
+        return onnx.load_from_string(file.getvalue())
+    shapes = ({0: torch.export.Dim("N", min=2)},)
+    program = torch.onnx.export(
+        network, (x,), dynamo=True, optimize=False, dynamic_shapes=shapes, verbose=False
+    )
+    return program.model_proto
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "mode", ["script eval", "script train", in_sweep("dynamo eval"), "dynamo train"]
+)
+def test_statistics_after_five_batches_agree_with_pytorch(network, mode):
+    import copy
+
+    import torch
+
+    network = copy.deepcopy(network)
+    proto = separate_statistics(exported(network, mode))
+    dropouts = [n for n in proto.graph.node if n.op_type == "Dropout"]
+    off = {n.name: 0 for n in dropouts}
+    assert bool(off) == ("train" in mode)
+    model, names = trained(proto, "train", off)
+    assert sorted(names) == sorted(n for n, _ in network.named_buffers() if "num_batches" not in n)
+    state = {name: arrays(proto)[name] for name in names}
+    network.train()
+    network.drop.p = 0.0
+    for size in (4, 3, 5, 2, 6):
+        x = RNG.normal(1, 2, (size, 2, 4, 4, 4)).astype(np.float32)
+        got = run_named(model, {"x": x, **state})
+        with torch.no_grad():
+            want = network(torch.from_numpy(x))
+        np.testing.assert_allclose(next(iter(got.values())), want, rtol=1e-4, atol=1e-4)
+        state = {name: got[f"{name}.new"] for name in names}
+    for name, value in network.named_buffers():
+        if name in state:
+            np.testing.assert_allclose(state[name], value, rtol=1e-5, atol=1e-6)
+    # the file in inference form, with these statistics, predicts as the module does in eval mode
+    for tensor in proto.graph.initializer:
+        if tensor.name in state:
+            tensor.CopyFrom(numpy_helper.from_array(state[tensor.name], tensor.name))
+    inference = inference_form(proto)
+    onnx.checker.check_model(inference)
+    assert not has_training_nodes(inference)
+    with torch.no_grad():
+        want = network.eval()(torch.from_numpy(x))
+    np.testing.assert_allclose(run(inference, x=x)[0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_is_applied_twice_updates_its_statistics_twice():
+    text = """g (float[N,2] X) => (float[N,2] Y) <float[2] s = {1, 2}, float[2] b = {1, 2},
+        float[2] m = {0.5, 0}, float[2] v = {2, 1}> {
+        h = BatchNormalization(X, s, b, m, v) Y = BatchNormalization(h, s, b, m, v) }"""
+    model, names = trained(parse(text), "train")
+    X = RNG.normal(size=(6, 2)).astype(np.float32)
+    m, v = np.float32([0.5, 0]), np.float32([2, 1])
+    got = run_named(model, X=X, m=m, v=v)
+    np.testing.assert_array_equal([m, v], [[0.5, 0], [2, 1]])  # onnxruntime might write to them
+    s = np.float32([1, 2])
+    h = (X - X.mean(0)) / np.sqrt(X.var(0) + 1e-5) * s + s
+    for z in (X, h):
+        m, v = 0.9 * m + 0.1 * z.mean(0), 0.9 * v + 0.1 * z.var(0, ddof=1)
+    assert names == ["m", "v"]
+    np.testing.assert_allclose(got["m.new"], m, rtol=1e-5)
+    np.testing.assert_allclose(got["v.new"], v, rtol=1e-5)
+
+
+def test_statistics_in_half_precision_are_kept_in_float32():
+    text = """g (float16[N,2] X) => (float16[N,2] Y) <float16[2] s = {1, 2}, float16[2] b = {0, 0},
+        float16[2] m = {1, 1}, float16[2] v = {2, 1}> { Y = BatchNormalization(X, s, b, m, v) }"""
+    model, _ = trained(parse(text), "train", weights=["s"])
+    X = RNG.normal(size=(6, 2)).astype(np.float16)
+    m, v, s = np.float32([1, 1]), np.float32([2, 1]), np.float16([1, 2])
+    x = X.astype(float)
+    mean, variance = 0.9 * m + 0.1 * x.mean(0), 0.9 * v + 0.1 * x.var(0, ddof=1)
+    got = run_named(model, X=X, m=m, v=v, s=s)
+    assert got["Y"].dtype == got["s_grad"].dtype == np.float16
+    assert got["m.new"].dtype == np.float32
+    np.testing.assert_allclose(got["m.new"], mean, rtol=1e-5)
+    np.testing.assert_allclose(got["v.new"], variance, rtol=1e-5)
+    np.testing.assert_allclose(got["Y"], (x - x.mean(0)) / x.std(0) * s, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("batch_norm", ["frozen", "train"])
+def test_outputs_of_running_statistics(batch_norm):
+    """A model exported for training may return them, by themselves or as copies."""
+    text = """g (float[N,2] X) => (float[N,2] Y, float[2] mean, float[2] var) <float[2] s = {1, 2},
+        float[2] b = {1, 2}, float[2] m = {0.5, 0}, float[2] v = {2, 1}> {
+        Y, mean, w = BatchNormalization<training_mode=1>(X, s, b, m, v) var = Identity(w) }"""
+    proto = parse(text)
+    model, names = trained(proto, batch_norm)
+    X = RNG.normal(size=(6, 2)).astype(np.float32)
+    m, v = np.float32([0.5, 0]), np.float32([2, 1])
+    got = run_named(model, {"X": X, "m": m, "v": v})
+    if batch_norm == "train":
+        assert names == ["m", "v"]
+        m, v = 0.9 * m + 0.1 * X.mean(0), 0.9 * v + 0.1 * X.var(0, ddof=1)
+        np.testing.assert_allclose(got["v.new"], v, rtol=1e-5)
+    np.testing.assert_allclose(got["mean"], m, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["var"], v, rtol=1e-5)
+    _, mean, variance = run(inference_form(proto), X=X)
+    np.testing.assert_array_equal([mean, variance], [[0.5, 0], [2, 1]])
+
+
+REFUSED = {
+    "Y = Relu(X)": "the model has none",
+    "k = Mul(m, s) Y = BatchNormalization(X, s, b, k, v)": "'k' is computed or fed",
+    "Y = BatchNormalization(X, s, b, m, s)": "'s' is a running statistic .* merged",
+    "Z = BatchNormalization(X, s, b, m, v) Y = Add(Z, m)": "'m' is a running statistic .* merged",
+    """c = ReduceSum<keepdims=0>(X) d = Cast<to=9>(c)
+    Y = If (d) <then_branch = f () => (float[N,2] y) { y = BatchNormalization(X, s, b, m, v) },
+    else_branch = e () => (float[N,2] z) { z = Relu(X) }>""": "is in a subgraph of If",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_statistics_that_cannot_be_updated_are_refused(body):
+    text = """g (float[N,2] X) => (float[N,2] Y) <float[2] s = {1, 2}, float[2] b = {1, 2},
+        float[2] m = {0.5, 0}, float[2] v = {2, 1}>"""
+    proto = parse(f"{text} {{ {body} }}")
+    with pytest.raises(ValueError, match=REFUSED[body]):
+        trained(proto, "train")
+    trained(proto, "frozen")
+
+
+def test_computed_statistics_are_left_as_they_are():
+    text = """g (float[N,2] X, float[2] m, float[2] v) => (float[N,2] Y) <float[2] s = {1, 2}> {
+        Y, a, c = BatchNormalization<training_mode=1>(X, s, s, m, v) }"""
+    model, _ = trained(parse(text), "frozen")
+    X = RNG.normal(size=(6, 2)).astype(np.float32)
+    want = (X - X.mean(0)) / X.std(0) * np.float32([1, 2]) + np.float32([1, 2])
+    np.testing.assert_allclose(
+        run(model, X=X, m=np.zeros(2, "f"), v=np.ones(2, "f"))[0], want, atol=1e-3
+    )
+
+
+def test_one_value_per_channel_fails():
+    text = """g (float[{}] X) => (float[{}] Y) <float[2] s = {{1, 2}}, float[2] b = {{1, 2}},
+        float[2] m = {{0.5, 0}}, float[2] v = {{2, 1}}> {{
+        Y = BatchNormalization(X, s, b, m, v) }}"""
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        trained(parse(text.format("1,2", "1,2")), "train")
+    model, _ = trained(parse(text.format("N,2", "N,2")), "train")
+    v = np.ones(2, np.float32)
+    with pytest.raises(Exception, match="needs more than one value per channel"):
+        run(model, X=np.ones((1, 2), np.float32), m=v, v=v)
+    unranked = parse(text.format("N,2", "N,2"))
+    unranked.graph.input[0].type.tensor_type.ClearField("shape")
+    unranked.graph.output[0].type.tensor_type.ClearField("shape")
+    model, _ = trained(unranked, "train")
+    X = RNG.normal(size=(3, 2, 4)).astype(np.float32)
+    new = run_named(model, X=X, m=v, v=v)["v.new"]
+    np.testing.assert_allclose(new, 0.9 + 0.1 * X.var((0, 2), ddof=1), rtol=1e-5)
+
+
+def test_a_momentum_that_changes_nothing_is_reported(caplog):
+    text = f"{BN} {{ Y = BatchNormalization<momentum=1.0>(X, s, b, m, v) }}"
+    with caplog.at_level("WARNING", "onnxgrad"):
+        trained(parse(text), "train")
+    assert "does not change its statistics" in caplog.text
+
+
+# -- merged statistics -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_merged_tensors_are_separated(copied):
+    if copied:
+        nodes = [f"{n} = Identity({c})" for n, c in (("m", "zero"), ("v", "one"), ("w", "one"))]
+        body = f"{' '.join(nodes)} h = BatchNormalization(X, one, zero, m, v)"
+        body += "k = BatchNormalization(h, w, zero, zero, one)"
+    else:
+        body = """h = BatchNormalization(X, one, zero, zero, one)
+            k = BatchNormalization(h, one, zero, zero, one)"""
+    text = f"""g (float[N,2] X) => (float[N,2] Y) <float[2] one = {{1, 1}},
+        float[2] zero = {{0, 0}}> {{ {body} Y = Add(k, zero) }}"""
+    proto = parse(text)
+    with pytest.raises(ValueError, match="separate_merged"):
+        trained(proto, "train")
+    separate = separate_statistics(proto)
+    onnx.checker.check_model(separate, full_check=True)
+    first, second = (n for n in separate.graph.node if n.op_type == "BatchNormalization")
+    tensors = {*first.input[1:], *second.input[1:]}
+    assert len(tensors) == 8
+    assert "zero" not in tensors  # it is left to the Add
+    assert first.input[1] == "one"
+    if copied:
+        assert list(first.input[3:]) == ["m", "v"]
+        assert second.input[1] == "w"
+    for operand in range(1, 5):
+        for node in (first, second):
+            want = np.full(2, operand in (1, 4), np.float32)
+            np.testing.assert_array_equal(arrays(separate)[node.input[operand]], want)
+    _, names = trained(separate, "train")
+    assert len(names) == 4
+    assert separate_statistics(separate) is separate
+
+
+def test_merged_tensors_that_do_not_train_stay_merged():
+    proto = parse("""g (float[N,2] X) => (float[N,2] Y) <float[2] one = {1, 1},
+        float[2] zero = {0, 0}, float[2,2] w = {1, 2, 3, 4}> { h = MatMul(X, w)
+        Y = BatchNormalization(h, one, zero, zero, one) }""")
+    X = RNG.normal(size=(4, 2)).astype(np.float32)
+    frozen = Trainer(proto, "mse", train="w").fit(X, X + 1)
+    assert list(frozen.model.graph.node) == list(proto.graph.node)
+    assert [t.name for t in frozen.model.graph.initializer] == ["one", "zero", "w"]
+    affine = Trainer(proto, "mse", train=["w", "one"]).fit(X, X + 1)
+    stored = arrays(affine.model)
+    assert (stored["one"] != 1).all()
+    assert (stored[affine.model.graph.node[1].input[4]] == 1).all()
+    updated = Trainer(proto, "mse", train="w", batch_norm="train").fit(X, X + 1)
+    assert len(updated.state.buffers) == 2
+
+
+def test_statistics_that_only_layers_share_stay_shared():
+    proto = parse("""g (float[N,2] X) => (float[N,2] Y) <float[2] s = {1, 2}, float[2] b = {0, 0},
+        float[2] m = {1, 1}, float[2] v = {2, 1}> { h = BatchNormalization(X, s, b, m, v)
+        Y = BatchNormalization(h, s, b, m, v) }""")
+    assert separate_statistics(proto) is proto
+
+
+# -- the form that predicts --------------------------------------------------------------------
+
+
+def test_a_model_in_inference_form_is_returned_itself():
+    proto = parse("""g (float[N,2] X) => (float[N,2] Y) <float[2] s = {1, 2}, float r = {0.5},
+        bool off = {0}> { h = BatchNormalization(X, s, s, s, s) k = Dropout(h, r)
+        Y = Dropout(k, r, off) }""")
+    assert inference_form(proto) is proto
+    assert has_training_nodes(proto) == []
+
+
+def test_a_mode_that_may_be_fed_counts_as_training():
+    proto = parse("g (float[N,2] X, bool t) => (float[N,2] Y) { Y = Dropout(X, , t) }")
+    proto.graph.initializer.append(numpy_helper.from_array(np.array(False), "t"))
+    assert has_training_nodes(proto) == ["Y"]
+    got = inference_form(proto)
+    assert [list(n.input) for n in got.graph.node] == [["X"]]
+    assert [x.name for x in got.graph.input] == ["X", "t"]
+
+
+INFERENCE = [  # opset, what the file has, what its inference form has
+    (6, "Y = BatchNormalization(X, s, b, m, v)", "BatchNormalization<is_test=1>(X, s, b, m, v)"),
+    (6, "Y = Dropout<ratio=0.3>(X)", "Dropout<ratio=0.3, is_test=1>(X)"),
+    (9, "Y, m, v, c, d = BatchNormalization(X, s, b, m, v)", "BatchNormalization(X, s, b, m, v)"),
+    (
+        15,
+        "Y, c, d = BatchNormalization<momentum=0.5, training_mode=1>(X, s, b, m, v)",
+        "BatchNormalization<momentum=0.5>(X, s, b, m, v)",
+    ),
+    (13, "Y = Dropout<seed=7>(X, r, t)", "Dropout<seed=7>(X)"),
+    (13, "k, Y = Dropout<seed=7>(X, , t) ".replace("k, Y", "Y, k"), "Dropout<seed=7>(X)"),
+]
+
+
+@pytest.mark.parametrize(("opset", "body", "want"), INFERENCE)
+def test_inference_form(opset, body, want):
+    text = """g (float[N,2,3] X) => (float[N,2,3] Y) <float[2] s = {1, 2}, float[2] b = {1, 2},
+        float[2] m = {0.5, 0}, float[2] v = {2, 1}, float r = {0.5}, bool t = {1}>"""
+    proto = parse(f"{text} {{ {body} }}", opset)
+    proto.graph.node[0].name = "n"
+    proto.metadata_props.add(key="k", value="v")
+    before = proto.SerializeToString()
+    got = inference_form(proto)
+    assert has_training_nodes(proto) == ["n"]
+    assert proto.SerializeToString() == before
+    outputs = body.split("=")[0].split(",")[:1] + (["k"] if "k = " in body else [])
+    expected = parse(f"{text} {{ {', '.join(outputs)} = {want} }}", opset)
+    expected.graph.node[0].name = "n"
+    expected.metadata_props.add(key="k", value="v")
+    if "Dropout" in want and opset > 6:  # nothing else read these
+        for name in ("r", "t") if ", r," in body else ("t",):
+            tensors = expected.graph.initializer
+            tensors.remove(next(t for t in tensors if t.name == name))
+    assert got == expected
+
+
+def test_inference_form_of_subgraphs_functions_and_constants():
+    proto = parser.parse_model("""<ir_version: 8, opset_import: ["": 17, "f": 1]>
+        g (float[N,2] X, bool c) => (float[N,2] Y) <float[2] s = {1, 2}> {
+            t = Constant<value = bool {1}>()
+            h = If (c) <then_branch = a () => (float[N,2] y) { r = Constant<value = float {0.5}>()
+                y = Dropout(X, r, t) }, else_branch = e () => (float[N,2] z) { z = Relu(X) }>
+            Y = f.norm(h, s) }
+        <domain: "f", opset_import: ["": 17]> norm (x, s) => (y) {
+            y, m, v = BatchNormalization<training_mode=1>(x, s, s, s, s) }""")
+    got = inference_form(proto)
+    assert [n.op_type for n in got.graph.node] == ["If", "norm"]
+    branch = next(a.g for a in got.graph.node[0].attribute if a.name == "then_branch")
+    assert [n.op_type for n in branch.node] == ["Dropout"]
+    assert list(got.functions[0].node[0].output) == ["y"]
+    assert not got.functions[0].node[0].attribute
+    X = RNG.normal(size=(3, 2)).astype(np.float32)
+    s = np.float32([1, 2])
+    want = (X - s) / np.sqrt(s + 1e-5) * s + s
+    np.testing.assert_allclose(run(got, X=X, c=np.True_)[0], want, rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_of_the_batch_that_are_used_are_refused():
+    proto = parse(
+        """g (float[N,2] X) => (float[N,2] Y, float[2] d) <float[2] s = {1, 2}> {
+        Y, a, c, d, e = BatchNormalization(X, s, s, s, s) }""",
+        9,
+    )
+    with pytest.raises(ModelError, match="'d', a statistic of the batch"):
+        inference_form(proto)
+
+
+# -- dropout -----------------------------------------------------------------------------------
+
+
+def splitmix(z):
+    """The finalizer of SplitMix64 as it is published, for one Python int."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def kept(seed, draw, index, size, ratio):
+    """The mask, one number after the other."""
+    stream = splitmix((splitmix(seed % 2**64) + (index + 1) * GAMMA) % 2**64)
+    key = splitmix((stream + draw * GAMMA) % 2**64)
+    words = [splitmix((key + i * GAMMA) % 2**64) for i in range(-(-size // 4))]
+    sixteen = [w >> shift & 0xFFFF for shift in (0, 16, 32, 48) for w in words]
+    return np.array([s ^ 0x8000 >= round(ratio * 65536) for s in sixteen[:size]])
+
+
+DROPOUT = "g (float[N,K] X) => (float[N,K] Y) { a = Relu(X) Y = Abs(a) }"
+
+
+@pytest.mark.parametrize(("shape", "declared"), [((3, 7), "N,K"), ((5, 4), "N,4"), ((2, 3), "2,3")])
+def test_masks_are_those_of_the_published_generator(shape, declared):
+    proto = parse(DROPOUT.replace("N,K", declared))
+    model, _ = trained(proto, dropout={"a": 0.3, "Y": 0.6}, seed=-5, gradients=["X"])
+    X = 1 + np.abs(RNG.normal(size=shape)).astype(np.float32)
+    for draw in (0, 12345678901):
+        y, gradient = run(model, X=X, draw=np.int64(draw))
+        masks = [kept(-5, draw, i, X.size, p).reshape(shape) for i, p in enumerate((0.3, 0.6))]
+        scale = masks[0] / (1 - round(0.3 * 65536) / 65536) * masks[1] / (1 - 39322 / 65536)
+        np.testing.assert_allclose(y, X * scale, rtol=1e-6)
+        np.testing.assert_allclose(gradient, 2 * X * scale**2, rtol=1e-5)
+
+
+def test_masks_have_the_statistics_of_independent_draws():
+    proto = parse("""g (float[N,K] X) => (float[N,K] A, float[N,K] B, float[N,K] C) {
+        A = Identity(X) B = Abs(X) C = Relu(X) }""")
+    dropout = {"A": 0.5, "B": 0.5, "C": 0.1}
+    model, _ = trained(proto, dropout=dropout)
+    X = np.ones((200, 500), np.float32)
+    a, b, c = (y != 0 for y in run(model, X=X, draw=np.float32(3).astype(np.int64)))
+    other = run(model, X=X, draw=np.int64(4))[0] != 0
+    seeded = run(trained(proto, dropout=dropout, seed=1)[0], X=X, draw=np.int64(3))[0] != 0
+    assert abs(c.mean() - 0.9) < 4 * np.sqrt(0.09 / c.size)
+    quarter = a.ravel().reshape(4, -1)  # the elements that one 64-bit number serves
+    pairs = [(a, b), (a, other), (a, seeded), (a[:, 1:], a[:, :-1]), (a[1:], a[:-1])]
+    pairs += [(quarter[i], quarter[j]) for i in range(4) for j in range(i)]
+    for mask in (a, b, other):
+        assert abs(mask.mean() - 0.5) < 4 * 0.5 / np.sqrt(mask.size)
+    for left, right in pairs:
+        agree = (left == right).mean()
+        assert abs(agree - 0.5) < 4 * 0.5 / np.sqrt(left.size)
+    for mask in (
+        a,
+        b,
+        other,
+        seeded,
+        quarter.T,
+    ):  # of eight bits in a row, each pattern is as likely
+        counts = np.bincount(np.packbits(mask.ravel()), minlength=256)
+        expected = counts.sum() / 256
+        chi_square = ((counts - expected) ** 2 / expected).sum()
+        assert abs(chi_square - 255) < 4.5 * np.sqrt(2 * 255)
+    rows = a.sum(1)  # binomial in each row
+    assert abs(rows.var() / (500 * 0.25) - 1) < 4.5 * np.sqrt(2 / 200)
+
+
+def test_a_second_session_draws_the_same_masks():
+    model, _ = trained(parse(DROPOUT), dropout={"a": 0.5})
+    X = np.ones((30, 5), np.float32)
+    first = [run(model, X=X, draw=np.int64(i))[0] for i in range(3)]
+    np.testing.assert_array_equal(first[2], run(model, X=X, draw=np.int64(2))[0])
+    assert not np.array_equal(first[0], first[1])
+
+
+NODES = """g (float[N,4] X) => (float[N,4] Y, bool[N,4] mask) <float r = {0.25}, bool t = {1}> {
+    a = Relu(X) b, mask = Dropout(a, r, t) c = Dropout(b, r) Y = Neg(c) }"""
+
+
+@pytest.mark.parametrize(
+    ("dropout", "chances"),
+    [
+        ({}, (0.25, 0.0)),
+        ({"b": 0}, (0.0, 0.0)),
+        ({"c": 0.5}, (0.25, 0.5)),
+        ({"*": 0.5}, (0.5, 0.5)),  # the nodes of the file only
+        ({"*": 0.5, "c": 0.0}, (0.5, 0.0)),
+        ({"first": 0.6, "?": 0.0}, (0.0, 0.0)),
+        ({"?": 0.0, "first": 0.6}, (0.6, 0.0)),
+    ],
+)
+def test_dropout_nodes_of_the_file(dropout, chances):
+    proto = parse(NODES)
+    proto.graph.node[1].name = "first"
+    model, _ = trained(proto, dropout=dropout)
+    assert "Dropout" not in ops(model)
+    X = 1 + np.abs(RNG.normal(size=(500, 4))).astype(np.float32)
+    y, mask = run(model, {"X": X, "draw": np.int64(1)})
+    keep = (1 - chances[0]) * (1 - chances[1])
+    assert abs(mask.mean() - (1 - chances[0])) < 4 * 0.5 / np.sqrt(X.size)
+    assert abs((y != 0).mean() - keep) < 4 * 0.5 / np.sqrt(X.size)
+    assert not (y != 0)[~mask].any()
+    np.testing.assert_allclose(y[y != 0], (-X / keep)[y != 0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_norm", ["frozen", "train"])
+def test_dropout_after_a_batch_normalization(batch_norm):
+    proto = parse(f"{BN} {{ Y, a, c = BatchNormalization<training_mode=1>(X, s, b, m, v) }}")
+    feed = {"X": RNG.normal(size=(4, 2, 3)), "m": [0.5, 0], "v": [2, 1]}
+    feed = {name: np.float32(value) for name, value in feed.items()}
+    whole = run_named(trained(proto, batch_norm)[0], feed)
+    for pattern in ("Y", "*"):
+        model, names = trained(proto, batch_norm, {pattern: 0.5}, gradients=["X"])
+        got = run_named(model, feed, draw=np.int64(0))
+        mask = kept(0, 0, 0, 24, 0.5).reshape(4, 2, 3)
+        np.testing.assert_allclose(got["Y"], 2 * whole["Y"] * mask, rtol=1e-6)
+        for name in names:
+            np.testing.assert_array_equal(got[f"{name}.new"], whole[f"{name}.new"])
+
+
+def test_a_dropout_behind_a_batch_normalization_of_unknown_rank():
+    proto = parse(f"{BN} {{ h = BatchNormalization(X, s, b, m, v) k = Dropout(X) Y = Add(h, k) }}")
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    model, _ = trained(proto, "train", {"k": 0.5})
+    v = np.ones(2, np.float32)
+    X = RNG.normal(size=(4, 2, 3)).astype(np.float32)
+    new = run_named(model, X=X, m=v, v=v, draw=np.int64(0))["v.new"]
+    np.testing.assert_allclose(new, 0.9 + 0.1 * X.var((0, 2), ddof=1), rtol=1e-5)
+
+
+def test_dropout_in_a_branch_but_in_no_loop():
+    branch = """g (float[N,4] X, bool c) => (float[N,4] Y) {
+        Y = If (c) <then_branch = a () => (float[N,4] y) { y = Relu(X) },
+        else_branch = e () => (float[N,4] z) { z = Neg(X) }> }"""
+    model, _ = trained(parse(branch), dropout={"y": 0.5}, gradients=["X"])
+    X = np.ones((100, 4), np.float32)
+    for c in (True, False):
+        y, gradient = run(model, X=X, c=np.bool_(c), draw=np.int64(0))
+        assert (0.4 < (y == 0).mean() < 0.6) if c else (y == -1).all()
+        np.testing.assert_array_equal(gradient == 0, y == 0)
+    loop = """g (float[N,4] X) => (float[N,4] Y) <int64 n = {3}, bool t = {1}> {
+        Y = Loop (n, t, X) <body = b (int64 i, bool k, float[N,4] h) => (bool l, float[N,4] z) {
+            l = Identity(k) z = Relu(h) }> }"""
+    with pytest.raises(ValueError, match="in the body of Loop"):
+        trained(parse(loop), dropout={"z": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("text", "dropout", "message"),
+    [
+        (DROPOUT, {"aa": 0.5}, "Unknown node or output for dropout 'aa'.* Did you mean 'a'"),
+        (DROPOUT, {"layer*": 0.5}, "Unknown node or output for dropout"),
+        (DROPOUT, {"a": 1.0}, r"dropout of 'a' is 1.0: give a probability of \[0, 1\)"),
+        (
+            NODES.replace("N,4] X)", "N,4] X, bool t)").replace(", bool t = {1}", ""),
+            {},
+            "training_mode of",
+        ),
+        (
+            NODES.replace("N,4] X)", "N,4] X, float r)").replace("float r = {0.25},", ""),
+            {},
+            "the ratio of",
+        ),
+    ],
+)
+def test_refused_dropout(text, dropout, message):
+    with pytest.raises(ValueError, match=message):
+        trained(parse(text), dropout=dropout)
+
+
+def test_dropout_needs_a_draw_and_an_unknown_mode_is_refused():
+    def form(**options):
+        op = Emit(prepare(parse(DROPOUT)).graph)
+        return training_form(op, **({"batch_norm": "frozen", "draw": None, "seed": 0} | options))
+
+    assert form(dropout={}) == {}
+    assert form(dropout={"a": 0}) == {}
+    with pytest.raises(ValueError, match="it needs `draw`"):
+        form(dropout={"a": 0.5})
+    with pytest.raises(ValueError, match=r"Unknown batch_norm 'trian'.*Did you mean 'train'"):
+        form(dropout={}, batch_norm="trian")
+
+
+FOLDED = {
+    "plain": "h = Conv<pads=[1,1,1,1]>(x, w)  y = BatchNormalization(h, s, b, m, v)",
+    "bias": "h = Conv(x, w, c)  y = BatchNormalization<epsilon=0.01>(h, s, b, m, v)",
+    "groups": "h = Conv<group=2>(x, u)  y = BatchNormalization(h, s, b, m, v)",
+    "in training": "h = Conv(x, w)  y = BatchNormalization<training_mode=0>(h, s, b, m, v)",
+}
+SEPARATE = {
+    "read twice": "h = Conv(x, w)  k = BatchNormalization(h, s, b, m, v)  y = Add(h, k)",
+    "a large weight": "h = Conv(x, l)  y = BatchNormalization(h, s, b, m, v)",
+    "before": "h = BatchNormalization(x, s0, b0, m0, v0)  y = Conv(h, w)",
+}
+
+
+def of_convolutions(nodes: str) -> onnx.ModelProto:
+    model = parse(f"""g (float[N,2,12,12] x) => (float[N,1] o) {{
+        {nodes}  q = Mul(y, y)  f = Flatten(q)  o = ReduceMean<keepdims=1>(f, axes) }}""")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axes"))
+    shapes = {"w": (4, 2, 3, 3), "u": (4, 1, 3, 3), "l": (4, 2, 12, 12), "c": 4, "s": 4, "b": 4}
+    shapes |= {"m": 4, "v": 4, "s0": 2, "b0": 2, "m0": 2, "v0": 2}
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        sign = 1 if name[0] in "vl" else rng.choice([-1, 1], shape)
+        array = rng.uniform(0.2, 1.5, shape) * sign
+        if any(name in node.input for node in model.graph.node):
+            model.graph.initializer.append(numpy_helper.from_array(array.astype("f4"), name))
+    return model
+
+
+def steps(model, **options) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return the weights after two steps, and the operators of the step."""
+    trainer = Trainer(model, "squared_error", optimizer="sgd", learning_rate=0.01, **options)
+    x = np.random.default_rng(1).normal(size=(6, 2, 12, 12)).astype("f4")
+    trainer.fit(x, np.ones((6, 1), "f4"), batch_size=3, epochs=1, shuffle=False)
+    gradients, _ = trainer.step_models(x, np.ones((6, 1), "f4"))
+    weights = {t.name: numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
+    return weights, [node.op_type for node in gradients.graph.node]
+
+
+@pytest.mark.parametrize("name", [*FOLDED, *SEPARATE])
+def test_frozen_statistics_are_part_of_the_convolution(name, monkeypatch):
+    model = of_convolutions((FOLDED | SEPARATE)[name])
+    weights, operators = steps(model)
+    assert ("BatchNormalization" in operators) == (name in SEPARATE)
+    monkeypatch.setattr("onnxgrad.training.objective.fold_normalizations", lambda *_: None)
+    wanted, operators = steps(model)
+    assert "BatchNormalization" in operators
+    start = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    for weight, array in wanted.items():
+        np.testing.assert_allclose(weights[weight], array, rtol=1e-4, atol=1e-5)
+        fixed = weight == "axes" or weight[0] in "mv"
+        assert (np.abs(array - start[weight]).max() == 0) == fixed
+
+
+@pytest.mark.parametrize("options", [{"freeze": ["w"]}, {"batch_norm": "train"}])
+def test_normalizations_that_are_not_folded(options):
+    _, operators = steps(of_convolutions(FOLDED["plain"]), **options)
+    assert "BatchNormalization" in operators
+
+
+def test_a_folded_normalization_as_torch():
+    torch = pytest.importorskip("torch")
+    model = of_convolutions(FOLDED["bias"])
+    start = {t.name: torch.tensor(numpy_helper.to_array(t)) for t in model.graph.initializer}
+    trained = {n: start[n].double().requires_grad_() for n in "wcsb"}
+    optimizer = torch.optim.SGD(trained.values(), 0.01)
+    x = np.random.default_rng(1).normal(size=(6, 2, 12, 12)).astype(np.float32)
+    for part in (x[:3], x[3:]):
+        h = torch.nn.functional.conv2d(torch.tensor(part).double(), trained["w"], trained["c"])
+        mean, variance = start["m"].double(), start["v"].double()
+        parts = (mean, variance, trained["s"], trained["b"], False, 0.1, 0.01)
+        loss = ((torch.nn.functional.batch_norm(h, *parts) ** 2).mean((1, 2, 3)) - 1) ** 2
+        optimizer.zero_grad()
+        loss.mean().backward()
+        optimizer.step()
+    weights, _ = steps(model)
+    for name, tensor in trained.items():
+        np.testing.assert_allclose(weights[name], tensor.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [5, 3, 17])
+@pytest.mark.parametrize("form", ["arrays", "list"])
+def test_accumulating_does_not_cut_a_short_batch_into_single_rows(form, last):
+    """Against PyTorch, which steps on the halves of a whole batch and on a short one as it is."""
+    torch = pytest.importorskip("torch")
+    parts, size = (4 if last == 3 else 2), 32
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]> f (double[N,3] x) => (double[N,1] y)
+        { n = BatchNormalization(x, s, b, mean, var)  y = Gemm<transB = 1>(n, w, c) }""")
+    names = dict(zip("s b mean var w c".split(), [
+        net[0].weight, net[0].bias, net[0].running_mean, net[0].running_var, *net[1].parameters(),
+    ], strict=True))  # fmt: skip
+    for name, tensor in names.items():
+        array = tensor.detach().numpy().copy()
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    X = np.random.default_rng(0).normal(size=(size + last, 3))
+    Y = X.sum(axis=1, keepdims=True) ** 2
+    pairs = [(X[:size], Y[:size]), (X[size:], Y[size:])]
+    made = Trainer(
+        model, "mse", optimizer="sgd", learning_rate=0.1, batch_norm="train", accumulate=parts
+    )
+    made.fit(*((X, Y) if form == "arrays" else (pairs,)), batch_size=size, shuffle=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for count, (x, y) in zip((parts, 1), pairs, strict=True):
+        optimizer.zero_grad()
+        for a, b in zip(np.split(x, count), np.split(y, count), strict=True):
+            loss = torch.nn.functional.mse_loss(net(torch.from_numpy(a)), torch.from_numpy(b))
+            (loss / count).backward()
+        optimizer.step()
+    values = made.state.weights | made.state.buffers
+    for name in ("s", "b", "w", "c"):
+        np.testing.assert_allclose(values[name], names[name].detach(), rtol=1e-9)
+    np.testing.assert_allclose(values["mean"], names["mean"], rtol=1e-9)

@@ -1,0 +1,321 @@
+"""Small steps: fewer nodes in their loop, and epochs that one call of the runtime runs."""
+
+import signal
+import warnings
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+import onnxgrad as og
+from onnxgrad import native
+from onnxgrad.graph.rewrite import GROUPS, rewrite
+from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.native import Target
+from onnxgrad.native.phases import PLAIN
+from onnxgrad.runtime.device import CPU
+from onnxgrad.training import loop as training_loop
+from onnxgrad.training.step import epoch
+from tests.support.running import run
+from tests.support.small_models import parse
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEWEST = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
+has_gated_add = pytest.mark.skipif(not NEWEST, reason="onnxruntime has no GatedAdd")
+RNG = np.random.default_rng(0)
+
+
+class Look(og.Callback):
+    """Looks at nothing; but a training with callbacks runs epoch by epoch."""
+
+
+def drawn(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+# -- sums x + s y ---------------------------------------------------------------------------------
+
+SPECIAL = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, 1, 1 / 3])
+SUMS = {
+    "x + y s": ("float[100] x, float[100] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
+    "s y + x": ("float[100] x, float[100] y, float[1] s", "t = Mul(s, y)  z = Add(t, x)"),
+}
+
+
+@has_gated_add
+@pytest.mark.parametrize("s", [0.0, -1e-3, 1 / 3, np.inf, np.nan])
+@pytest.mark.parametrize("name", ["x + y s", "s y + x"])
+def test_scaled_sum_changes_no_bit(name, s):
+    inputs, nodes = SUMS[name]
+    model = parse(f"g ({inputs}) => (float[100] z) {{ {nodes} }}")
+    x, y = (a.ravel() for a in np.meshgrid(SPECIAL, SPECIAL))
+    feed = {"x": x, "y": y, "s": np.full((1,) if "[1]" in inputs else (), s, np.float32)}
+    wanted, native_form = run(model, feed)[0], to_ir(model)
+    assert rewrite(native_form.graph, GROUPS[PLAIN], Target(CPU, 1, 4))
+    assert "GatedAdd" in {node.op_type for node in native_form.graph}
+    got = run(to_proto(native_form), feed)[0]
+    nan = np.isnan(wanted)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    np.testing.assert_array_equal(got[~nan].view(np.int32), wanted[~nan].view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "nodes"),
+    [
+        ("double[9] x, double[9] y, double s", "t = Mul(y, s)  z = Add(x, t)"),
+        ("float[3,3] x, float[3,3] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
+        ("float[9] x, float[1] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
+        ("float[9] x, float[9] y, float[9] s", "t = Mul(y, s)  z = Add(x, t)"),
+        ("float[N] x, float[N] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
+    ],
+)
+def test_other_sums_stay(inputs, nodes):
+    output = inputs.split(" ", 1)[0]
+    model = to_ir(parse(f"g ({inputs}) => ({output} z) {{ {nodes} }}"))
+    assert not rewrite(model.graph, GROUPS[PLAIN], Target(CPU, 1, 4))
+
+
+# -- the loop -------------------------------------------------------------------------------------
+
+LAYERS = {
+    "Gemm": "y = Gemm(x, w, b)",
+    "row": "y = Gemm<transB=1>(x, w, b)",
+    "MatMul": "a = MatMul(x, w)  y = Add(a, b)",
+    "Add of a bias": "a = MatMul(x, w)  y = Add(b, a)",
+    "hidden": "a = Gemm(x, w, b)  h = Relu(a)  c = MatMul(h, v)  y = Add(c, d)",
+    "bias read twice": "a = Gemm(x, w, b)  y = Add(a, b)",
+    "transposed": "y = Gemm<transB=1>(x, w, b)",
+    "scaled": "y = Gemm<alpha = 0.5>(x, w, b)",
+    "bias apart": "a = MatMul(x, w)  h = Tanh(a)  y = Add(h, b)",
+}
+WITH_ONES = {"Gemm", "row", "MatMul", "Add of a bias", "hidden"}
+
+
+def layers(name, dtype=np.float32):
+    units = 1 if name == "row" else 3
+    shape = (units, 5) if name in ("row", "transposed") else (5, 3)
+    rng = np.random.default_rng(1)
+    shapes = {"w": shape, "b": (units,), "v": (3, 3), "d": (3,)}
+    used = {n: s for n, s in shapes.items() if n in "wb" or name == "hidden"}
+    weights = {n: rng.standard_normal(s).astype(dtype) for n, s in used.items()}
+    kind = {"float32": "float", "float64": "double", "float16": "float16"}[np.dtype(dtype).name]
+    model = parse(f"g ({kind}[N,5] x) => ({kind}[N,{units}] y) {{ {LAYERS[name]} }}")
+    tensors = (numpy_helper.from_array(a, n) for n, a in weights.items())
+    model.graph.initializer.extend(tensors)
+    return model, units
+
+
+def trained(model, X, Y, **options):
+    """Return the trainer of two epochs of batches of 4 rows, the last one shorter."""
+    options = {"optimizer": "nesterov", "learning_rate": 0.01} | options
+    trainer = og.Trainer(model, "squared_error", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of weights in 16 bits
+        trainer.fit(X, Y, epochs=2, batch_size=4)
+    return trainer
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """Return the operators of the loops that are built, in the native form."""
+    seen: list[list[str]] = []
+
+    def loop_to_native(graph, target):
+        native.loop_to_native(graph, target)
+        seen.append([node.op_type for node in all_nodes(graph)])
+
+    monkeypatch.setattr(epoch, "loop_to_native", loop_to_native)
+    return seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adamw"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_loop_trains_as_the_plain_step(name, optimizer, accumulate, monkeypatch, loops):
+    model, units = layers(name)
+    X, Y = drawn(18, 5), drawn(18, units)
+    options = {"optimizer": optimizer, "accumulate": accumulate}
+    mine = trained(model, X, Y, **options)
+    if accumulate == 1:
+        assert ("Pad" in loops[0]) == (name in WITH_ONES)
+        assert "Expand" in loops[0]  # how many rows count stays the same
+    for function in ("to_native", "loop_to_native"):
+        monkeypatch.setattr(epoch, function, lambda graph, target: None)
+    want = trained(model, X, Y, **options)
+    np.testing.assert_allclose(mine.state.losses, want.state.losses, rtol=1e-6)
+    for w, array in want.state.weights.items():
+        np.testing.assert_allclose(mine.state.weights[w], array, rtol=2e-6, atol=2e-6, err_msg=w)
+
+
+@pytest.mark.parametrize("name", ["row", "hidden"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loop_against_torch(name, weighted):
+    torch = pytest.importorskip("torch")
+    model, units = layers(name)
+    X, Y, rate = drawn(16, 5), drawn(16, units), 0.01
+    counts = np.where(np.arange(16) % 3, 1, 2).astype(np.float32)
+    trainer = og.Trainer(model, "squared_error", optimizer=og.momentum(0.9), learning_rate=rate)
+    more = {"sample_weight": counts} if weighted else {}
+    trainer.fit(X, Y, epochs=3, batch_size=4, shuffle=False, **more)
+    w = {t.name: torch.tensor(ir.from_proto(t).numpy().copy()) for t in model.graph.initializer}
+    leaves = [v.requires_grad_() for v in w.values()]
+    descent = torch.optim.SGD(leaves, rate, momentum=0.9)
+    for i in [0, 4, 8, 12] * 3:
+        x = torch.tensor(X[i : i + 4])
+        h = x @ w["w"].T + w["b"] if name == "row" else torch.relu(x @ w["w"] + w["b"])
+        y = h if name == "row" else h @ w["v"] + w["d"]
+        squares = ((y - torch.tensor(Y[i : i + 4])) ** 2).mean(1)
+        c = torch.tensor(counts[i : i + 4]) if weighted else torch.ones(4)
+        descent.zero_grad()
+        ((squares * c).sum() / c.sum()).backward()
+        descent.step()
+    for key, value in w.items():
+        got = trainer.state.weights[key]
+        np.testing.assert_allclose(got, value.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_loop_in_other_dtypes(dtype):
+    model, _ = layers("hidden", dtype)
+    X, Y = drawn(16, 5).astype(dtype), drawn(16, 3).astype(dtype)
+    mine = trained(model, X, Y)
+    want = trained(layers("hidden", np.float64)[0], X.astype(float), Y.astype(float))
+    close = 1e-6 if dtype == np.float64 else 2e-2
+    for name, array in want.state.weights.items():
+        np.testing.assert_allclose(mine.state.weights[name], array, rtol=close, atol=close)
+
+
+def test_members_of_a_stack_train_as_trainers():
+    model, _ = layers("hidden")
+    X, Y = drawn(16, 5), drawn(16, 3)
+    stack = og.TrainerStack(model, "squared_error", optimizer=og.nesterov(0.9),
+                            learning_rate=[0.01, 0.02])  # fmt: skip
+    stack.fit(X, Y, epochs=2, batch_size=4, shuffle=False)
+    for k, rate in enumerate((0.01, 0.02)):
+        one = og.Trainer(model, "squared_error", optimizer=og.nesterov(0.9), learning_rate=rate)
+        one.fit(X, Y, epochs=2, batch_size=4, shuffle=False)
+        for name, array in one.state.weights.items():
+            np.testing.assert_allclose(stack.state.weights[name][k], array, rtol=1e-5, atol=1e-6)
+
+
+# -- epochs at once -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Return how many epochs each call may run; a call of the runtime takes no time."""
+    seen: list[int] = []
+    plain = training_loop.unseen_epochs
+
+    def unseen_epochs(loop):
+        loop.runner.seconds_per_batch, loop.runner.last = 1e-6, 1000
+        seen.append(plain(loop))
+        return seen[-1]
+
+    monkeypatch.setattr(training_loop, "unseen_epochs", unseen_epochs)
+    return seen
+
+
+def fitted(epochs=7, rows=16, callbacks=(), batch_size=4, **options):
+    model, _ = layers("hidden")
+    rng = np.random.default_rng(5)
+    X, Y = (rng.standard_normal((rows, n)).astype(np.float32) for n in (5, 3))
+    options = {"optimizer": "nesterov", "learning_rate": 0.01} | options
+    trainer = og.Trainer(model, "squared_error", callbacks=list(callbacks), **options)
+    return trainer.fit(X, Y, epochs=epochs, batch_size=batch_size)
+
+
+def assert_same(mine, want):
+    assert mine.state.history == want.state.history
+    assert (mine.state.step, mine.state.epoch) == (want.state.step, want.state.epoch)
+    for name, array in want.state.weights.items():
+        np.testing.assert_array_equal(mine.state.weights[name], array)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"learning_rate": og.cosine(0.02, 28)},
+        {"accumulate": 2},
+        {"optimizer": og.ema(og.adam(), 0.9)},
+    ],
+    ids=["constant", "schedule", "accumulate", "average"],
+)
+def test_epochs_at_once_change_no_bit(options, counts):
+    mine = fitted(**options)
+    assert counts == [7]
+    assert_same(mine, fitted(callbacks=[Look()], **options))
+    assert counts[1:] == [1] * 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rows": 18},  # the last batch is shorter
+        {"learning_rate": og.plateau(0.01, monitor="loss")},
+    ],
+    ids=["short batch", "plateau"],
+)
+def test_what_runs_epoch_by_epoch(options, counts):
+    fitted(**options)
+    assert max(counts) <= 1
+
+
+def test_epochs_at_once_resume(tmp_path, counts):
+    whole, part = fitted(epochs=7), fitted(epochs=3, callbacks=[og.Checkpoint(tmp_path)])
+    assert part.state.epoch == 3
+    rng = np.random.default_rng(5)
+    X, Y = (rng.standard_normal((16, n)).astype(np.float32) for n in (5, 3))
+    again = og.Trainer(layers("hidden")[0], "squared_error", optimizer="nesterov",
+                       learning_rate=0.01)  # fmt: skip
+    again.fit(X, Y, epochs=7, batch_size=4, resume=tmp_path)
+    assert counts[-1] == 4
+    assert_same(again, whole)
+
+
+def test_epoch_that_is_not_finite_is_found(counts):
+    """The epochs before it are kept, and the error names it, as without a call for several."""
+    errors = []
+    for callbacks in ([], [Look()]):
+        with pytest.raises(og.ConvergenceError) as error:
+            fitted(epochs=60, learning_rate=30.0, optimizer="sgd", callbacks=callbacks)
+        errors.append(str(error.value))
+    assert counts[0] > 1
+    assert "epoch 1 " not in errors[0]
+    assert errors[0] == errors[1]
+
+
+def test_estimator_runs_epochs_at_once(counts):
+    model, _ = layers("hidden")
+    X, Y = drawn(16, 5), drawn(16, 3)
+    for rate, expected in (("constant", [6]), ("invscaling", [1] * 6)):
+        counts.clear()
+        mine = og.OrtGradientForwardBackwardOptimizer(
+            model, max_iter=6, batch_size=4, random_state=0, weights_to_train=list("wbvd"),
+            learning_rate=og.LearningRateSGD(0.01, learning_rate=rate),
+        ).fit(X, Y)  # fmt: skip
+        assert counts == expected
+        assert len(mine.train_losses_) == 6
+
+
+def test_interrupt_between_epochs_at_once(counts, monkeypatch):
+    """Ctrl-C in a call takes effect behind all of its epochs."""
+    model, _ = layers("hidden")
+    trainer = og.Trainer(model, "squared_error", learning_rate=0.01)
+    plain = training_loop.Runner.run
+
+    def run_and_interrupt(self, *arguments):
+        losses = plain(self, *arguments)
+        if self.now.steps >= 4 * 5:
+            signal.raise_signal(signal.SIGINT)
+        return losses
+
+    monkeypatch.setattr(training_loop.Runner, "run", run_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(drawn(16, 5), drawn(16, 3), epochs=9, batch_size=4)
+    state = trainer.state
+    assert (state.epoch, state.step, len(state.history)) == (9, 36, 9)

@@ -1,0 +1,610 @@
+"""What a stack has in common with a trainer: its members are compared with trainers."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxgrad as og
+from onnxgrad.optimizers import Chain, clip_by_global_norm
+from onnxgrad.training.callbacks.tracker import Tracker
+from tests.support.running import in_sweep, run_named
+from tests.support.small_models import parse
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MEMBERS, ROWS, CLASSES = 3, 59, 4
+RATES = [0.01, 0.03, 0.05]
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 6)).astype(np.float32)
+Y = RNG.integers(0, CLASSES, ROWS)
+VALIDATION = (X[40:], Y[40:])
+LISTS = ("learning_rate", "optimizer")
+FITTED = {"epochs": 3, "batch_size": 8}
+
+
+def drawn(*shape, seed=0):
+    return np.random.default_rng(seed).normal(0, 0.4, shape)
+
+
+def mlp(norm=False, dtype=np.float32):
+    """Return two layers, with a BatchNormalization between them if it has a `norm`."""
+    # in front of a normalization, the gradient of a bias is noise
+    normed = "n = BatchNormalization(a, s, o, mean, var)" if norm else "n = Add(a, b0)"
+    weights = {"w0": drawn(6, 5), "w1": drawn(5, CLASSES, seed=2)}
+    weights |= {} if norm else {"b0": drawn(5, seed=1)}
+    if norm:
+        weights |= {"s": 1 + drawn(5, seed=3) / 4, "o": drawn(5, seed=4) / 4}
+        weights |= {"mean": drawn(5, seed=5) / 4, "var": 1 + drawn(5, seed=6) ** 2}
+    kind = {"f": "float", "d": "double"}[np.dtype(dtype).char]
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g ({kind}[N,6] x) => ({kind}[N,{CLASSES}] y) {{
+            a = MatMul(x, w0)  {normed}  r = Relu(n)  y = MatMul(r, w1) }}""")
+    for name, w in weights.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(w.astype(dtype), name))
+    return model
+
+
+def convolutions():
+    weights = {"w0": drawn(3, 1, 3), "w1": drawn(12, CLASSES, seed=2)}
+    norms = {"s": np.ones(3), "o": np.zeros(3), "mean": drawn(3, seed=5) / 4, "var": np.ones(3)}
+    return parse(
+        f"""g (float[N,6] x) => (float[N,{CLASSES}] y) {{
+            u = Unsqueeze(x, one)  a = Conv <kernel_shape = [3]> (u, w0)
+            n = BatchNormalization(a, s, o, mean, var)  r = Tanh(n)
+            f = Flatten(r)  y = MatMul(f, w1) }}""",
+        one=np.array([1]),
+        **weights,
+        **norms,
+    )
+
+
+def half():
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,6] x) => (float[N,{CLASSES}] y) {{
+            c = Cast <to = 10> (x)  a = MatMul(c, w0)  r = Relu(a)
+            b = MatMul(r, w1)  y = Cast <to = 1> (b) }}""")
+    for name, shape in {"w0": (6, 5), "w1": (5, CLASSES)}.items():
+        w = onnx.numpy_helper.from_array(drawn(*shape).astype(np.float16), name)
+        model.graph.initializer.append(w)
+    return model
+
+
+def fused():
+    """Return layers as optimizers of onnxruntime write them."""
+    return parse(
+        f"""g (float[N,6] x) => (float[N,{CLASSES}] y) {{
+            h = com.microsoft.FusedMatMul <alpha = 0.5> (x, w0)
+            t = com.microsoft.BiasGelu(h, b)  n = com.microsoft.SkipLayerNormalization(t, h, s, o)
+            y = com.microsoft.FusedGemm <activation = "Tanh"> (n, w1, c) }}""",
+        w0=drawn(6, 5),
+        b=drawn(5, seed=1),
+        s=1 + drawn(5, seed=2),
+        o=drawn(5, seed=3),
+        w1=drawn(5, CLASSES, seed=4),
+        c=drawn(CLASSES, seed=5),
+    )
+
+
+def streaming():
+    """Return a recurrent step, whose output `state` is the input `before` of the next batch."""
+    return parse(
+        f"""g (float[N,6] x, float[N,5] before) => (float[N,{CLASSES}] y, float[N,5] state) {{
+            a = MatMul(x, w0)  b = MatMul(before, w1)  c = Add(a, b)
+            state = Tanh(c)  y = MatMul(state, w2) }}""",
+        w0=drawn(6, 5),
+        w1=drawn(5, 5, seed=1),
+        w2=drawn(5, CLASSES, seed=2),
+    )
+
+
+def pair(model, **options):
+    """Return a stack, and the trainers of its members with the weights that these begin with."""
+    options = {"optimizer": "adam", "learning_rate": RATES, "init": "redrawn"} | options
+    loss = options.pop("loss", "cross_entropy")
+    callbacks = options.pop("callbacks", list)
+    stack = og.TrainerStack(model, loss, members=MEMBERS, callbacks=callbacks(), **options)
+    del options["init"]
+    trainers = []
+    for k in range(MEMBERS):
+        own = {n: v[k] for n, v in options.items() if n in LISTS and isinstance(v, list)}
+        trainers.append(og.Trainer(model, loss, callbacks=callbacks(), **options | own))
+        trainers[k].state.weights = stack.state.values[k].weights
+    return stack, trainers
+
+
+def assert_equal(stack, trainers, X=X, Y=Y, atol=1e-6, rtol=1e-5):
+    """Assert that weights, slots, buffers, history, predictions and scores are equal."""
+    for k, trainer in enumerate(trainers):
+        ours, theirs = stack.state.values[k], trainer.state.values
+        assert ours.steps == theirs.steps
+        for name, w in theirs.weights.items():
+            np.testing.assert_allclose(ours.weights[name], w, rtol=0, atol=atol, err_msg=name)
+            for slot, value in theirs.slots.get(name, {}).items():
+                np.testing.assert_allclose(ours.slots[name][slot], value, rtol=1e-4, atol=atol)
+        assert ours.buffers.keys() == theirs.buffers.keys()
+        for name, b in theirs.buffers.items():
+            np.testing.assert_allclose(ours.buffers[name], b, rtol=1e-5, atol=atol)
+        for mine, entry in zip(stack.history, trainer.history, strict=True):
+            assert mine.keys() == entry.keys()
+            for key, value in entry.items():
+                own = np.broadcast_to(mine[key], MEMBERS)[k]
+                np.testing.assert_allclose(own, value, rtol=rtol, atol=atol, err_msg=key)
+        np.testing.assert_allclose(
+            stack.predict(X)[k], trainer.predict(X), rtol=rtol, atol=10 * atol
+        )
+        for key, value in trainer.evaluate(X, Y).items():
+            np.testing.assert_allclose(
+                stack.evaluate(X, Y)[key][k], value, rtol=rtol, atol=10 * atol
+            )
+
+
+OPTIMIZERS = [
+    *("adamw", "lamb", "muon", "schedule_free"),
+    *map(in_sweep, "sgd momentum nesterov adam adamax nadam radam adagrad adadelta".split()),
+    *map(in_sweep, "rmsprop rprop lion adafactor".split()),
+]
+FEATURES = {
+    "accumulate": (mlp, {"accumulate": 3}),
+    "accumulate, clip": (mlp, {"accumulate": 2, "clip_norm": 0.3}),
+    "batch norm": (lambda: mlp(True), {"batch_norm": "train"}),
+    "frozen norm": (lambda: mlp(True), {}),
+    "batch norm of images": (convolutions, {"batch_norm": "train", "optimizer": "momentum"}),
+    "batch norm, accumulate": (lambda: mlp(True), {"batch_norm": "train", "accumulate": 2}),
+    "dropout": (mlp, {"dropout": {"r": 0.5}, "seed": 3}),
+    "dropout, accumulate": (mlp, {"dropout": {"r": 0.5}, "accumulate": 2}),
+    "dropout, batch norm, clip": (
+        lambda: mlp(True),
+        {"dropout": {"r": 0.3}, "batch_norm": "train", "clip_norm": 0.5},
+    ),
+    "recompute": (mlp, {"recompute": "all"}),
+    "recompute, norm": (lambda: mlp(True), {"recompute": "cheap", "batch_norm": "train"}),
+    "groups": (mlp, {"optimizer": og.param_groups({"b*": og.sgd()}, og.adam())}),
+    "groups, rates": (
+        mlp,
+        {
+            "optimizer": [
+                og.param_groups({"w*": og.ParamGroup(rate=rate)}, og.adam())
+                for rate in (0.5, 2.0, 0.5)
+            ]
+        },
+    ),
+    "averages": (lambda: mlp(True), {"optimizer": og.ema(og.adam(), 0.9), "batch_norm": "train"}),
+    "averages, accumulate": (mlp, {"optimizer": og.swa(og.momentum(), 5), "accumulate": 2}),
+    "lookahead": (mlp, {"optimizer": og.lookahead(og.sgd(), 3)}),
+    "decays": (mlp, {"optimizer": [og.adamw(weight_decay=d) for d in (0.0, 0.1, 1.0)]}),
+    "betas": (mlp, {"optimizer": [og.adam(b) for b in (0.5, 0.9, 0.99)]}),
+    "clips": (
+        mlp,
+        {"optimizer": [Chain((clip_by_global_norm(c), og.adam())) for c in (0.1, 1.0, 0.1)]},
+    ),
+    "kinds": (mlp, {"optimizer": ["adam", "lamb", og.sgd()], "accumulate": 2}),
+    "kinds, norm": (
+        lambda: mlp(True),
+        {"optimizer": ["muon", "sgd", og.ema(og.adam(), 0.9)], "batch_norm": "train"},
+    ),
+    "schedules": (
+        mlp,
+        {"learning_rate": [og.cosine(0.03, warmup=3), og.plateau(0.03, patience=1), 0.02]},
+    ),
+    "com.microsoft": (fused, {"optimizer": "momentum", "accumulate": 2}),
+    "half": (half, {"optimizer": "sgd", "dropout": {"r": 0.5}}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*train in float16")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature(feature):
+    build, options = FEATURES[feature]
+    stack, trainers = pair(build(), metrics=["accuracy"], **options)
+    for trainer in (stack, *trainers):
+        trainer.fit(X[:40], Y[:40], validation=VALIDATION, **FITTED)
+    if feature == "half":
+        assert_equal(stack, trainers, atol=1e-3, rtol=1e-2)
+    else:
+        assert_equal(stack, trainers)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_with_everything(optimizer):
+    options = {"batch_norm": "train", "dropout": {"r": 0.3}, "accumulate": 2, "clip_norm": 0.5}
+    rates = [r / 10 for r in RATES] if optimizer in ("rprop", "lion", "muon") else RATES
+    model, wide = mlp(True, np.float64), X.astype(np.float64)
+    stack, trainers = pair(model, optimizer=optimizer, learning_rate=rates, **options)
+    for trainer in (stack, *trainers):
+        trainer.fit(wide, Y, **FITTED)
+    assert_equal(stack, trainers, wide, atol=1e-9)
+
+
+def test_carried_states():
+    data = {"x": X[:56], "before": np.zeros((56, 5), np.float32)}
+    stack, trainers = pair(streaming(), carry={"before": "state"}, loss={"y": "cross_entropy"})
+    for trainer in (stack, *trainers):
+        trainer.fit(data, Y[:56], shuffle=False, validation=(data, Y[:56]), **FITTED)
+    assert_equal(stack, trainers, data, Y[:56])
+
+
+def test_partial_fit_goes_on():
+    stack, trainers = pair(mlp(True), batch_norm="train", learning_rate=og.constant(0.02))
+    for trainer in (stack, *trainers):
+        for i in range(4):
+            trainer.partial_fit(X[i * 10 : i * 10 + 10], Y[i * 10 : i * 10 + 10], batch_size=5)
+    assert stack.state.step == 8
+    assert len(stack.history) == 4
+    assert_equal(stack, trainers)
+    stack.fit(X, Y, **FITTED)
+    stack.partial_fit(X, Y, batch_size=8)
+    assert stack.state.epoch == 4
+
+
+def test_frozen_members_stay_so_until_fit():
+    class Freeze(og.Callback):
+        def on_epoch_end(self, trainer, state, control):
+            control.freeze |= {0, 1} if state.epoch < 2 else {2}
+
+    stack, _ = pair(mlp(), callbacks=lambda: [Freeze()])
+    stack.fit(X, Y, epochs=1, batch_size=30)
+    before = stack.state.weights["w0"]
+    with pytest.warns(UserWarning, match=r"the members \[0, 1\] are frozen and do not train"):
+        stack.partial_fit(X, Y, batch_size=30)
+    after = stack.state.weights["w0"]
+    assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False]
+    assert stack.state.frozen == {0: 2, 1: 2, 2: 4}
+    with pytest.raises(ValueError, match="all members are frozen"):
+        stack.partial_fit(X, Y)
+    stack.fit(X, Y, epochs=1, batch_size=30)
+    assert stack.state.frozen == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", ["adam", "sgd", "lamb"]], ids=["one", "several"])
+@pytest.mark.parametrize("every_steps", [None, 3])
+def test_a_resumed_training_is_the_same_bit_for_bit(tmp_path, optimizer, every_steps):
+    options = {"batch_norm": "train", "dropout": {"r": 0.3}, "accumulate": 2, "init": "redrawn"}
+    options |= {"learning_rate": [og.plateau(0.05, patience=1), 0.03, og.cosine(0.02)]}
+
+    def stack(*callbacks):
+        made = {**options, "optimizer": optimizer, "callbacks": callbacks}
+        return og.TrainerStack(mlp(True), "cross_entropy", members=3, **made)
+
+    class Break(og.Callback):
+        def on_step_end(self, trainer, state, control):
+            if state.step >= 12:
+                raise KeyboardInterrupt
+
+    data = {"epochs": 4, "batch_size": 8, "validation": VALIDATION}
+    whole = stack().fit(X[:40], Y[:40], **data)
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(KeyboardInterrupt):
+        stack(og.Checkpoint(folder, every_steps=every_steps), Break()).fit(X[:40], Y[:40], **data)
+    resumed = stack(og.Checkpoint(folder)).fit(X[:40], Y[:40], resume=folder, **data)
+    for name, w in whole.state.weights.items():
+        assert resumed.state.weights[name].tobytes() == w.tobytes()
+        for slot, value in whole.state.slots[name].items():
+            assert resumed.state.slots[name][slot].tobytes() == value.tobytes()
+    for name, b in whole.state.buffers.items():
+        assert resumed.state.buffers[name].tobytes() == b.tobytes()
+    for ours, entry in zip(resumed.history, whole.history, strict=True):
+        assert ours.keys() == entry.keys()
+        for key, value in entry.items():
+            np.testing.assert_array_equal(ours[key], value)
+    other = og.TrainerStack(mlp(True), "cross_entropy", learning_rate=RATES, batch_norm="train")
+    with pytest.raises(ValueError, match="learning_rates"):
+        other.fit(X[:40], Y[:40], resume=folder, **data)
+
+
+def test_a_frozen_member_stays_so_in_a_checkpoint(tmp_path):
+    def stack():
+        return og.TrainerStack(
+            mlp(),
+            "squared_error",
+            optimizer="momentum",
+            learning_rate=[0.01, 1e30, 0.02],
+            callbacks=[og.Checkpoint(tmp_path)],
+        )
+
+    target = np.eye(CLASSES, dtype=np.float32)[Y]
+    with pytest.warns(og.ConvergenceWarning, match="member 1"):
+        first = stack().fit(X, target, epochs=2)
+    resumed = stack().fit(X, target, epochs=4, resume=tmp_path)
+    assert resumed.state.frozen == first.state.frozen
+    assert list(resumed.state.frozen) == [1]
+    whole = og.Trainer(mlp(), "squared_error", optimizer="momentum", learning_rate=0.02)
+    whole.fit(X, target, epochs=4)
+    np.testing.assert_allclose(
+        resumed.state.weights["w0"][2], whole.state.weights["w0"], rtol=0, atol=1e-6
+    )
+    loaded = og.TrainState.load(sorted(tmp_path.glob("step-*"))[-1])
+    assert loaded.frozen == first.state.frozen
+    assert loaded.members == 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", og.ema(og.sgd(), 0.5)], ids=["plain", "averages"])
+def test_members_stop_early_one_by_one(optimizer):
+    # the rates make one member overshoot at once, and another improve to the end
+    options = {"learning_rate": [3.0, 0.001, 0.5], "optimizer": optimizer}
+    options["callbacks"] = lambda: [og.EarlyStopping(patience=2)]
+    stack, trainers = pair(mlp(True), batch_norm="train", **options)
+    for trainer in (stack, *trainers):
+        trainer.fit(X[:40], Y[:40], validation=VALIDATION, epochs=12, batch_size=8)
+    ends = [trainer.state.epoch for trainer in trainers]
+    assert len(set(ends)) > 1  # else it tells nothing of single members
+    for k, trainer in enumerate(trainers):
+        ours, theirs = stack.state.values[k], trainer.state.values
+        for name, w in theirs.weights.items():
+            np.testing.assert_allclose(ours.weights[name], w, rtol=0, atol=1e-6)
+        for name, b in theirs.buffers.items():
+            np.testing.assert_allclose(ours.buffers[name], b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(stack.predict(X)[k], trainer.predict(X), rtol=1e-4, atol=1e-5)
+        entry = trainer.callbacks.all[0].entry(trainer.state)
+        own = stack.callbacks.all[0].entry(stack.state)["members"][k]
+        for key in ("step", "epoch", "waiting", "stopped", "restored"):
+            assert own[key] == entry[key], key
+        np.testing.assert_allclose(own["best"], entry["best"], rtol=1e-5)
+    bests = [min(t.state.validation_losses) for t in trainers]
+    assert stack.best() == int(np.argmin(bests))
+
+
+def test_a_callback_freezes_a_member():
+    class Freeze(og.Callback):
+        def on_epoch_end(self, trainer, state, control):
+            assert trainer.members == 3
+            if state.epoch == 2:
+                control.freeze.add(1)
+
+    stack, trainers = pair(mlp())
+    stack.callbacks.callbacks.append(Freeze())
+    stack.fit(X, Y, epochs=5, batch_size=16)
+    trainers[1].fit(X, Y, epochs=2, batch_size=16)
+    trainers[2].fit(X, Y, epochs=5, batch_size=16)
+    for k in (1, 2):
+        for name, w in trainers[k].state.weights.items():
+            np.testing.assert_allclose(stack.state.weights[name][k], w, rtol=0, atol=1e-6)
+    assert stack.state.frozen == {1: 8}
+    assert np.isnan(stack.history[-1]["loss"]).tolist() == [False, True, False]
+    with pytest.raises(ValueError, match="one model"):
+        og.Trainer(mlp(), "cross_entropy", callbacks=[Freeze0()]).fit(X, Y)
+
+
+def test_a_callback_that_freezes_an_unknown_member_ends_the_training():
+    class Freeze(og.Callback):
+        def on_epoch_end(self, trainer, state, control):
+            control.freeze.add(7)
+
+    stack, _ = pair(mlp(), callbacks=lambda: [Freeze()])
+    with pytest.raises(ValueError, match=r"control.freeze has \[7\], and the members are 0 to 2"):
+        stack.fit(X, Y)
+    assert not stack.state.frozen
+
+
+class Freeze0(og.Callback):
+    def on_epoch_end(self, trainer, state, control):
+        control.freeze.add(0)
+
+
+def test_every_callback_takes_members(tmp_path, capsys):
+    class Log(Tracker):
+        def begin(self, state, parameters):
+            self.parameters, self.numbers = parameters, {}
+
+        def log(self, step, scalars):
+            self.numbers |= {(step, name): value for name, value in scalars.items()}
+
+        def end(self, state):
+            self.ended = state.step
+
+    log = Log(every_steps=1)
+    callbacks = [
+        og.Progress(),
+        og.History(tmp_path / "history.csv"),
+        og.History(tmp_path / "history.json"),
+        og.Norms(every_steps=2),
+        log,
+        og.Checkpoint(tmp_path / "best", monitor="validation_accuracy"),
+        og.NanWatch(),
+        og.EarlyStopping("validation_accuracy", patience=2),
+    ]
+    stack = og.TrainerStack(
+        mlp(), "cross_entropy", learning_rate=RATES, metrics=["accuracy"], callbacks=callbacks
+    )
+    stack.fit(X[:40], Y[:40], validation=VALIDATION, epochs=4, batch_size=8)
+    shown = capsys.readouterr().err
+    assert "validation loss" in shown
+    assert " to " in shown
+    records = json.loads((tmp_path / "history.json").read_text())
+    np.testing.assert_allclose(records[0]["loss"], stack.history[0]["loss"])
+    header = (tmp_path / "history.csv").read_text().splitlines()[0].split(",")
+    assert {"step", "epoch", "loss/0", "loss/1", "loss/2", "validation_accuracy/2"} <= set(header)
+    last = stack.history[-1]
+    assert log.numbers[last["step"], "validation_loss/2"] == last["validation_loss"][2]
+    assert log.numbers[last["step"], "learning_rate/1"] == RATES[1]
+    assert log.ended == last["step"]
+    assert "0.01" in log.parameters["learning_rate"]
+    norms = stack.callbacks.all[3].entry(stack.state)["records"][-1]
+    weights = stack.state.weights["w0"]
+    assert np.shape(norms["weight_norm"]) == (3,)
+    assert weights.shape[0] == 3
+    best = stack.callbacks.all[5].entry(stack.state)["best"]
+    assert best == max(np.max(r["validation_accuracy"]) for r in stack.history)
+    with pytest.raises(ValueError, match="Recorder describes the training of one model"):
+        og.TrainerStack(mlp(), learning_rate=RATES, callbacks=[og.Recorder(tmp_path / "r")])
+
+
+def test_norms_of_gradients_are_those_of_each_member():
+    stack, trainers = pair(mlp(), callbacks=lambda: [og.Norms()], clip_norm=0.1)
+    for trainer in (stack, *trainers):
+        trainer.fit(X, Y, **FITTED)
+    for name, norm in stack.gradient_norms.items():
+        theirs = [trainer.gradient_norms[name] for trainer in trainers]
+        np.testing.assert_allclose(norm, theirs, rtol=1e-4)
+    ours = stack.callbacks.all[0].entry(stack.state)["records"][-1]
+    for k, trainer in enumerate(trainers):
+        theirs = trainer.callbacks.all[0].entry(trainer.state)["records"][-1]
+        for key in ("gradient_norm", "weight_norm"):
+            np.testing.assert_allclose(ours[key][k], theirs[key], rtol=1e-4)
+
+
+def test_copies_and_pickles_are_independent():
+    stack, _ = pair(mlp(True), batch_norm="train")
+    stack.fit(X, Y, **FITTED)
+    again = pickle.loads(pickle.dumps(stack))
+    before = {name: w.copy() for name, w in stack.state.weights.items()}
+    again.partial_fit(X, Y)
+    for name, w in before.items():
+        np.testing.assert_array_equal(stack.state.weights[name], w)
+    assert again.state.step > stack.state.step
+
+
+def test_models_and_files_of_members(tmp_path):
+    stack, trainers = pair(mlp(True), batch_norm="train", optimizer=og.ema(og.adam(), 0.9))
+    for trainer in (stack, *trainers):
+        trainer.fit(X, Y, **FITTED)
+    for k, trainer in enumerate(trainers):
+        stack.save(tmp_path / "member.onnx", k)
+        saved = {t.name: t for t in onnx.load(tmp_path / "member.onnx").graph.initializer}
+        for t in trainer.model.graph.initializer:
+            ours, theirs = map(onnx.numpy_helper.to_array, (saved[t.name], t))
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    with pytest.raises(IndexError):
+        stack.model(3)
+
+
+def test_a_weight_without_gradient_is_that_of_its_member():
+    """The loss reads it behind a Round, through which no gradient passes."""
+    model = parse(
+        """g (float[N,6] x) => (float[N,4] y) {
+            a = MatMul(x, w0)  r = Round(w1)  m = Mul(a, r)  y = Identity(m) }""",
+        w0=drawn(6, 4),
+        w1=3 * drawn(1, 4, seed=1),
+    )
+    options = {"train": ["w0", "w1"], "optimizer": "sgd"}
+    stack, trainers = pair(model, **options)
+    for k, rate in enumerate(RATES):
+        own = stack.state.values[k].weights
+        file = onnx.ModelProto.FromString(model.SerializeToString())
+        for t in file.graph.initializer:
+            t.CopyFrom(onnx.numpy_helper.from_array(own[t.name], t.name))
+        trainers[k] = og.Trainer(file, "cross_entropy", learning_rate=rate, **options)
+    for trainer in (stack, *trainers):
+        with pytest.warns(UserWarning, match="does not depend on .'w1'"):
+            trainer.fit(X, Y, **FITTED)
+    assert_equal(stack, trainers)
+
+
+def test_data_of_every_kind():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(X, columns=list("abcdef"))
+    batches = [(X[i : i + 8], Y[i : i + 8], np.ones(len(Y[i : i + 8]))) for i in range(0, ROWS, 8)]
+    for data in ((frame, Y), (batches, None), (iter_of(batches), None)):
+        stack, trainers = pair(mlp(), optimizer="momentum")
+        for trainer in (stack, *trainers):
+            trainer.fit(*data, epochs=2, batch_size=8, validation=VALIDATION)
+        assert_equal(stack, trainers, frame if data[0] is frame else X)
+
+
+class iter_of:  # noqa: N801 - a reusable iterable without a length
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+HOT = np.eye(CLASSES, dtype=np.float32)[Y]
+
+
+def two_outputs():
+    return parse(
+        """g (float[N,6] x) => (float[N,4] y, float[N,2] z) {
+            h = MatMul(x, w0)  r = Tanh(h)  y = MatMul(r, w1)  z = MatMul(r, w2) }""",
+        w0=drawn(6, 5),
+        w1=drawn(5, CLASSES, seed=1),
+        w2=drawn(5, 2, seed=2),
+    )
+
+
+LOSSES = {
+    "balanced": (mlp, Y, {"class_weight": "balanced"}),
+    "options": (mlp, Y, {"loss_options": {"label_smoothing": 0.1, "ignore_index": 2}}),
+    "function": (mlp, HOT, {"loss": lambda op, p, label: op.Abs(p - label)}),
+    "object of the seeds": (mlp, HOT, {"loss": og.SquareLearningLoss()}),
+    "teacher": (mlp, Y, {"loss": og.distillation(mlp(), "cross_entropy")}),
+    "two outputs": (
+        two_outputs,
+        {"y": Y, "z": X[:, :2]},
+        {"loss": {"y": "cross_entropy", "z": "mse"}, "loss_weights": {"y": 1.0, "z": 0.3}},
+    ),
+    "rates by epoch": (
+        mlp,
+        Y,
+        {
+            "optimizer": "sgd",
+            "learning_rate": [og.LearningRateSGD(0.05), og.LearningRateSGD(0.01), 0.02],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_kind_of_loss_and_rate(loss):
+    build, labels, options = LOSSES[loss]
+    stack, trainers = pair(build(), **options)
+    for trainer in (stack, *trainers):
+        trainer.fit(X, labels, **FITTED)
+    for k, trainer in enumerate(trainers):
+        for name, w in trainer.state.weights.items():
+            ours = stack.state.weights[name][k]
+            np.testing.assert_allclose(ours, w, rtol=0, atol=1e-6, err_msg=name)
+        for ours, entry in zip(stack.history, trainer.history, strict=True):
+            np.testing.assert_allclose(ours["loss"][k], entry["loss"], rtol=1e-5)
+            np.testing.assert_allclose(ours["learning_rate"][k], entry["learning_rate"])
+
+
+NETWORKS = [
+    *("cnn", "vit", "gpt", "gru, learned state", "t5", "detr"),
+    *map(in_sweep, ("preactivation", "depthwise", "unet", "mae", "rotary decoder", "encoder")),
+    *map(in_sweep, ("lstm", "gru", "rnn", "detector", "point detector", "swin", "convnext")),
+    *map(in_sweep, ("cosine attention", "alibi", "scaled logits", "weight norm", "blur pool")),
+    *map(in_sweep, ("rezero", "recommender", "float mask", "alibi table", "rotary computed")),
+]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    from tests.support.networks_more import NETWORKS as BUILD
+
+    network, inputs = BUILD[name]()
+    names, file = [f"x{i}" for i in range(len(inputs))], io.BytesIO()
+    axes = {name: {0: "N"} for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            network.eval(), inputs, file, dynamo=False, input_names=names, dynamic_axes=axes
+        )
+    model = onnx.load_model_from_string(file.getvalue())
+    read = {x.name for x in model.graph.input}
+    data = {
+        n: np.tile(x.numpy(), (3, *[1] * (x.ndim - 1))) for n, x in zip(names, inputs, strict=True)
+    }
+    data = {name: array for name, array in data.items() if name in read}
+    predictions = run_named(model, data)
+    output = next(n for n, y in predictions.items() if y.dtype == np.float32)
+    labels = np.random.default_rng(0).normal(size=predictions[output].shape).astype(np.float32)
+    options = {
+        "optimizer": "momentum",
+        "learning_rate": [0.001, 0.002, 0.003],
+        "recompute": "cheap",
+    }
+    stack, trainers = pair(model, loss={output: "squared_error"}, accumulate=2, **options)
+    for trainer in (stack, *trainers):
+        trainer.fit(data, labels, epochs=2, batch_size=4)
+    for k, trainer in enumerate(trainers):
+        for name, w in trainer.state.weights.items():
+            ours = stack.state.weights[name][k]
+            np.testing.assert_allclose(ours, w, rtol=1e-5, atol=1e-6, err_msg=name)

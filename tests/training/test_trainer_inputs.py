@@ -1,0 +1,524 @@
+"""`Trainer` for the inputs and outputs that published files have: scalars, states, false shapes."""
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxgrad as og
+from tests.support.running import in_sweep, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RNG = np.random.default_rng(0)
+
+RECURRENT = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[N,2] x, int64 rate, float[1,N,1] h) => (float[N,1] y, float[1,N,1] new)
+    <float[2,1] w = {0.5, -0.3}> {
+        a = MatMul(x, w)  b = Add(a, h)  r = Cast<to = 1>(rate)  c = Mul(b, r)
+        new = Tanh(c)  axis = Constant<value = int64[1] {0}>()  y = Squeeze(new, axis)
+    }"""
+
+
+def stream():
+    x, label = RNG.normal(size=(6, 2)).astype("f"), RNG.random((6, 1)).astype("f")
+    return {"x": x, "rate": np.int64(2), "h": np.zeros((1, 6, 1), "f")}, label
+
+
+def by_hand(X, label, rows, w):
+    """Return the loss, with the state carried from batch to batch."""
+    h, errors = 0.0, []
+    for i in range(0, 6, rows):
+        h = np.tanh((X["x"][i : i + rows] @ w + h) * 2)
+        errors.append((h - label[i : i + rows]) ** 2)
+    return np.mean(errors)
+
+
+def test_a_single_number_and_a_state_beside_the_rows():
+    X, label = stream()
+    trainer = og.Trainer(onnx.parser.parse_model(RECURRENT), {"y": "mse"}, carry={"h": "new"})
+    trainer.fit(X, label, epochs=3, batch_size=2, shuffle=False)
+    loss = trainer.evaluate(X, label, batch_size=2)["loss"]
+    assert loss == pytest.approx(by_hand(X, label, 2, trainer.state.weights["w"]), rel=1e-5)
+    assert trainer.predict(X, batch_size=2).shape == (6, 1)
+
+
+class Sequences(og.Reader):
+    """Sequences of different length, in an order that the seed decides."""
+
+    sequences, count = True, 5
+
+    def __init__(self):
+        rng = np.random.default_rng(1)
+        self.lengths = [2, 3]
+        self.x = [rng.normal(size=(n, 2, 2)).astype("f") for n in self.lengths]
+        self.y = [rng.random((n, 2, 1)).astype("f") for n in self.lengths]
+        self.start = np.float32([[[0.5], [-0.5]]])
+
+    def batches(self, size, seed, skip):
+        order = [0, 1] if seed is None else np.random.default_rng(seed).permutation(2)
+        parts = [(i, t) for i in order for t in range(self.lengths[i])]
+        for number, (i, t) in enumerate(parts[skip:]):
+            if t == 0 and number + skip > 0:
+                yield None
+            h = self.start if t == 0 else np.full((1, 2, 1), 9, "f")  # not read
+            yield {"x": self.x[i][t], "rate": np.int64(2), "h": h}, self.y[i][t]
+
+
+def trained_by_hand(data, orders, w, rate):
+    """Return the weight after one step of gradient descent a batch; h is not differentiated."""
+    torch = pytest.importorskip("torch")
+    w, losses = torch.tensor(w, requires_grad=True), []
+    for i in (i for order in orders for i in order):
+        h = torch.tensor(data.start[0])
+        for x, y in zip(torch.tensor(data.x[i]), torch.tensor(data.y[i]), strict=True):
+            h = torch.tanh((x @ w + h.detach()) * 2)
+            losses.append(((h - y) ** 2).mean())
+            (slope,) = torch.autograd.grad(losses[-1], w)
+            w = (w - rate * slope).detach().requires_grad_()
+    return w.detach().numpy(), [float(loss.detach()) for loss in losses]
+
+
+@pytest.mark.parametrize("form", ["reader", "list", "generator"])
+def test_states_begin_anew_with_each_sequence(form):
+    data, begun = Sequences(), np.float32([[0.5], [-0.3]])
+    batches = list(data.batches(0, None, 0))
+    given = {"reader": data, "list": batches, "generator": lambda: iter(batches)}[form]
+    trainer = og.Trainer(
+        onnx.parser.parse_model(RECURRENT),
+        {"y": "mse"},
+        carry={"h": "new"},
+        optimizer="sgd",
+        learning_rate=0.1,
+    )
+    _, losses = trained_by_hand(data, [[0, 1]], begun, 0.0)
+    assert trainer.evaluate(given)["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    trainer.fit(given, epochs=2, shuffle=False)
+    want, _ = trained_by_hand(data, [[0, 1]] * 2, begun, 0.1)
+    np.testing.assert_allclose(trainer.state.weights["w"], want, rtol=1e-5)
+    assert trainer.state.step == 10
+
+
+def test_sequences_are_shuffled_whole():
+    data, begun = Sequences(), np.float32([[0.5], [-0.3]])
+    arguments = {"optimizer": "sgd", "learning_rate": 0.1, "carry": {"h": "new"}}
+    model, results = onnx.parser.parse_model(RECURRENT), {}
+    for order in ([0, 1], [1, 0]):
+        results[order[0]] = trained_by_hand(data, [order], begun, 0.1)[0]
+    found = {
+        min(results, key=lambda i: np.abs(results[i] - w).max()): w
+        for seed in range(6)
+        for w in [
+            og.Trainer(model, {"y": "mse"}, seed=seed, **arguments).fit(data).state.weights["w"]
+        ]
+    }
+    assert found.keys() == {0, 1}
+    for first, w in found.items():
+        np.testing.assert_allclose(w, results[first], rtol=1e-5)
+
+
+def test_a_training_goes_on_between_sequences(tmp_path):
+    """A checkpoint in the middle of an epoch is followed by the rest of it."""
+
+    class Stop(og.Callback):
+        def on_step_end(self, trainer, state, control):
+            control.stop = state.step == stop
+
+    model, ways = onnx.parser.parse_model(RECURRENT), []
+    for stop in (0, 1, 2, 3):
+        folder, arguments = tmp_path / str(stop), {"optimizer": "adam", "carry": {"h": "new"}}
+        for callbacks in ([Stop()], []):
+            callbacks = [*callbacks, og.Checkpoint(folder, every_steps=1)]
+            trainer = og.Trainer(model, {"y": "mse"}, callbacks=callbacks, **arguments)
+            trainer.fit(Sequences(), epochs=2, resume=folder)
+        assert trainer.state.step == 10
+        ways.append(trainer.state.weights["w"])
+    assert all(np.array_equal(w, ways[0]) for w in ways)
+
+
+def test_states_are_not_carried_through_shuffled_rows():
+    X, label = stream()
+    trainer = og.Trainer(onnx.parser.parse_model(RECURRENT), {"y": "mse"}, carry={"h": "new"})
+    with pytest.raises(ValueError, match="shuffle=False"):
+        trainer.fit(X, label, batch_size=2)
+    assert trainer.state.step == 0
+
+
+TWO = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[N,3] x) => (float[N,2] y, float[N,2] z)
+    <float[3,2] w = {0.1,0.2,0.3,0.4,0.5,0.6}> { y = MatMul(x, w)  z = Tanh(y) }"""
+
+
+@pytest.mark.parametrize("form", ["y", "X", "batches"])
+def test_labels_have_the_name_of_their_output(form):
+    x, y, z = (RNG.normal(size=(4, n)).astype("f") for n in (3, 2, 2))
+
+    def trained(labels):
+        trainer = og.Trainer(onnx.parser.parse_model(TWO), {"y": "mse", "z": "mae"})
+        data = {"y": (x, labels), "X": ({"x": x, **labels},), "batches": ([{"x": x, **labels}],)}
+        trainer.fit(*data[form])
+        assert trainer.predict(data[form][0])["z"].shape == (4, 2)
+        return trainer.state.weights["w"]
+
+    by_input = trained({"label_y": y, "label_z": z})
+    np.testing.assert_array_equal(trained({"y": y, "z": z}), by_input)
+    with pytest.raises(ValueError, match="'zz'"):
+        trained({"y": y, "zz": z})
+
+
+FALSE = """
+    <ir_version: 8, opset_import: ["": 12]>
+    f (float[N,1,3] x) => (float[N] y) <float[3,2] w = {0.1,0.2,0.3,0.4,0.5,0.6}>
+    { a = MatMul(x, w)  b = Squeeze(a)  y = Tanh(b) }"""
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_an_output_that_has_no_rows_though_it_states_them(batched):
+    x, label = RNG.normal(size=(1, 1, 3)).astype("f"), np.float32([0.5, 0.1])
+    axes = {} if batched else {"batch_axes": {"label": None}}
+    trainer = og.Trainer(
+        onnx.parser.parse_model(FALSE), "mse", optimizer="sgd", learning_rate=0.1, **axes
+    )
+    w = trainer.state.weights["w"].copy()
+    trainer.fit([{"x": x, "label": label}] if batched else x, None if batched else label)
+    y = np.tanh(x[0, 0] @ w)
+    expected = w - 0.1 * np.outer(x, (y - label) * (1 - y**2))
+    np.testing.assert_allclose(trainer.state.weights["w"], expected, rtol=1e-5)
+
+
+def test_a_label_is_not_broadcast_to_a_prediction_of_another_length():
+    trainer = og.Trainer(onnx.parser.parse_model(FALSE), "mse")
+    with pytest.raises(Exception, match="cannot be reshaped"):
+        trainer.evaluate(np.ones((1, 1, 3), "f"), np.float32([0.5]))
+
+
+PROBABILITY = {
+    "If": """c = Constant<value = bool {1}>() e = Identity(c)
+        y = If(e) <then_branch = g () => (float[N,1] p) { p = Sigmoid(a) },
+                   else_branch = k () => (float[N,1] q) { n = Neg(a)  q = Sigmoid(n) }>""",
+    "Scan": """y = Scan<num_scan_inputs = 1, body = g (float[1] s) => (float[1] p)
+        { p = Sigmoid(s) }>(a)""",
+    "Loop": """n = Constant<value = int64 {1}>() e = Constant<value = bool {1}>() p0 = Sigmoid(a)
+        y = Loop<body = g (int64 i, bool d, float[N,1] s) => (bool o, float[N,1] p)
+        { o = Identity(d)  p = Sigmoid(a) }>(n, e, p0)""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", PROBABILITY)
+def test_a_probability_of_a_subgraph_is_not_taken_as_a_score(operator):
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)
+        <float[2,1] w = {{-3.0, 1.0}}> {{ a = MatMul(x, w) {PROBABILITY[operator]} }}""")
+    x, label = RNG.normal(size=(5, 2)).astype("f"), np.float32([[0], [1], [1], [0], [1]])
+    p = 1 / (1 + np.exp(-x @ np.float32([[-3.0], [1.0]])))
+    loss = -np.mean(label * np.log(p) + (1 - label) * np.log(1 - p))
+    assert og.Trainer(model, "bce").evaluate(x, label)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+# -- branches for two lengths, and a state whose rows are on axis 1 -------------------------------
+
+DETECTOR = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[ROWS,SAMPLES] x, float[2,STATES,4] state, int64 rate)
+        => (float[ROWS,1] y, float[2,STATES,4] new)
+    <int64 high = {16000}, int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}> {
+        is_high = Equal(rate, high)
+        h = If (is_high) <
+            then_branch = a () => (p) { p = MatMul(x, w) },
+            else_branch = b () => (r) {
+                q = Slice(x, one, two, one)  s = Slice(x, two, high_end, one)
+                t = Squeeze(s, one)  k = Unsqueeze(t, one)  l = Mul(k, w_low)  r = Add(l, q) }>
+        before = Slice(state, zero, one, zero)
+        flat = Squeeze(before, zero)
+        old = MatMul(flat, u)
+        sum = Add(h, old)
+        now = Tanh(sum)
+        score = MatMul(now, v)
+        y = Sigmoid(score)
+        kept = Unsqueeze(now, zero)
+        new = Concat <axis = 0> (kept, before)
+    }"""
+
+
+def detector(rows="batch", samples="samples", states="batch"):
+    text = DETECTOR.replace("ROWS", rows).replace("SAMPLES", samples).replace("STATES", states)
+    model = onnx.parser.parse_model(text)
+    draw = np.random.default_rng(1)
+    for name, shape in {"w": (5, 4), "w_low": (1, 4), "u": (4, 4), "v": (4, 1)}.items():
+        array = draw.normal(size=shape).astype("f")
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    end = onnx.numpy_helper.from_array(np.array([99]), "high_end")
+    model.graph.initializer.append(end)
+    return model
+
+
+def heard():
+    x, state = RNG.normal(size=(10, 5)).astype("f"), RNG.normal(size=(2, 10, 4)).astype("f")
+    label = RNG.integers(0, 2, (10, 1)).astype("f")
+    cuts = [slice(0, 4), slice(4, 8), slice(8, 10)]
+    rate = np.array(16000)
+    pairs = [({"x": x[c], "state": state[:, c], "rate": rate}, label[c]) for c in cuts]
+    return ({"x": x, "state": state, "rate": rate}, label), pairs
+
+
+def detected(model, data, **options):
+    """Return the weights and the losses after an epoch."""
+    trainer = og.Trainer(model, {"y": "bce"}, learning_rate=0.1, **options)
+    trainer.fit(data, batch_size=4, shuffle=False, validation=data)
+    return trainer.state.weights, trainer.history[0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("states", ["batch", "rows", "?"])
+def test_arrays_train_as_batches_where_a_branch_takes_other_lengths(accumulate, states):
+    arrays, pairs = heard()
+    dicts = [X | {"label": label} for X, label in pairs]
+    axes = {} if states == "batch" else {"batch_axes": {"state": 1}}
+    made = [
+        detected(detector(states=states), data, accumulate=accumulate, **axes)
+        for data in (arrays, pairs, dicts, lambda: iter(pairs))
+    ]
+    assert len(made[0][0]) == 3
+    for weights, entry in made[1:]:
+        for name, w in made[0][0].items():
+            np.testing.assert_allclose(weights[name], w, rtol=1e-5, atol=1e-7)
+        assert entry == pytest.approx(made[0][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("states", ["rows", "?"])
+def test_an_axis_that_may_be_that_of_the_rows_is_asked_for(states):
+    arrays, pairs = heard()
+    message = r"axis 1 of 'state' \(2, {}, 4\) is as long as .* batch_axes={{'state': 1}}"
+    with pytest.raises(ValueError, match=message.format(10)):
+        detected(detector(states=states), arrays)
+    with pytest.raises(ValueError, match=message.format(4)):
+        detected(detector(states=states), pairs, accumulate=2)
+    whole = og.Trainer(detector(states=states), {"y": "bce"}).evaluate(*arrays)["loss"]
+    known = og.Trainer(detector(), {"y": "bce"}).evaluate(*arrays, batch_size=3)["loss"]
+    assert whole == pytest.approx(known, rel=1e-5)  # one batch: nothing is cut
+    assert detected(detector(states=states), pairs)[1]["step"] == 3
+
+
+# -- labels that are NaN, and weights of single labels --------------------------------------------
+
+LINEAR = """<ir_version: 9, opset_import: ["": 20]> f (float[%s,2] x) => (float[%s,3] y)
+    <float[2,3] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}> { y = MatMul(x, w) }"""
+LENGTHS = {"N": (40,), "N,T": (40, 5), "T,N": (5, 40)}
+CUTS = (slice(0, 24), slice(24, 40))
+
+
+def rows_of(array, rows, axis):
+    return array[(slice(None),) * axis + (rows,)]
+
+
+def by_torch(x, y, weight, loss, axis):
+    """Return the weights after two epochs of the weighted mean, and the loss of all rows then."""
+    torch = pytest.importorskip("torch")
+    w = torch.tensor(np.arange(1, 7, dtype="f").reshape(2, 3), requires_grad=True)
+    kept = ~np.isnan(y) if y.dtype.kind == "f" else np.ones(y.shape, bool)
+
+    def mean(rows):
+        f, t, k, own = (torch.tensor(rows_of(a, rows, axis)) for a in (x, y, kept, weight))
+        losses = loss(torch, f @ w, torch.where(k, t, 0))
+        own = own.expand(t.shape) * k
+        if losses.shape != t.shape:  # without the label of the first position
+            own = own[:, 1:]
+        return (losses * own).sum() / own.sum()
+
+    for _ in range(2):
+        for rows in CUTS:
+            (g,) = torch.autograd.grad(mean(rows), w)
+            w = (w - 0.1 * g).detach().requires_grad_()
+    return w.detach().numpy(), mean(slice(None)).item()
+
+
+def squares(torch, f, y):
+    return (f - y) ** 2
+
+
+def entropy(torch, f, y):
+    return torch.nn.functional.cross_entropy(f.movedim(-1, 1), y, reduction="none")
+
+
+def shifted_entropy(torch, f, y):
+    return torch.nn.functional.cross_entropy(f[:, :-1].movedim(-1, 1), y[:, 1:], reduction="none")
+
+
+CASES = {  # axes, loss, its witness, options
+    "rows": ("N", "mse", squares, {}),
+    "an object": ("N", og.ElasticLearningLoss(0, 1), squares, {}),
+    "a function": ("N", lambda op, f, y: (f - y) * (f - y), squares, {}),
+    "steps": ("N,T", "mse", squares, {}),
+    "steps first": ("T,N", "mse", squares, {"batch_axes": {"x": 1}}),
+    "missing": ("N", "mse", squares, {"loss_options": {"ignore_nan": True}}),
+    "missing steps": ("N,T", "mse", squares, {"loss_options": {"ignore_nan": True}}),
+    "classes": ("N,T", "ce", entropy, {}),
+    "next classes": ("N,T", "ce", shifted_entropy, {"loss_options": {"shift": True}}),
+}
+
+
+def batches(*arrays, axis=0):
+    return [tuple(rows_of(a, rows, min(axis, a.ndim - 1)) for a in arrays) for rows in CUTS]
+
+
+FORMS = {
+    "arrays": lambda x, y, w, axis: (x, y, w),
+    "a list": lambda x, y, w, axis: (batches(x, y, w, axis=axis),),
+    "a function": lambda x, y, w, axis: (lambda: iter(batches(x, y, w, axis=axis)),),
+    "dicts": lambda x, y, w, axis: (
+        [
+            dict(zip(("x", "label", "weight"), batch, strict=True))
+            for batch in batches(x, y, w, axis=axis)
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("per", "accumulate"), [("row", 1), ("label", 2), in_sweep("row", 2), in_sweep("label", 1)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_of_labels_in_all_forms_of_data(name, per, accumulate):
+    text, loss, witness, options = CASES[name]
+    rng, shape, axis = np.random.default_rng(0), LENGTHS[text], int(text == "T,N")
+    x = rng.normal(size=(*shape, 2)).astype("f")
+    y = rng.normal(size=(*shape, 3)).astype("f")
+    if loss == "ce":
+        y = rng.integers(0, 3, shape)
+    elif "loss_options" in options:
+        y[rng.random(y.shape) < 0.3] = np.nan
+        y[3] = np.nan
+    own = rng.random(40).astype("f") if per == "row" else rng.random(y.shape).astype("f")
+    own[3] = 0
+    full = own if per == "label" else own.reshape([40 if i == axis else 1 for i in range(y.ndim)])
+    expected, mean = by_torch(x, y, full, witness, axis)
+    compared = 0
+    for form, build in FORMS.items():
+        data = build(x, y, own, axis)
+        fit = dict(zip(("X", "y", "sample_weight"), data, strict=False))
+        trainer = og.Trainer(
+            onnx.parser.parse_model(LINEAR % (text, text)), loss,
+            optimizer="sgd", learning_rate=0.1, accumulate=accumulate, **options,
+        )  # fmt: skip
+        held_out = data if form == "arrays" else data[0]
+        trainer.fit(**fit, epochs=2, batch_size=24, shuffle=False, validation=held_out)
+        np.testing.assert_allclose(trainer.state.weights["w"], expected, rtol=2e-5, err_msg=form)
+        assert trainer.evaluate(**fit)["loss"] == pytest.approx(mean, rel=2e-5), form
+        assert trainer.history[-1]["validation_loss"] == pytest.approx(mean, rel=2e-5), form
+        compared += 1
+    assert compared == len(FORMS)
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "message"),
+    [
+        (np.ones((40, 2)), {}, r"one for each row, or in the shape of the labels \(40, 3\)"),
+        (np.ones((40, 3)), {"loss": "dice"}, "shape .rows,., not .40, 3.: the terms of this loss"),
+        (np.full((40, 3), np.nan), {}, "sample_weight, as float32, holds NaN"),
+    ],
+)
+def test_weights_that_do_not_fit(weight, options, message):
+    x, y = np.ones((40, 2), "f"), np.ones((40, 3), "f")
+    trainer = og.Trainer(onnx.parser.parse_model(LINEAR % ("N", "N")), **{"loss": "mse"} | options)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(x, y, sample_weight=weight)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit([(x, y, weight)])
+
+
+def test_labels_that_are_nan_are_refused_with_the_remedy():
+    x, y = np.ones((8, 2), "f"), np.ones((8, 3), "f")
+    y[5, 1] = np.nan
+    trainer = og.Trainer(onnx.parser.parse_model(LINEAR % ("N", "N")), "mse")
+    with pytest.raises(ValueError, match="1 of 8 rows: 5; the option ignore_nan=True of the loss"):
+        trainer.fit(x, y)
+
+
+def test_metrics_leave_out_what_the_loss_leaves_out():
+    rng = np.random.default_rng(0)
+    x, y, weight = (rng.normal(size=(40, n)).astype("f") for n in (2, 3, 3))
+    y[rng.random((40, 3)) < 0.4], weight = np.nan, abs(weight)
+    names = ["mse", "mae", "rmse", "mape", "r2"]
+    model, options = onnx.parser.parse_model(LINEAR % ("N", "N")), {"ignore_nan": True}
+    trainer = og.Trainer(model, "mse", loss_options=options, metrics=names)
+    results = trainer.evaluate(x, y, sample_weight=weight, batch_size=16)
+    error = trainer.predict(x) - y
+    kept = ~np.isnan(y)
+    w = np.where(kept, weight, 0)
+    squares = (w * np.where(kept, error, 0) ** 2).sum(0)
+    center = np.nansum(w * y, axis=0) / w.sum(0)
+    assert results["mse"] == pytest.approx(results["loss"])
+    assert results["mse"] == pytest.approx(squares.sum() / w.sum())
+    assert results["mae"] == pytest.approx((w * abs(error))[kept].sum() / w.sum())
+    assert results["mape"] == pytest.approx((w * abs(error / y))[kept].sum() / w.sum())
+    assert results["rmse"] == pytest.approx(np.sqrt(squares / w.sum(0)).mean())
+    spread = np.nansum(w * (y - center) ** 2, axis=0)
+    assert results["r2"] == pytest.approx((1 - squares / spread).mean(), rel=1e-5)
+
+
+# -- rows on axis 1, as recurrent networks have them ----------------------------------------------
+
+TIME_MAJOR = """
+    <ir_version: 9, opset_import: ["": 20]> f (float[FIRST,SECOND,2] x) => (float[OUT] y)
+    <float[2,3] w = {1, -1, 0.5, 0, 2, 1}, int64[1] zero = {0}>
+    { t = Tanh(x)  m = ReduceMean<keepdims = 0>(t, zero)  n = MatMul(NODE, w)  y = Identity(n) }"""
+CALLED = {"called batch": ("time", "batch", {}), "stated": ("T", "N", {"x": 1})}
+
+
+def time_major(called: str, whole: bool):
+    """Return a model that predicts each time step, or the whole; and axes of its rows."""
+    first, second, axes = CALLED[called]
+    out = f"{second},3" if whole else f"{first},{second},3"
+    text = TIME_MAJOR.replace("FIRST", first).replace("SECOND", second).replace("OUT", out)
+    own = {} if not axes else {"batch_axes": axes | {"label": 0 if whole else 1}}
+    return onnx.parser.parse_model(text.replace("NODE", "m" if whole else "t")), own
+
+
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+def test_rows_on_axis_1(called, whole, loss):
+    model, axes = time_major(called, whole)
+    regression = loss == "squared_error"
+    x = RNG.normal(size=(4, 12, 2)).astype("f")
+    shape = (12,) if whole else (4, 12)
+    y = RNG.normal(size=(*shape, 3)).astype("f") if regression else RNG.integers(0, 3, shape)
+    weight = RNG.uniform(1, 2, y.shape).astype("f")
+    cuts = [slice(0, 5), slice(5, 10), slice(10, 12)]
+    rows = (lambda a, c: a[c]) if whole else (lambda a, c: a[:, c])
+    batches = [(x[:, c], rows(y, c), rows(weight, c)) for c in cuts]
+    metrics = ["mae", "r2"] if regression else ["accuracy", "f1_macro"]
+
+    def trained(*data, **options):
+        trainer = og.Trainer(
+            model,
+            loss,
+            loss_options={} if regression else {"axis": -1},
+            optimizer="sgd",
+            learning_rate=0.1,
+            metrics=metrics,
+            **axes,
+        )
+        return trainer.fit(*data, batch_size=5, shuffle=False, validation=batches, **options)
+
+    one, other = trained(x, y, sample_weight=weight), trained(batches)
+    np.testing.assert_allclose(one.state.weights["w"], other.state.weights["w"], rtol=1e-5)
+    assert one.state.step == other.state.step == 3
+    prediction = run(one.model, {"x": x})[0]
+    np.testing.assert_allclose(one.predict(x, batch_size=5), prediction, rtol=1e-5)
+    found = one.evaluate(x, y, sample_weight=weight, batch_size=5)
+    assert found == pytest.approx(one.evaluate(batches))
+    assert found == pytest.approx(one.evaluate(x, y, sample_weight=weight))
+    if regression:
+        error = np.average(np.abs(prediction - y), weights=weight)
+        assert found["mae"] == pytest.approx(error, rel=1e-5)
+    else:
+        right = np.average(prediction.argmax(-1) == y, weights=weight)
+        assert found["accuracy"] == pytest.approx(right)
+    assert {f"validation_{name}" for name in found} < one.history[0].keys()
+    stack = og.TrainerStack(model, loss, learning_rate=[0.1, 0.2], metrics=metrics, **axes)
+    if regression:
+        stack.fit(x, y, batch_size=5)
+        assert stack.evaluate(x, y, batch_size=5)["mae"] == pytest.approx(
+            [np.abs(p - y).mean() for p in stack.predict(x, batch_size=5)], rel=1e-5
+        )

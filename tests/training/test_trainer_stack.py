@@ -1,0 +1,419 @@
+"""`TrainerStack`: every member gets the result of a `Trainer` of its own."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxgrad as og
+from onnxgrad.optimizers import Chain, clip_by_norm
+from tests.support.running import in_sweep
+from tests.support.small_models import linear, parse
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RATES = [0.001, 0.01, 0.003]
+ROWS, CLASSES = 70, 4
+LISTS = ("learning_rate", "optimizer")  # arguments that may differ between members
+
+
+def mlp(dtype=np.float32, sizes=(6, 5, CLASSES)):
+    rng, kind = np.random.default_rng(0), {"f": "float", "d": "double"}[np.dtype(dtype).char]
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 20]>
+        g ({kind}[N,{sizes[0]}] x) => ({kind}[N,{sizes[2]}] y) {{
+            a = MatMul(x, w0)  b = Add(a, b0)  c = Relu(b)  y = Gemm(c, w1, b1) }}""")
+    shapes = {"w0": sizes[:2], "b0": sizes[1:2], "w1": sizes[1:], "b1": sizes[2:]}
+    for name, shape in shapes.items():
+        array = rng.normal(0, 0.5, shape).astype(dtype)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+def data(dtype=np.float32, seed=1):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(ROWS, 6)).astype(dtype), rng.integers(0, CLASSES, ROWS)
+
+
+def compared(model, X, y, atol, sample_weight=None, loss="cross_entropy", epochs=3, **options):
+    """Train a stack, and each member by a `Trainer`; assert that all results are equal."""
+    per_member = {"learning_rate": RATES, "init": "redrawn"} | options
+    stack = og.TrainerStack(model, loss, members=3, **per_member)
+    init = [dict(values.weights) for values in stack.state.values]
+    first, rest = slice(0, 60), slice(60, None)
+    weights = (None, None) if sample_weight is None else (sample_weight[first], sample_weight[rest])
+    validation = (X[rest], y[rest], *([] if sample_weight is None else [weights[1]]))
+    fitted = {"sample_weight": weights[0], "epochs": epochs, "batch_size": 16}
+    stack.fit(X[first], y[first], validation=validation, **fitted)
+    del per_member["init"]
+    for k in range(3):
+        listed = {n: v[k] for n, v in per_member.items() if n in LISTS and isinstance(v, list)}
+        own = per_member | listed
+        trainer = og.Trainer(model, loss, **own)
+        trainer.state.weights = init[k]
+        trainer.fit(X[first], y[first], validation=validation, **fitted)
+        for name, w in trainer.state.weights.items():
+            np.testing.assert_allclose(stack.state.weights[name][k], w, rtol=0, atol=atol)
+        for name, slots in trainer.state.slots.items():
+            for slot, value in slots.items():
+                ours = stack.state.values[k].slots[name][slot]
+                assert ours.shape == value.shape
+                np.testing.assert_allclose(ours, value, rtol=1e-5, atol=atol)
+        for ours, entry in zip(stack.history, trainer.history, strict=True):
+            assert ours.keys() == entry.keys()
+            for key, value in entry.items():
+                np.testing.assert_allclose(
+                    np.broadcast_to(ours[key], 3)[k], value, rtol=1e-5, atol=atol
+                )
+        np.testing.assert_allclose(stack.predict(X)[k], trainer.predict(X), rtol=1e-4, atol=atol)
+        for key, value in trainer.evaluate(X, y, batch_size=9).items():
+            ours = stack.evaluate(X, y, batch_size=9)[key][k]
+            np.testing.assert_allclose(ours, value, rtol=1e-5, atol=atol)
+        saved = {t.name: t for t in stack.model(k).graph.initializer}
+        for t in trainer.model.graph.initializer:
+            ours, theirs = map(onnx.numpy_helper.to_array, (saved[t.name], t))
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
+    return stack
+
+
+OPTIMIZERS = (
+    "sgd momentum nesterov adam adamw adamax nadam radam adagrad adadelta rmsprop rprop lion lamb "
+    "adafactor muon schedule_free"
+)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.split())
+@pytest.mark.parametrize(("dtype", "atol"), [(np.float64, 1e-12), in_sweep(np.float32, 1e-5)])
+def test_every_optimizer(optimizer, dtype, atol):
+    compared(mlp(dtype), *data(dtype), atol, optimizer=optimizer, metrics=["accuracy"])
+
+
+@pytest.mark.parametrize("options", [
+    {"clip_norm": 0.2},
+    {"optimizer": Chain((clip_by_norm(0.1), og.adam()))},
+    {"learning_rate": [og.cosine(0.01, warmup=3), og.exponential(0.01, 0.9), og.constant(0.1)]},
+    {"learning_rate": [og.plateau(0.01, patience=1), og.constant(0.1), og.constant(0.01)]},
+    {"learning_rate": 0.01},
+    {"optimizer": [og.adamw(weight_decay=d) for d in (0.0, 0.1, 1.0)]},
+    {"optimizer": [og.momentum(d) for d in (0.5, 0.9, 0.5)], "clip_norm": 0.5},
+    {"optimizer": ["adam", "lamb", og.sgd()]},
+    {"optimizer": og.ema(og.adam(), 0.9)},
+    {"optimizer": og.param_groups({"b*": og.sgd()}, og.adam())},
+    {"train": ["w1", "b1"]},
+    {"class_weight": {1: 3.0}},
+    {"init": "glorot", "seed": 5},
+], ids=lambda options: ",".join(options))  # fmt: skip
+def test_every_argument(options):
+    compared(mlp(np.float64), *data(np.float64), 1e-12, **({"optimizer": "adam"} | options))
+
+
+def test_large_weights_have_an_update_of_their_own():
+    model = mlp(np.float64, (6, 5000, CLASSES))
+    compared(model, *data(np.float64), 1e-12, optimizer="adam", clip_norm=0.1)
+
+
+def test_sample_weights():
+    X, y = data(np.float64)
+    weight = np.random.default_rng(2).uniform(0, 2, ROWS)
+    compared(mlp(np.float64), X, y, 1e-12, weight, optimizer="adamw", metrics=["accuracy"])
+
+
+def test_losses_of_other_kinds():
+    X, _ = data(np.float64)
+    y = X[:, :1] @ np.ones((1, CLASSES))
+    for loss in ("squared_error", "huber", "absolute_error"):
+        compared(mlp(np.float64), X, y, 1e-12, loss=loss)
+    compared(mlp(np.float64), X, y, 1e-12, loss=lambda op, p, label: op.Abs(p - label))
+
+
+class Networks:
+    """Networks of PyTorch, by name, with their data."""
+
+    @staticmethod
+    def cnn(nn):
+        parts = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES)
+        return nn.Sequential(*parts, nn.Conv2d(4, 6, 3), nn.ReLU(), *head), (1, 8, 8)
+
+    @staticmethod
+    def gru(nn):
+        class Recurrent(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.head = nn.GRU(5, 7, batch_first=True), nn.Linear(7, CLASSES)
+
+            def forward(self, x):
+                return self.head(self.layer(x)[0][:, -1])
+
+        return Recurrent(), (4, 5)
+
+    @staticmethod
+    def transformer(nn):
+        class Transformer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, CLASSES)
+                self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+            def forward(self, ids):
+                return self.head(self.block(self.table(ids)).mean(1))
+
+        return Transformer(), None
+
+
+def exported(name, dtype):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    network, shape = getattr(Networks, name)(torch.nn)
+    rng = np.random.default_rng(3)
+    X = rng.integers(0, 20, (ROWS, 6)) if shape is None else rng.normal(size=(ROWS, *shape))
+    X = X if shape is None else X.astype(dtype)
+    network, file = network.eval().to(getattr(torch, np.dtype(dtype).name)), io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        axes = {"x": {0: "N"}, "y": {0: "N"}}
+        names = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": axes}
+        torch.onnx.export(network, (torch.tensor(X[:2]),), file, dynamo=False, **names)
+    return onnx.load_model_from_string(file.getvalue()), X, rng.integers(0, CLASSES, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "atol"),  # onnxruntime has no Conv and GRU in float64
+    [
+        ("cnn", np.float32, 1e-6),
+        ("gru", np.float32, 1e-6),
+        ("transformer", np.float32, 1e-5),
+        ("transformer", np.float64, 1e-12),
+    ],
+)
+def test_networks(name, dtype, atol):
+    # not Adam: the bias of keys has no gradient but rounding errors, which Adam normalizes
+    compared(*exported(name, dtype), atol, optimizer="momentum", clip_norm=0.5)
+
+
+def test_against_pytorch():
+    torch = pytest.importorskip("torch")
+    X, y = data(np.float64)
+    stack = og.TrainerStack(
+        mlp(np.float64), "cross_entropy", optimizer="adamw", learning_rate=RATES, init="redrawn"
+    )
+    init = [dict(values.weights) for values in stack.state.values]
+    stack.fit(X, y, epochs=5, batch_size=ROWS, shuffle=False)
+    for k, rate in enumerate(RATES):
+        w0, b0, w1, b1 = (
+            torch.tensor(init[k][n], requires_grad=True) for n in ("w0", "b0", "w1", "b1")
+        )
+        optimizer = torch.optim.AdamW([w0, b0, w1, b1], lr=rate)
+        for _ in range(5):
+            optimizer.zero_grad()
+            scores = torch.relu(torch.tensor(X) @ w0 + b0) @ w1 + b1
+            torch.nn.functional.cross_entropy(scores, torch.tensor(y)).backward()
+            optimizer.step()
+        for name, w in zip(("w0", "b0", "w1", "b1"), (w0, b0, w1, b1), strict=True):
+            ours = stack.state.weights[name][k]
+            np.testing.assert_allclose(ours, w.detach().numpy(), rtol=0, atol=1e-12)
+
+
+# -- members that become NaN --------------------------------------------------------------------
+
+
+def test_a_member_with_nan_keeps_its_last_finite_state():
+    X, y = data(np.float64)
+    labels = np.eye(CLASSES)[y]
+    rates, quiet = [0.01, 1e60, 0.02], {"epochs": 4, "batch_size": 16}
+    stack = og.TrainerStack(
+        mlp(np.float64), "squared_error", optimizer="momentum", learning_rate=rates
+    )
+    with pytest.warns(og.ConvergenceWarning, match="member 1 after step 2"):
+        stack.fit(X, labels, **quiet)
+    assert stack.state.frozen == {1: 2}
+    assert np.isnan(stack.history[0]["loss"]).tolist() == [False, True, False]
+    for k in (0, 2):
+        own = og.Trainer(
+            mlp(np.float64), "squared_error", optimizer="momentum", learning_rate=rates[k]
+        )
+        own.fit(X, labels, **quiet)
+        for name, w in own.state.weights.items():
+            np.testing.assert_allclose(stack.state.weights[name][k], w, rtol=0, atol=1e-12)
+        assert stack.state.values[k].steps == own.state.step == 20
+    order = np.random.default_rng([0, 0]).permutation(ROWS)[:32]  # the two steps that it made
+    own = og.Trainer(mlp(np.float64), "squared_error", optimizer="momentum", learning_rate=1e60)
+    own.fit(X[order], labels[order], shuffle=False, batch_size=16)
+    assert stack.state.values[1].steps == 2
+    for name, w in own.state.weights.items():
+        np.testing.assert_allclose(stack.state.weights[name][1], w, rtol=1e-9)
+        velocity = own.state.slots[name]["velocity"]
+        np.testing.assert_allclose(
+            stack.state.values[1].slots[name]["velocity"], velocity, rtol=1e-9
+        )
+
+
+def test_a_training_does_not_warn_of_the_one_before():
+    X, y = data()
+    labels = np.eye(CLASSES, dtype=np.float32)[y]
+    stack = og.TrainerStack(mlp(), "squared_error", optimizer="sgd", learning_rate=[0.01, 1e30])
+    begun = stack.state.weights
+    with pytest.warns(og.ConvergenceWarning, match="member 1"):
+        stack.fit(X, labels)
+    stack.state.weights, stack.learning_rates[1] = begun, og.constant(0.02)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stack.fit(X, labels)
+    assert not stack.state.frozen
+
+
+def test_members_that_are_all_nan_end_the_training():
+    X, y = data()
+    labels = np.eye(CLASSES, dtype=np.float32)[y]
+    stack = og.TrainerStack(mlp(), "squared_error", optimizer="sgd", learning_rate=[1e30, 1e31])
+    with pytest.raises(og.ConvergenceError, match="all members"):
+        stack.fit(X, labels, epochs=4)
+    assert stack.state.frozen.keys() == {0, 1}
+    assert all(np.isfinite(w).all() for w in stack.state.weights.values())
+
+
+def test_the_best_member_has_a_finite_validation_loss():
+    X, _ = data()
+    stack = og.TrainerStack(linear(), "squared_error", optimizer="sgd", learning_rate=[1e30, 0.05])
+    target = X[:, :1] + 1
+    with pytest.raises(og.NotFittedError, match="validation="):
+        stack.best()
+    with pytest.warns(og.ConvergenceWarning, match="member 0"):
+        stack.fit(X[:, :2], target, validation=0.2, epochs=3)
+    assert stack.best() == 1
+
+
+# -- how members begin, and what is refused -------------------------------------------------------
+
+
+def test_where_members_begin():
+    own = {t.name: onnx.numpy_helper.to_array(t) for t in mlp().graph.initializer}
+    stack = og.TrainerStack(mlp(), "cross_entropy", members=200, init="redrawn")
+    weights = stack.state.weights
+    assert weights["w0"].shape == (200, 6, 5)
+    np.testing.assert_allclose(weights["w0"].std(), own["w0"].std(), rtol=0.05)
+    np.testing.assert_array_equal(weights["b0"], np.broadcast_to(own["b0"], (200, 5)))
+    fewer = og.TrainerStack(mlp(), "cross_entropy", members=2, init="redrawn")
+    np.testing.assert_array_equal(fewer.state.weights["w0"], weights["w0"][:2])
+    other = og.TrainerStack(mlp(), "cross_entropy", members=2, init="redrawn", seed=1)
+    assert not np.array_equal(other.state.weights["w0"], fewer.state.weights["w0"])
+    given = og.TrainerStack(mlp(), "cross_entropy", weights=[{}, {"b0": np.ones(5)}])
+    np.testing.assert_array_equal(given.state.weights["b0"], [own["b0"], np.ones(5)])
+    same = og.TrainerStack(mlp(), "cross_entropy", learning_rate=RATES)
+    np.testing.assert_array_equal(same.state.weights["w0"], np.stack([own["w0"]] * 3))
+
+
+def test_a_second_fit_goes_on_with_the_weights():
+    X, y = data(np.float64)
+    stack = og.TrainerStack(mlp(np.float64), "cross_entropy", optimizer="sgd", learning_rate=RATES)
+    stack.fit(X, y, epochs=2).fit(X, y, epochs=2)
+    own = og.Trainer(mlp(np.float64), "cross_entropy", optimizer="sgd", learning_rate=RATES[1])
+    own.fit(X, y, epochs=2).fit(X, y, epochs=2)
+    np.testing.assert_allclose(stack.state.weights["w0"][1], own.state.weights["w0"], atol=1e-12)
+    assert len(stack.history) == 2
+
+
+def test_batches_of_an_iterable():
+    X, y = data(np.float64)
+    batches = [(X[i : i + 20], y[i : i + 20]) for i in range(0, ROWS, 20)]
+    stack = og.TrainerStack(mlp(np.float64), "cross_entropy", optimizer="adam", learning_rate=RATES)
+    stack.fit(batches, epochs=2)
+    own = og.Trainer(mlp(np.float64), "cross_entropy", optimizer="adam", learning_rate=RATES[2])
+    own.fit(batches, epochs=2)
+    np.testing.assert_allclose(stack.state.weights["w0"][2], own.state.weights["w0"], atol=1e-12)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({}, "pass members="),
+    ({"members": 2}, "all members are equal"),
+    ({"members": 2, "learning_rate": [0.1, 0.1]}, "all members are equal"),
+    ({"members": 2, "learning_rate": RATES}, "learning_rate has 3 elements for 2 members"),
+    ({"learning_rate": RATES, "optimizer": ["sgd", "adam"]}, "optimizer has 2 elements"),
+    ({"members": 2, "init": "other"}, "init"),
+    ({"weights": [{"w9": 1}]}, "weight of member 0"),
+    ({"weights": [{}, {"b0": np.ones(4)}]}, r"weights\[1\]"),
+    ({"weights": [{}, {"b0": np.ones(5)}], "init": "redrawn"}, "not both"),
+])  # fmt: skip
+def test_arguments_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        og.TrainerStack(mlp(), "cross_entropy", **options)
+
+
+BODIES = {
+    "loop": """
+        n = Constant <value = int64 {3}> ()
+        t = Constant <value = bool {1}> ()
+        h = MatMul(x, w0)
+        zero = Sub(h, h)
+        last, all = Loop (n, t, zero) <body = b (int64 i, bool c, float[N,4] v) =>
+            (bool d, float[N,4] u, float[N,4] o)
+            { d = Identity(c)  a = Add(h, v)  u = Tanh(a)  o = Mul(u, h) }>
+        s = ReduceSum <keepdims = 0> (all, first)
+        z = Add(s, last)
+        y = MatMul(z, w1)""",
+    "scan": """
+        r = Unsqueeze(x, second)
+        h = MatMul(r, w0)
+        p = Concat <axis = 1> (h, h)
+        start = MatMul(x, w0)
+        last, all = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+            body = b (float[N,4] v, float[N,4] e) => (float[N,4] u, float[N,4] o)
+            { a = Add(v, e)  u = Tanh(a)  o = Mul(u, e) }> (start, p)
+        s = ReduceSum <keepdims = 0> (all, second)
+        z = Add(s, last)
+        y = MatMul(z, w1)""",
+    "if": """
+        h = MatMul(x, w0)
+        m = ReduceMax <keepdims = 0> (x)
+        c = Greater(m, limit)
+        z = If (c) <then_branch = t () => (float[N,4] a) { a = Tanh(h) },
+            else_branch = e () => (float[N,4] b) { b = Mul(h, h) }>
+        y = MatMul(z, w1)""",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_bodies_that_depend_on_weights(body):
+    rng = np.random.default_rng(0)
+    model = parse(
+        f"g (float[N,6] x) => (float[N,{CLASSES}] y) {{ {BODIES[body]} }}",
+        w0=rng.normal(0, 0.3, (6, 4)),
+        w1=rng.normal(0, 0.5, (4, CLASSES)),
+        first=np.array([0]),
+        second=np.array([1]),
+        limit=np.array(1.0),
+    )
+    compared(model, *data(), 1e-6, optimizer="momentum", accumulate=2)
+
+
+def test_a_condition_that_depends_on_weights_is_refused():
+    model = parse(
+        """g (float[N,2] x) => (float[N,1] y) {
+            h = MatMul(x, w)
+            m = ReduceMax <keepdims = 0> (h)
+            c = Greater(m, zero)
+            y = If (c) <then_branch = t () => (float[N,1] a) { a = Tanh(h) },
+                else_branch = e () => (float[N,1] b) { b = Mul(h, h) }>
+        }""",
+        w=np.ones((2, 1)),
+        zero=np.array(0.0),
+    )
+    stack = og.TrainerStack(model, "squared_error", learning_rate=RATES)
+    with pytest.raises(ValueError, match=r"If .*subgraphs.*cannot be stacked.*by a Trainer"):
+        stack.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
+
+
+def test_validation_without_a_label_that_counts_is_no_fault_of_the_members():
+    X, y = data()
+    ignored = X[:10], np.full(10, -100)
+    stack = og.TrainerStack(mlp(), "cross_entropy", learning_rate=RATES)
+    with pytest.raises(og.ConvergenceError, match="No label counts: all are ignored") as raised:
+        stack.fit(X, y, validation=ignored)
+    assert "Lower the learning rate" not in str(raised.value)
+    assert not stack.state.frozen
+    assert [values.steps for values in stack.state.values] == [3, 3, 3]  # which are kept
+    stack.fit(X, y, validation=[(X[:10], y[:10]), ignored])
+    assert np.isfinite(stack.history[0]["validation_loss"]).all()

@@ -1,0 +1,243 @@
+"""Validation: every form of its data gives the numbers of a plain session of the model as it is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import onnxgrad as og
+from onnxgrad.training import sharing
+from tests.support.running import in_sweep, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RNG = np.random.default_rng(0)
+X = (RNG.normal(size=(70, 3)) * 2 + 5).astype(np.float32)  # far from the statistics of the file
+Y = (X @ np.float32([[1], [2], [3]])).astype(np.float32)
+W = RNG.uniform(0.5, 2, 70).astype(np.float32)
+EPOCHS, HELD, SIZE = 3, slice(0, 23), 10
+
+
+def model() -> onnx.ModelProto:
+    return onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,1] y)
+        <float[3] scale = {1.0, 1.1, 1.2}, float[3] shift = {0.1, 0.2, 0.3},
+         float[3] mean = {0.5, 0.0, 0.0}, float[3] variance = {2.0, 1.0, 1.5},
+         float[3,1] w = {0.1, 0.2, 0.3}>
+        { h = BatchNormalization(x, scale, shift, mean, variance)  y = MatMul(h, w) }""")
+
+
+# -- forms of validation data ---------------------------------------------------------------------
+
+
+def batches():
+    return [(X[i : i + SIZE][: 23 - i], Y[i : i + SIZE][: 23 - i]) for i in range(0, 23, SIZE)]
+
+
+class Iterable:
+    def __iter__(self):
+        return iter(batches())
+
+
+def parquet(folder):
+    if (file := folder / "valid.parquet").exists():
+        return file, "label"
+    columns = {f"c{i}": X[HELD, i] for i in range(3)} | {"label": Y[HELD, 0]}
+    pq.write_table(pa.table(columns), file, row_group_size=7)
+    return file, "label"
+
+
+def torch_loader(folder):
+    torch = pytest.importorskip("torch")
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(X[HELD]), torch.from_numpy(Y[HELD]))
+    return torch.utils.data.DataLoader(rows, batch_size=SIZE)
+
+
+FORMS = {
+    "share": lambda folder: 0.3,
+    "tuple": lambda folder: (X[HELD], Y[HELD]),
+    "weighted": lambda folder: (X[HELD], Y[HELD], W[HELD]),
+    "dict": lambda folder: {"x": X[HELD], "label": Y[HELD]},
+    "list": lambda folder: batches(),
+    "dicts": lambda folder: [{"x": x, "label": y} for x, y in batches()],
+    "iterable": lambda folder: Iterable(),
+    "function": lambda folder: lambda: iter(batches()),
+    "loader": torch_loader,
+    "parquet": parquet,
+}
+AVERAGES = {
+    "none": lambda: og.adam(),
+    "ema": lambda: og.ema(og.adam(), 0.9),
+    "swa": lambda: og.swa(og.adam(), start=3, every=2),
+    "lookahead": lambda: og.lookahead(og.adam(), every=4),
+    "schedule_free": lambda: og.schedule_free(),
+}
+GROUPS = {  # arguments of DataParallel
+    "alone": None,
+    "group": {},
+    "synchronised": {"sync_batch_norm": True},
+    "local": {"local_steps": 3},
+}
+
+
+# -- groups of processes --------------------------------------------------------------------------
+
+
+class Threads:
+    """A group whose processes are threads."""
+
+    own = threading.local()
+
+    def __init__(self, rank, barrier, board):
+        self.rank, self.size, self._barrier, self._board = rank, len(board), barrier, board
+
+    def gather(self, item):
+        self._board[self.rank] = pickle.dumps(item)
+        self._barrier.wait()
+        items = [pickle.loads(data) for data in self._board]
+        self._barrier.wait()
+        return items
+
+    def sum(self, array):
+        array[...] = np.sum(self.gather(array), axis=0)
+        return lambda: None
+
+    def broadcast(self, array, root):
+        array[...] = self.gather(array)[root]
+
+    @contextmanager
+    def together(self):
+        try:
+            yield
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+
+def in_threads(function, size=2):
+    """Return what a function returns in each thread of a group."""
+    barrier, board = threading.Barrier(size), [b""] * size
+
+    def called(rank):
+        Threads.own.group = Threads(rank, barrier, board)
+        return function()
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(called, rank) for rank in range(size)]
+    errors = [future.exception() for future in futures]
+    errors.sort(key=lambda e: isinstance(e, threading.BrokenBarrierError))  # of the other threads
+    if any(errors):
+        raise next(filter(None, errors))
+    return [future.result() for future in futures]
+
+
+# -- the test -------------------------------------------------------------------------------------
+
+
+class Watch(og.Callback):
+    """Compares the last entry of the history with other ways to compute it."""
+
+    def __init__(self, form):
+        self.form, self.compared = form, 0
+
+    def on_evaluate(self, trainer, state, control):
+        x, y, w = X[HELD], Y[HELD], W[HELD] if self.form == "weighted" else None
+        if self.form == "share":
+            if trainer.setup.validated is not None:  # the training lets go of it at its end
+                self.rows = trainer.setup.validated.arrays
+            x, y = self.rows["x"], self.rows["label"]
+            assert len(x) == 21
+        entry = {n.removeprefix("validation_"): v for n, v in state.history[-1].items()}
+        given = {name: entry[name] for name in ("mse", "mae")}
+        plain = run(trainer.model, x=x)[0].astype(np.float64) - y
+        expected = {n: np.average(e[:, 0], weights=w) for n, e in errors(plain).items()}
+        assert given == pytest.approx(expected, rel=1e-5)
+        assert state.history[-1]["validation_loss"] == pytest.approx(expected["mse"], rel=1e-5)
+        again = trainer.evaluate(x, y, sample_weight=w, batch_size=6)
+        assert again == pytest.approx({"loss": expected["mse"], **expected}, rel=1e-5)
+        predicted = trainer.predict(x) - y
+        np.testing.assert_allclose(predicted, plain, rtol=1e-4, atol=1e-4)
+        self.last = expected
+        self.compared += 1
+
+
+def errors(difference):
+    return {"mse": difference**2, "mae": np.abs(difference)}
+
+
+EVERY = list(itertools.product(FORMS, ("frozen", "train"), AVERAGES, GROUPS))
+DRAWN = {EVERY[i] for i in np.random.default_rng(3).choice(len(EVERY), 16, replace=False)}
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of a batch is not proven")
+@pytest.mark.parametrize(
+    ("form", "batch_norm", "average", "group"),
+    [case if case in DRAWN else in_sweep(*case) for case in EVERY],
+)
+def test_validation_is_of_the_model_as_it_is(
+    form, batch_norm, average, group, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sharing, "group_of", lambda p: Threads.own.group if p else None)
+    options = GROUPS[group]
+    FORMS[form](tmp_path)  # which writes the file, if it is one
+
+    def trained():
+        watch, stopping = Watch(form), og.EarlyStopping(patience=1)
+        recorder = og.Recorder(tmp_path / "run", seconds=0, profile=0)
+        trainer = og.Trainer(
+            model(),
+            "mse",
+            optimizer=AVERAGES[average](),
+            learning_rate=0.3,
+            batch_norm=batch_norm,
+            metrics=["mse", "mae"],
+            callbacks=[watch, stopping, recorder],
+            parallel=False if options is None else og.DataParallel(**options),
+        )
+        for count in (1, 2):  # the statistics are in the state from the second `fit` on
+            trainer.fit(X, Y, validation=FORMS[form](tmp_path), epochs=EPOCHS, batch_size=SIZE)
+            validated = [e["validation_loss"] for e in trainer.history]
+            assert watch.compared >= count
+            # the best weights were restored, and the report is of these
+            watch.on_evaluate(trainer, restored(trainer, min(validated)), None)
+            watch.compared -= 1
+        assert watch.compared >= 3
+        return trainer, watch
+
+    results = [trained()] if options is None else in_threads(trained)
+    trainer, watch = results[0]
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert recorded["history"] == trainer.history
+    assert all(other.history == trainer.history for other, _ in results)
+    if options is None:
+        (column,) = recorded["examined"]["outputs"][0]["columns"]
+        if form != "weighted":
+            assert column["rmse"] == pytest.approx(watch.last["mse"] ** 0.5, rel=1e-5)
+
+
+def restored(trainer, best):
+    """Return a state whose last entry is the best one."""
+    (entry,) = [e for e in trainer.history if e["validation_loss"] == best][:1]
+    return SimpleNamespace(history=[entry])
+
+
+def test_a_share_that_a_fixed_batch_does_not_divide():
+    fixed = model()
+    for value in (*fixed.graph.input, *fixed.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 8
+    made = og.Trainer(fixed, "mse")
+    x = np.zeros((32, *(d.dim_value for d in fixed.graph.input[0].type.tensor_type.shape.dim[1:])))
+    y = np.zeros((32, *(d.dim_value for d in fixed.graph.output[0].type.tensor_type.shape.dim[1:])))
+    assert made.fit(x, y, validation=0.25).history[-1]["validation_loss"] >= 0
+    with pytest.raises(ValueError, match="fixed batch of 8 rows: pass a multiple of it, not 29"):
+        made.fit(x, y, validation=0.1)
