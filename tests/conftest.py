@@ -126,15 +126,25 @@ def genai_llama(tmp_path_factory):
     return home / "fp32"
 
 
+_CREATE_SESSION = ort.InferenceSession.__init__
+
+
+def _create_session_on_one_thread(self, model, sess_options=None, *arguments, **options):
+    """Create a session of one thread, where the caller names no number of threads.
+
+    The models of tests are small: to start threads, and to let them wait for work beside the other
+    workers, takes longer than to run the nodes.
+    """
+    sess_options = sess_options or ort.SessionOptions()
+    if not sess_options.intra_op_num_threads:
+        sess_options.intra_op_num_threads = 1
+    _CREATE_SESSION(self, model, sess_options, *arguments, **options)
+
+
+ort.InferenceSession.__init__ = _create_session_on_one_thread
+
+
 @pytest.fixture
-def one_thread(monkeypatch):
-    """Give sessions one thread: of small models, starting more costs more than running them."""
-    create = ort.InferenceSession.__init__
-
-    def with_one_thread(self, model, sess_options=None, *arguments, **options):
-        sess_options = sess_options or ort.SessionOptions()
-        if not sess_options.intra_op_num_threads:
-            sess_options.intra_op_num_threads = 1
-        create(self, model, sess_options, *arguments, **options)
-
-    monkeypatch.setattr(ort.InferenceSession, "__init__", with_one_thread)
+def default_threads(monkeypatch):
+    """Let sessions start as many threads as they do for users."""
+    monkeypatch.setattr(ort.InferenceSession, "__init__", _CREATE_SESSION)

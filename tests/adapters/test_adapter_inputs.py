@@ -16,7 +16,6 @@ from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.weights import replace
 from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NETWORKS = networks()
 
 

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 genai = pytest.importorskip("onnxruntime_genai")
 
-pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.sweep
 LAYERS, HEADS, SIZE, VOCABULARY = 2, 2, 32, 600
 IDS = np.random.default_rng(0).integers(3, 500, (2, 9))
 LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split()

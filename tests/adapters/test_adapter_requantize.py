@@ -31,7 +31,6 @@ from onnxgrad.model.weights import replace
 from onnxgrad.training.parameters.defaults import trainable
 from tests.support.adapter_cases import arrays, parse, shaken, with_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 48)).astype(np.float32)
 ANEW = pytest.warns(UserWarning, match="quantized anew.*Evaluate the merged model")

@@ -18,7 +18,6 @@ from tests.adapters.test_lora import MODULES, exported, torch_networks  # noqa: 
 from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 from tests.support.running import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NETWORKS = networks()
 
 

@@ -16,7 +16,6 @@ from onnxgrad.model.notes import fine_tuned, read_adapters
 from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 from tests.support.running import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NETWORKS = networks()
 FORMS = ["matmul", "vector", "gemm", "gemm of transposed data", "half precision", "in a branch"]
 

@@ -20,7 +20,6 @@ from tests.adapters.test_lora import exported, torch_networks  # noqa: F401
 from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 from tests.support.running import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 WITHOUT = ("batched", "left", "gemm of transposed data", "gemm on the left", "embedding", "tied")
 NETWORKS = {name: model for name, model in networks().items() if name not in WITHOUT}
 TOLERANCE = {"half precision": 2e-3, "behind transpose, cast and identity": 2e-3}

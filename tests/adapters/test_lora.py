@@ -17,7 +17,6 @@ from onnxgrad.model.traversal import nodes_of
 from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
 from tests.support.running import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NETWORKS = networks()
 RNG = np.random.default_rng(0)
 

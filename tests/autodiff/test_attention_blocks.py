@@ -16,7 +16,6 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run import row_parts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HEADS, SIZE, WIDTH, ROWS = 2, 4, 8, 4
 RNG = np.random.default_rng(0)
 

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 from tests.support import opinfo_cases as opinfo  # noqa: E402  # which imports torch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE = opinfo.table()
 CASES = [
     (name, exporter)

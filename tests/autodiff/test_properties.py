@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnxgrad import check_gradient
 from tests.support.witness import Unstable, mismatches, session
 
-pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.sweep
 DRAWN = settings(
     max_examples=int(os.environ.get("ONNXGRAD_EXAMPLES", "60")),
     deadline=None,

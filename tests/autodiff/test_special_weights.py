@@ -72,7 +72,6 @@ def drawn() -> list:
     ]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("case", "value"), drawn())
 def test_the_gradient_of_a_weight_is_that_of_an_input(case, value):
     proto, weights = with_weights(case, value)

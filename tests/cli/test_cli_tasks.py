@@ -14,7 +14,6 @@ from tests.tasks.test_task_sound import RATE, folder_of, write_wave
 
 PIL = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 HEADER = '<ir_version: 9, opset_import: ["": 20]>\n'
 rng = np.random.default_rng(0)

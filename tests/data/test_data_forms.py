@@ -12,7 +12,6 @@ import onnxgrad as og
 from onnxgrad import LearningRateSGD, explain
 from tests.support.small_models import BOTH, inside, linear
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, SIZE = 11, 4  # the last batch is shorter
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(ROWS, 2)).astype("f"), RNG.normal(size=(ROWS, 1)).astype("f")

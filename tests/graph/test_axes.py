@@ -15,7 +15,6 @@ from onnxgrad.graph.shapes import dims
 from tests.support.axes_cases import DRAWS, NOT_RUN, Case
 from tests.support.running import session_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FOLLOWED = {name for (_, name), operator in OPERATORS.items() if operator.axes is not None}
 
 

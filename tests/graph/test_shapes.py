@@ -228,7 +228,6 @@ def rows() -> list:
     ]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("row", "known"), rows())
 def test_stated_shapes_are_those_at_run_time(row, known):
     made, arrays = model(row, known), feed(row)

@@ -13,7 +13,6 @@ from onnx import numpy_helper
 import onnxgrad as og
 from tests.support.running import in_sweep, run_named
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 PAIRS, VOCABULARY, START, END, PAD = 50, 40, 0, 1, 0
 SOURCE = RNG.integers(3, VOCABULARY, (PAIRS, 6))

@@ -26,7 +26,6 @@ UNKNOWN = {"ExpandDims", "ConvTransposeWithDynamicPads", "LayerNormalization 12"
 KNOWN = [case for case in CASES if case.id not in UNKNOWN]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("known", ["lengths", in_sweep("symbols")])
 @pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.id)
 def test_inferred_is_what_runs(case, known):

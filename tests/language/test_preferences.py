@@ -10,7 +10,6 @@ from onnx import numpy_helper
 import onnxgrad as og
 from tests.support.running import run_named
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 WORDS, SIZE, ROWS, LENGTH = 11, 6, 12, 7
 SHAPES = {"table": (WORDS, SIZE), "inner": (SIZE, SIZE), "words": (SIZE, WORDS)}

@@ -183,7 +183,6 @@ FEW = [
 ]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
 def test_images_side_by_side(case, rows, monkeypatch):
@@ -246,7 +245,6 @@ def assert_same_as_plain(case: Case, monkeypatch, rows: int, batch: int, others=
 
 
 @needs_blocks
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_convolutions_in_blocks(case, monkeypatch, operators):
     assert_same_as_plain(case, monkeypatch, 6, 4)  # the last batch is shorter
@@ -287,7 +285,6 @@ OTHERS |= {"v0": np.linspace(1, 2, 32), "pixels": [2, 3], "start": [0, 0], "end"
 
 
 @needs_blocks
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", BETWEEN)
 def test_between_convolutions(name, monkeypatch, operators):
     words = set(re.findall(r"\w+", BETWEEN[name]))
@@ -306,7 +303,6 @@ def test_two_threads(monkeypatch):
 
 
 @needs_blocks
-@pytest.mark.usefixtures("one_thread")
 def test_frozen_weights_are_left_to_the_optimizer_of_onnxruntime(operators):
     weights = {k: np.full((32, 32, 3, 3), 0.01) for k in "vw"}
     text = """g (float[N,32,9,9] x) => (float[N,800] o) {
@@ -353,7 +349,6 @@ NORMALIZED = {
 
 
 @needs_blocks
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", NORMALIZED)
 def test_statistics_of_the_batch_in_blocks(name, monkeypatch, operators):
     words = set(re.findall(r"\w+", NORMALIZED[name]))

@@ -202,7 +202,6 @@ POOLS = {
 KEPT = ("overlapping", "dilated", "same", "column major", "line")
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("channels", [20, 32])
 @pytest.mark.parametrize("name", POOLS)
 def test_max_pools_without_indices(name, channels, monkeypatch):

@@ -26,7 +26,6 @@ from onnxgrad.runtime.device import CPU
 from tests.support.running import in_sweep, run_named
 
 FLOAT = ir.DataType.FLOAT
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ import onnxgrad as og
 from tests.support.running import in_sweep, run
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:gradients pass straight through"),
 ]
 RNG = np.random.default_rng(0)

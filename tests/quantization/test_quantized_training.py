@@ -26,7 +26,6 @@ from onnxgrad.graph import operators
 from onnxgrad.model.convert import to_proto
 from tests.support.running import run, run_named
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 F = np.float32
 THROUGH = "gradients pass straight through the rounding"

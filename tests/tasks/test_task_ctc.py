@@ -93,7 +93,7 @@ def of_torch(model, rows, classes, blank):
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("blank", "letters"), [(0, "abcdé "), (-1, "abcdé "), (0, "abxyé")])
-def test_loss_and_gradient(layout, end, blank, letters, one_thread):
+def test_loss_and_gradient(layout, end, blank, letters):
     """Those of PyTorch for each row without padding; x and y are new characters."""
     rows = drawn(1, letters=letters)
     model = recognizer(layout, end)

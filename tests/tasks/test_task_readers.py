@@ -11,7 +11,6 @@ from tests.tasks.test_task_sound import folder_of
 
 PIL = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
-pytestmark = pytest.mark.usefixtures("one_thread")
 HEADER = '<ir_version: 9, opset_import: ["": 20]>\n'
 
 

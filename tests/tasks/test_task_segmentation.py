@@ -17,7 +17,6 @@ from tests.support.running import run
 Image = pytest.importorskip("PIL.Image")
 ImageDraw = pytest.importorskip("PIL.ImageDraw")
 Segmentation = og.tasks.segmentation.Segmentation
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, CLASSES, SIZE = 4, 5, (6, 7)
 
 # -- losses and metrics ----------------------------------------------------------------------------

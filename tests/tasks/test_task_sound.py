@@ -18,7 +18,6 @@ from onnxgrad.data import sounds as sound_files
 from onnxgrad.tasks import sound_events
 from onnxgrad.tasks.sound import Sound
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4000
 
 

@@ -11,7 +11,6 @@ import onnxgrad as og
 from onnxgrad.report.run import load_run
 from onnxgrad.training import saving
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4  # an epoch
 FILES = ("weights.safetensors", "slots.safetensors", "buffers.safetensors", "kept.safetensors")
 

@@ -15,7 +15,6 @@ from onnxgrad.model import without_elements
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.callbacks.events import Callbacks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)

@@ -22,7 +22,6 @@ from onnxgrad.training.callbacks.checkpoint import checkpoints
 from tests.support.paths import ROOT
 from tests.support.running import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BENCHMARKS = ROOT / "benchmarks"
 STEPS = 10  # an epoch
 

@@ -1,6 +1,6 @@
 """Options of training with options: drawn ones give what PyTorch gives, or an error that says why.
 
-A draw that fails prints its options; `pytest "tests/training/test_matrix.py::test_draw[123]"` runs it alone.
+A draw that fails prints its options; `pytest -k "test_draw[123]"` runs it alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tests.support import matrix_options as drawing  # noqa: E402  # which impor
 from tests.support.matrix_options import Options, Rows  # noqa: E402
 from tests.support.matrix_witness import Witness  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS, IN_CI = 2000, 50
 TOLERANCE = {"double": 1e-7, "float": 2e-3}
 

@@ -17,7 +17,6 @@ from onnxgrad.training.callbacks.tracker import Tracker
 from tests.support.running import in_sweep, run_named
 from tests.support.small_models import parse
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 MEMBERS, ROWS, CLASSES = 3, 59, 4
 RATES = [0.01, 0.03, 0.05]
 RNG = np.random.default_rng(0)

@@ -9,7 +9,6 @@ import pytest
 import onnxgrad as og
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:EarlyStopping never counted"),
 ]
 RNG = np.random.default_rng(0)

@@ -12,7 +12,6 @@ import onnxgrad as og
 from onnxgrad.training.callbacks.checkpoint import checkpoints
 from tests.support.running import run_named
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 203
 
 

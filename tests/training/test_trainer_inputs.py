@@ -7,7 +7,6 @@ import pytest
 import onnxgrad as og
 from tests.support.running import in_sweep, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 
 RECURRENT = """

@@ -12,8 +12,6 @@ from onnx import numpy_helper
 import onnxgrad as og
 from tests.support.running import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def bigram():
     """Return a model with the scores of the next token after each token."""

@@ -25,7 +25,6 @@ from tests.support.running import in_sweep, run  # noqa: E402
 
 fuse_conv_bn_eval = torch.nn.utils.fusion.fuse_conv_bn_eval
 nn = torch.nn
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, BATCH, EPOCHS, CLASSES = 80, 8, 5, 3  # 50 steps
 
 

@@ -14,7 +14,6 @@ from onnxgrad.optimizers import Chain, clip_by_norm
 from tests.support.running import in_sweep
 from tests.support.small_models import linear, parse
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RATES = [0.001, 0.01, 0.003]
 ROWS, CLASSES = 70, 4
 LISTS = ("learning_rate", "optimizer")  # arguments that may differ between members

@@ -20,7 +20,6 @@ import onnxgrad as og
 from onnxgrad.training import sharing
 from tests.support.running import in_sweep, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 X = (RNG.normal(size=(70, 3)) * 2 + 5).astype(np.float32)  # far from the statistics of the file
 Y = (X @ np.float32([[1], [2], [3]])).astype(np.float32)

@@ -48,7 +48,6 @@ def cases():
 CASES = list(cases())
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("row", "known", "choice"), CASES)
 def test_each_member_gets_its_own_result(row, known, choice):
     try:

@@ -59,7 +59,6 @@ def domains(model: onnx.ModelProto) -> set[str]:
     return {o.domain for o in model.opset_import} | {node.domain for node in model.graph.node}
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("known", ["lengths", in_sweep("symbols"), in_sweep("nothing")])
 @OF_CASES
 def test_lowered_is_the_kernel(case, known):
@@ -82,7 +81,6 @@ def test_lowered_is_the_kernel(case, known):
         assert found.dtype == value.dtype or case.formula
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("known", ["lengths", in_sweep("symbols")])
 @OF_CASES
 def test_gradient(case, known):

@@ -43,7 +43,6 @@ def feed(case: Case) -> dict[str, np.ndarray]:
     return {n: rng.standard_normal(s) for n, s in zip("xwb", case.shapes, strict=False)}
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("known", ["rows"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gradient_of_first_order(case, known):
@@ -52,7 +51,6 @@ def test_gradient_of_first_order(case, known):
 
 
 @pytest.mark.sweep
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("known", ["all", "rows", "channels"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gradient(case, known):
@@ -103,7 +101,6 @@ UNIT_STRIDE = [
 ]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("form", ["_shifted_cotangents", "_shifted_inputs", "_columns"])
 @pytest.mark.parametrize("case", UNIT_STRIDE, ids=lambda case: case.id)
 def test_gradient_of_the_weight_in_every_form(case, form, monkeypatch):
@@ -123,7 +120,6 @@ STRIDED = [
 ]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("case", STRIDED, ids=lambda case: case.id)
 def test_gradient_of_the_weight_with_strides_as_channels(case, monkeypatch):
     monkeypatch.setattr(correlation, "_pays_to_split", lambda *_: True)

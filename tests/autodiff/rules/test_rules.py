@@ -15,7 +15,6 @@ from tests.support import convolution_cases
 from tests.support.cases import FLOAT, Row, feed, model, run, typed
 from tests.support.table import ROWS
 
-ONE_THREAD = pytest.mark.usefixtures("one_thread")  # not where threads are what is tested
 FLOAT16, BFLOAT16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 
 
@@ -30,7 +29,6 @@ def once() -> list:
     return [pytest.param(row, way, id=f"{row.id}-{way}") for row, way in pairs]
 
 
-@ONE_THREAD
 @pytest.mark.parametrize(("row", "known"), once())
 def test_gradient_of_every_row(row, known):
     """Of the first order, and known in one way: `test_gradient` is the rest."""
@@ -45,7 +43,6 @@ def ways() -> list:
     return [pytest.param(*pair, id=f"{pair[0].id}-{pair[1]}") for pair in pairs]
 
 
-@ONE_THREAD
 @pytest.mark.sweep
 @pytest.mark.parametrize(("row", "known"), ways())
 def test_gradient(row, known):
@@ -86,7 +83,6 @@ def knows(row: Row, dtype: int) -> bool:
     return True
 
 
-@ONE_THREAD
 @pytest.mark.sweep
 @pytest.mark.parametrize("row", admitting(FLOAT16), ids=lambda row: row.id)
 def test_float16_is_as_float32(row):
@@ -100,7 +96,6 @@ def test_float16_is_as_float32(row):
         np.testing.assert_allclose(half, single, rtol=0.05, atol=0.05)
 
 
-@ONE_THREAD
 @pytest.mark.sweep
 @pytest.mark.parametrize("row", admitting(BFLOAT16), ids=lambda row: row.id)
 def test_bfloat16_stays(row):

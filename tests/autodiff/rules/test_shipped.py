@@ -17,7 +17,6 @@ from onnxgrad import check_gradient
 from onnxgrad.graph.operators import OPERATORS, Operator
 from tests.support.shipped import FLOATS, Case, cases, errors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PREVIEW = {"ai.onnx.preview", "ai.onnx.preview.training"}
 
 # patterns of names, and why

@@ -25,7 +25,6 @@ from onnxgrad.training.modes import (
 )
 from tests.support.running import in_sweep, run, run_named
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
 GAMMA = 0x9E3779B97F4A7C15
 

@@ -22,7 +22,6 @@ from onnxgrad.training.step import epoch
 from tests.support.running import run
 from tests.support.small_models import parse
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NEWEST = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 has_gated_add = pytest.mark.skipif(not NEWEST, reason="onnxruntime has no GatedAdd")
 RNG = np.random.default_rng(0)
