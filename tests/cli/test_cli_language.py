@@ -14,7 +14,7 @@ import onnxgrad as og
 from onnxgrad.cli import app
 
 pytest.importorskip("tokenizers")
-from tests.data.test_texts import CHAT, IM, many, model, tokenizer
+from tests.support.text_models import CHAT, IM, bpe_tokenizer, text_beginnings, token_model
 
 LOSS = ("--loss", "causal_lm")
 
@@ -27,15 +27,16 @@ def run(*arguments):
 def here(tmp_path, monkeypatch):
     """The folder `lm` with a small model, and files of texts."""
     monkeypatch.chdir(tmp_path)
-    own = tokenizer()
+    own = bpe_tokenizer()
     os.mkdir("lm")
-    onnx.save(model(), "lm/model.onnx")
+    onnx.save(token_model(), "lm/model.onnx")
     own.backend.save("lm/tokenizer.json")
     configuration = {"vocab_size": own.size, "eos_token_id": 1, "max_position_embeddings": 64}
     special = {"eos_token": "</s>", "pad_token": "<pad>", "bos_token": "<s>", "chat_template": IM}
     for name, content in (("config.json", configuration), ("tokenizer_config.json", special)):
         (tmp_path / "lm" / name).write_text(json.dumps(content))
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in many(30)))
+    rows = [json.dumps({"text": text}) for text in text_beginnings(30)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
     (tmp_path / "texts.txt").write_text("\n".join(SENTENCES[:3]))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     return tmp_path

@@ -10,7 +10,7 @@ import pytest
 
 import onnxgrad as og
 from tests.support.commands import as_json, invoke, refused, succeed
-from tests.tasks.test_task_sound import RATE, folder_of, write_wave
+from tests.support.sound_files import RATE, folder_of_tones, write_wave
 
 PIL = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
@@ -108,7 +108,7 @@ def sound(root):
         f"f (float[1,{RATE // 2}] x) => (float[1,3] y) {{ y = MatMul(x, w) }}",
         w=rng.normal(size=(RATE // 2, 3)) / 100,
     )
-    folder = folder_of(root / "data")
+    folder = folder_of_tones(root / "data")
     write_wave(root / "long" / "a.wav", rng.normal(scale=0.1, size=2 * RATE))
     return folder, root / "long", "events.csv"
 

@@ -14,13 +14,10 @@ import onnxgrad as og
 from onnxgrad.data.arrays import DataError
 from onnxgrad.language.chat import ChatTemplate
 from onnxgrad.language.tokenizer import Tokenizer
+from tests.support.text_models import CHAT, IM, bpe_tokenizer, text_beginnings, token_model
 
 pytest.importorskip("tokenizers")
 
-IM = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 THINKING = IM.replace(  # as Qwen3: only the last turn has its thoughts
     "{{ m.content }}",
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
@@ -76,22 +73,6 @@ PHI = (
     " + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
-CHAT = [
-    {"role": "user", "content": "what is the cat"},
-    {"role": "assistant", "content": "the cat sat"},
-    {"role": "user", "content": " and the dog <b>&'\" "},
-    {"role": "assistant", "content": "jumps over\nit"},
-]
-MODEL = """
-    <ir_version: 9, opset_import: ["": 20]>
-    f (int64[N,T] input_ids, int64[N,T] attention_mask) => (float[N,T,%d] logits)
-    { m = Cast<to=1>(attention_mask)  two = Constant<value_ints=[-1]>()
-      u = Unsqueeze(m, two)  e = Gather(w, input_ids)  f = Mul(e, u)  logits = MatMul(f, v) }"""
-
-
-def tokenizer(template: str | None = None) -> Tokenizer:
-    special = {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}
-    return Tokenizer(bpe(), special, template and ChatTemplate(template, special))
 
 
 def rows(source, *arguments, **options):
@@ -114,7 +95,7 @@ def learned(tok: Tokenizer, row) -> str:
 
 
 def test_texts_end_and_prompts_are_not_learned():
-    tok = tokenizer()
+    tok = bpe_tokenizer()
     prompt, completion = "what is the capital of France?", " It is\n\n Paris. "
     made = rows(
         [SENTENCES[0], {"text": "a</s>"}, {"prompt": prompt, "completion": completion}], tok
@@ -135,7 +116,7 @@ def test_texts_end_and_prompts_are_not_learned():
 def test_trimmed_offsets_do_not_hide_spaces():
     from tokenizers import processors
 
-    tok = tokenizer()
+    tok = bpe_tokenizer()
     tok.backend.post_processor = processors.ByteLevel(trim_offsets=True)
     completion = "  \n \n it   is  "
     (row,) = rows([{"prompt": "what", "completion": completion}], tok)
@@ -144,8 +125,8 @@ def test_trimmed_offsets_do_not_hide_spaces():
 
 def test_a_token_across_the_edge_is_learned_and_said():
     with pytest.warns(UserWarning, match="in 1 rows, one token has the end of the prompt"):
-        (row,) = rows([{"prompt": "the ca", "completion": "t sat"}], tokenizer())
-    assert learned(tokenizer(), row) in ("at sat</s>", " cat sat</s>")
+        (row,) = rows([{"prompt": "the ca", "completion": "t sat"}], bpe_tokenizer())
+    assert learned(bpe_tokenizer(), row) in ("at sat</s>", " cat sat</s>")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +143,7 @@ def test_a_token_across_the_edge_is_learned_and_said():
     ids=["im", "marked", "thinking", "qwen", "llama", "gemma", "phi"],
 )
 def test_only_the_assistant_is_learned(template, expected):
-    tok = tokenizer(template)
+    tok = bpe_tokenizer(template)
     (row,) = rows([{"messages": CHAT}], tok)
     assert learned(tok, row) == expected
     assert tok.backend.decode(row[0], skip_special_tokens=False) == tok.chat_template.render(CHAT)
@@ -189,7 +170,7 @@ def test_templates_render_as_in_transformers(template, prompt):
         expected = theirs.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=prompt, **more
         )
-        ours = tokenizer(template).chat_template.render(messages, prompt, **more)
+        ours = bpe_tokenizer(template).chat_template.render(messages, prompt, **more)
         assert ours == expected
 
 
@@ -241,15 +222,15 @@ def test_a_folder_encodes_as_transformers(around, processor, tmp_path):
 
 def test_long_rows_are_cut_and_counted():
     with pytest.warns(UserWarning, match="3 texts are longer than max_length=12, and cut"):
-        made = rows(SENTENCES, tokenizer(), 12)
+        made = rows(SENTENCES, bpe_tokenizer(), 12)
     lengths = [len(ids) for ids, _ in made]
     assert max(lengths) == 12
     with pytest.raises(DataError, match=r"row 0: what comes before the first token to learn fills"):
-        og.texts([{"prompt": SENTENCES[0], "completion": " x"}], tokenizer(), 4)
+        og.texts([{"prompt": SENTENCES[0], "completion": " x"}], bpe_tokenizer(), 4)
 
 
 def test_packing_loses_nothing():
-    tok = tokenizer()
+    tok = bpe_tokenizer()
     prompt = {"prompt": "the cat", "completion": " sat"}
     single = rows([*SENTENCES, prompt], tok)
     packed = rows([*SENTENCES, prompt], tok, 8, packing=True)
@@ -264,7 +245,7 @@ def test_sources_hold_the_same(tmp_path):
     pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    tok = tokenizer(IM)
+    tok = bpe_tokenizer(IM)
     lines = [*SENTENCES[:3], "x y"]
     expected = rows(lines, tok)
     (tmp_path / "a.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8-sig")
@@ -290,7 +271,7 @@ def test_sources_hold_the_same(tmp_path):
 
 def test_datasets_of_hugging_face(tmp_path):
     datasets = pytest.importorskip("datasets")
-    tok = tokenizer()
+    tok = bpe_tokenizer()
     made = datasets.Dataset.from_dict({"text": SENTENCES})
     assert rows(made, tok) == rows(SENTENCES, tok)
     stream = og.texts(made.to_iterable_dataset(), tok)
@@ -306,19 +287,9 @@ def test_datasets_of_hugging_face(tmp_path):
 # -- training -----------------------------------------------------------------------------------
 
 
-def model(size: int = 8) -> onnx.ModelProto:
-    rng = np.random.default_rng(0)
-    vocabulary = tokenizer().size
-    made = onnx.parser.parse_model(MODEL % vocabulary)
-    for name, shape in (("w", (vocabulary, size)), ("v", (size, vocabulary))):
-        array = rng.normal(size=shape).astype(np.float32) / size
-        made.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    return made
-
-
 def trainer(**options) -> og.Trainer:
     return og.Trainer(
-        model(),
+        token_model(),
         {"logits": "cross_entropy"},
         loss_options={"logits": {"shift": True, "axis": -1, "ignore_index": -100}},
         learning_rate=0.03,
@@ -326,20 +297,19 @@ def trainer(**options) -> og.Trainer:
     )
 
 
-def many(count: int = 23) -> list[str]:
-    return [SENTENCES[i % 4][: 3 + i] for i in range(count)]
-
-
 def test_perplexity_is_of_all_tokens():
-    own, data = trainer(metrics=["perplexity"]).fit(og.texts(many(), tokenizer())), many()
+    own, data = (
+        trainer(metrics=["perplexity"]).fit(og.texts(text_beginnings(), bpe_tokenizer())),
+        text_beginnings(),
+    )
     sums, count = 0.0, 0
-    for ids, labels in rows(data, tokenizer()):
+    for ids, labels in rows(data, bpe_tokenizer()):
         logits = own.predict({"input_ids": [ids], "attention_mask": [[1] * len(ids)]})[0, :-1]
         logits = logits.astype(np.float64)
         p = logits[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(axis=-1))
         sums, count = sums - p.sum(), count + len(labels) - 1
     for size in (1, 5):
-        result = own.evaluate(og.texts(data, tokenizer()), batch_size=size)
+        result = own.evaluate(og.texts(data, bpe_tokenizer()), batch_size=size)
         assert result["loss"] == pytest.approx(sums / count, rel=1e-5)
         assert result["perplexity"] == pytest.approx(np.exp(sums / count), rel=1e-5)
 
@@ -347,31 +317,35 @@ def test_perplexity_is_of_all_tokens():
 def test_a_training_goes_on_bit_for_bit(tmp_path):
     def fit(epochs, **more):
         made = trainer(callbacks=[og.Checkpoint(tmp_path / "c", every_steps=3)] if more else [])
-        return made.fit(og.texts(many(), tokenizer()), epochs=epochs, batch_size=4, **more)
+        return made.fit(
+            og.texts(text_beginnings(), bpe_tokenizer()), epochs=epochs, batch_size=4, **more
+        )
 
     whole, _ = fit(3), fit(2, resume=tmp_path / "c")
     resumed = fit(3, resume=tmp_path / "c")
     assert resumed.state.step == whole.state.step == 18
     for name, weight in whole.state.weights.items():
         np.testing.assert_array_equal(weight, resumed.state.weights[name])
-    other = og.texts([*many()[:-1], "else"], tokenizer())
+    other = og.texts([*text_beginnings()[:-1], "else"], bpe_tokenizer())
     with pytest.raises(ValueError, match="data"):
         trainer().fit(other, epochs=4, batch_size=4, resume=tmp_path / "c")
 
 
 def test_a_share_is_held_out():
-    own = trainer().fit(og.texts(many(), tokenizer()), validation=0.2, epochs=2, batch_size=4)
+    own = trainer().fit(
+        og.texts(text_beginnings(), bpe_tokenizer()), validation=0.2, epochs=2, batch_size=4
+    )
     assert own.state.step == 2 * 5  # of 18 rows
     order = np.random.default_rng([0, 1]).permutation(23)
-    held = [many()[i] for i in np.sort(order[:5])]
-    loss = own.evaluate(og.texts(held, tokenizer()))["loss"]
+    held = [text_beginnings()[i] for i in np.sort(order[:5])]
+    loss = own.evaluate(og.texts(held, bpe_tokenizer()))["loss"]
     assert own.history[-1]["validation_loss"] == pytest.approx(loss, rel=1e-6)
     with pytest.raises(ValueError, match="needs arrays, tables or texts in memory"):
-        trainer().fit(og.texts(lambda: many(), tokenizer()), validation=0.2)
+        trainer().fit(og.texts(lambda: text_beginnings(), bpe_tokenizer()), validation=0.2)
 
 
 def test_a_stream_trains_and_tells_once():
-    stream = og.texts(lambda: ["", *many()], tokenizer(), 12)
+    stream = og.texts(lambda: ["", *text_beginnings()], bpe_tokenizer(), 12)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         own = trainer().fit(stream, epochs=3, batch_size=4)
@@ -400,11 +374,11 @@ def test_a_stream_trains_and_tells_once():
 )
 def test_records_of_other_forms(record, message):
     with pytest.raises(DataError, match=f"row 1.*{re.escape(message)}"):
-        og.texts(["first", record], tokenizer())
+        og.texts(["first", record], bpe_tokenizer())
 
 
 def test_chats_of_other_forms():
-    tok = tokenizer(IM)
+    tok = bpe_tokenizer(IM)
     with pytest.raises(DataError, match="row 0 has no message of the assistant"):
         og.texts([{"messages": CHAT[:1]}], tok)
     with pytest.raises(DataError, match="a message has 'role' and 'content', not"):
@@ -412,7 +386,7 @@ def test_chats_of_other_forms():
 
 
 def test_files_of_other_forms(tmp_path):
-    tok = tokenizer()
+    tok = bpe_tokenizer()
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"text": \n')
     with pytest.raises(DataError, match=r"line 3 of '.*a\.jsonl' is no JSON"):
         og.texts(tmp_path / "a.jsonl", tok)
@@ -428,13 +402,13 @@ def test_files_of_other_forms(tmp_path):
 
 
 def test_options_of_other_models(tmp_path):
-    tok = tokenizer()
+    tok = bpe_tokenizer()
     for most, message in ((1, "a row needs 2 tokens"), (None, "packing=True needs max_length=")):
         with pytest.raises(ValueError, match=message):
             og.texts(SENTENCES, tok, most, packing=most is None)
     with pytest.raises(DataError, match="and completion_only=True"):
         og.texts(SENTENCES, tok, completion_only=True)
-    onnx.save(model(), tmp_path / "model.onnx")
+    onnx.save(token_model(), tmp_path / "model.onnx")
     config = {"vocab_size": 200, "max_position_embeddings": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tok.backend.save(str(tmp_path / "tokenizer.json"))

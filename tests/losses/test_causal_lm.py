@@ -8,83 +8,28 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.graph.shapes import dims
-from onnxgrad.losses import vocabulary, word_blocks
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.row_parts import splits
+from tests.support.causal_lm_cases import (
+    HEAD,
+    HEADS,
+    IDS,
+    LABELS,
+    MASK,
+    RNG,
+    ROWS,
+    TABLE,
+    TOKENS,
+    WIDTH,
+    WORDS,
+    causal_model,
+    divide_logits,
+    torch_loss_and_gradients,
+)
 from tests.support.running import run_named
 
-torch = pytest.importorskip("torch")
-
-RNG = np.random.default_rng(3)
-ROWS, TOKENS, WIDTH, WORDS = 4, 7, 8, 32
-IDS = RNG.integers(0, WORDS, (ROWS, TOKENS))
-MASK = np.ones_like(IDS)
-MASK[1, 4:] = MASK[2, 2:] = 0
-LABELS = np.where(RNG.random(IDS.shape) < 0.3, -100, IDS)
-TABLE = RNG.standard_normal((WORDS, WIDTH))
-HEAD = RNG.standard_normal((WIDTH, WORDS))
-BIAS = RNG.standard_normal(WORDS)
-
-HEADS = {  # the nodes from the hidden states h to the logits, and the same in PyTorch
-    "plain": ("logits = MatMul(h, head)", lambda h, table, head, bias: h @ head),
-    "tied": (
-        "back = Transpose<perm = [1, 0]>(table) logits = MatMul(h, back)",
-        lambda h, table, head, bias: h @ table.T,
-    ),
-    "bias": (
-        "product = MatMul(h, head) logits = Add(bias, product)",
-        lambda h, table, head, bias: h @ head + bias,
-    ),
-    "softcap": (
-        "z = MatMul(h, head) d = Div(z, cap) t = Tanh(d) logits = Mul(t, cap)",
-        lambda h, table, head, bias: 2.0 * torch.tanh(h @ head / 2.0),
-    ),
-    "flat": (
-        "f = Reshape(h, flat) z = Gemm(f, head, bias) logits = Reshape(z, whole)",
-        lambda h, table, head, bias: h @ head + bias,
-    ),
-    "mixed": (  # not position by position: the logits are written as they are
-        "z = MatMul(h, head) s = CumSum(z, one) logits = Add(z, s)",
-        lambda h, table, head, bias: h @ head + (h @ head).cumsum(1),
-    ),
-}
-
-
-def model(head: str, dtype: str = "double") -> onnx.ModelProto:
-    """Return a model of one embedding, one product that mixes tokens, and a head."""
-    proto = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 21]>
-        g (int64[N, T] input_ids) => ({dtype}[N, T, {WORDS}] logits)
-        <int64[2] flat = {{-1, {WIDTH}}}, int64[3] whole = {{{ROWS}, {TOKENS}, {WORDS}}},
-         int64 one = {{1}}, {dtype} cap = {{2.0}}> {{
-            rows = Gather(table, input_ids) mean = CumSum(rows, one) wave = Tanh(mean)
-            h = Add(rows, wave) {HEADS[head][0]} }}""")
-    arrays = {"table": TABLE, "head": HEAD, "bias": BIAS}
-    kind = np.float64 if dtype == "double" else np.float32
-    used = {name for node in proto.graph.node for name in node.input}
-    for name, array in arrays.items():
-        if name in used:
-            proto.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(kind), name))
-    return proto
-
-
-def expected(head: str, labels: np.ndarray, weight=None):
-    """Return the loss and its gradients by name, by PyTorch in float64."""
-    table, matrix, bias = (torch.tensor(a, requires_grad=True) for a in (TABLE, HEAD, BIAS))
-    rows = table[torch.tensor(IDS)]
-    h = rows + torch.tanh(rows.cumsum(1))
-    logits = HEADS[head][1](h, table, matrix, bias)
-    target = torch.tensor(labels)[:, 1:]
-    losses = torch.nn.functional.cross_entropy(
-        logits[:, :-1].transpose(1, 2), target, reduction="none", ignore_index=-100
-    )
-    w = torch.ones_like(losses) if weight is None else torch.tensor(weight)
-    w = w.expand_as(torch.tensor(IDS))[:, 1:] if weight is not None else w
-    w = w * (target != -100)
-    loss = (losses * w).sum() / w.sum()
-    loss.backward()
-    found = {"table": table, "head": matrix, "bias": bias}
-    return loss.item(), {n: v.grad.numpy() for n, v in found.items() if v.grad is not None}
+pytest.importorskip("torch")
 
 
 def stepped(proto, X, y=None, weight=None, **options):
@@ -110,26 +55,19 @@ def check(found, loss, gradients, rtol=1e-9):
 @pytest.fixture(params=["whole", "positions", "words"])
 def chunks(request, monkeypatch):
     """How the logits are divided; 16 positions are the smallest chunk."""
-    divide(monkeypatch, request.param)
-
-
-def divide(monkeypatch, chunks):
-    monkeypatch.setattr(vocabulary, "_ELEMENTS", 1 << 24 if chunks == "whole" else 16 * WORDS)
-    monkeypatch.setattr(vocabulary, "MANY_WORDS", 1 if chunks == "words" else 1 << 20)
-    monkeypatch.setattr(word_blocks, "BLOCK", 8)
-    monkeypatch.setattr(vocabulary, "MANY_CLASSES", 1)
+    divide_logits(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_loss_and_gradients(head, chunks):
-    check(stepped(model(head), IDS, LABELS), *expected(head, LABELS))
+    check(stepped(causal_model(head), IDS, LABELS), *torch_loss_and_gradients(head, LABELS))
 
 
 @pytest.mark.parametrize("head", ["plain", "tied", "bias", "softcap", "flat"])
 def test_blocks_of_words(head, monkeypatch):
     """No node has the logits of all words, and no Scan carries the gradient of the matrix."""
-    divide(monkeypatch, "words")
-    trainer = og.Trainer(model(head, "float"), "causal_lm", train="*")
+    divide_logits(monkeypatch, "words")
+    trainer = og.Trainer(causal_model(head, "float"), "causal_lm", train="*")
     recipe = Recipe(trainer, Facts.of(trainer, as_dataset(IDS, LABELS)))
     graph = recipe.step(recipe.objective()).model.graph
     scans = [node for node in graph if node.op_type == "Scan"]
@@ -142,9 +80,9 @@ def test_blocks_of_words(head, monkeypatch):
 
 def test_without_labels():
     """The tokens are the labels, but for those that the mask leaves out."""
-    loss, gradients = expected("bias", IDS)
-    check(stepped(model("bias"), IDS), loss, gradients)
-    proto = model("bias")
+    loss, gradients = torch_loss_and_gradients("bias", IDS)
+    check(stepped(causal_model("bias"), IDS), loss, gradients)
+    proto = causal_model("bias")
     proto.graph.input.append(
         onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ["N", "T"])
     )
@@ -154,7 +92,7 @@ def test_without_labels():
         onnx.helper.make_tensor_value_info("kept", onnx.TensorProto.INT64, ["N", "T"])
     )
     X = {"input_ids": IDS, "attention_mask": MASK}
-    check(stepped(proto, X), *expected("bias", np.where(MASK == 1, IDS, -100)))
+    check(stepped(proto, X), *torch_loss_and_gradients("bias", np.where(MASK == 1, IDS, -100)))
     check(stepped(proto, {"input_ids": IDS}), loss, gradients)
 
 
@@ -162,17 +100,23 @@ def test_without_labels():
 def test_weights(shape, chunks):
     weight = RNG.random(shape)
     wide = weight if len(shape) == 2 else weight[:, None]
-    check(stepped(model("bias"), IDS, LABELS, weight), *expected("bias", LABELS, wide))
+    check(
+        stepped(causal_model("bias"), IDS, LABELS, weight),
+        *torch_loss_and_gradients("bias", LABELS, wide),
+    )
 
 
 def test_ignored(chunks):
     found = stepped(
-        model("plain"), IDS, np.where(LABELS == -100, 5, LABELS), loss_options={"ignore_index": 5}
+        causal_model("plain"),
+        IDS,
+        np.where(LABELS == -100, 5, LABELS),
+        loss_options={"ignore_index": 5},
     )
     labels = np.where((LABELS == -100) | (LABELS == 5), -100, LABELS)
-    check(found, *expected("plain", labels))
+    check(found, *torch_loss_and_gradients("plain", labels))
     none = np.full_like(IDS, -100)
-    trainer = og.Trainer(model("plain"), "causal_lm", train="*", optimizer="sgd")
+    trainer = og.Trainer(causal_model("plain"), "causal_lm", train="*", optimizer="sgd")
     before = trainer.state.weights["head"].copy()
     trainer.fit(IDS, none)
     np.testing.assert_array_equal(trainer.state.weights["head"], before)
@@ -181,11 +125,16 @@ def test_ignored(chunks):
 def test_accumulated_is_one_batch(chunks):
     """The mean is over the labels of all micro-batches, which have different numbers of them."""
     trainer = og.Trainer(
-        model("bias"), "causal_lm", optimizer="sgd", learning_rate=1.0, train="*", accumulate=2
+        causal_model("bias"),
+        "causal_lm",
+        optimizer="sgd",
+        learning_rate=1.0,
+        train="*",
+        accumulate=2,
     )
     before = {name: array.copy() for name, array in trainer.state.weights.items()}
     trainer.fit(IDS, LABELS, shuffle=False, batch_size=ROWS)
-    loss, gradients = expected("bias", LABELS)
+    loss, gradients = torch_loss_and_gradients("bias", LABELS)
     assert trainer.history[-1]["loss"] == pytest.approx(loss, rel=1e-9)
     for name, w in trainer.state.weights.items():
         np.testing.assert_allclose(before[name] - w, gradients[name], rtol=1e-9, atol=1e-9)
@@ -196,11 +145,13 @@ def test_stack(head):
     """Each member of a stack trains as a trainer of its own."""
     rates = [0.5, 0.1]
     stack = og.TrainerStack(
-        model(head), "causal_lm", optimizer="sgd", learning_rate=rates, train="*"
+        causal_model(head), "causal_lm", optimizer="sgd", learning_rate=rates, train="*"
     )
     stack.fit(IDS, LABELS, epochs=2, batch_size=2, shuffle=False)
     for k, rate in enumerate(rates):
-        one = og.Trainer(model(head), "causal_lm", optimizer="sgd", learning_rate=rate, train="*")
+        one = og.Trainer(
+            causal_model(head), "causal_lm", optimizer="sgd", learning_rate=rate, train="*"
+        )
         one.fit(IDS, LABELS, epochs=2, batch_size=2, shuffle=False)
         for name, w in one.state.weights.items():
             np.testing.assert_allclose(stack.state.weights[name][k], w, rtol=1e-9, atol=1e-12)
@@ -210,15 +161,15 @@ def test_stack(head):
 
 def test_same_as_the_formula_in_a_file():
     """`add_loss_output` writes the plain formula, for other trainers."""
-    proto = og.add_loss_output(model("bias"), "causal_lm", reduction="mean")
+    proto = og.add_loss_output(causal_model("bias"), "causal_lm", reduction="mean")
     loss = run_named(proto, {"input_ids": IDS, "label": LABELS})["loss"].item()  # by rows
     mean = loss * ROWS / (LABELS[:, 1:] != -100).sum()
-    assert mean == pytest.approx(expected("bias", LABELS)[0], rel=1e-9)
+    assert mean == pytest.approx(torch_loss_and_gradients("bias", LABELS)[0], rel=1e-9)
 
 
 def test_logits_are_not_written():
     """No node of the step, and none of an evaluation, has logits of all positions."""
-    trainer = og.Trainer(model("bias"), "causal_lm", train="*")
+    trainer = og.Trainer(causal_model("bias"), "causal_lm", train="*")
     recipe = Recipe(trainer, Facts.of(trainer, as_dataset(IDS, LABELS)))
     step = recipe.step(recipe.objective())
     wide = [
@@ -233,14 +184,14 @@ def test_logits_are_not_written():
 
 def test_rows_are_divided(chunks):
     """Processes prove, by the plain formula, that the gradients of their rows add up."""
-    trainer = og.Trainer(model("softcap"), "causal_lm", train="*")
+    trainer = og.Trainer(causal_model("softcap"), "causal_lm", train="*")
     objective = Recipe(trainer, Facts.of(trainer, as_dataset(IDS, LABELS))).objective()
     names = ("input_ids", "label")
     assert splits(objective, dict.fromkeys(names, 0), dict.fromkeys(names, IDS.shape))
 
 
 def test_refused():
-    proto = model("plain")
+    proto = causal_model("plain")
     last = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 21]>
         g (int64[N, T] input_ids) => (float[N, 1, {WORDS}] logits)
         <int64[1] last = {{-1}}> {{ rows = Gather(table, input_ids) h = Gather<axis = 1>(rows, last)

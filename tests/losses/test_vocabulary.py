@@ -13,8 +13,7 @@ from onnxgrad.losses import vocabulary
 from onnxgrad.model import without_elements
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Facts, Recipe
-from tests.losses import test_causal_lm
-from tests.losses.test_causal_lm import divide
+from tests.support.causal_lm_cases import IDS, LABELS, causal_model, divide_logits
 
 torch = pytest.importorskip("torch")
 
@@ -102,7 +101,7 @@ def check(found, loss, gradients, rtol=1e-9):
 
 @pytest.fixture(params=["positions", "words"])
 def chunks(request, monkeypatch):
-    divide(monkeypatch, request.param)
+    divide_logits(monkeypatch, request.param)
 
 
 def has_scan(trainer, x, y):
@@ -135,7 +134,7 @@ def test_rows(chunks):
 
 
 def test_what_is_written_in_chunks(monkeypatch):
-    divide(monkeypatch, "positions")
+    divide_logits(monkeypatch, "positions")
     options = {"axis": 2}
 
     def trainer(**more):
@@ -264,15 +263,15 @@ def test_metrics(chunks):
 @pytest.mark.parametrize("head", ["plain", "tied", "flat"])
 def test_large_weights(head, chunks, monkeypatch):
     """Weights in place train as weights in one graph; their gradients are not copied at the end."""
-    monkeypatch.setattr(test_causal_lm, "TABLE", RNG.standard_normal((WORDS, 8)))
+    table = RNG.standard_normal((WORDS, 8))
     trained = []
     for large in (False, True):
         if large:
             monkeypatch.setattr(without_elements, "LARGE", 0)
             monkeypatch.setattr(without_elements, "_EACH", 200)
-        proto = test_causal_lm.model(head, "float")
+        proto = causal_model(head, "float", table)
         trainer = og.Trainer(proto, "causal_lm", train="*", optimizer="adam", learning_rate=0.1)
-        trainer.fit(test_causal_lm.IDS, test_causal_lm.LABELS, epochs=3, shuffle=False)
+        trainer.fit(IDS, LABELS, epochs=3, shuffle=False)
         assert trainer._loop.runner.in_place == large
         trained.append(trainer.state.weights)
     assert len(trained[0]) == {"plain": 2, "tied": 1, "flat": 3}[head]

@@ -229,20 +229,20 @@ worker.tell(f"NORMS {sorted(trainer.gradient_norms)}")
 @pytest.mark.parametrize("chunks", ["positions", "words"])
 def test_processes_share_a_large_vocabulary(chunks, large):
     body = f"""
-from tests.losses import test_causal_lm as lm
+from tests.support import causal_lm_cases as lm
 patch = type("", (), {{"setattr": staticmethod(setattr)}})
-lm.divide(patch, {chunks!r})
+lm.divide_logits(patch, {chunks!r})
 {"setattr(worker.without_elements, 'LARGE', 0)" if large else ""}
 options = {{"optimizer": "sgd", "learning_rate": 0.5, "train": "*"}}
-trainer = og.Trainer(lm.model("tied"), "causal_lm", **options)
+trainer = og.Trainer(lm.causal_model("tied"), "causal_lm", **options)
 trainer.fit(lm.IDS, lm.LABELS, epochs=2, batch_size=4, shuffle=False)
 table, start = trainer.state.weights["table"], lm.TABLE
 worker.tell(f"SUM {{float(np.abs(table - start).sum()):.9f}} {{float((table * start).sum()):.9f}}")
 """
-    from tests.losses import test_causal_lm as lm
+    from tests.support import causal_lm_cases as lm
 
     options = {"optimizer": "sgd", "learning_rate": 0.5, "train": "*"}
-    trainer = og.Trainer(lm.model("tied"), "causal_lm", **options)
+    trainer = og.Trainer(lm.causal_model("tied"), "causal_lm", **options)
     trainer.fit(lm.IDS, lm.LABELS, epochs=2, batch_size=4, shuffle=False)
     table, start = trainer.state.weights["table"], lm.TABLE
     moved, product = np.abs(table - start).sum(), (table * start).sum()

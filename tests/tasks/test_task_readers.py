@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from tests.tasks.test_task_sound import folder_of
+from tests.support.sound_files import folder_of_tones
 
 PIL = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
@@ -75,7 +75,7 @@ def test_masks(tmp_path):
 
 
 def test_sounds(tmp_path):
-    reader = og.sound_folder(folder_of(tmp_path), rate=4000, seconds=0.25, shift=0.01)
+    reader = og.sound_folder(folder_of_tones(tmp_path), rate=4000, seconds=0.25, shift=0.01)
     assert len(reader.classes) == 3
     units = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32) / 100
     model = parse("f (float[N,1000] x) => (float[N,3] y) { y = MatMul(x, w) }", w=units)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import wave
 from pathlib import Path
 
 import numpy as np
@@ -17,42 +16,14 @@ import onnxgrad as og
 from onnxgrad.data import sounds as sound_files
 from onnxgrad.tasks import sound_events
 from onnxgrad.tasks.sound import Sound
-
-RATE = 4000
-
-
-def write_wave(path: Path, x: np.ndarray, rate: int = RATE, width: int = 2) -> Path:
-    """Write samples (frames,) or (frames, channels) from -1 to 1."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    x = np.atleast_2d(x.T).T
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(x.shape[1])
-        file.setsampwidth(width)
-        file.setframerate(rate)
-        file.writeframes(np.round(x * (2.0 ** (8 * width - 1) - 1)).astype(f"<i{width}").tobytes())
-    return path
-
-
-def noise(*shape, seed=0, scale=0.1):
-    return np.random.default_rng(seed).normal(scale=scale, size=shape).clip(-1, 1)
-
-
-def folder_of(root: Path, count: int = 6, seconds: float = 0.5) -> Path:
-    """Return a folder of three classes: noise, and tones of two frequencies in noise."""
-    t = np.arange(round(seconds * RATE)) / RATE
-    for k, (name, hertz) in enumerate({"background": 0, "high": 900, "low": 300}.items()):
-        for i in range(count):
-            x = noise(len(t), seed=10 * i + k, scale=0.05) + 0.3 * np.sin(2 * np.pi * hertz * t)
-            write_wave(root / name / f"{i}.wav", x)
-    return root
-
+from tests.support.sound_files import RATE, folder_of_tones, random_sound, write_wave
 
 # -- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_waves_are_read(tmp_path, width):
-    x = noise(1000, 2)
+    x = random_sound(1000, 2)
     path = write_wave(tmp_path / "a.wav", x, width=width)
     np.testing.assert_allclose(og.read_wave(path, RATE), x.mean(axis=1), atol=4e-5)
     part = og.read_wave(path, RATE, 0.1, 0.2)
@@ -74,20 +45,20 @@ def test_files_that_are_no_waves(tmp_path):
     else:
         with pytest.raises(ValueError, match=r"a\.wav"):
             og.read_wave(tmp_path / "a.wav", RATE)
-    path = write_wave(tmp_path / "b.wav", noise(100))
+    path = write_wave(tmp_path / "b.wav", random_sound(100))
     with pytest.raises(ValueError, match=r"b\.wav.*no samples from 3"):
         og.read_wave(path, RATE, 3)
 
 
 def test_soundfile_reads_what_wave_does_not(tmp_path):
     soundfile = pytest.importorskip("soundfile")
-    x = noise(1000)
+    x = random_sound(1000)
     soundfile.write(tmp_path / "a.flac", x, RATE)
     np.testing.assert_allclose(og.read_wave(tmp_path / "a.flac", RATE, 0.1), x[400:], atol=1e-4)
 
 
 def test_lists(tmp_path):
-    write_wave(tmp_path / "a.wav", noise(RATE))
+    write_wave(tmp_path / "a.wav", random_sound(RATE))
     rows = [("a.wav", "beep", 0.25, 0.5), ("a.wav", "", "", "")]
     with (tmp_path / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("file", "label", "start", "end"), *rows])
@@ -109,7 +80,7 @@ def test_lists(tmp_path):
     ],
 )
 def test_lists_that_are_wrong(tmp_path, row, message):
-    write_wave(tmp_path / "a.wav", noise(RATE))
+    write_wave(tmp_path / "a.wav", random_sound(RATE))
     (tmp_path / "list.csv").write_text(f"file,label,start,end\n{row}\n")
     with pytest.raises(ValueError, match=message):
         sound_files.list_clips(tmp_path / "list.csv")
@@ -118,7 +89,7 @@ def test_lists_that_are_wrong(tmp_path, row, message):
 def test_folders_that_are_wrong(tmp_path):
     with pytest.raises(ValueError, match="has no sound"):
         sound_files.list_clips(tmp_path)
-    write_wave(tmp_path / "a.wav", noise(100))
+    write_wave(tmp_path / "a.wav", random_sound(100))
     with pytest.raises(ValueError, match=r"a\.wav' is in no folder"):
         sound_files.list_clips(tmp_path)
     with pytest.raises(ValueError, match="is no folder"):
@@ -127,7 +98,7 @@ def test_folders_that_are_wrong(tmp_path):
 
 def test_augmentation_is_what_it_says(tmp_path):
     """The ratio of powers is within `snr`, the gain within `gain`, and the shift exact."""
-    x, other = noise(4000, scale=0.2), np.float32(noise(700, seed=3))
+    x, other = random_sound(4000, scale=0.2), np.float32(random_sound(700, seed=3))
     for seed in range(20):
         add = sound_files.Augment(RATE, noise=[other], snr=(5, 10))
         added = add(x, np.random.default_rng(seed)) - x
@@ -145,7 +116,7 @@ def test_augmentation_is_what_it_says(tmp_path):
 
 
 def test_clips_are_drawn_by_seed_and_row(tmp_path):
-    root = folder_of(tmp_path / "data")
+    root = folder_of_tones(tmp_path / "data")
     options = {"rate": RATE, "shift": 0.05, "gain": 3, "noise": root / "background"}
     reader = Sound(linear(2000, 3), root, **options).data
     plain = Sound(linear(2000, 3), root, rate=RATE).data
@@ -166,7 +137,7 @@ def test_clips_are_drawn_by_seed_and_row(tmp_path):
 
 def linear(samples, units, end="Identity", shape=None):
     """Return a model of one layer."""
-    w = noise(samples, units, seed=4, scale=samples**-0.5)
+    w = random_sound(samples, units, seed=4, scale=samples**-0.5)
     model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 20]>
         f (float[{shape or f"N,{samples}"}] x) => (float[N,{units}] y) {{
         a = MatMul(x, w)  y = {end}(a) }}""")
@@ -175,7 +146,7 @@ def linear(samples, units, end="Identity", shape=None):
 
 
 def test_classes(tmp_path):
-    root = folder_of(tmp_path / "data", 2)
+    root = folder_of_tones(tmp_path / "data", 2)
     assert Sound(linear(2000, 3), root, rate=RATE).classes == ["background", "high", "low"]
     replaced = Sound(linear(2000, 5), root, rate=RATE)
     assert replaced.model.graph.output[0].type.tensor_type.shape.dim[1].dim_value == 3
@@ -202,7 +173,7 @@ def test_spectrograms_have_the_layout_of_the_input(shape):
     model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 20]>
         f (float[{shape}] x) => (float[N,1] y) {{ y = Flatten(x) }}""")
     form = Sound(model, rate=RATE, seconds=0.5, front=mel, word="a").form
-    waves = np.float32(noise(3, 2000))
+    waves = np.float32(random_sound(3, 2000))
     found = form.inputs(waves)["x"]
     want = mel(waves) if shape.index("8") < shape.index("T") else mel(waves).swapaxes(1, 2)
     assert found.ndim == len(shape.split(","))
@@ -223,7 +194,7 @@ def exported(module, args, **options):
 def test_a_small_network_trains_as_in_pytorch(tmp_path):
     """Loss and gradient of a CNN on log-mel spectrograms, and the weights after two epochs."""
     torch = pytest.importorskip("torch")
-    root = folder_of(tmp_path / "data", 4)
+    root = folder_of_tones(tmp_path / "data", 4)
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3, stride=2),
@@ -289,7 +260,7 @@ def streams(root: Path, lengths=(400, 370, 290, 200), windows=40) -> Path:
     """Write files of windows of 40 samples in which some seconds are labeled."""
     lines = ["file,label,start,end"]
     for i, n in enumerate(lengths):
-        x = noise(n, seed=i, scale=0.05)
+        x = random_sound(n, seed=i, scale=0.05)
         first, last = 60 + 13 * i, 130 + 13 * i
         x[first:last] += 0.4 * np.sin(np.arange(last - first))
         write_wave(root / f"{i}.wav", x)
@@ -397,7 +368,7 @@ def along():
     """Return an LSTM over windows, which are the rows of a batch."""
     model = onnx.parser.parse_model(ALONG)
     for name, shape in {"W": (1, 12, 40), "R": (1, 12, 3), "v": (3, 1)}.items():
-        array = np.float32(noise(*shape, seed=len(shape), scale=0.3))
+        array = np.float32(random_sound(*shape, seed=len(shape), scale=0.3))
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.int64([1, 2, 3]), "axes"))
     return model
@@ -424,7 +395,7 @@ def test_windows_of_one_file_as_rows(tmp_path):
 
 def test_predictions_of_clips(tmp_path):
     """Scores are those of the runtime; long files have windows, short ones are in the middle."""
-    root = folder_of(tmp_path / "data")
+    root = folder_of_tones(tmp_path / "data")
     task = Sound(linear(2000, 3), root, rate=RATE)
     trainer = task.trainer(optimizer="adam", learning_rate=0.01).fit(task.data, epochs=5)
     files = [clip.file for clip in task.data.clips]
@@ -433,7 +404,7 @@ def test_predictions_of_clips(tmp_path):
     want = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(np.concatenate([h.scores for h in found]), want, atol=1e-6)
     assert [h.label for h in found] == [task.classes[k] for k in want.argmax(axis=1)]
-    x = np.float32(noise(5000))
+    x = np.float32(random_sound(5000))
     (long,) = task.predict(trainer, [x], hop=0.25)
     assert long.times.tolist() == [0, 0.25, 0.5, 0.75]
     assert task.predict(trainer, [x[:4100]])[0].times.tolist() == [0, 0.5, 0.525]  # to the end
@@ -527,7 +498,7 @@ def test_alarms_that_cannot_be_counted():
 
 def test_false_alarms_are_a_metric(tmp_path):
     """In batches, at the threshold by which a share of the words is missed."""
-    root = folder_of(tmp_path / "data")
+    root = folder_of_tones(tmp_path / "data")
     task = Sound(linear(2000, 1, "Sigmoid"), root, rate=RATE, word="high")
     found = task.trainer().evaluate(task.data, batch_size=4)
     scores = task.trainer().predict(task.data)

@@ -32,7 +32,7 @@ PLAIN = "onnxgrad.plain"  # metadata key of a sum: the same by the plain formula
 # gradient of the matrix through chunks of so few positions.
 MANY_WORDS = 100_000
 MANY_CLASSES = 16_384  # from so many on, `cross_entropy` is written so, too
-_ELEMENTS = 1 << 24  # logits that are in memory together
+MOST_LOGITS = 1 << 24  # logits that are in memory together
 
 Pairs = list[tuple[ir.Value, ir.Value]]
 OwnGradients = Callable[[Emit, ir.Value], Pairs]  # values, and gradients times a scalar
@@ -88,7 +88,7 @@ def in_chunks(
     many = sizes is not None and sizes[0] >= MANY_WORDS
     axes, most = head.vocabulary_axes() if many else None, 128
     if isinstance(words, int):
-        most = min(max(2 ** round(log2(_ELEMENTS / words)), 16), 4096)
+        most = min(max(2 ** round(log2(MOST_LOGITS / words)), 16), 4096)
     positions = Positions(op, labels, words, dtype, most if axes is None else None)
     own: OwnGradients
     if axes is not None and sizes is not None:
