@@ -9,7 +9,7 @@ import numpy as np
 from onnxgrad.errors import unknown
 from onnxgrad.metrics.base import Metric, PredictionInfo, nothing
 
-_CHUNK = 1024  # queries compared with the corpus at once
+QUERIES_AT_ONCE = 1024  # queries compared with the corpus at once
 
 
 class EmbeddingMetric(Metric):
@@ -29,7 +29,7 @@ class EmbeddingMetric(Metric):
             ValueError: arrays of other shapes, NaN, or sample weights, which mean nothing here.
         """
         self.check_begun()
-        z, y = np.asarray(prediction, np.float64), np.asarray(label)
+        z, y = np.asarray(prediction, np.float64), np.array(label)
         if z.ndim != 2 or y.shape != z.shape[:1]:
             raise ValueError(
                 f"metric {self.name!r}: embeddings are (rows, D) with labels (rows,), not "
@@ -105,7 +105,7 @@ class Retrieval(EmbeddingMetric):
             raise ValueError(f"metric {self.name!r}: no class has two rows, to find one by another")
         values = []
         numbers = np.flatnonzero(query)
-        for rows in np.array_split(numbers, -(-len(numbers) // _CHUNK)):
+        for rows in np.array_split(numbers, -(-len(numbers) // QUERIES_AT_ONCE)):
             scores = z[rows] @ z.T
             scores[np.arange(len(rows)), rows] = -np.inf
             if self.queries == "first":
