@@ -6,13 +6,11 @@ of text. Whatever prints or raises is called on it.
 
 from __future__ import annotations
 
-import ast
 import copy
 import logging
 import pickle
 import unicodedata
 import warnings
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -493,41 +491,3 @@ def test_names_are_kept_in_models():
     assert [x.name for x in made.graph.input][:2] == [name("x"), name("w")]
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].name == name("x")
-
-
-# -- the source ------------------------------------------------------------------------------------
-
-SOURCE = sorted(Path(onnxgrad.__file__).parent.rglob("*.py"))
-
-
-def messages(tree: ast.AST):
-    """Yield the f-strings that are raised, warned of or logged."""
-    for node in ast.walk(tree):
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Raise) or called.endswith(
-            ("Error", "Warning", "warn", "Unsupported")
-        ):
-            yield from (n for n in ast.walk(node) if isinstance(n, ast.JoinedStr))
-
-
-@pytest.mark.parametrize("path", SOURCE, ids=lambda p: p.name)
-def test_names_in_messages_are_quoted(path):
-    """`{x.name}` in a message must be `{x.name!r}`, or `{printable(x.name)}`."""
-    for message in messages(ast.parse(path.read_text())):
-        for value in message.values:
-            if isinstance(value, ast.FormattedValue) and value.conversion == -1:
-                raw = isinstance(value.value, ast.Attribute) and value.value.attr == "name"
-                assert not raw or ".dtype." in ast.unparse(value), ast.unparse(message)
-
-
-@pytest.mark.parametrize(
-    ("text", "home"),
-    [
-        ("ExecutionProvider", "device.py"),
-        ('getLogger("onnxgrad")', "reporting.py"),
-        ("logger.setLevel", "reporting.py"),
-        ("logger.level", "reporting.py"),
-    ],
-)
-def test_one_module_knows(text, home):
-    assert {path.name for path in SOURCE if text in path.read_text()} <= {home}
