@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
 import pytest
@@ -18,66 +20,45 @@ from onnxgrad import (
     rule,
     vjp,
 )
-from tests.support.cases import feed, model
+from tests.support import cases
+from tests.support.errors import naming
+from tests.support.models import initializer_arrays, operator_names, parse_model
 from tests.support.pages import code_of
 from tests.support.running import run_named
+from tests.support.signatures import input_names, output_names, output_shape
 from tests.support.table import ROWS
-
-
-def parse(text: str, opset: int = 18, **weights) -> onnx.ModelProto:
-    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
-    for name, array in weights.items():
-        made.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
-    return made
-
-
-def inputs(made: onnx.ModelProto) -> list[str]:
-    return [x.name for x in made.graph.input]
-
-
-def outputs(made: onnx.ModelProto) -> list[str]:
-    return [y.name for y in made.graph.output]
-
-
-def shape(made: onnx.ModelProto, name: str) -> list:
-    (y,) = (y for y in made.graph.output if y.name == name)
-    return [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim]
-
 
 RNG = np.random.default_rng(0)
 
 
-def normal(*sizes: int, dtype=np.float64) -> np.ndarray:
+def draw_normal(*sizes: int, dtype=np.float64) -> np.ndarray:
+    """Return the next numbers of the file's generator."""
     return RNG.standard_normal(sizes).astype(dtype)
 
 
-def mlp(act: str = "Tanh", dtype: str = "double", batch="N", opset: int = 18) -> onnx.ModelProto:
+def wide_network(act: str = "Tanh", dtype: str = "double", batch="N") -> onnx.ModelProto:
+    """Return a network of 4, 5 and 3 columns."""
     kind = np.float64 if dtype == "double" else np.float32 if dtype == "float" else np.float16
     sizes = {"w": (4, 5), "b": (5,), "v": (5, 3), "c": (3,)}
-    return parse(
+    return parse_model(
         f"""mlp ({dtype}[{batch},4] X) => ({dtype}[{batch},3] Y)
         {{ h = MatMul(X, w)  i = Add(h, b)  j = {act}(i)  k = MatMul(j, v)  Y = Add(k, c) }}""",
-        opset,
-        **{name: normal(*s).astype(kind) for name, s in sizes.items()},
+        **{name: draw_normal(*s).astype(kind) for name, s in sizes.items()},
     )
-
-
-def weights(made: onnx.ModelProto) -> dict[str, np.ndarray]:
-    return {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
 
 
 def two_by_two() -> onnx.ModelProto:
     """Y depends on A and B, Z on A only, and L holds integers."""
-    return parse("""two (double[2,3] A, double[3] B, int64[1] I)
+    return parse_model("""two (double[2,3] A, double[3] B, int64[1] I)
         => (double[2,3] Y, double[2] Z, int64[1] L)
         { e = Exp(B)  Y = Mul(A, e)  s = Mul(A, A)  one = Constant<value_ints=[1]>()
           Z = ReduceSum<keepdims=0>(s, one)  L = Neg(I) }""")
 
 
-TWO = {"A": normal(2, 3), "B": normal(3), "I": np.int64([4])}
+TWO = {"A": draw_normal(2, 3), "B": draw_normal(3), "I": np.int64([4])}
 E = np.exp(TWO["B"])
-MLP = mlp()
-X = normal(6, 4)
+MLP = wide_network()
+X = draw_normal(6, 4)
 
 
 def difference(made: onnx.ModelProto, values: dict, name: str, v: np.ndarray, output: str = "Y"):
@@ -107,30 +88,30 @@ close = np.testing.assert_allclose
 
 def test_names():
     two = two_by_two()
-    assert inputs(vjp(two)) == ["A", "B", "I", "Y_grad", "Z_grad"]
-    assert outputs(vjp(two)) == ["Y", "Z", "L", "A_grad", "B_grad"]
-    assert inputs(jvp(two)) == ["A", "B", "I", "A_tangent", "B_tangent"]
-    assert outputs(jvp(two)) == ["Y", "Z", "L", "Y_tangent", "Z_tangent"]
-    assert inputs(hvp(two)) == ["A", "B", "I", "Y_grad", "Z_grad", "A_vector", "B_vector"]
-    assert outputs(hvp(two)) == ["Y", "Z", "L", "A_grad", "B_grad", "A_hvp", "B_hvp"]
-    assert inputs(jacobian(two)) == ["A", "B", "I"]
+    assert input_names(vjp(two)) == ["A", "B", "I", "Y_grad", "Z_grad"]
+    assert output_names(vjp(two)) == ["Y", "Z", "L", "A_grad", "B_grad"]
+    assert input_names(jvp(two)) == ["A", "B", "I", "A_tangent", "B_tangent"]
+    assert output_names(jvp(two)) == ["Y", "Z", "L", "Y_tangent", "Z_tangent"]
+    assert input_names(hvp(two)) == ["A", "B", "I", "Y_grad", "Z_grad", "A_vector", "B_vector"]
+    assert output_names(hvp(two)) == ["Y", "Z", "L", "A_grad", "B_grad", "A_hvp", "B_hvp"]
+    assert input_names(jacobian(two)) == ["A", "B", "I"]
     blocks = [f"{y}_{x}_jacobian" for y in "YZ" for x in "AB"]
-    assert outputs(jacobian(two)) == ["Y", "Z", "L", *blocks]
-    assert outputs(jacobian(two, outputs=["Z"], inputs=["A"])) == ["Z", "Z_A_jacobian"]
-    assert outputs(jvp(two, outputs=["Z", "Y"])) == ["Z", "Y", "Z_tangent", "Y_tangent"]
-    loss = parse("""l (double[2] A, double[2] B) => (double L)
+    assert output_names(jacobian(two)) == ["Y", "Z", "L", *blocks]
+    assert output_names(jacobian(two, outputs=["Z"], inputs=["A"])) == ["Z", "Z_A_jacobian"]
+    assert output_names(jvp(two, outputs=["Z", "Y"])) == ["Z", "Y", "Z_tangent", "Y_tangent"]
+    loss = parse_model("""l (double[2] A, double[2] B) => (double L)
         { a = Mul(A, B)  L = ReduceSum<keepdims=0>(a) }""")
-    assert inputs(hvp(loss)) == ["A", "B", "A_vector", "B_vector"]
-    assert outputs(hessian(loss))[:3] == ["L", "A_grad", "B_grad"]
-    assert outputs(hessian(loss))[3:] == [
+    assert input_names(hvp(loss)) == ["A", "B", "A_vector", "B_vector"]
+    assert output_names(hessian(loss))[:3] == ["L", "A_grad", "B_grad"]
+    assert output_names(hessian(loss))[3:] == [
         "A_hessian", "A_B_hessian", "B_A_hessian", "B_hessian"
     ]  # fmt: skip
 
 
 def test_weights_are_inputs():
-    assert inputs(jvp(MLP, ["v", "b"], [])) == ["X", "v", "b", "v_tangent", "b_tangent"]
-    assert inputs(vjp(MLP, None)) == ["X", "w", "b", "v", "c", "Y_grad"]
-    assert inputs(jacobian(MLP)) == ["X"]
+    assert input_names(jvp(MLP, ["v", "b"], [])) == ["X", "v", "b", "v_tangent", "b_tangent"]
+    assert input_names(vjp(MLP, None)) == ["X", "w", "b", "v", "c", "Y_grad"]
+    assert input_names(jacobian(MLP)) == ["X"]
 
 
 def test_model_is_not_modified():
@@ -147,12 +128,14 @@ def test_bytes_and_paths(tmp_path):
 
 @pytest.mark.parametrize(("kind", "rtol"), [("float16", 5e-2), ("float", 1e-4)])
 def test_other_dtypes(kind, rtol):
-    made = mlp(dtype=kind)
-    dtype = weights(made)["w"].dtype
-    values = {"X": X.astype(dtype), "X_tangent": normal(6, 4).astype(dtype)}
-    double = mlp()
+    made = wide_network(dtype=kind)
+    dtype = initializer_arrays(made)["w"].dtype
+    values = {"X": X.astype(dtype), "X_tangent": draw_normal(6, 4).astype(dtype)}
+    double = wide_network()
     for t in double.graph.initializer:
-        t.CopyFrom(numpy_helper.from_array(weights(made)[t.name].astype(np.float64), t.name))
+        t.CopyFrom(
+            numpy_helper.from_array(initializer_arrays(made)[t.name].astype(np.float64), t.name)
+        )
     exact = {k: v.astype(np.float64) for k, v in values.items()}
     for one in (jvp, jacobian):
         found, expected = run_named(one(made), values), run_named(one(double), exact)
@@ -163,20 +146,15 @@ def test_other_dtypes(kind, rtol):
 
 
 def test_shapes_are_stated():
-    assert shape(jvp(MLP), "Y_tangent") == ["N", 3]
-    assert shape(jacobian(MLP), "Y_X_jacobian") == ["N", 3, "N", 4]
-    assert shape(jacobian(MLP, batched=True), "Y_X_jacobian") == ["N", 3, 4]
+    assert output_shape(jvp(MLP), "Y_tangent") == ["N", 3]
+    assert output_shape(jacobian(MLP), "Y_X_jacobian") == ["N", 3, "N", 4]
+    assert output_shape(jacobian(MLP, batched=True), "Y_X_jacobian") == ["N", 3, 4]
 
 
 def test_opset_11():
-    old = parse(
-        """m (double[N,3] X) => (double[N,2] Y)
-        { a = Gemm(X, w, b)  Y = Softmax<axis=1>(a) }""",
-        11,
-        w=normal(3, 2),
-        b=normal(2),
-    )
-    values = {"X": normal(2, 3)}
+    text = "m (double[N,3] X) => (double[N,2] Y) { a = Gemm(X, w, b)  Y = Softmax<axis=1>(a) }"
+    old = parse_model(text, opset=11, w=draw_normal(3, 2), b=draw_normal(2))
+    values = {"X": draw_normal(2, 3)}
     for mode in ("forward", "reverse"):
         found = run_named(jacobian(old, mode=mode), values)["Y_X_jacobian"]
         close(found, numeric(old, values, "X"), atol=1e-7)
@@ -186,9 +164,9 @@ def test_opset_11():
 
 
 def test_vjp_is_the_gradient():
-    values = {"X": X, "Y_grad": normal(6, 3)} | weights(MLP)
+    values = {"X": X, "Y_grad": draw_normal(6, 3)} | initializer_arrays(MLP)
     made, gradient = run_named(vjp(MLP, None), values), run_named(onnx_derivative(MLP), values)
-    assert len(gradient) == 1 + len(weights(MLP))
+    assert len(gradient) == 1 + len(initializer_arrays(MLP))
     for name in gradient:
         close(made[name], gradient[name])
     close(made["Y"], run_named(MLP, values)["Y"])
@@ -197,16 +175,16 @@ def test_vjp_is_the_gradient():
 @pytest.mark.parametrize("name", ["X", "w", "b", "v", "c"])
 def test_jvp_of_an_mlp(name):
     asked = ([], ["X"]) if name == "X" else ([name], [])
-    values = {"X": X} | weights(MLP)
+    values = {"X": X} | initializer_arrays(MLP)
     primal = vjp(MLP, *asked)  # whose inputs are the weights too
-    v = normal(*values[name].shape)
+    v = draw_normal(*values[name].shape)
     found = run_named(jvp(MLP, *asked), values | {f"{name}_tangent": v})["Y_tangent"]
-    close(found, difference(primal, values | {"Y_grad": normal(6, 3)}, name, v), atol=1e-8)
+    close(found, difference(primal, values | {"Y_grad": draw_normal(6, 3)}, name, v), atol=1e-8)
 
 
 def test_jvp_by_all_at_once():
-    w = weights(MLP)
-    v = {f"{k}_tangent": normal(*x.shape) for k, x in ({"X": X} | w).items()}
+    w = initializer_arrays(MLP)
+    v = {f"{k}_tangent": draw_normal(*x.shape) for k, x in ({"X": X} | w).items()}
     zeros = {k: np.zeros_like(x) for k, x in v.items()}
     made = jvp(MLP, None)
     whole = run_named(made, {"X": X} | w | v)["Y_tangent"]
@@ -215,36 +193,39 @@ def test_jvp_by_all_at_once():
 
 
 def test_jvp_computes_nothing_else():
-    nodes = [node.op_type for node in jvp(mlp("Relu")).graph.node]
+    nodes = operator_names(jvp(wide_network("Relu")))
     assert sorted(nodes)[:2] == ["Add", "Add"]
     assert len([n for n in nodes if n in ("Gemm", "MatMul")]) == 4  # two a pass
     assert len(nodes) <= 10
 
 
 def table_rows() -> list:
+    """Return rows of the table of rules with what is known of shapes; few by default."""
     chosen = [r for r in ROWS if r.runs][::7]
     assert len(chosen) > 150
+    pairs = [(r, known) for r in chosen for known in ("lengths", "rank")]
     return [
-        pytest.param(r, known, id=f"{r.id}, {known}", marks=[pytest.mark.sweep] * (i % 4 != j))
-        for i, r in enumerate(chosen)
-        for j, known in enumerate(("lengths", "rank"))
+        pytest.param(*pair, id=f"{pair[0].id}, {pair[1]}", marks=[pytest.mark.sweep] * (i % 17 > 0))
+        for i, pair in enumerate(pairs)
     ]
 
 
 @pytest.mark.parametrize(("row", "known"), table_rows())
 def test_jvp_and_vjp_are_adjoint(row, known):
     """<u, J v> = <J^T u, v>."""
-    made = model(row, known)
+    made = cases.model(row, known)
     try:
         pull, push = vjp(made), jvp(made)
     except NoGradientRule:
         assert row.needs  # more than the rank
         return
-    values = {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in feed(row).items()}
+    values = {
+        k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in cases.feed(row).items()
+    }
     ys = run_named(made, values)
-    us = {f"{k}_grad": normal(*y.shape, dtype=np.float32) for k, y in ys.items()}
-    names = [n for n in inputs(push) if n.endswith("_tangent")]
-    vs = {n: normal(*values[n[:-8]].shape, dtype=np.float32) for n in names}
+    us = {f"{k}_grad": draw_normal(*y.shape, dtype=np.float32) for k, y in ys.items()}
+    names = [n for n in input_names(push) if n.endswith("_tangent")]
+    vs = {n: draw_normal(*values[n[:-8]].shape, dtype=np.float32) for n in names}
     pulled = run_named(pull, values | us)
     pushed = run_named(push, values | vs)
     pairs = [(pulled[f"{n[:-8]}_grad"], v) for n, v in vs.items()]
@@ -259,9 +240,16 @@ def test_jvp_and_vjp_are_adjoint(row, known):
 
 
 def test_jvp_by_a_scale_of_unknown_length():
-    made = parse("m (float[N,M] X, float[M] S) => (float[N,M] Y) { Y = LayerNormalization(X, S) }")
+    made = parse_model(
+        "m (float[N,M] X, float[M] S) => (float[N,M] Y) { Y = LayerNormalization(X, S) }"
+    )
     pushed = jvp(made)
-    values = {"X": normal(2, 3), "S": normal(3), "X_tangent": normal(2, 3), "S_tangent": normal(3)}
+    values = {
+        "X": draw_normal(2, 3),
+        "S": draw_normal(3),
+        "X_tangent": draw_normal(2, 3),
+        "S_tangent": draw_normal(3),
+    }
     values = {k: x.astype(np.float32) for k, x in values.items()}
     n = (values["X"] - values["X"].mean(1, keepdims=True)) / values["X"].std(1, keepdims=True)
     zero = values | {"X_tangent": np.zeros((2, 3), np.float32)}
@@ -273,7 +261,7 @@ def test_jvp_by_a_scale_of_unknown_length():
 
 def test_what_does_not_depend_is_zero():
     two = two_by_two()
-    v = {"A_tangent": normal(2, 3), "B_tangent": normal(3)}
+    v = {"A_tangent": draw_normal(2, 3), "B_tangent": draw_normal(3)}
     found = run_named(jvp(two, inputs=["B"]), TWO | v)
     close(found["Z_tangent"], [0, 0])
     close(found["Y_tangent"], TWO["A"] * E * v["B_tangent"])
@@ -284,13 +272,15 @@ def test_what_does_not_depend_is_zero():
         found = run_named(jacobian(two, mode=mode), TWO)
         close(found["Z_B_jacobian"], np.zeros((2, 3)))
         assert found["Z_B_jacobian"].dtype == np.float64
-    assert "B" not in "".join(outputs(vjp(two, outputs=["Z"])))  # by default only what is reached
+    assert "B" not in "".join(
+        output_names(vjp(two, outputs=["Z"]))
+    )  # by default only what is reached
 
 
 def test_linear_functions_have_no_hessian():
-    made = parse("m (double[3] X) => (double Y) { a = Mul(X, w)  Y = ReduceSum<keepdims=0>(a) }",
-                 w=np.arange(3.0))  # fmt: skip
-    values = {"X": normal(3), "X_vector": normal(3)}
+    text = "m (double[3] X) => (double Y) { a = Mul(X, w)  Y = ReduceSum<keepdims=0>(a) }"
+    made = parse_model(text, w=np.arange(3.0))
+    values = {"X": draw_normal(3), "X_vector": draw_normal(3)}
     close(run_named(hvp(made), values)["X_hvp"], np.zeros(3))
     found = run_named(hessian(made), values)
     close(found["X_hessian"], np.zeros((3, 3)))
@@ -299,46 +289,44 @@ def test_linear_functions_have_no_hessian():
 
 @pytest.mark.parametrize("make", [vjp, jvp, hvp, jacobian, hessian])
 def test_unknown_names(make):
-    with pytest.raises(ValueError, match=r"Unknown input 'x'\. Did you mean 'X'"):
+    with pytest.raises(ValueError, match=naming("input 'x'", "'X'")):
         make(MLP, inputs=["x"])
-    with pytest.raises(ValueError, match="Unknown weight 'ww'"):
+    with pytest.raises(ValueError, match="weight 'ww'"):
         make(MLP, ["ww"])
     named = {"output": "y"} if make is hessian else {"outputs": ["y"]}
-    with pytest.raises(ValueError, match=r"Unknown output 'y'\. Did you mean 'Y'"):
+    with pytest.raises(ValueError, match=naming("output 'y'", "'Y'")):
         make(MLP, **named)
-    with pytest.raises(ValueError, match="named twice"):
+    with pytest.raises(ValueError, match=naming("'X'", "twice")):
         make(MLP, inputs=["X", "X"])
 
 
 @pytest.mark.parametrize("make", [vjp, jvp, hvp, jacobian])
 def test_wrong_kinds(make):
     two = two_by_two()
-    with pytest.raises(ValueError, match="output 'L' holds INT64: only floats"):
+    with pytest.raises(ValueError, match="output 'L' holds INT64"):
         make(two, outputs=["L"])
-    with pytest.raises(ValueError, match="input 'I' holds INT64: only floats"):
+    with pytest.raises(ValueError, match="input 'I' holds INT64"):
         make(two, inputs=["I"])
-    flat = parse("m (double[N] X) => (double[N] Y) { Y = Sign(X) }")
-    with pytest.raises(ValueError, match="no differentiable path"):
+    flat = parse_model("m (double[N] X) => (double[N] Y) { Y = Sign(X) }")
+    with pytest.raises(ValueError, match="differentiable path"):
         make(flat)
 
 
 def test_wrong_options():
-    with pytest.raises(ValueError, match=r"Unknown mode 'foward'\. Did you mean 'forward'"):
-        jacobian(MLP, mode="foward")
-    with pytest.raises(ValueError, match="Unknown value of `batched` 'yes'"):
-        jacobian(MLP, batched="yes")
-    with pytest.raises(ValueError, match=r"with respect to inputs.*\['w'\]"):
-        hessian(scalar_rows(), ["w"], batched=True)
-    with pytest.raises(ValueError, match=r"\['Y', 'Z'\]: name one"):
-        hessian(two_by_two())
-    with pytest.raises(ValueError, match="not known to have one element"):
-        hessian(MLP)
-    with pytest.raises(ValueError, match="not known to have one element in each row"):
-        hessian(MLP, batched=True)
+    for make, model, options, named in (
+        (jacobian, MLP, {"mode": "foward"}, ["mode 'foward'", "'forward'"]),
+        (jacobian, MLP, {"batched": "yes"}, ["`batched`", "'yes'"]),
+        (hessian, scalar_rows(), {"weights": ["w"], "batched": True}, ["inputs", "['w']"]),
+        (hessian, two_by_two(), {}, ["['Y', 'Z']", "name one"]),
+        (hessian, MLP, {}, ["'Y'", "one element"]),
+        (hessian, MLP, {"batched": True}, ["'Y'", "one element", "each row"]),
+    ):
+        with pytest.raises(ValueError, match=naming(*named)):
+            make(model, **options)
 
 
 def test_rule_that_is_not_linear_has_no_forward_mode():
-    made = parse("m (double[N] X) => (double[N] Y) { a = Sin(X)  Y = Identity2(a) }")
+    made = parse_model("m (double[N] X) => (double[N] Y) { a = Sin(X)  Y = Identity2(a) }")
     made.graph.node[1].domain = "own"
     made.opset_import.append(onnx.OperatorSetIdProto(domain="own", version=1))
     made.functions.append(onnx.parser.parse_function(
@@ -349,7 +337,7 @@ def test_rule_that_is_not_linear_has_no_forward_mode():
     def clipped(op, node, g):
         return (op.Clip(g, -1.0, 1.0),)
 
-    with pytest.raises(NoGradientRule, match="not linear in the gradient"):
+    with pytest.raises(NoGradientRule, match=naming("Y_tangent", "not linear")):
         jvp(made)
     vjp(made)
 
@@ -382,9 +370,9 @@ def test_many_outputs(mode):
     body = "  ".join(
         f"{y} = {'Exp' if i % 3 else 'Sin'}({'AB'[i % 2]})" for i, y in enumerate(names)
     )
-    made = parse(f"m (double[3] A, double[3] B) => (double[3] {', double[3] '.join(names)})"
+    made = parse_model(f"m (double[3] A, double[3] B) => (double[3] {', double[3] '.join(names)})"
                  f" {{ {body} }}")  # fmt: skip
-    values = {"A": normal(3), "B": normal(3)}
+    values = {"A": draw_normal(3), "B": draw_normal(3)}
     found = run_named(jacobian(made, inputs=["A"], mode=mode), values)
     for i, y in enumerate(names):
         slope = (np.exp if i % 3 else np.cos)(values["A"]) * (i % 2 == 0)
@@ -393,14 +381,17 @@ def test_many_outputs(mode):
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_jacobian_by_a_weight(mode):
-    values = {"X": X} | weights(MLP)
+    values = {"X": X} | initializer_arrays(MLP)
     found = run_named(jacobian(MLP, ["w"], [], mode=mode), values)["Y_w_jacobian"]
-    close(found, numeric(vjp(MLP, ["w"], []), values | {"Y_grad": normal(6, 3)}, "w"), atol=1e-8)
+    close(
+        found, numeric(vjp(MLP, ["w"], []), values | {"Y_grad": draw_normal(6, 3)}, "w"), atol=1e-8
+    )
 
 
 def scalar_rows() -> onnx.ModelProto:
-    return parse(
-        "m (double[N,4] X) => (double[N,1] Y) { a = MatMul(X, w)  Y = Tanh(a) }", w=normal(4, 1)
+    return parse_model(
+        "m (double[N,4] X) => (double[N,1] Y) { a = MatMul(X, w)  Y = Tanh(a) }",
+        w=draw_normal(4, 1),
     )
 
 
@@ -408,7 +399,7 @@ def scalar_rows() -> onnx.ModelProto:
 @pytest.mark.parametrize("batched", [True, "unchecked"])
 @pytest.mark.parametrize("inputs", [[], None])
 def test_jacobians_of_rows_by_weights(mode, batched, inputs):
-    values = {"X": X} | weights(MLP)
+    values = {"X": X} | initializer_arrays(MLP)
     full = run_named(jacobian(MLP, None, inputs, mode=mode), values)
     made = jacobian(MLP, None, inputs, batched=batched, mode=mode)
     found = run_named(made, values)
@@ -416,24 +407,24 @@ def test_jacobians_of_rows_by_weights(mode, batched, inputs):
     for name, whole in full.items():
         of_input = name == "Y_X_jacobian"
         close(found[name], np.einsum("nmnk->nmk", whole) if of_input else whole)
-    assert [x.name for x in made.graph.input] == ["X", *weights(MLP)]
-    assert shape(made, "Y_w_jacobian") == ["N", 3, *weights(MLP)["w"].shape]
+    assert [x.name for x in made.graph.input] == ["X", *initializer_arrays(MLP)]
+    assert output_shape(made, "Y_w_jacobian") == ["N", 3, *initializer_arrays(MLP)["w"].shape]
     found = run_named(made, values | {"X": np.zeros((0, 4))})
-    assert found["Y_w_jacobian"].shape == (0, 3, *weights(MLP)["w"].shape)
+    assert found["Y_w_jacobian"].shape == (0, 3, *initializer_arrays(MLP)["w"].shape)
 
 
 def test_gradients_of_single_rows_are_those_of_torch():
     """Labels have rows, too, and a class weight has none."""
     torch = pytest.importorskip("torch")
-    made = parse(
+    made = parse_model(
         """m (float[N,4] X, int64[M] label, float[3] s) => (float[K] loss)
         { a = Gemm(X, w, b)  c = Mul(a, s)
           loss = SoftmaxCrossEntropyLoss<reduction="none">(c, label) }""",
-        w=normal(4, 3).astype("f4"),
-        b=normal(3).astype("f4"),
+        w=draw_normal(4, 3).astype("f4"),
+        b=draw_normal(3).astype("f4"),
     )
     values = {"X": X.astype("f4"), "label": np.arange(6) % 3, "s": np.float32([1, 2, 3])}
-    values |= weights(made)
+    values |= initializer_arrays(made)
     found = run_named(jacobian(made, ["w", "b"], [], batched="unchecked"), values)
 
     def loss(w, b, x, y):
@@ -449,46 +440,43 @@ def test_gradients_of_single_rows_are_those_of_torch():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("m = ReduceMean<axes=[0]>(a)  Y = Sub(a, m)", r"mixes rows|mix.*batched=False"),
+        ("m = ReduceMean<axes=[0]>(a)  Y = Sub(a, m)", "batched=False"),
         ("l = Shape<start=0, end=1>(X)  c = Cast<to=11>(l)  Y = Div(a, c)", "batched=False"),
-        ("Y = Tanh(a)  Z = ReduceSum(a)", r"outputs \['Z'\] do not have the rows of 'Y'"),
+        ("Y = Tanh(a)  Z = ReduceSum(a)", r"\['Z'\].* rows of 'Y'"),
     ],
 )
 def test_rows_that_mix_have_no_jacobians_by_weights(body, message):
     more = ", double[1,1] Z" * ("Z =" in body)
     opset = 17 if "axes" in body else 18
-    made = onnx.parser.parse_model(
-        f"""<ir_version: 8, opset_import: ["": {opset}]> m (double[N,4] X)
-        => (double[N,2] Y{more}) {{ a = MatMul(X, w)  {body} }}"""
-    )
-    made.graph.initializer.append(onnx.numpy_helper.from_array(normal(4, 2), "w"))
+    text = f"m (double[N,4] X) => (double[N,2] Y{more}) {{ a = MatMul(X, w)  {body} }}"
+    made = parse_model(text, opset=opset, w=draw_normal(4, 2))
     with pytest.raises(ValueError, match=message):
         jacobian(made, ["w"], [], batched=True)
 
 
 def test_inputs_without_rows_have_no_jacobians_of_rows():
     text = "m (double[4] s, double[N,4] X) => (double[N,3] Y) { a = Mul(X, s)  Y = MatMul(a, w) }"
-    made = parse(text, w=normal(4, 3))
-    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+    made = parse_model(text, w=draw_normal(4, 3))
+    with pytest.raises(ValueError, match=naming("['s']", "no rows")):
         jacobian(made, ["w"], ["s"], batched=True)
     of_rows = jacobian(made, ["w"], [], batched=True)
     onnx.checker.check_model(of_rows, full_check=True)
-    found = run_named(of_rows, {"X": X, "s": np.ones(4)} | weights(made))
+    found = run_named(of_rows, {"X": X, "s": np.ones(4)} | initializer_arrays(made))
     assert found["Y_w_jacobian"].shape == (6, 3, 4, 3)
     made.graph.input[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(ValueError, match="rows of 'Y' are not known"):
+    with pytest.raises(ValueError, match=naming("rows of 'Y'", "not known")):
         jacobian(made, ["w"], [], batched=True)
-    alone = parse("m (double[3] s) => (double[2,3] Y) { Y = Mul(w, s) }", w=normal(2, 3))
-    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+    alone = parse_model("m (double[3] s) => (double[2,3] Y) { Y = Mul(w, s) }", w=draw_normal(2, 3))
+    with pytest.raises(ValueError, match=naming("['s']", "no rows")):
         jacobian(alone, ["w"], [], batched=True)
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_shapes_known_at_run_time_only(mode):
-    made = parse("m (double X) => (double Y) { a = Sin(X)  Y = Mul(a, X) }")
-    for value in (*made.graph.input, *made.graph.output):
-        value.type.tensor_type.ClearField("shape")
-    values = {"X": normal(2, 3)}
+    text = "m (double X) => (double Y) { a = Sin(X)  Y = Mul(a, X) }"
+    made = parse_model(text, output_shapes=False)
+    made.graph.input[0].type.tensor_type.ClearField("shape")
+    values = {"X": draw_normal(2, 3)}
     found = run_named(jacobian(made, mode=mode), values)["Y_X_jacobian"]
     close(found, numeric(made, values, "X"), atol=1e-8)
 
@@ -502,14 +490,15 @@ def test_no_rows(mode, batched):
 
 @pytest.mark.parametrize(("sizes", "expected"), [((5, 2), 2), ((2, 5), 2)])
 def test_auto_takes_the_fewer(sizes, expected):
-    made = parse(
+    made = parse_model(
         f"m (double[N,{sizes[0]}] X) => (double[N,{sizes[1]}] Y) {{ a = MatMul(X, w) Y = Sin(a) }}",
-        w=normal(*sizes),
+        w=draw_normal(*sizes),
     )
     made = jacobian(made, batched=True)
     (scan,) = (n for n in made.graph.node if n.op_type == "Scan")
     (count,) = run_named(
-        onnx.ModelProto.FromString(_with_output(made, scan.input[0])), {"X": normal(3, sizes[0])}
+        onnx.ModelProto.FromString(_with_output(made, scan.input[0])),
+        {"X": draw_normal(3, sizes[0])},
     ).values()
     assert len(count) == expected
 
@@ -522,7 +511,7 @@ def _with_output(made: onnx.ModelProto, name: str) -> bytes:
 
 
 def test_the_loop_computes_what_is_needed_only():
-    made = jacobian(mlp("Exp"), mode="reverse", batched=True)
+    made = jacobian(wide_network("Exp"), mode="reverse", batched=True)
     (scan,) = (n for n in made.graph.node if n.op_type == "Scan")
     body = [n.op_type for n in scan.attribute[0].g.node] if scan.attribute[0].g.node else []
     body = body or [n.op_type for a in scan.attribute for n in a.g.node]
@@ -532,19 +521,20 @@ def test_the_loop_computes_what_is_needed_only():
 
 def test_attention_and_layer_normalization():
     d = 4
-    made = parse(
+    made = parse_model(
         f"""net (double[N,3,{d}] X) => (double[N,2] Y) {{
         q = MatMul(X, wq)  k = MatMul(X, wk)  t = Transpose<perm=[0,2,1]>(k)  s = MatMul(q, t)
         p = Softmax(s)  a = MatMul(p, X)  r = Add(a, X)
         n = LayerNormalization(r, g, c)  f = Flatten(n)  Y = MatMul(f, wo) }}""",
-        wq=normal(d, d), wk=normal(d, d), g=normal(d), c=normal(d), wo=normal(3 * d, 2),
+        wq=draw_normal(d, d), wk=draw_normal(d, d), g=draw_normal(d), c=draw_normal(d),
+        wo=draw_normal(3 * d, 2),
     )  # fmt: skip
-    values = {"X": normal(3, 3, d)}
+    values = {"X": draw_normal(3, 3, d)}
     expected = np.einsum("nmnij->nmij", numeric(made, values, "X"))
     for mode in ("forward", "reverse"):
         found = run_named(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
         close(found, expected, atol=1e-4)  # onnxruntime normalizes in float32
-    values["X_tangent"] = normal(3, 3, d)
+    values["X_tangent"] = draw_normal(3, 3, d)
     found = run_named(jvp(made), values)["Y_tangent"]
     close(found, np.einsum("nmij,nij->nm", expected, values["X_tangent"]), atol=1e-4)
 
@@ -552,11 +542,19 @@ def test_attention_and_layer_normalization():
 # -- rows that mix ----------------------------------------------------------------------------
 
 
-def rows(body: str, given: str = "", opset: int = 18, **initializers) -> onnx.ModelProto:
-    inputs_, outputs_ = f"double[N,4] X{given}", "double[N,M] Y"
-    made = parse(f"m ({inputs_}) => ({outputs_}) {{ {body} }}", opset, **initializers)
-    made.graph.output[0].type.tensor_type.ClearField("shape")
-    return made
+CONSTANTS = {
+    "zero": np.int64([0]), "one": np.int64([1]), "two": np.int64([0, 2, 2]), "big": np.int64([99]),
+    "four": np.int64([0, 4]), "sixteen": np.int64([0, 16]), "turned": np.int64([4, -1]),
+    "rows": np.int64([1, 0, 0, 0]), "columns": np.int64([0, 1, 0, 2]), "y": np.float64(2),
+    "f": draw_normal(4) ** 2 + 1, "m": draw_normal(4, 4), "e": draw_normal(2, 2),
+}  # fmt: skip
+
+
+def model_of_rows(body: str) -> onnx.ModelProto:
+    """Return a model whose rows X the nodes of `body` turn into Y, with the constants it names."""
+    text = f"m (double[N,4] X) => (double Y) {{ {body} }}"
+    read = {name: a for name, a in CONSTANTS.items() if re.search(rf"\b{name}\b", body)}
+    return parse_model(text, output_shapes=False, **read)
 
 
 MIXING = {
@@ -572,17 +570,14 @@ MIXING = {
     "product over rows": "s = Shape(X)  z = ConstantOfShape(s)  o = Cos(z)  t = Transpose(o)"
     "  c = MatMul(o, t)  d = CastLike(c, X)  x = Transpose(X)  p = MatMul(x, d)  Y = Transpose(p)",
     "reshaped": "a = Reshape(X, turned)  b = Tanh(a)  Y = Transpose(b)",
-    "padded": "a = Pad(X, border)  z = Slice(a, one, big, zero)  Y = Slice(z, zero, big, zero)",
+    "padded": "a = Pad(X, rows)  z = Slice(a, one, big, zero)  Y = Slice(z, zero, big, zero)",
 }
 
 
 @pytest.mark.parametrize("body", MIXING.values(), ids=MIXING)
 def test_rows_that_mix_are_refused(body):
     body = "s = ReduceSum<keepdims=1>(X, one)  " + body if "(s, one)" in body else body
-    made = rows(
-        body, zero=np.int64([0]), one=np.int64([1]), f=normal(4) ** 2, turned=np.int64([4, -1]),
-        big=np.int64([99]), border=np.int64([1, 0, 0, 0]),
-    )  # fmt: skip
+    made = model_of_rows(body)
     with pytest.raises(ValueError, match=r"batched=False, or batched=\"unchecked\""):
         jacobian(made, batched=True)
     with pytest.raises(ValueError, match="rows"):
@@ -604,7 +599,7 @@ APART = {
     "product": "a = Unsqueeze(X, one)  t = Transpose<perm=[0,2,1]>(a)  p = MatMul(t, a)"
     "  Y = Reshape(p, sixteen)",
     "masked": "z = ReduceMean<keepdims=1>(X, zero)  g = Greater(X, z)  Y = Where(g, X, y)",
-    "padded": "Y = Pad(X, border)",
+    "padded": "Y = Pad(X, columns)",
     "flat": "a = Gemm<transB=1>(X, m)  b = Unsqueeze(a, one)  c = Flatten(b)  Y = Elu(c)",
     "rows in front": "a = Unsqueeze(X, one)  b = Transpose<perm=[1,0,2]>(a)  c = MatMul(b, m)"
     "  d = Tanh(c)  Y = Squeeze(d, zero)",
@@ -613,12 +608,8 @@ APART = {
 
 @pytest.mark.parametrize("body", APART.values(), ids=APART)
 def test_rows_that_do_not_mix_are_proven_so(body):
-    made = rows(
-        body, zero=np.int64([0]), one=np.int64([1]), f=normal(4) ** 2 + 1, m=normal(4, 4),
-        big=np.int64([99]), border=np.int64([0, 1, 0, 2]), two=np.int64([0, 2, 2]), e=normal(2, 2),
-        four=np.int64([0, 4]), sixteen=np.int64([0, 16]), y=np.float64(2.0),
-    )  # fmt: skip
-    values = {"X": normal(3, 4)}
+    made = model_of_rows(body)
+    values = {"X": draw_normal(3, 4)}
     full = numeric(made, values, "X")
     for mode in ("forward", "reverse"):
         found = run_named(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
@@ -626,31 +617,31 @@ def test_rows_that_do_not_mix_are_proven_so(body):
 
 
 def test_fixed_number_of_rows():
-    made = mlp(batch=2)
+    made = wide_network(batch=2)
     full = run_named(jacobian(made), {"X": X[:2]})["Y_X_jacobian"]
     found = run_named(jacobian(made, batched=True), {"X": X[:2]})["Y_X_jacobian"]
     close(found, np.einsum("nmnk->nmk", full))
-    one = parse("m (double[1,4] X) => (double[1,4] Y) { Y = Softmax<axis=0>(X) }")
+    one = parse_model("m (double[1,4] X) => (double[1,4] Y) { Y = Softmax<axis=0>(X) }")
     jacobian(one, batched=True)  # with one row there is none to mix with
     for body in ("Gather(X, other)", "Pad(X, shift)", "Slice(X, one, least, zero, back)"):
-        moved = parse(
+        moved = parse_model(
             f"m (double[2,4] X) => (double[2,4] Y) {{ Y = {body} }}",
             other=np.int64([1, 0]), shift=np.int64([1, 0, -1, 0]), one=np.int64([1]),
             least=np.int64([-9]), zero=np.int64([0]), back=np.int64([-1]),
         )  # fmt: skip
-        with pytest.raises(ValueError, match="mixes the rows"):
+        with pytest.raises(ValueError, match="mixes"):
             jacobian(moved, batched=True)
-    turned = parse("m (double[2,4] X) => (double[4,2] Y) { Y = Transpose(X) }")
+    turned = parse_model("m (double[2,4] X) => (double[4,2] Y) { Y = Transpose(X) }")
     with pytest.raises(ValueError, match="rows"):
         jacobian(turned, batched=True)
-    flat = parse("m (double[2,4] X) => (double Y) { Y = ReduceSum<keepdims=0>(X) }")
-    with pytest.raises(ValueError, match="it is a scalar"):
+    flat = parse_model("m (double[2,4] X) => (double Y) { Y = ReduceSum<keepdims=0>(X) }")
+    with pytest.raises(ValueError, match="a scalar"):
         jacobian(flat, batched=True)
 
 
 def test_rows_of_several_inputs():
-    made = parse("m (double[N,2] A, double[M,2] B) => (double[N,2] Y) { Y = Mul(A, B) }")
-    values = {"A": normal(3, 2), "B": normal(3, 2)}
+    made = parse_model("m (double[N,2] A, double[M,2] B) => (double[N,2] Y) { Y = Mul(A, B) }")
+    values = {"A": draw_normal(3, 2), "B": draw_normal(3, 2)}
     found = run_named(jacobian(made, batched=True), values)
     close(found["Y_A_jacobian"], values["B"][:, :, None] * np.eye(2))
     close(found["Y_B_jacobian"], values["A"][:, :, None] * np.eye(2))
@@ -660,14 +651,14 @@ def test_rows_of_several_inputs():
 
 
 def quadratic() -> onnx.ModelProto:
-    return parse("""m (double[3] A, double[2] B) => (double L)
+    return parse_model("""m (double[3] A, double[2] B) => (double L)
         { a = MatMul(A, S)  b = Mul(a, A)  c = MatMul(A, T)  d = Mul(c, B)  e = Exp(B)
           s = ReduceSum<keepdims=0>(b)  t = ReduceSum<keepdims=0>(d)  u = ReduceSum<keepdims=0>(e)
           L = Sum(s, t, u) }""", S=S, T=T)  # fmt: skip
 
 
-S, T = normal(3, 3), normal(3, 2)
-AB = {"A": normal(3), "B": normal(2)}
+S, T = draw_normal(3, 3), draw_normal(3, 2)
+AB = {"A": draw_normal(3), "B": draw_normal(2)}
 
 
 def test_hessian_of_a_quadratic():
@@ -680,16 +671,16 @@ def test_hessian_of_a_quadratic():
 
 
 def test_hvp_of_a_quadratic():
-    v = {"A_vector": normal(3), "B_vector": normal(2)}
+    v = {"A_vector": draw_normal(3), "B_vector": draw_normal(2)}
     found = run_named(hvp(quadratic()), AB | v)
     close(found["A_hvp"], (S + S.T) @ v["A_vector"] + T @ v["B_vector"])
     close(found["B_hvp"], T.T @ v["A_vector"] + np.exp(AB["B"]) * v["B_vector"])
 
 
 def test_two_inputs_with_one_gradient():
-    made = parse("""m (double[2] A, double[2] B) => (double L)
+    made = parse_model("""m (double[2] A, double[2] B) => (double L)
         { s = Add(A, B)  c = Mul(s, s)  d = Mul(c, s)  L = ReduceSum<keepdims=0>(d) }""")
-    values = {k: normal(2) for k in ("A", "B", "A_vector", "B_vector")}
+    values = {k: draw_normal(2) for k in ("A", "B", "A_vector", "B_vector")}
     expected = 6 * (values["A"] + values["B"]) * (values["A_vector"] + values["B_vector"])
     found = run_named(hvp(made), values)
     close(found["A_hvp"], expected)
@@ -702,11 +693,11 @@ def test_two_inputs_with_one_gradient():
 
 @pytest.mark.parametrize("act", ["Tanh", "Softplus"])
 def test_hvp_of_a_loss_by_its_weights(act):
-    loss = add_loss_output(mlp(act), "squared_error")
-    w = weights(loss)
+    loss = add_loss_output(wide_network(act), "squared_error")
+    w = initializer_arrays(loss)
     names = ["w", "b", "v", "c"]
-    values = {"X": X, "label": normal(6, 3)} | {k: w[k] for k in names}
-    v = {f"{k}_vector": normal(*w[k].shape) for k in names}
+    values = {"X": X, "label": draw_normal(6, 3)} | {k: w[k] for k in names}
+    v = {f"{k}_vector": draw_normal(*w[k].shape) for k in names}
     made = hvp(loss, names, [], outputs=["loss"])
     found, h = run_named(made, values | v), 1e-5
     moved = [
@@ -719,7 +710,7 @@ def test_hvp_of_a_loss_by_its_weights(act):
 
 
 def test_hvp_with_fed_gradients():
-    values = {"X": X, "Y_grad": normal(6, 3), "X_vector": normal(6, 4)}
+    values = {"X": X, "Y_grad": draw_normal(6, 3), "X_vector": draw_normal(6, 4)}
     made = hvp(MLP)
     close(
         run_named(made, values)["X_hvp"],
@@ -729,9 +720,10 @@ def test_hvp_with_fed_gradients():
 
 
 def test_hessian_of_rows():
-    head = onnx.compose.merge_models(
-        mlp(), parse("h (double[N,3] Z) => (double[N,1] P) { P = ReduceSumSquare(Z, one) }",
-                     one=np.int64([1])), io_map=[("Y", "Z")])  # fmt: skip
+    head = parse_model(
+        "h (double[N,3] Z) => (double[N,1] P) { P = ReduceSumSquare(Z, one) }", one=np.int64([1])
+    )
+    head = onnx.compose.merge_models(wide_network(), head, io_map=[("Y", "Z")])
     full = run_named(hessian(head, output="P", batched="unchecked"), {"X": X})["X_hessian"]
     found = run_named(hessian(head, batched=True), {"X": X})
     close(found["X_hessian"], full)
@@ -743,8 +735,8 @@ def test_hessian_of_rows():
 
 
 def test_hessian_of_a_loss_by_a_weight():
-    loss = add_loss_output(mlp(), "squared_error")
-    values = {"X": X, "label": normal(6, 3)} | weights(loss)
+    loss = add_loss_output(wide_network(), "squared_error")
+    values = {"X": X, "label": draw_normal(6, 3)} | initializer_arrays(loss)
     found = run_named(hessian(loss, ["v"], [], output="loss"), values)["v_hessian"]
     made = hvp(loss, ["v"], [], outputs=["loss"])
     expected = numeric(made, values | {"v_vector": values["v"]}, "v", "v_grad")
@@ -755,12 +747,12 @@ def test_hessian_of_a_loss_by_a_weight():
 
 
 def convolutional() -> onnx.ModelProto:
-    return parse(
+    return parse_model(
         """c (float[N,2,6,6] X) => (float[N,3] Y) {
         a = Conv<pads=[1,1,1,1], strides=[2,2]>(X, w, b)  r = Softplus(a)
         p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(r)  f = Flatten(p)  Y = Gemm(f, v, c) }""",
-        w=normal(4, 2, 3, 3, dtype=np.float32), b=normal(4, dtype=np.float32),
-        v=normal(4, 3, dtype=np.float32), c=normal(3, dtype=np.float32),
+        w=draw_normal(4, 2, 3, 3, dtype=np.float32), b=draw_normal(4, dtype=np.float32),
+        v=draw_normal(4, 3, dtype=np.float32), c=draw_normal(3, dtype=np.float32),
     )  # fmt: skip
 
 
@@ -768,13 +760,13 @@ def test_convolution_as_in_torch():
     torch = pytest.importorskip("torch")
     F = torch.nn.functional
     made = convolutional()
-    w = {k: torch.tensor(a) for k, a in weights(made).items()}
+    w = {k: torch.tensor(a) for k, a in initializer_arrays(made).items()}
 
     def net(x, w=w):
         y = F.max_pool2d(F.softplus(F.conv2d(x, w["w"], w["b"], stride=2, padding=1)), 2)
         return y.flatten(1) @ w["v"] + w["c"]
 
-    x, t = normal(2, 2, 6, 6, dtype=np.float32), normal(2, 2, 6, 6, dtype=np.float32)
+    x, t = draw_normal(2, 2, 6, 6, dtype=np.float32), draw_normal(2, 2, 6, 6, dtype=np.float32)
     tx, tt = torch.tensor(x), torch.tensor(t)
     _, expected = torch.func.jvp(net, (tx,), (tt,))
     close(
@@ -789,22 +781,25 @@ def test_convolution_as_in_torch():
         close(found, rows_, rtol=1e-3, atol=1e-4)
     tangents = {k: torch.randn_like(v) for k, v in w.items()}
     _, expected = torch.func.jvp(lambda w: net(tx, w), (w,), (tangents,))
-    values = {f"{k}_tangent": v.numpy() for k, v in tangents.items()} | weights(made) | {"X": x}
+    values = (
+        {f"{k}_tangent": v.numpy() for k, v in tangents.items()}
+        | initializer_arrays(made)
+        | {"X": x}
+    )
     found = run_named(jvp(made, None, []), values)["Y_tangent"]
     close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_hessian_as_in_torch():
     torch = pytest.importorskip("torch")
-    made = onnx.compose.merge_models(
-        mlp(), parse("h (double[N,3] Z) => (double P) { P = ReduceLogSumExp<keepdims=0>(Z) }"),
-        io_map=[("Y", "Z")])  # fmt: skip
-    w = {k: torch.tensor(a) for k, a in weights(made).items()}
+    head = parse_model("h (double[N,3] Z) => (double P) { P = ReduceLogSumExp<keepdims=0>(Z) }")
+    made = onnx.compose.merge_models(wide_network(), head, io_map=[("Y", "Z")])
+    w = {k: torch.tensor(a) for k, a in initializer_arrays(made).items()}
 
     def f(x):
         return torch.logsumexp(torch.tanh(x @ w["w"] + w["b"]) @ w["v"] + w["c"], (0, 1))
 
-    x, v = torch.tensor(X[:3]), torch.tensor(normal(3, 4))
+    x, v = torch.tensor(X[:3]), torch.tensor(draw_normal(3, 4))
     close(run_named(hessian(made), {"X": x})["X_hessian"], torch.func.hessian(f)(x), atol=1e-8)
     _, expected = torch.func.jvp(torch.func.grad(f), (x,), (v,))
     close(run_named(hvp(made), {"X": x, "X_vector": v})["X_hvp"], expected, atol=1e-8)
@@ -814,21 +809,21 @@ def test_hessian_as_in_torch():
 
 
 def test_results_can_be_differentiated():
-    values = {"X": X, "Y_grad": normal(6, 3), "X_vector": normal(6, 4)}
+    values = {"X": X, "Y_grad": draw_normal(6, 3), "X_vector": draw_normal(6, 4)}
     again = jvp(vjp(MLP), inputs=["X"], outputs=["X_grad"])
     found = run_named(again, values | {"X_tangent": values["X_vector"]})["X_grad_tangent"]
     close(found, run_named(hvp(MLP), values)["X_hvp"])
 
 
 def test_names_that_are_taken():
-    made = parse("m (double[3] X, double[3] X_tangent) => (double[3] Y_tangent, double[3] Y) "
+    made = parse_model("m (double[3] X, double[3] X_tangent) => (double[3] Y_tangent, double[3] Y) "
                  "{ Y_tangent = Sin(X)  Y = Mul(Y_tangent, X_tangent) }")  # fmt: skip
     pushed = jvp(made, inputs=["X"])
-    assert inputs(pushed)[:2] == ["X", "X_tangent"]
-    assert outputs(pushed)[:2] == ["Y_tangent", "Y"]
-    x, c, v = normal(3), normal(3), normal(3)
-    found = run_named(pushed, dict(zip(inputs(pushed), (x, c, v), strict=True)))
-    first, second = (found[name] for name in outputs(pushed)[2:])
+    assert input_names(pushed)[:2] == ["X", "X_tangent"]
+    assert output_names(pushed)[:2] == ["Y_tangent", "Y"]
+    x, c, v = draw_normal(3), draw_normal(3), draw_normal(3)
+    found = run_named(pushed, dict(zip(input_names(pushed), (x, c, v), strict=True)))
+    first, second = (found[name] for name in output_names(pushed)[2:])
     close(first, np.cos(x) * v)
     close(second, np.cos(x) * v * c)
 
@@ -840,7 +835,7 @@ def test_standard_operators_only():
 
 
 def test_dropout_draws_once():
-    made = parse(
+    made = parse_model(
         "m (float[N,64] X) => (float[N,64] Y) { a = Dropout(X, half, yes)  Y = Mul(a, a) }",
         half=np.float32(0.5),
         yes=np.bool_(True),
@@ -872,9 +867,8 @@ OF_OLD_OPSETS = [
 
 @pytest.mark.parametrize(("opset", "node"), OF_OLD_OPSETS)
 def test_rows_of_operators_whose_axes_were_attributes(opset, node):
-    made = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": {opset}]>
-        g (float[N, 3, 2, 2] x) => (float[N] y) {{ {node} }}""")
-    made.graph.output[0].type.tensor_type.ClearField("shape")
+    text = f"g (float[N, 3, 2, 2] x) => (float[N] y) {{ {node} }}"
+    made = parse_model(text, opset=opset, output_shapes=False)
     x = np.random.default_rng(0).standard_normal((3, 3, 2, 2)).astype(np.float32)
     rows = run_named(jacobian(made, batched=True), {"x": x})["y_x_jacobian"]
     whole = run_named(jacobian(made), {"x": x})["y_x_jacobian"]
