@@ -16,12 +16,6 @@ import onnxgrad as og
 from onnxgrad.model.notes import read_adapters
 from tests.support.adapter_cases import shaken
 
-pytest.importorskip("tokenizers")
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-genai = pytest.importorskip("onnxruntime_genai")
-
 pytestmark = pytest.mark.sweep
 LAYERS, HEADS, SIZE, VOCABULARY = 2, 2, 32, 600
 IDS = np.random.default_rng(0).integers(3, 500, (2, 9))
@@ -29,8 +23,11 @@ LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split
 
 
 @pytest.fixture(scope="module")
-def net():
+def llama_network():
     """Return a random Llama with grouped queries."""
+    for name in ("tokenizers", "peft", "onnxruntime_genai"):
+        pytest.importorskip(name)
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=160, num_hidden_layers=LAYERS,
@@ -41,12 +38,17 @@ def net():
 
 
 @pytest.fixture(scope="module")
-def wrapped(net):
+def adapted_network(llama_network):
     """Return the network with adapters of PEFT in some layers."""
-    return with_adapters(net, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+    return with_peft_adapters(
+        llama_network, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]
+    )
 
 
-def with_adapters(net, **options):
+def with_peft_adapters(net, **options):
+    import peft
+    import torch
+
     config = peft.LoraConfig(r=4, lora_alpha=10, **options)
     wrapped = peft.get_peft_model(copy.deepcopy(net), config).eval()
     for name, parameter in wrapped.named_parameters():
@@ -56,19 +58,16 @@ def with_adapters(net, **options):
 
 
 @pytest.fixture(scope="module")
-def folders(net, wrapped, tmp_path_factory):
+def genai_folders(llama_network, adapted_network, tmp_path_factory):
     """Return a folder with what genai's builder writes: float32, int4, and with an adapter."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from language_models import bpe
+    from transformers import PreTrainedTokenizerFast
 
     root = tmp_path_factory.mktemp("language_model")
-    tokens = Tokenizer(models.BPE())
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<s>", "</s>", "<pad>"])
-    tokens.train_from_iterator([__doc__], trainer)
-    net.save_pretrained(root / "hf")
-    wrapped.save_pretrained(root / "peft")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    llama_network.save_pretrained(root / "hf")
+    adapted_network.save_pretrained(root / "peft")
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe(VOCABULARY), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     ).save_pretrained(root / "hf")
     adapter = ["--extra_options", f"adapter_path={root / 'peft'}"]
     for name, precision, more in (
@@ -82,11 +81,7 @@ def folders(net, wrapped, tmp_path_factory):
     return root
 
 
-def model_of(folder):
-    return onnx.load(folder / "model.onnx")
-
-
-def logits(model, **options):
+def model_logits(model, **options):
     data = {"input_ids": IDS, "attention_mask": np.ones(IDS.shape, np.int64)}
     for i in range(LAYERS):
         for kind in ("key", "value"):
@@ -95,13 +90,17 @@ def logits(model, **options):
     return ort.InferenceSession(model.SerializeToString()).run(["logits"], data, **options)[0]
 
 
-def logits_of(net):
+def network_logits(net):
+    import torch
+
     with torch.no_grad():
         return net(torch.from_numpy(IDS)).logits.numpy()
 
 
-def generated(model, adapters=None, name=""):
+def generated_tokens(model, adapters=None, name=""):
     """Return what onnxruntime-genai generates greedily."""
+    import onnxruntime_genai as genai
+
     parameters = genai.GeneratorParams(model)
     parameters.set_search_options(max_length=40, do_sample=False)
     generator = genai.Generator(model, parameters)
@@ -122,26 +121,26 @@ def with_model(folder, name, model):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_genai_serves_two_adapters_on_one_base(folders, precision):
-    folder = folders / precision
-    model, patterns = model_of(folder), ["*qkv*", "*o_proj*"]
+def test_genai_serves_two_adapters_on_one_base(genai_folders, precision):
+    genai, folder = pytest.importorskip("onnxruntime_genai"), genai_folders / precision
+    model, patterns = onnx.load(folder / "model.onnx"), ["*qkv*", "*o_proj*"]
     base = og.adapter_inputs(og.add_lora(model, patterns))
     served = genai.Model(str(with_model(folder, "base", base)))
-    adapters, plain = genai.Adapters(served), generated(genai.Model(str(folder)))
-    assert generated(served) == plain
+    adapters, plain = genai.Adapters(served), generated_tokens(genai.Model(str(folder)))
+    assert generated_tokens(served) == plain
     for name, rank in (("one", 4), ("two", 8)):
         trained = shaken(og.add_lora(model, patterns, rank=rank), seed=rank)
-        path = str(folders / f"{precision}_{name}.onnx_adapter")
+        path = str(genai_folders / f"{precision}_{name}.onnx_adapter")
         og.save_adapter(trained, path)
         adapters.load(path, name)
         alone = genai.Model(str(with_model(folder, name, trained)))
-        tokens = generated(served, adapters, name)
-        assert tokens == generated(alone) != plain
+        tokens = generated_tokens(served, adapters, name)
+        assert tokens == generated_tokens(alone) != plain
         adapter, options = ort.LoraAdapter(), ort.RunOptions()
         adapter.Load(path)
         options.add_active_adapter(adapter)
         np.testing.assert_allclose(
-            logits(base, run_options=options), logits(trained), rtol=1e-4, atol=1e-4
+            model_logits(base, run_options=options), model_logits(trained), rtol=1e-4, atol=1e-4
         )
 
 
@@ -154,53 +153,67 @@ def test_genai_serves_two_adapters_on_one_base(folders, precision):
     ],
 )
 @pytest.mark.filterwarnings("ignore:adapter_config.json has one")
-def test_adapters_of_peft_fit_packed_weights_both_ways(net, folders, tmp_path, options):
-    trained = with_adapters(net, **options)
+def test_adapters_of_peft_fit_packed_weights_both_ways(
+    llama_network, genai_folders, tmp_path, options
+):
+    trained = with_peft_adapters(llama_network, **options)
     trained.save_pretrained(tmp_path / "peft")
-    model, expected = model_of(folders / "fp32"), logits_of(trained)
+    model, expected = onnx.load(genai_folders / "fp32" / "model.onnx"), network_logits(trained)
     adapted = og.load_adapter(model, tmp_path / "peft")
-    assert np.abs(expected - logits_of(net)).max() > 0.05
-    np.testing.assert_allclose(logits(adapted), expected, rtol=1e-4, atol=5e-5)
+    assert np.abs(expected - network_logits(llama_network)).max() > 0.05
+    np.testing.assert_allclose(model_logits(adapted), expected, rtol=1e-4, atol=5e-5)
     og.save_adapter(adapted, tmp_path / "ours")
-    back = peft.PeftModel.from_pretrained(copy.deepcopy(net), tmp_path / "ours").eval()
-    np.testing.assert_allclose(logits_of(back), expected, rtol=1e-4, atol=5e-5)
-    quantized = og.load_adapter(model_of(folders / "int4"), tmp_path / "peft")
+    peft = pytest.importorskip("peft")
+    back = peft.PeftModel.from_pretrained(copy.deepcopy(llama_network), tmp_path / "ours").eval()
+    np.testing.assert_allclose(network_logits(back), expected, rtol=1e-4, atol=5e-5)
+    quantized = og.load_adapter(onnx.load(genai_folders / "int4" / "model.onnx"), tmp_path / "peft")
     weights = [note["weight"].partition(".MatMul")[0] for note in read_adapters(quantized)]
     assert weights == [n["weight"].partition(".MatMul")[0] for n in read_adapters(adapted)]
 
 
-def test_an_adapter_that_is_trained_here_is_one_of_peft(net, folders, tmp_path):
-    adapted = shaken(og.add_lora(model_of(folders / "fp32"), ["*qkv*", "*up_proj*"], rank=3))
-    og.save_adapter(adapted, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(net), tmp_path).eval()
-    np.testing.assert_allclose(logits_of(loaded), logits(adapted), rtol=1e-3, atol=1e-3)
-
-
-def test_the_builders_adapter_is_recognized(net, wrapped, folders, tmp_path):
-    model = model_of(folders / "a")
-    og.save_adapter(model, tmp_path / "peft")
-    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(net), tmp_path / "peft").eval()
-    np.testing.assert_allclose(logits_of(loaded), logits_of(wrapped), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(
-        logits(og.adapter_inputs(model)), logits_of(net), rtol=1e-4, atol=1e-5
+def test_an_adapter_that_is_trained_here_is_one_of_peft(llama_network, genai_folders, tmp_path):
+    adapted = shaken(
+        og.add_lora(
+            onnx.load(genai_folders / "fp32" / "model.onnx"), ["*qkv*", "*up_proj*"], rank=3
+        )
     )
-    merged = logits(og.merge_lora(model))
-    np.testing.assert_allclose(merged, logits_of(wrapped), rtol=1e-3, atol=1e-4)
+    og.save_adapter(adapted, tmp_path)
+    peft = pytest.importorskip("peft")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(llama_network), tmp_path).eval()
+    np.testing.assert_allclose(network_logits(loaded), model_logits(adapted), rtol=1e-3, atol=1e-3)
 
 
-def test_factors_of_peft_fit_packed_weights_both_ways(net, folders, tmp_path):
+def test_the_builders_adapter_is_recognized(
+    llama_network, adapted_network, genai_folders, tmp_path
+):
+    model = onnx.load(genai_folders / "a" / "model.onnx")
+    og.save_adapter(model, tmp_path / "peft")
+    peft = pytest.importorskip("peft")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(llama_network), tmp_path / "peft").eval()
+    np.testing.assert_allclose(
+        network_logits(loaded), network_logits(adapted_network), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        model_logits(og.adapter_inputs(model)), network_logits(llama_network), rtol=1e-4, atol=1e-5
+    )
+    merged = model_logits(og.merge_lora(model))
+    np.testing.assert_allclose(merged, network_logits(adapted_network), rtol=1e-3, atol=1e-4)
+
+
+def test_factors_of_peft_fit_packed_weights_both_ways(llama_network, genai_folders, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     config = peft.IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
     )
-    trained = peft.get_peft_model(copy.deepcopy(net), config).eval()
+    trained = peft.get_peft_model(copy.deepcopy(llama_network), config).eval()
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
             if "ia3" in name:
                 parameter.normal_(1.0, 0.5)
     trained.save_pretrained(tmp_path / "peft")
-    adapted = og.load_adapter(model_of(folders / "fp32"), tmp_path / "peft")
+    adapted = og.load_adapter(onnx.load(genai_folders / "fp32" / "model.onnx"), tmp_path / "peft")
     assert len(read_adapters(adapted)) == 2 * LAYERS
-    np.testing.assert_allclose(logits(adapted), logits_of(trained), rtol=1e-4, atol=5e-5)
+    np.testing.assert_allclose(model_logits(adapted), network_logits(trained), rtol=1e-4, atol=5e-5)
     og.save_adapter(adapted, tmp_path / "ours")
-    back = peft.PeftModel.from_pretrained(copy.deepcopy(net), tmp_path / "ours").eval()
-    np.testing.assert_allclose(logits_of(back), logits_of(trained), rtol=1e-4, atol=5e-5)
+    back = peft.PeftModel.from_pretrained(copy.deepcopy(llama_network), tmp_path / "ours").eval()
+    np.testing.assert_allclose(network_logits(back), network_logits(trained), rtol=1e-4, atol=5e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import numpy as np
@@ -14,16 +13,25 @@ from onnxgrad.adapters.files import load_adapter, save_adapter
 from onnxgrad.adapters.lora import add_lora
 from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import HEAD, fine_tuned, read_adapters, write_note
-from tests.adapters.test_lora import MODULES, exported, torch_networks  # noqa: F401
-from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
-from tests.support.running import run
-
-NETWORKS = networks()
+from tests.support.adapter_cases import (
+    NETWORKS,
+    TORCH_MODULES,
+    adapter_network,
+    constant_arrays,
+    embedding_network,
+    exported_embedding_network,
+    random_feed,
+    random_model,
+    rename_constants,
+    shaken,
+)
+from tests.support.errors import naming
+from tests.support.running import in_sweep, run
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_adapter_is_loaded_into_the_model_it_is_of(name, tmp_path):
-    model = NETWORKS[name]
+    model = adapter_network(name)
     adapted = shaken(add_lora(model, "w", rank=2, alpha=3, dropout=0.25))
     save_adapter(adapted, tmp_path)
     assert load_adapter(model, tmp_path) == adapted
@@ -40,16 +48,12 @@ def test_an_adapter_is_loaded_into_the_model_it_is_of(name, tmp_path):
 
 
 def test_the_shapes_and_settings_are_those_of_peft(tmp_path):
-    model = with_tensors(
-        parse("""f (int64[2,5] x) => (float[2,5,7] y) {
-            e = Gather(table, x) h = MatMul(e, up) y = MatMul(h, down) }"""),
-        table=(4, 3),
-        up=(3, 6),
-        down=(6, 7),
-    )
-    for tensor, i in ((model.graph.initializer[1], 1), (model.graph.initializer[2], 2)):
-        tensor.name += ".weight"
-        model.graph.node[i].input[1] = tensor.name
+    model = random_model(
+        """f (int64[2,5] x) => (float[2,5,7] y) {
+            e = Gather(table, x) h = MatMul(e, up) y = MatMul(h, down) }""",
+        table=(4, 3), up=(3, 6), down=(6, 7),
+    )  # fmt: skip
+    rename_constants(model, {"up": "up.weight", "down": "down.weight"})
     adapted = add_lora(model, ["up*", "table"], rank=2, alpha=3, dropout=0.1)
     adapted = add_lora(adapted, "down*", rank=4, alpha=3, dropout=0.1)
     save_adapter(adapted, tmp_path / "new")
@@ -69,14 +73,14 @@ def test_the_shapes_and_settings_are_those_of_peft(tmp_path):
     assert config["lora_dropout"] == 0.1
     loaded = load_adapter(model, tmp_path / "new")
     assert [note["rank"] for note in read_adapters(loaded)] == [2, 2, 4]
-    expected = run(shaken(adapted), feed(model, 3))
-    np.testing.assert_array_equal(run(shaken(loaded), feed(model, 3)), expected)
+    expected = run(shaken(adapted), random_feed(model, 3))
+    np.testing.assert_array_equal(run(shaken(loaded), random_feed(model, 3)), expected)
 
 
-def headed():
-    model = with_tensors(
-        parse("""f (float[2,3] x) => (float[2,5] y) {
-            h = MatMul(x, w) p = MatMul(h, v) y = Add(p, b) }"""),
+def headed_model() -> onnx.ModelProto:
+    """Return a model whose second layer is a new head."""
+    model = random_model(
+        "f (float[2,3] x) => (float[2,5] y) { h = MatMul(x, w) p = MatMul(h, v) y = Add(p, b) }",
         w=(3, 4), v=(4, 5), b=(5,),
     )  # fmt: skip
     write_note(model, HEAD, ["v", "b"])
@@ -84,58 +88,50 @@ def headed():
 
 
 def test_a_new_head_is_saved_too(tmp_path):
-    adapted = shaken(add_lora(headed(), "*", rank=2))
+    adapted = shaken(add_lora(headed_model(), "*", rank=2))
     assert fine_tuned(adapted)[2:] == ["v", "b"]
     save_adapter(adapted, tmp_path)
     file = load_file(tmp_path / "adapter_model.safetensors")
-    np.testing.assert_array_equal(file["base_model.model.v.weight"], arrays(adapted)["v"].T)
-    assert load_adapter(headed(), tmp_path) == adapted
-    merged = merge_lora(load_adapter(headed(), tmp_path))
+    np.testing.assert_array_equal(
+        file["base_model.model.v.weight"], constant_arrays(adapted)["v"].T
+    )
+    assert load_adapter(headed_model(), tmp_path) == adapted
+    merged = merge_lora(load_adapter(headed_model(), tmp_path))
     assert not merged.metadata_props
-    x = feed(merged)["x"]
+    x = random_feed(merged)["x"]
     np.testing.assert_allclose(run(merged, x=x)[0], run(adapted, x=x)[0], rtol=1e-4, atol=1e-5)
+    path = tmp_path / "adapter_model.safetensors"
+    fitting = {
+        "base_model.model.w.lora_A.weight": (2, 4),
+        "base_model.model.w.lora_B.weight": (3, 2),
+    }
+    save_file(file | {key: np.zeros(shape, np.float32) for key, shape in fitting.items()}, path)
     with pytest.raises(ValueError, match="replace_head"):
-        load_adapter(NETWORKS["vector"], rekeyed(tmp_path))
-
-
-def rekeyed(folder):
-    """Return a copy of the folder without the second weight of the model."""
-    other = folder / "other"
-    other.mkdir()
-    (other / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
-    file = load_file(folder / "adapter_model.safetensors")
-    lora = {"base_model.model.w.lora_A.weight": (2, 4), "base_model.model.w.lora_B.weight": (3, 2)}
-    file |= {key: np.zeros(shape, np.float32) for key, shape in lora.items()}
-    save_file(file, other / "adapter_model.safetensors")
-    return other
+        load_adapter(adapter_network("vector"), tmp_path)  # which has no weight "v"
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    model = NETWORKS["matmul"]
+    model = adapter_network("matmul")
     save_adapter(add_lora(model, "w", rank=2), tmp_path)
     key = "base_model.model.w.lora_A.weight"
-    with pytest.raises(ValueError, match=rf"{key} has the shape \[2, 4\].*\[2, 3\]"):
-        load_adapter(NETWORKS["twice"], tmp_path)
-    with pytest.raises(ValueError, match=rf"{key} has the shape \[4, 2\].*\[4, 3\]"):
-        load_adapter(add_lora(model, "w", rank=3, alpha=24), tmp_path)
-    with pytest.raises(ValueError, match="multiplied by 2 in the model, by 8"):
-        load_adapter(add_lora(model, "w", rank=2, alpha=4), tmp_path)
-    with pytest.raises(ValueError, match="Unknown module of the adapter 'w'"):
-        load_adapter(
-            with_tensors(
-                parse("f (float[1,4] x) => (float[1,3] y) { y = MatMul(x, v) }"), v=(4, 3)
-            ),
-            tmp_path,
-        )
-    with pytest.raises(FileNotFoundError, match="holds no adapter"):
+    other = random_model("f (float[1,4] x) => (float[1,3] y) { y = MatMul(x, v) }", v=(4, 3))
+    for wrong, named in (
+        (adapter_network("twice"), [key, "[2, 4]", "[2, 3]"]),
+        (add_lora(model, "w", rank=3, alpha=24), [key, "[4, 2]", "[4, 3]"]),
+        (add_lora(model, "w", rank=2, alpha=4), ["by 2 in", "by 8"]),
+        (other, ["module", "'w'"]),
+    ):
+        with pytest.raises(ValueError, match=naming(*named)):
+            load_adapter(wrong, tmp_path)
+    with pytest.raises(FileNotFoundError, match="none"):
         load_adapter(model, tmp_path / "none")
-    with pytest.raises(ValueError, match="no adapters to save"):
+    with pytest.raises(ValueError, match="no adapters"):
         save_adapter(model, tmp_path)
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     for entry, match in (
         ({"peft_type": "LOHA"}, "'LOHA'"),
-        ({"peft_type": "IA3"}, "the adapter of 'w' has"),
+        ({"peft_type": "IA3"}, "adapter of 'w'"),
         ({"use_dora": True}, "contradict"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ):
@@ -148,30 +144,31 @@ def test_what_does_not_fit_is_refused(tmp_path):
         load_adapter(model, tmp_path)
 
 
-def outputs(net, x):
-    return net(x).detach().numpy()
+EXPORTERS = pytest.mark.parametrize("exporter", ["torchscript", in_sweep("dynamo")])
 
 
-def test_peft_loads_what_is_saved(exported, tmp_path):  # noqa: F811
+@EXPORTERS
+def test_peft_loads_what_is_saved(exporter, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    net, _ = torch_networks(torch)
+    exported = exported_embedding_network(exporter)
     adapted = shaken(add_lora(exported, "*", rank=2, alpha=3))
     save_adapter(adapted, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(net, tmp_path).eval()
+    loaded = peft.PeftModel.from_pretrained(embedding_network(), tmp_path).eval()
     x = torch.randint(0, 11, (4, 5))
     [y] = run(adapted, {exported.graph.input[0].name: x.numpy()})
-    np.testing.assert_allclose(y, outputs(loaded, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, loaded(x).detach(), rtol=1e-4, atol=1e-5)
 
 
+@EXPORTERS
 @pytest.mark.parametrize("rslora", [False, True])
-def test_what_peft_saves_is_loaded(exported, tmp_path, rslora):  # noqa: F811
+def test_what_peft_saves_is_loaded(exporter, tmp_path, rslora):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    net, _ = torch_networks(torch)
+    exported = exported_embedding_network(exporter)
     config = peft.LoraConfig(
-        r=2, lora_alpha=5, lora_dropout=0.1, use_rslora=rslora, target_modules=MODULES[:-1],
+        r=2, lora_alpha=5, lora_dropout=0.1, use_rslora=rslora, target_modules=TORCH_MODULES[:-1],
         modules_to_save=["last"], rank_pattern={"layers.1": 4}, alpha_pattern={"conv": 3},
     )  # fmt: skip
-    wrapped = peft.get_peft_model(copy.deepcopy(net), config).eval()
+    wrapped = peft.get_peft_model(embedding_network(), config).eval()
     with torch.no_grad():
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
@@ -181,21 +178,22 @@ def test_what_peft_saves_is_loaded(exported, tmp_path, rslora):  # noqa: F811
     assert {note["dropout"] for note in read_adapters(adapted)} == {0.1}
     assert set(fine_tuned(adapted)) > {"last.weight", "last.bias"}
     x = torch.randint(0, 11, (4, 5))
-    fed = {exported.graph.input[0].name: x.numpy()}
-    np.testing.assert_allclose(run(adapted, fed)[0], outputs(wrapped, x), rtol=1e-4, atol=1e-5)
+    expected, fed = wrapped(x).detach(), {exported.graph.input[0].name: x.numpy()}
+    np.testing.assert_allclose(run(adapted, fed)[0], expected, rtol=1e-4, atol=1e-5)
     merged = merge_lora(adapted)
-    np.testing.assert_allclose(run(merged, fed)[0], outputs(wrapped, x), rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(run(merged, fed)[0], expected, rtol=1e-4, atol=2e-5)
     assert onnx.checker.check_model(merged) is None
 
 
 def test_modules_may_be_parts_of_another_model(tmp_path):
     """An exporter put the network into a wrapper, such as sentence-transformers'."""
     text = "f (float[N,3] x) => (float[N,2] y) { h = MatMul(x, a) y = MatMul(h, b) }"
-    plain, wrapped = parse(text), parse(text)
-    for model, prefix in ((plain, ""), (wrapped, "model.0.")):
-        for node in model.graph.node:
-            node.input[1] = f"{prefix}{node.input[1]}.weight"
-        with_tensors(model, **{f"{prefix}a.weight": (3, 3), f"{prefix}b.weight": (3, 2)})
+    plain, wrapped = (
+        rename_constants(
+            random_model(text, a=(3, 3), b=(3, 2)), {n: f"{prefix}{n}.weight" for n in "ab"}
+        )
+        for prefix in ("", "model.0.")
+    )
     save_adapter(add_lora(plain, "b.*", rank=2), tmp_path)
     loaded = load_adapter(wrapped, tmp_path)
     assert [note["weight"] for note in read_adapters(loaded)] == ["model.0.b.weight"]

@@ -13,24 +13,31 @@ from onnxgrad.adapters.files import load_adapter, save_adapter
 from onnxgrad.adapters.lora import add_lora
 from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import fine_tuned, read_adapters
-from tests.support.adapter_cases import arrays, feed, networks, parse, shaken, with_tensors
+from tests.support.adapter_cases import (
+    adapter_network,
+    constant_arrays,
+    random_feed,
+    random_model,
+    rename_constants,
+    shaken,
+)
+from tests.support.models import operator_names
 from tests.support.running import run
 
-NETWORKS = networks()
 FORMS = ["matmul", "vector", "gemm", "gemm of transposed data", "half precision", "in a branch"]
 
 
 def adapted_and_shaken(model: onnx.ModelProto, name: str, **options) -> onnx.ModelProto:
     adapted = add_lora(model, name, use_dora=True, **options)
-    values, shaky = arrays(adapted), shaken(adapted)
+    values, shaky = constant_arrays(adapted), shaken(adapted)
     lengths = {n: np.abs(a) + 0.5 for n, a in values.items() if n.endswith("magnitude_vector")}
     return og.replace_initializers_into_onnx(shaky, lengths)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_merging_gives_the_file_with_other_weights(name):
-    model = NETWORKS[name]
-    fed, rtol = feed(model), 3e-3 if name == "half precision" else 1e-5
+    model = adapter_network(name)
+    fed, rtol = random_feed(model), 3e-3 if name == "half precision" else 1e-5
     fresh = add_lora(model, "w", rank=2, use_dora=True)
     np.testing.assert_allclose(run(fresh, fed)[0], run(model, fed)[0], rtol=rtol, atol=rtol)
     adapted = adapted_and_shaken(model, "w", rank=2, alpha=3, dropout=0.1)
@@ -38,56 +45,49 @@ def test_merging_gives_the_file_with_other_weights(name):
     assert np.abs(y.astype(float) - before).max() > 0.1
     merged = merge_lora(adapted)
     np.testing.assert_allclose(run(merged, fed)[0], y, rtol=rtol, atol=rtol)
-    assert [n.op_type for n in merged.graph.node] == [n.op_type for n in model.graph.node]
+    assert operator_names(merged) == operator_names(model)
     assert not merged.metadata_props
 
 
 def test_columns_have_the_trained_lengths():
-    adapted = adapted_and_shaken(NETWORKS["matmul"], "w", rank=2)
-    *_, lengths = (arrays(adapted)[name] for name in fine_tuned(adapted))
-    merged = arrays(merge_lora(adapted))["w"]
+    adapted = adapted_and_shaken(adapter_network("matmul"), "w", rank=2)
+    *_, lengths = (constant_arrays(adapted)[name] for name in fine_tuned(adapted))
+    merged = constant_arrays(merge_lora(adapted))["w"]
     np.testing.assert_allclose(np.linalg.norm(merged, axis=0), lengths, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["conv 1", "embedding", "left", "tied"])
 def test_other_forms_are_refused(name):
     with pytest.raises(ValueError, match="use_dora"):
-        add_lora(NETWORKS[name], "w", rank=2, use_dora=True)
+        add_lora(adapter_network(name), "w", rank=2, use_dora=True)
 
 
-def two_layers() -> onnx.ModelProto:
-    model = with_tensors(
-        parse("""f (float[N,4] x) => (float[N,3] y) {
-            a = MatMul(x, w) b = Add(a, b1) c = Tanh(b) y = Gemm<transB = 1>(c, v, b2) }"""),
+def tanh_model() -> onnx.ModelProto:
+    """Return two layers whose weights are named as those of `torch.nn.Sequential`."""
+    model = random_model(
+        """f (float[N,4] x) => (float[N,3] y) {
+            a = MatMul(x, w) b = Add(a, b1) c = Tanh(b) y = Gemm<transB = 1>(c, v, b2) }""",
         w=(4, 5), b1=(5,), v=(3, 5), b2=(3,),
     )  # fmt: skip
-    for i, node, name in ((0, 0, "0.weight"), (2, 3, "2.weight")):
-        model.graph.initializer[i].name = name
-        model.graph.node[node].input[1] = name
-    return model
+    return rename_constants(model, {"w": "0.weight", "v": "2.weight"})
 
 
 def torch_layers(torch, model):
-    values = {name: torch.tensor(a) for name, a in arrays(model).items()}
+    values = {name: torch.tensor(a) for name, a in constant_arrays(model).items()}
     net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    net.load_state_dict(
-        {
-            "0.weight": values["0.weight"].T,
-            "0.bias": values["b1"],
-            "2.weight": values["2.weight"],
-            "2.bias": values["b2"],
-        }
-    )
+    names = {"0.weight": "0.weight", "0.bias": "b1", "2.weight": "2.weight", "2.bias": "b2"}
+    state = {name: values[own] for name, own in names.items()}
+    net.load_state_dict(state | {"0.weight": state["0.weight"].T})
     return net.eval()
 
 
 def test_training_equals_pytorch():
     torch = pytest.importorskip("torch")
-    model = two_layers()
+    model = tanh_model()
     adapted = adapted_and_shaken(model, "*.weight", rank=2, alpha=3)
     names = fine_tuned(adapted)
-    parameters = {n: torch.tensor(arrays(adapted)[n], requires_grad=True) for n in names}
-    values = {n: torch.tensor(a) for n, a in arrays(model).items()}
+    parameters = {n: torch.tensor(constant_arrays(adapted)[n], requires_grad=True) for n in names}
+    values = {n: torch.tensor(a) for n, a in constant_arrays(model).items()}
 
     def layer(x, weight, name, bias):
         a, b = (parameters[f"{name}.lora_{part}.weight"] for part in "AB")
@@ -121,7 +121,7 @@ def test_training_equals_pytorch():
 
 def test_files_are_those_of_peft(tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    model = two_layers()
+    model = tanh_model()
     net = torch_layers(torch, model)
     config = peft.LoraConfig(
         r=2, lora_alpha=3, target_modules=["0", "2"], use_dora=True, init_lora_weights=False

@@ -14,7 +14,7 @@ import pytest
 from onnx import parser
 
 import onnxgrad as og
-from tests.support.adapter_cases import arrays
+from tests.support.adapter_cases import constant_arrays as arrays
 from tests.support.running import run
 
 RNG = np.random.default_rng(0)
