@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import onnx
 import pytest
 
 import onnxgrad as og
@@ -23,8 +23,10 @@ from onnxgrad import (
     onnx_derivative,
 )
 from onnxgrad.reporting import reporting
+from tests.support.models import parse_model
+from tests.support.paths import ROOT
 from tests.support.running import PATIENCE, in_sweep
-from tests.support.small_models import linear
+from tests.support.trainings import linear_model
 
 logger = logging.getLogger("onnxgrad")
 FILTERS = list(logger.filters)
@@ -32,116 +34,152 @@ X = np.random.default_rng(0).standard_normal((12, 2)).astype(np.float32)
 Y = (X[:, :1] - X[:, 1:]).astype(np.float32)
 
 
-def outside(**options) -> OrtGradientForwardBackwardOptimizer:
-    return OrtGradientForwardBackwardOptimizer(linear(), max_iter=3, random_state=0, **options)
+def small_linear_model():
+    return linear_model([[0.1], [0.2]], [0.3])
 
 
-def inside(**options) -> OrtGradientOptimizer:
-    made = add_loss_output(linear())
+def loss_outside(**options) -> OrtGradientForwardBackwardOptimizer:
+    return OrtGradientForwardBackwardOptimizer(
+        small_linear_model(), max_iter=3, random_state=0, **options
+    )
+
+
+def loss_inside(**options) -> OrtGradientOptimizer:
+    made = add_loss_output(small_linear_model())
     return OrtGradientOptimizer(made, max_iter=3, random_state=0, **options)
 
 
-def epochs(text: str) -> list[str]:
+def printed_epochs(text: str) -> list[str]:
     return re.findall(r"epoch \d+/\d+ loss", text)
 
 
 # -- in processes of their own: pytest's capturing is a set-up of logging --------------------------
 
-SETUP = """
-import logging, sys
-import numpy as np, onnx
-from onnx import numpy_helper
+HEAD = """
+import logging, multiprocessing, os, sys, traceback
+import numpy as np
 from onnxgrad import *
+from tests.support.trainings import linear_model
 X = np.random.default_rng(0).standard_normal((12, 2)).astype(np.float32)
 Y = X[:, :1] - X[:, 1:]
-text = "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  y = Add(h, b) }"
-model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 18]>' + text)
-for name, value in (("w", [[0.1], [0.2]]), ("b", [0.3])):
-    model.graph.initializer.append(numpy_helper.from_array(np.float32(value), name))
+model = linear_model([[0.1], [0.2]], [0.3])
 def outside(**options):
     return OrtGradientForwardBackwardOptimizer(model, max_iter=3, random_state=0, **options)
 def inside(**options):
     return OrtGradientOptimizer(add_loss_output(model), max_iter=3, random_state=0, **options)
+def work():
+    outside(verbose=1).fit(X, Y)
+"""
+RUN = """
+for name, text in PARTS.items():
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), 2)
+        try:
+            exec(text)
+        except BaseException:
+            traceback.print_exc()
+            print("failed", name)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+SETUPS = {
+    "none": "",
+    "configured": "logging.basicConfig()",
+    "verbose": "logging.basicConfig(level=logging.INFO)",
+    "quiet": "logging.basicConfig(level=logging.ERROR)",
+    "handler": "logging.getLogger('onnxgrad').addHandler(logging.StreamHandler())",
+    "disabled": "logging.getLogger('onnxgrad').disabled = True",
+    "level": "logging.getLogger('onnxgrad').setLevel(logging.ERROR)",
+}
+TRAINED = """
+logger = logging.getLogger('onnxgrad')
+before = logger.level, logger.disabled, list(logger.handlers), list(logger.filters)
+outside(verbose=1).fit(X, Y)
+inside(verbose=1).fit(X, Y)
+inside(verbose=0).fit(X, Y)
+after = logger.level, logger.disabled, list(logger.handlers), list(logger.filters)
+assert before == after, (before, after)
+"""
+OTHERS = {
+    "callback": """
+class Note:
+    def __call__(self, progress): print('callback', progress.epoch, file=sys.stderr)
+inside(verbose=1).fit(X, Y, callback=Note())
+""",
+    "forked": """
+process = multiprocessing.get_context("fork").Process(target=work)
+process.start(); process.join(); assert process.exitcode == 0
+""",
+    "functions": """
+onnx_derivative(model, verbose=1)
+onnx_rename_names(model, verbose=2)
+f = OrtGradientForwardBackward(model, enable_logging=True).new_instance()
+f.forward([X, np.float32([[1], [2]]), np.float32([3])])
+outside(enable_logging=True).fit(X, Y)
+onnx_derivative(model)
+onnx_rename_names(model)
+""",
+}
+SPAWNED = """
+if __name__ == '__main__':
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start(); process.join(); assert process.exitcode == 0
 """
 
 
-def script(tmp_path, text: str) -> str:
-    """Return what a script prints to stderr."""
-    path = tmp_path / "script.py"
-    path.write_text(SETUP + text)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout
+def run_script(folder, text: str) -> str:
+    """Return what a script prints to stderr; it must succeed, and print nothing to stdout."""
+    (folder / "script.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        "",
-        "logging.basicConfig()",
-        in_sweep("logging.basicConfig(level=logging.INFO)"),
-        in_sweep("logging.basicConfig(level=logging.ERROR)"),
-        "logging.getLogger('onnxgrad').addHandler(logging.StreamHandler())",
-        "logging.getLogger('onnxgrad').disabled = True",
-        in_sweep("logging.getLogger('onnxgrad').setLevel(logging.ERROR)"),
-    ],
-)
-def test_every_epoch_is_printed_once(tmp_path, setup):
-    text = script(
-        tmp_path,
-        f"{setup}\nlogger = logging.getLogger('onnxgrad')\n"
-        "before = logger.level, logger.disabled, list(logger.handlers), list(logger.filters)\n"
-        "outside(verbose=1).fit(X, Y)\ninside(verbose=1).fit(X, Y)\ninside(verbose=0).fit(X, Y)\n"
-        "after = logger.level, logger.disabled, list(logger.handlers), list(logger.filters)\n"
-        "assert before == after, (before, after)",
-    )
-    assert len(epochs(text)) == sum("epoch" in line for line in text.splitlines()) == 6
-
-
-def test_a_line_is_printed_when_its_epoch_ends(tmp_path):
-    text = script(
-        tmp_path,
-        "class Note:\n"
-        "  def __call__(self, p): print('callback', p.epoch, file=sys.stderr)\n"
-        "inside(verbose=1).fit(X, Y, callback=Note())",
-    )
-    found = re.findall(r"callback|epoch", text)
-    assert found.count("epoch") == 3
-    assert found[0] == "callback"
-    assert found[-1] == "epoch"
-    assert found[-2] == "callback"
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_in_a_second_process(tmp_path, method):
-    if method == "fork" and sys.platform in ("darwin", "win32"):
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What each part prints, in a process of its own, which is forked before any training."""
+    if not hasattr(os, "fork"):
         pytest.skip("processes are not forked")
-    text = script(
-        tmp_path,
-        "import multiprocessing\n"
-        "def work(): outside(verbose=1).fit(X, Y)\n"
-        "if __name__ == '__main__':\n"
-        f"    process = multiprocessing.get_context({method!r}).Process(target=work)\n"
-        "    process.start(); process.join(); assert process.exitcode == 0",
-    )
-    assert len(epochs(text)) == 3
+    folder = tmp_path_factory.mktemp("parts")
+    parts = {name: f"{setup}\n{TRAINED}" for name, setup in SETUPS.items()} | OTHERS
+    assert not run_script(folder, f"{HEAD}\nPARTS = {parts!r}\n{RUN}")
+    return {name: (folder / name).read_text() for name in parts}
 
 
-def test_other_functions_print_too(tmp_path):
-    text = script(
-        tmp_path,
-        "onnx_derivative(model, verbose=1)\nonnx_rename_names(model, verbose=2)\n"
-        "f = OrtGradientForwardBackward(model, enable_logging=True).new_instance()\n"
-        "f.forward([X, np.float32([[1], [2]]), np.float32([3])])\n"
-        "outside(enable_logging=True).fit(X, Y)\n"
-        "onnx_derivative(model)\nonnx_rename_names(model)",
-    )
+@pytest.mark.parametrize("setup", SETUPS)
+def test_every_epoch_is_printed_once(printed, setup):
+    text = printed[setup]
+    assert len(printed_epochs(text)) == sum("epoch" in line for line in text.splitlines()) == 6
+
+
+def test_a_line_is_printed_when_its_epoch_ends(printed):
+    found = re.findall(r"callback|epoch", printed["callback"])
+    assert found.count("epoch") == 3
+    assert (found[0], *found[-2:]) == ("callback", "callback", "epoch")
+
+
+@pytest.mark.parametrize("method", ["fork", in_sweep("spawn")])
+def test_in_a_second_process(printed, tmp_path, method):
+    text = printed["forked"] if method == "fork" else run_script(tmp_path, HEAD + SPAWNED)
+    assert len(printed_epochs(text)) == 3
+
+
+def test_other_functions_print_too(printed):
+    text = printed["functions"]
     assert text.count("prepared:") == 1
-    assert "w is renamed to i0" in text
-    assert "names changed" in text
-    assert text.count("forward of OrtGradientForwardBackwardFunction: y") == 1
-    assert len(epochs(text)) == 3
+    assert re.search("w .*i0", text)  # a name that is changed
+    assert text.count("OrtGradientForwardBackwardFunction: y") == 1
+    assert len(printed_epochs(text)) == 3
     assert "step 1 loss" in text
 
 
@@ -171,15 +209,15 @@ def test_what_the_program_asks_for_it_gets(caplog):
 
 def test_an_error_undoes_all():
     before = logger.level
-    with pytest.raises(ValueError, match="Unknown weight"):
-        onnx_derivative(linear(), ["W"], verbose=2)
+    with pytest.raises(ValueError, match="'W'"):
+        onnx_derivative(small_linear_model(), ["W"], verbose=2)
     assert (logger.level, logger.filters, logger.handlers) == (before, FILTERS, [])
 
 
 def test_a_level_that_a_callback_sets_stays(caplog):
     before = logger.level
     try:
-        inside(verbose=1).fit(X, Y, callback=lambda progress: logger.setLevel(logging.ERROR))
+        loss_inside(verbose=1).fit(X, Y, callback=lambda progress: logger.setLevel(logging.ERROR))
         assert logger.level == logging.ERROR
     finally:
         logger.setLevel(before)
@@ -187,8 +225,8 @@ def test_a_level_that_a_callback_sets_stays(caplog):
 
 def test_the_cache_of_the_logger_is_cleared(caplog):
     assert not logger.isEnabledFor(logging.INFO)  # which the logger remembers
-    outside(verbose=1).fit(X, Y)
-    assert len(epochs(caplog.text)) == 3
+    loss_outside(verbose=1).fit(X, Y)
+    assert len(printed_epochs(caplog.text)) == 3
     assert not logger.isEnabledFor(logging.INFO)
 
 
@@ -199,16 +237,16 @@ def test_threads_report_what_they_ask_for(caplog):
         def wait(progress) -> None:
             both.wait(PATIENCE)
             if progress.epoch == 1:
-                onnx_derivative(linear(), verbose=verbose)
+                onnx_derivative(small_linear_model(), verbose=verbose)
 
         threading.current_thread().name = name
-        inside(verbose=verbose, batch_size=12).fit(X, Y, callback=wait)
+        loss_inside(verbose=verbose, batch_size=12).fit(X, Y, callback=wait)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(fit, "loud", 1), pool.submit(fit, "silent", 0)]:
             done.result(60)
     assert {r.threadName for r in caplog.records} == {"loud"}
-    assert len(epochs(caplog.text)) == 3
+    assert len(printed_epochs(caplog.text)) == 3
     assert logger.filters == FILTERS
 
 
@@ -232,22 +270,24 @@ def test_verbose_with_a_handler_of_the_program():
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
     try:
-        outside(verbose=1).fit(X, Y)
+        loss_outside(verbose=1).fit(X, Y)
     finally:
         logger.removeHandler(handler)
-    assert len(epochs(stream.getvalue())) == 3
+    assert len(printed_epochs(stream.getvalue())) == 3
 
 
 def test_passes_report_when_asked(caplog):
     for asked in (False, True):
-        made = OrtGradientForwardBackward(linear(), enable_logging=asked).new_instance()
+        made = OrtGradientForwardBackward(small_linear_model(), enable_logging=asked).new_instance()
         made.forward([X, np.float32([[1], [2]]), np.float32([3])])
         assert len(caplog.messages) == asked
 
 
 def test_libraries_do_not_warn_of_constants(caplog):
-    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
-        f (float[N,2] x) => (float[N,2] y) <float[2,2] w = {1, 2, 3, 4}> {
-            c = Constant<value = float[2] {1.0, 2.0}>() h = Mul(x, c) y = MatMul(h, w) }""")
+    model = parse_model(
+        """f (float[N,2] x) => (float[N,2] y) {
+            c = Constant<value = float[2] {1.0, 2.0}>() h = Mul(x, c) y = MatMul(h, w) }""",
+        w=[[1.0, 2.0], [3.0, 4.0]],
+    )
     og.Trainer(og.replace_head(model, 3), "cross_entropy")
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

@@ -1,0 +1,91 @@
+"""Small models of trainings, callbacks that end them, and comparisons of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import ArrayLike
+
+import onnxgrad as og
+from tests.support.models import parse_model
+
+
+def linear_model(weight: ArrayLike, bias: ArrayLike | None = None) -> onnx.ModelProto:
+    """Return y = x w + b of float32, or y = x w, whose weights are called `w` and `b`."""
+    w = np.asarray(weight, np.float32)
+    b = {} if bias is None else {"b": np.asarray(bias, np.float32)}
+    product = "y = MatMul(x, w)" if bias is None else "h = MatMul(x, w)  y = Add(h, b)"
+    text = f"f (float[N,{w.shape[0]}] x) => (float[N,{w.shape[1]}] y) {{ {product} }}"
+    return parse_model(text, opset=20, w=w, **b)
+
+
+def two_layer_model(
+    sizes: tuple[int, int, int], activation: str = "Tanh", dtype: Any = np.float32, seed: int = 1
+) -> onnx.ModelProto:
+    """Return a perceptron of two layers, whose weights `w0`, `b0`, `w1`, `b1` are drawn."""
+    kind = {"f": "float", "d": "double"}[np.dtype(dtype).char]
+    rng, (inputs, units, outputs) = np.random.default_rng(seed), sizes
+    shapes = {"w0": (inputs, units), "b0": (units,), "w1": (units, outputs), "b1": (outputs,)}
+    return parse_model(
+        f"""f ({kind}[N,{inputs}] x) => ({kind}[N,{outputs}] y) {{
+            a = MatMul(x, w0)  b = Add(a, b0)  h = {activation}(b)  y = Gemm(h, w1, b1) }}""",
+        opset=20,
+        **{name: rng.normal(0, 0.5, shape).astype(dtype) for name, shape in shapes.items()},
+    )
+
+
+def normalized_model() -> onnx.ModelProto:
+    """Return a product behind a BatchNormalization that has statistics of other rows."""
+    return parse_model(
+        """f (float[N,3] x) => (float[N,1] y) {
+            h = BatchNormalization(x, scale, shift, mean, variance)  y = MatMul(h, w) }""",
+        opset=20,
+        scale=[1.0, 1.1, 1.2],
+        shift=[0.1, 0.2, 0.3],
+        mean=[0.5, 0.0, 0.0],
+        variance=[2.0, 1.0, 1.5],
+        w=[[0.1], [0.2], [0.3]],
+    )
+
+
+class ActAtStep(og.Callback):
+    """Calls `act(control)` once, in one event, from one step on."""
+
+    def __init__(self, event: str, step: int, act: Any, every_steps: int | None = 1) -> None:
+        self.step, self.act, self.done, self.every_steps = step, act, False, every_steps
+        setattr(self, f"on_{event}", self.act_once)
+
+    def act_once(self, trainer: Any, state: Any, control: Any) -> None:
+        if state.step >= self.step and not self.done:
+            self.done = True
+            self.act(control)
+
+
+def interrupt_training(control: Any) -> None:
+    """Break a training off, as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def stop_training(control: Any) -> None:
+    """End a training, as EarlyStopping does."""
+    control.stop = True
+
+
+def assert_close_arrays(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Assert that arrays are close to all expected ones, of which there must be some."""
+    assert expected
+    for name, array in expected.items():
+        np.testing.assert_allclose(actual[name], array, rtol, atol, err_msg=name)
+
+
+def assert_equal_trainings(one: Any, two: Any) -> None:
+    """Assert that two trainers have equal states and histories, bit for bit."""
+    a, b = one.state, two.state
+    assert (a.history, a.step, a.epoch) == (b.history, b.step, b.epoch)
+    np.testing.assert_equal([a.weights, a.slots, a.buffers], [b.weights, b.slots, b.buffers])
+    np.testing.assert_equal([a.schedule, a.position], [b.schedule, b.position])
