@@ -19,14 +19,17 @@ LINEAR = HEADER + "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, W) y = Add
 ROWS = 40
 
 
-def invoke(*arguments, **more):
-    """Return the result of a command: its exit code, stdout and stderr."""
+def run_command(*arguments, **more):
+    """Return the result of a command in this process: its exit code, stdout and stderr."""
     return CliRunner().invoke(app, [str(a) for a in arguments], **more)
+
+
+invoke = run_command
 
 
 def succeed(*arguments, **more):
     """Return the result of a command that must succeed."""
-    result = invoke(*arguments, **more)
+    result = run_command(*arguments, **more)
     assert result.exit_code == 0, result.output
     return result
 
@@ -38,7 +41,7 @@ def as_json(*arguments, **more):
 
 def refused(*arguments, **more):
     """Return the only line of a command that must refuse, without `Error: `."""
-    result = invoke(*arguments, **more)
+    result = run_command(*arguments, **more)
     assert result.exit_code == 2, result.output
     assert not result.stdout
     [line] = result.stderr.splitlines()
