@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.autodiff import attention_blocks
@@ -15,6 +16,8 @@ from onnxgrad.model.convert import in_precision
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run import row_parts
+from tests.support.models import initializer_arrays, parse_model
+from tests.support.running import in_sweep
 
 HEADS, SIZE, WIDTH, ROWS = 2, 4, 8, 4
 RNG = np.random.default_rng(0)
@@ -58,14 +61,13 @@ def _is_single(name: str) -> bool:
     return "GroupQueryAttention" in CASES.get(name, name)
 
 
-def network(name: str, tokens: int, symbol: bool = False, more: str = "") -> onnx.ModelProto:
+def attention_model(name: str, tokens: int, symbol: bool = False) -> onnx.ModelProto:
     """Return a model with this attention between products with weights."""
     kind = "float" if _is_single(name) else "double"
     lengths = f"{kind}[N, {'T' if symbol else tokens}, {WIDTH}]"
-    proto = onnx.parser.parse_model(f"""<ir_version: 10,
-        opset_import: ["": 23, "com.microsoft": 1]>
-        f ({lengths} x) => ({lengths} y) {{ q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)
-            {CASES.get(name, name)} o = MatMul(a, wo) y = Add(x, o) }}""")
+    text = f"""f ({lengths} x) => ({lengths} y) {{
+            q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv) {CASES.get(name, name)}
+            o = MatMul(a, wo) y = Add(x, o) }}"""
     rng, i = np.random.default_rng(0), np.arange(tokens)
     lowest = np.where(i > i[:, None], -np.inf, 0.0)
     nobody = lowest.copy()
@@ -83,91 +85,85 @@ def network(name: str, tokens: int, symbol: bool = False, more: str = "") -> onn
     if _is_single(name):
         floats = [n for n, a in constants.items() if np.asarray(a).dtype == np.float64]
         constants |= {n: constants[n].astype(np.float32) for n in floats}
-    read = {x for node in proto.graph.node for x in node.input}
-    kept = [(n, a) for n, a in constants.items() if n in read]
-    proto.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), n) for n, a in kept)
-    return proto
+    read = {n: np.asarray(a) for n, a in constants.items() if re.search(rf"\b{n}\b", text)}
+    return parse_model(text, opset=23, **read)
 
 
-def batches(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def random_sequences(tokens: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(1)
     return tuple(rng.normal(size=(ROWS, tokens, WIDTH)) for _ in "xy")
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+def blocks_of_few_queries(monkeypatch):
     monkeypatch.setattr(attention_blocks, "LEAST", 6)
     monkeypatch.setattr(attention_blocks, "ROWS", 4)
     monkeypatch.setattr(attention_blocks, "KEYS", 16)
 
 
-def trainer(proto, recompute: str, **more) -> og.Trainer:
+def sgd_trainer(proto, recompute: str, **more) -> og.Trainer:
     options = {"optimizer": "sgd", "learning_rate": 0.1} | more
     return og.Trainer(proto, "mse", recompute=recompute, **options)
 
 
-def step(fitted: og.Trainer, data):
+def step_graph(fitted: og.Trainer, data) -> ir.Graph:
     recipe = Recipe(fitted, Facts.of(fitted, Dataset(*data)))
     return recipe.step(recipe.objective(), norms=False).model.graph
 
 
-def softmaxes(fitted: og.Trainer, data) -> tuple[int, int]:
+def count_softmaxes(fitted: og.Trainer, data) -> tuple[int, int]:
     """Return how many Softmax nodes the step has outside and inside of bodies."""
-    graph = step(fitted, data)
+    graph = step_graph(fitted, data)
     kinds = [n.graph is graph for n in all_nodes(graph) if n.op_type == "Softmax"]
     return kinds.count(True), kinds.count(False)
 
 
-def trained(proto, recompute: str, data, **more):
-    return trainer(proto, recompute, **more).fit(*data, epochs=2, batch_size=2)
+def trained_weights(proto, recompute: str, data, **more) -> dict[str, np.ndarray]:
+    """Return the weights after two steps, if there are four rows."""
+    return sgd_trainer(proto, recompute, **more).fit(*data, batch_size=2).state.weights
 
 
-def same(a, b, tolerance: float = 1e-10):
-    assert a.keys() == b.keys()
-    for name, w in a.items():
-        np.testing.assert_allclose(b[name], w, rtol=tolerance, atol=tolerance, err_msg=name)
+def assert_blocks_train_alike(proto, data, tolerance: float = 1e-10, **options) -> dict:
+    """Compare the weights trained with and without blocks, and return the former."""
+    plain, blocks = (trained_weights(proto, how, data, **options) for how in ("none", "all"))
+    assert plain.keys() == blocks.keys()
+    for name, w in plain.items():
+        np.testing.assert_allclose(blocks[name], w, rtol=tolerance, atol=tolerance, err_msg=name)
+    return blocks
 
 
 STORED = ("causal", "guarded", "capped, bias", "Attention, mask")  # masks of so many tokens
-LENGTHS = [
-    (name, *length)
-    for name in CASES
-    for length in [(13, False), (12, False) if name in STORED else (13, True)]
+LENGTHS = [(name, 13, False) for name in CASES] + [
+    in_sweep(name, 12, False) if name in STORED else in_sweep(name, 13, True) for name in CASES
 ]
 
 
 @pytest.mark.parametrize(("name", "tokens", "symbol"), LENGTHS)
 def test_blocks_train_as_all_queries_do(name, tokens, symbol):
-    proto, data = network(name, tokens, symbol), batches(tokens)
-    fitted = {how: trained(proto, how, data) for how in ("none", "all")}
-    plain, blocks = (one.state.weights for one in fitted.values())
-    same(plain, blocks, 1e-4 if _is_single(name) else 1e-10)
+    proto, data = attention_model(name, tokens, symbol), random_sequences(tokens)
+    blocks = assert_blocks_train_alike(proto, data, 1e-4 if _is_single(name) else 1e-10)
     assert all(np.isfinite(w).all() for w in blocks.values())
-    start = {i.name: numpy_helper.to_array(i) for i in proto.graph.initializer}
+    start = initializer_arrays(proto)
     assert any(np.abs(w - start[n]).max() > 1e-3 for n, w in blocks.items())
-    assert softmaxes(
-        trainer(
-            proto,
-            "none",
-        ),
-        data,
-    ) == (1, 0)
-    assert softmaxes(trainer(proto, "all"), data) == (0, 2)
+    assert count_softmaxes(sgd_trainer(proto, "all"), data) == (0, 2)
+    if name == "heads":
+        assert count_softmaxes(sgd_trainer(proto, "none"), data) == (1, 0)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 9, 33])
+@pytest.mark.parametrize("tokens", [1, in_sweep(3), in_sweep(4), 9, in_sweep(33)])
 def test_lengths_that_the_model_does_not_state(tokens):
-    proto, data = network("heads", 13, symbol=True), batches(tokens)
-    same(*(trained(proto, how, data).state.weights for how in ("none", "all")))
+    proto = attention_model("heads", 13, symbol=True)
+    assert_blocks_train_alike(proto, random_sequences(tokens))
 
 
 def test_pytorch_in_float64_agrees():
     torch = pytest.importorskip("torch")
     tokens = 13
-    proto, (X, Y) = network("causal", tokens), batches(tokens)
-    ours = trainer(proto, "all").fit(X, Y, epochs=1, batch_size=ROWS, shuffle=False).state.weights
+    proto, (X, Y) = attention_model("causal", tokens), random_sequences(tokens)
+    fitted = sgd_trainer(proto, "all").fit(X, Y, batch_size=ROWS, shuffle=False)
+    ours = fitted.state.weights
     names = ("wq", "wk", "wv", "wo")
-    arrays = {i.name: numpy_helper.to_array(i) for i in proto.graph.initializer}
+    arrays = initializer_arrays(proto)
     w = {n: torch.tensor(arrays[n], dtype=torch.float64, requires_grad=True) for n in names}
     x, y = (torch.tensor(a, dtype=torch.float64) for a in (X, Y))
     q, k, v = ((x @ w[n]).reshape(ROWS, tokens, HEADS, SIZE).transpose(1, 2) for n in names[:3])
@@ -191,76 +187,85 @@ def test_pytorch_in_float64_agrees():
     ids=["dropout", "product of weights", "over queries", "weights that are read"],
 )
 def test_others_stay_as_they_are(attention):
-    proto, data = network(attention, 12), batches(12)
+    proto, data = attention_model(attention, 12), random_sequences(12)
     options = {"dropout": {"d": 0.5}} if "Dropout" in attention else {}
-    assert softmaxes(trainer(proto, "all", **options), data)[1] == 0
-    same(*(trained(proto, how, data, **options).state.weights for how in ("none", "all")))
+    assert count_softmaxes(sgd_trainer(proto, "all", **options), data)[1] == 0
+    assert_blocks_train_alike(proto, data, **options)
 
 
 def test_short_sequences_stay_as_they_are():
-    assert softmaxes(trainer(network("heads", 5), "all"), batches(5)) == (1, 0)
+    fitted = sgd_trainer(attention_model("heads", 5), "all")
+    assert count_softmaxes(fitted, random_sequences(5)) == (1, 0)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"accumulate": 2},
-        {"clip_norm": 0.01},
-        {"optimizer": "adamw", "learning_rate": 0.01},
+        in_sweep({"clip_norm": 0.01}),
+        in_sweep({"optimizer": "adamw", "learning_rate": 0.01}),
         {"freeze": ["wq", "wk"]},
     ],
     ids=str,
 )
 def test_options(options):
-    proto, data = network("Attention", 13, symbol=True), batches(13)
-    plain, blocks = (trained(proto, how, data, **options) for how in ("none", "all"))
-    same(plain.state.weights, blocks.state.weights)
+    proto = attention_model("Attention", 13, symbol=True)
+    assert_blocks_train_alike(proto, random_sequences(13), **options)
 
 
 def test_adapters():
-    proto, data = og.add_lora(network("causal", 12), ["wq", "wv"], rank=2), batches(12)
-    assert softmaxes(trainer(proto, "all"), data) == (0, 2)
-    same(*(trained(proto, how, data).state.weights for how in ("none", "all")))
+    proto = og.add_lora(attention_model("causal", 12), ["wq", "wv"], rank=2)
+    data = random_sequences(12)
+    assert count_softmaxes(sgd_trainer(proto, "all"), data) == (0, 2)
+    assert_blocks_train_alike(proto, data)
 
 
 def test_members_of_a_stack():
-    proto, data = network("Attention", 13, symbol=True), batches(13)
-    stacks = [
-        og.TrainerStack(proto, "mse", optimizer="sgd", learning_rate=[0.1, 0.2], recompute=how).fit(
-            *data, epochs=2, batch_size=2
-        )
+    proto, data = attention_model("Attention", 13, symbol=True), random_sequences(13)
+    options = {"optimizer": "sgd", "learning_rate": [0.1, 0.2]}
+    plain, blocks = (
+        og.TrainerStack(proto, "mse", recompute=how, **options).fit(*data, batch_size=2)
         for how in ("none", "all")
-    ]
-    for plain, blocks in zip(*(stack.state.values for stack in stacks), strict=True):
-        same(plain.weights, blocks.weights)
+    )
+    for one, other in zip(plain.state.values, blocks.state.values, strict=True):
+        for name, w in one.weights.items():
+            np.testing.assert_allclose(other.weights[name], w, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("tokens", "symbol"), [(40, False), (41, False), (41, True), (5, True)])
-@pytest.mark.parametrize("window", [1, 4, 100])
+WINDOWS = [
+    (w, n, s) for w in (1, 4, 100) for n, s in ((40, False), (41, False), (41, True), (5, True))
+]
+QUICK_WINDOWS = [(1, 40, False), (4, 41, True), (100, 41, False), (4, 5, True)]
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "symbol"), [w if w in QUICK_WINDOWS else in_sweep(*w) for w in WINDOWS]
+)
 def test_blocks_of_a_window_read_the_keys_near_them(window, tokens, symbol):
     attention = CASES["GroupQueryAttention"].replace("size=3", f"size={window}")
-    proto, data = network(attention, max(tokens, 6), symbol), batches(tokens)
-    plain, blocks = (trained(proto, how, data, learning_rate=0.01) for how in ("none", "all"))
-    same(plain.state.weights, blocks.state.weights, 1e-4)
-    graph = step(trainer(proto, "all"), data)
+    proto = attention_model(attention, max(tokens, 6), symbol)
+    data = random_sequences(tokens)
+    assert_blocks_train_alike(proto, data, 1e-4, learning_rate=0.01)
+    graph = step_graph(sgd_trainer(proto, "all"), data)
     widths = {n.outputs[0].shape[-1] for n in all_nodes(graph) if n.op_type == "Softmax"}
     assert widths.isdisjoint({tokens, "T"})
 
 
-@pytest.mark.parametrize("name", ["heads", "causal", "shared heads"])
+@pytest.mark.parametrize("name", ["heads", in_sweep("causal"), "shared heads"])
 def test_of_a_batch_that_is_computed_in_parts(name, monkeypatch):
-    proto, data = network(name, 13), batches(13)
-    plain = trained(proto, "none", data).state.weights
+    proto, data = attention_model(name, 13), random_sequences(13)
+    plain = trained_weights(proto, "none", data)
     monkeypatch.setattr(row_parts, "_BYTES", 1)
     monkeypatch.setattr(row_parts, "_PER_WEIGHT", 1)
-    same(plain, trained(proto, "all", data).state.weights)
+    for name, w in trained_weights(proto, "all", data).items():
+        np.testing.assert_allclose(w, plain[name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+@pytest.mark.parametrize("kind", [ir.DataType.FLOAT16, in_sweep(ir.DataType.BFLOAT16)])
 def test_in_16_bits(kind):
-    proto, data = network("heads", 13), batches(13)
+    proto, data = attention_model("heads", 13), random_sequences(13)
     narrow = in_precision(proto, kind)
-    plain, blocks = (trained(narrow, how, data).state.weights for how in ("none", "all"))
-    same(plain, blocks, 0.02)
-    same(trained(proto, "none", data).state.weights, blocks, 0.05)
-    assert softmaxes(trainer(narrow, "all"), data) == (0, 2)
+    blocks = assert_blocks_train_alike(narrow, data, 0.02)
+    for name, w in trained_weights(proto, "none", data).items():
+        np.testing.assert_allclose(blocks[name], w, rtol=0.05, atol=0.05)
+    assert count_softmaxes(sgd_trainer(narrow, "all"), data) == (0, 2)

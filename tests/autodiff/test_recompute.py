@@ -6,9 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.autodiff.segments import Lifetime, cuts
@@ -20,24 +18,26 @@ from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run import sessions
+from tests.support.models import operator_names, parse_model
+from tests.support.optimized_models import optimized_model
+from tests.support.running import in_sweep
 
 ROWS = 24
 MODES = ("none", "cheap", "all")
 
 
-def parse(text: str, weights: dict[str, tuple[int, ...]], opset: int = 20) -> onnx.ModelProto:
-    """Return a model whose weights are drawn; variances are positive."""
-    rng, proto = (
-        np.random.default_rng(0),
-        onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": {opset}]> {text}'),
-    )
-    for name, shape in weights.items():
-        array = rng.normal(0, 0.4, shape) if name[0] != "v" else rng.uniform(0.5, 1, shape)
-        proto.graph.initializer.append(numpy_helper.from_array(array.astype(np.float32), name))
-    return proto
+def model_with_weights(text: str, shapes: dict[str, tuple[int, ...]], **more) -> onnx.ModelProto:
+    """Return a model whose weights are drawn; variances, of names `v*`, are positive."""
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.normal(0, 0.4, shape) if name[0] != "v" else rng.uniform(0.5, 1, shape)
+        for name, shape in shapes.items()
+    }
+    drawn = {name: array.astype(np.float32) for name, array in weights.items()}
+    return parse_model(text, opset=20, **drawn, **more)
 
 
-def mlp(layers: int = 6, width: int = 8) -> onnx.ModelProto:
+def deep_network(layers: int = 6, width: int = 8) -> onnx.ModelProto:
     weights, lines, h = {}, [], "x"
     for i in range(layers):
         weights |= {f"w{i}": (width, width), f"b{i}": (width,)}
@@ -46,10 +46,10 @@ def mlp(layers: int = 6, width: int = 8) -> onnx.ModelProto:
         h = f"h{i}"
     body = f"{' '.join(lines)} y = MatMul({h}, last)"
     text = f"f (float[N, {width}] x) => (float[N, 3] y) {{ {body} }}"
-    return parse(text, weights | {"last": (width, 3)})
+    return model_with_weights(text, weights | {"last": (width, 3)})
 
 
-def cnn(blocks: int = 3) -> onnx.ModelProto:
+def residual_network(blocks: int = 3) -> onnx.ModelProto:
     weights, lines, h = {}, [], "x"
     for i in range(blocks):
         weights |= {f"w{i}": (4, 4, 3, 3), f"s{i}": (4,), f"b{i}": (4,), f"m{i}": (4,)}
@@ -60,10 +60,10 @@ def cnn(blocks: int = 3) -> onnx.ModelProto:
         h = f"h{i}"
     text = f"""f (float[N, 4, 6, 6] x) => (float[N, 3] y) {{ {" ".join(lines)}
         p = GlobalAveragePool({h}) q = Flatten(p) y = MatMul(q, last) }}"""
-    return parse(text, weights | {"last": (4, 3)})
+    return model_with_weights(text, weights | {"last": (4, 3)})
 
 
-def encoder(layers: int = 3, d: int = 8, tokens: int = 5) -> onnx.ModelProto:
+def attention_network(layers: int = 3, d: int = 8, tokens: int = 5) -> onnx.ModelProto:
     weights, lines, h = {}, [], "x"
     for i in range(layers):
         weights |= {f"{w}{i}": (d, d) for w in "qkwo"} | {f"u{i}": (d, 16), f"d{i}": (16, d)}
@@ -78,26 +78,21 @@ def encoder(layers: int = 3, d: int = 8, tokens: int = 5) -> onnx.ModelProto:
         h = f"h{i}"
     text = f"""f (float[N, {tokens}, {d}] x) => (float[N, 3] y) {{ {" ".join(lines)}
         m = ReduceMean<keepdims=0>({h}, axis) y = MatMul(m, last) }}"""
-    proto = parse(text, weights | {"last": (d, 3)})
-    proto.graph.initializer.append(numpy_helper.from_array(np.int64([1]), "axis"))
-    return proto
+    return model_with_weights(text, weights | {"last": (d, 3)}, axis=np.int64([1]))
 
 
-NETWORKS = {
-    "mlp": (mlp(), (8,), {}),
-    "cnn": (cnn(), (4, 6, 6), {"batch_norm": "train", "dropout": {"r*": 0.3}}),
-    "encoder": (encoder(), (5, 8), {"dropout": {"O*": 0.2}}),
+NETWORKS = {  # by name: the model, of how many blocks, and of how many to compare bytes; options
+    "mlp": (deep_network, 6, 16, {}),
+    "cnn": (residual_network, 3, 8, {"batch_norm": "train", "dropout": {"r*": 0.3}}),
+    "encoder": (attention_network, 3, 5, {"dropout": {"O*": 0.2}}),
 }
+Fitted = tuple[og.Trainer, np.ndarray, np.ndarray]
 
 
-DEEPER = {"mlp": mlp(16), "cnn": cnn(8), "encoder": encoder(5)}
-
-
-def trainer(
-    name: str, recompute: str, deeper: bool = False, **more
-) -> tuple[og.Trainer, np.ndarray, np.ndarray]:
-    proto, shape, options = NETWORKS[name]
-    proto = DEEPER[name] if deeper else proto
+def trainer_and_data(name: str, recompute: str, deeper: bool = False, **more) -> Fitted:
+    network, blocks, many_blocks, options = NETWORKS[name]
+    proto = network(many_blocks if deeper else blocks)
+    shape = [d.dim_value for d in proto.graph.input[0].type.tensor_type.shape.dim[1:]]
     rng = np.random.default_rng(1)
     X = rng.normal(size=(ROWS, *shape)).astype(np.float32)
     y = rng.integers(0, 3, ROWS)
@@ -105,15 +100,18 @@ def trainer(
     return og.Trainer(proto, "cross_entropy", recompute=recompute, **arguments), X, y
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    [("mlp", 1), in_sweep("mlp", 2), in_sweep("cnn", 1), ("cnn", 2), ("encoder", 1),
+     in_sweep("encoder", 2)],
+)  # fmt: skip
 def test_recomputation_changes_no_result(name, accumulate):
     states = {}
     for recompute in MODES:
-        fitted, X, y = trainer(name, recompute, accumulate=accumulate)
-        fitted.fit(X, y, epochs=5, batch_size=ROWS)
+        fitted, X, y = trainer_and_data(name, recompute, accumulate=accumulate)
+        fitted.fit(X, y, epochs=3, batch_size=ROWS)
         states[recompute] = fitted.state.values
-    start = trainer(name, "none")[0].state.values.weights
+    start = trainer_and_data(name, "none")[0].state.values.weights
     for recompute in ("cheap", "all"):
         now, expected = states[recompute], states["none"]
         assert now.buffers.keys() == expected.buffers.keys()
@@ -123,17 +121,13 @@ def test_recomputation_changes_no_result(name, accumulate):
     assert any(np.abs(w - start[n]).max() > 1e-3 for n, w in states["none"].weights.items())
 
 
-def step_of(fitted: og.Trainer, X: np.ndarray, y: np.ndarray) -> onnx.ModelProto:
+def written_step(fitted: og.Trainer, X: np.ndarray, y: np.ndarray | None) -> onnx.ModelProto:
+    """Return the model of a step."""
     recipe = Recipe(fitted, Facts.of(fitted, Dataset(X, y)))
     return to_proto(recipe.step(recipe.objective(), norms=False).model)
 
 
-def step(name: str, recompute: str, **more) -> onnx.ModelProto:
-    fitted, X, y = trainer(name, recompute, **more)
-    return step_of(fitted, X, y)
-
-
-def peak(proto: onnx.ModelProto, rows: int) -> int:
+def peak_bytes(proto: onnx.ModelProto, rows: int) -> int:
     """Return the most bytes of results that are alive at once, if nodes run in their order.
 
     Results of Reshape and the like share the bytes of their operand.
@@ -167,35 +161,28 @@ def peak(proto: onnx.ModelProto, rows: int) -> int:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_fewer_bytes_are_alive(name):
-    modes = [peak(step(name, recompute, deeper=True), 1000) for recompute in MODES]
-    none, cheap, everything = modes
+    steps = [written_step(*trainer_and_data(name, how, deeper=True)) for how in MODES]
+    none, cheap, everything = (peak_bytes(step, 1000) for step in steps)
     assert everything < 0.7 * none
     assert cheap == none if name == "mlp" else cheap < 0.8 * none  # all of it is read by products
 
 
-@pytest.mark.parametrize("rows", ["symbolic", "fixed"])
-def test_onnxruntime_neither_merges_nor_moves_the_copies(rows, tmp_path):
-    proto = step("encoder", "all")
+@pytest.mark.parametrize("rows", ["symbolic", in_sweep("fixed")])
+def test_onnxruntime_neither_merges_nor_moves_the_copies(rows):
+    proto, plain = (written_step(*trainer_and_data("encoder", how)) for how in ("all", "none"))
     if rows == "fixed":
         for x in proto.graph.input:
             for d in x.type.tensor_type.shape.dim:
                 if d.dim_param:
                     d.dim_value = ROWS
-    options = ort.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    options.log_severity_level = 3
-    ort.InferenceSession(proto.SerializeToString(), options)
-    optimized = onnx.load(tmp_path / "optimized.onnx")
-    computed, kept, plain = (
-        [n.op_type for n in p.graph.node].count("Softmax")
-        for p in (proto, optimized, step("encoder", "none"))
-    )
-    assert computed == kept > plain
-    assert sum(n.op_type == "Size" for n in optimized.graph.node)
+    optimized = optimized_model(proto, "all")
+    computed, kept, once = (operator_names(p).count("Softmax") for p in (proto, optimized, plain))
+    assert computed == kept > once
+    assert "Size" in operator_names(optimized)
 
 
 def test_random_operators_are_not_drawn_again():
-    proto = mlp()
+    proto = deep_network()
     for i in (0, 3):
         node = next(n for n in proto.graph.node if n.output[0] == f"c{i}")
         node.input[1] = f"noisy{i}"
@@ -206,8 +193,8 @@ def test_random_operators_are_not_drawn_again():
         proto.graph.node.insert(at, noise)
     X = np.ones((4, 8), np.float32)
     fitted = og.Trainer(proto, "cross_entropy", recompute="all")
-    graph = step_of(fitted, X, np.zeros(4, int)).graph
-    assert sum(n.op_type == "RandomNormalLike" for n in graph.node) == 2
+    step = written_step(fitted, X, np.zeros(4, int))
+    assert operator_names(step).count("RandomNormalLike") == 2
 
 
 def test_a_graph_with_a_loop_keeps_what_the_loop_returns():
@@ -218,9 +205,8 @@ def test_a_graph_with_a_loop_keeps_what_the_loop_returns():
         h = f"h{i}"
     text = f"""f (float[T, N, 4] x) => (float[N, 3] y) {{ {" ".join(lines)}
         s = ReduceMean<keepdims=0>({h}, zero) t = Tanh(s) y = MatMul(t, last) }}"""
-    proto = parse(text, weights | {"last": (4, 3)})
-    for name, value in (("one", 1), ("zero", 0)):
-        proto.graph.initializer.append(numpy_helper.from_array(np.int64([value]), name))
+    axes = {"one": np.int64([1]), "zero": np.int64([0])}
+    proto = model_with_weights(text, weights | {"last": (4, 3)}, **axes)
     X, y = np.random.default_rng(2).normal(size=(7, 6, 4)).astype(np.float32), np.arange(6) % 3
     trained = []
     for recompute in MODES:
@@ -231,7 +217,7 @@ def test_a_graph_with_a_loop_keeps_what_the_loop_returns():
             np.testing.assert_allclose(other[name], w, rtol=1e-4, atol=1e-6)
 
 
-def language_model(layers: int = 6, width: int = 32, words: int = 48) -> onnx.ModelProto:
+def four_bit_language_model(layers: int = 6, width: int = 32, words: int = 48) -> onnx.ModelProto:
     """Return a model with adapters `a*` and `b*` beside products with frozen weights of 4 bits."""
     rng, lines, arrays, h = np.random.default_rng(0), [], {}, "h"
 
@@ -249,11 +235,9 @@ def language_model(layers: int = 6, width: int = 32, words: int = 48) -> onnx.Mo
             u{i} = Mul(q{i}, t{i}) {few_bits(f"u{i}", f"r{i}", width)} h{i} = Add({h}, r{i})""")
         h = f"h{i}"
     arrays["table"] = rng.normal(size=(words, width)).astype(np.float32)
-    proto = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 21, "com.microsoft": 1]>
-        g (int64[N, T] input_ids) => (float[N, T, {words}] logits) {{
-            h = Gather(table, input_ids) {" ".join(lines)} {few_bits(h, "logits", words)} }}""")
-    proto.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in arrays.items())
-    return proto
+    text = f"""g (int64[N, T] input_ids) => (float[N, T, {words}] logits) {{
+        h = Gather(table, input_ids) {" ".join(lines)} {few_bits(h, "logits", words)} }}"""
+    return parse_model(text, opset=21, **arrays)
 
 
 def test_products_with_weights_of_4_bits_are_computed_again():
@@ -262,13 +246,13 @@ def test_products_with_weights_of_4_bits_are_computed_again():
     weights, products = [], []
     for recompute in MODES:
         options = {"optimizer": "sgd", "learning_rate": 0.1, "train": ["a*", "b*"]}
-        fitted = og.Trainer(language_model(), "causal_lm", recompute=recompute, **options)
-        nodes = step_of(fitted, ids, None).graph.node
-        products.append([node.op_type for node in nodes].count("MatMulNBits"))
-        weights.append(fitted.fit(ids, epochs=3, batch_size=8, shuffle=False).state.weights)
+        fitted = og.Trainer(four_bit_language_model(), "causal_lm", recompute=recompute, **options)
+        step = written_step(fitted, ids, None)
+        products.append(operator_names(step).count("MatMulNBits"))
+        weights.append(fitted.fit(ids, epochs=2, batch_size=8, shuffle=False).state.weights)
     assert products[0] == products[1] == 12  # that of the logits is in the body of a Scan
     assert products[2] >= 18
-    start = og.Trainer(language_model(), "causal_lm", train=["a*", "b*"]).state.weights
+    start = og.Trainer(four_bit_language_model(), "causal_lm", train=["a*", "b*"]).state.weights
     for name, w in weights[0].items():
         assert np.abs(w - start[name]).max() > 1e-4
         for other in weights[1:]:
@@ -277,14 +261,14 @@ def test_products_with_weights_of_4_bits_are_computed_again():
 
 def test_work_counts_products_with_weights_of_4_bits():
     """Below `WORK_PER_THREAD`, a step runs on one thread, in an order that saves no memory."""
-    model = to_ir(language_model())
+    model = to_ir(four_bit_language_model())
     infer(model)
     assert work(model.graph) == 6 * (2 * 32 * 32 + 2 * 2 * 32) + 32 * 48
 
 
 def test_unknown_recompute():
     with pytest.raises(ValueError, match="cheap"):
-        og.Trainer(mlp(), "cross_entropy", recompute="cheep")
+        og.Trainer(deep_network(), "cross_entropy", recompute="cheep")
 
 
 def test_cuts_of_a_chain_are_about_the_square_root():
@@ -309,7 +293,7 @@ def test_the_order_of_the_nodes_knows_the_sizes_of_what_is_recomputed(monkeypatc
     graphs = []
     monkeypatch.setattr(sessions, "WORK_PER_THREAD", 0)
     monkeypatch.setattr(sessions, "order_all", graphs.append)
-    fitted, X, y = trainer("encoder", "all", deeper=True)
+    fitted, X, y = trainer_and_data("encoder", "all", deeper=True)
     fitted.fit(X, y, batch_size=ROWS)
     (scan,) = (node for node in graphs[-1] if node.op_type == "Scan")
     results = [y for node in scan.attributes["body"].value for y in node.outputs]
@@ -321,5 +305,4 @@ def test_the_order_of_the_nodes_knows_the_sizes_of_what_is_recomputed(monkeypatc
 
 def test_values_are_freed_after_their_last_use():
     """With memory for several values of one shape, what is recomputed would keep that of all."""
-    proto = mlp()
-    assert not session(proto, CPU, WORK_PER_THREAD).get_session_options().enable_mem_reuse
+    assert not session(deep_network(), CPU, WORK_PER_THREAD).get_session_options().enable_mem_reuse
