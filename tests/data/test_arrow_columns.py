@@ -15,7 +15,7 @@ from onnxgrad.data.arrays import DataError, column_array, to_numbers
 from onnxgrad.data.arrow import arrow_dataset
 from onnxgrad.data.columns import stack_columns
 from onnxgrad.data.tables import read_table
-from tests.support.small_models import linear
+from tests.support.small_models import two_column_model
 
 DECIMALS = [Decimal("1.5"), Decimal("-2.25"), None]
 HALVES = pa.array(np.float16([0.5, 1.5]))
@@ -171,8 +171,8 @@ def test_the_shell_trains_on_lists(kind, tmp_path):
     data, folder, model = tmp_path / "rows.parquet", tmp_path / "rows", tmp_path / "model.onnx"
     folder.mkdir()
     pq.write_table(table, data), pq.write_table(table, folder / "0.parquet")
-    onnx.save(linear(), model)
-    expected = og.Trainer(linear(), "squared_error").predict(X)
+    onnx.save(two_column_model(), model)
+    expected = og.Trainer(two_column_model(), "squared_error").predict(X)
     given = ["--target", "label", "--loss", "squared_error"]
     for source in (data, folder):  # in memory, and read while training
 

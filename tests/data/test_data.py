@@ -8,7 +8,12 @@ import onnx
 import pyarrow as pa
 import pytest
 
-from tests.support.small_models import BOTH, inside, outside, parse
+from tests.support.small_models import (
+    BOTH_TRAINERS,
+    float32_model,
+    inner_loss_trainer,
+    outer_loss_trainer,
+)
 
 R = np.random.default_rng(0)
 
@@ -58,7 +63,9 @@ FRAMES = pytest.mark.parametrize(
 
 X = np.float32(R.standard_normal((20, 3)))
 Y = X @ np.float32([[2], [-1], [1]])
-LINEAR = parse("g (float[N,3] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.zeros((3, 1)))
+LINEAR = float32_model(
+    "g (float[N,3] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.zeros((3, 1))
+)
 
 
 def table(names, frame=ArrayFrame):
@@ -69,7 +76,7 @@ def metadata(model):
     return {e.key: e.value for e in model.metadata_props}
 
 
-@BOTH
+@BOTH_TRAINERS
 @FRAMES
 def test_the_trained_model_keeps_the_names_and_refuses_another_order(trainer, frame):
     made = trainer(LINEAR).fit(table("abc", frame), frame(price=Y[:, 0]))
@@ -95,7 +102,7 @@ def test_the_trained_model_keeps_the_names_and_refuses_another_order(trainer, fr
         warm.fit(table("bac", frame), Y)
 
 
-@BOTH
+@BOTH_TRAINERS
 def test_arrays_add_no_metadata(trainer):
     made = trainer(LINEAR).fit(X, Y)
     assert not metadata(made.get_trained_onnx(LINEAR))
@@ -109,7 +116,7 @@ def test_the_metadata_of_the_user_stay():
     model = onnx.ModelProto()
     model.CopyFrom(LINEAR)
     model.metadata_props.add(key="author", value="somebody")
-    trained = outside(model).fit(table("abc"), Y).get_trained_onnx()
+    trained = outer_loss_trainer(model).fit(table("abc"), Y).get_trained_onnx()
     assert metadata(trained) == {
         "author": "somebody",
         "onnxgrad.columns": json.dumps({"x": ["a", "b", "c"]}),
@@ -123,39 +130,41 @@ def test_metadata_that_cannot_be_read():
         model.CopyFrom(LINEAR)
         model.metadata_props.add(key="onnxgrad.columns", value=value)
         with pytest.raises(ValueError, match=r"metadata 'onnxgrad.columns' must be JSON"):
-            outside(model).fit(X, Y)
+            outer_loss_trainer(model).fit(X, Y)
 
 
 def test_other_uses_of_another_order_are_refused():
-    made = outside(LINEAR).fit(table("abc"), Y)
+    made = outer_loss_trainer(LINEAR).fit(table("abc"), Y)
     swapped = table("acb")
     for use in (made.predict, lambda x: made.score(x, Y), lambda x: made.losses(x, Y)):
         with pytest.raises(ValueError, match="column 1 is 'c', and was 'b' in fit"):
             use(swapped)
     with pytest.raises(ValueError, match="column 1 is 'c'"):
-        outside(LINEAR).fit(table("abc"), Y, X_val=swapped, y_val=Y)
+        outer_loss_trainer(LINEAR).fit(table("abc"), Y, X_val=swapped, y_val=Y)
     with pytest.raises(ValueError, match="column 1 is 'c'"):
-        outside(LINEAR).fit([(table("abc"), Y), (swapped, Y)])
-    batches = inside(LINEAR).fit([(table("abc"), Y)] * 2)
+        outer_loss_trainer(LINEAR).fit([(table("abc"), Y), (swapped, Y)])
+    batches = inner_loss_trainer(LINEAR).fit([(table("abc"), Y)] * 2)
     assert "onnxgrad.columns" in metadata(batches.get_trained_onnx())
     assert made.fit(swapped, Y).predict(swapped).shape == (20, 1)  # training begins anew
 
 
 def test_labels_of_several_columns_keep_their_order():
-    model = parse("g (float[N,3] x) => (float[N,2] y) { y = MatMul(x, w) }", w=np.zeros((3, 2)))
+    model = float32_model(
+        "g (float[N,3] x) => (float[N,2] y) { y = MatMul(x, w) }", w=np.zeros((3, 2))
+    )
     first, second = ArrayFrame(u=X[:, 0], v=X[:, 1]), ArrayFrame(v=X[:, 1], u=X[:, 0])
-    trained = outside(model).fit(X, first).get_trained_onnx()
+    trained = outer_loss_trainer(model).fit(X, first).get_trained_onnx()
     with pytest.raises(ValueError, match="the label: column 0 is 'v', and was 'u'"):
-        outside(trained).fit(X, second)
-    outside(trained).fit(X, ArrayFrame(w=X[:, 0], z=X[:, 1]))
+        outer_loss_trainer(trained).fit(X, second)
+    outer_loss_trainer(trained).fit(X, ArrayFrame(w=X[:, 0], z=X[:, 1]))
 
 
 TWO = """g (float[N,2] x, int64[N] k) => (float[N,1] y)
     { e = Gather(t, k)  h = MatMul(x, w)  y = Add(h, e) }"""
-TWO = parse(TWO, w=np.zeros((2, 1)), t=np.zeros((3, 1)))
+TWO = float32_model(TWO, w=np.zeros((2, 1)), t=np.zeros((3, 1)))
 
 
-@BOTH
+@BOTH_TRAINERS
 @FRAMES
 def test_a_table_is_split_among_several_inputs(trainer, frame):
     k = np.arange(20) % 3
@@ -177,14 +186,16 @@ def test_columns_that_the_model_names_for_several_inputs():
     model.CopyFrom(TWO)
     model.metadata_props.add(key="onnxgrad.columns", value='{"x": ["a", "b"], "k": ["kind"]}')
     k = np.arange(20) % 3
-    made = outside(model).fit(Frame(b=X[:, 1], kind=k, a=X[:, 0]), Y)
-    assert made.train_losses_ == outside(TWO).fit({"x": X[:, :2], "k": k}, Y).train_losses_
+    made = outer_loss_trainer(model).fit(Frame(b=X[:, 1], kind=k, a=X[:, 0]), Y)
+    assert (
+        made.train_losses_ == outer_loss_trainer(TWO).fit({"x": X[:, :2], "k": k}, Y).train_losses_
+    )
     assert metadata(made.get_trained_onnx()) == metadata(model)
 
 
 # -- shapes --------------------------------------------------------------------------------------
 
-IMAGE = parse(
+IMAGE = float32_model(
     """g (float[N,1,8,8] image) => (float[N,1] y)
     { c = Conv(image, k)  f = Flatten(c)  y = MatMul(f, w) }""",
     k=R.standard_normal((1, 1, 5, 5)),
@@ -198,7 +209,7 @@ def pixels(frame, count=64, **more):
     return frame(**{f"p{i}": PIXELS[:, i % 64] for i in range(count)}, **more)
 
 
-@BOTH
+@BOTH_TRAINERS
 @FRAMES
 def test_a_table_feeds_an_image_model(trainer, frame):
     expected = trainer(IMAGE).fit(IMAGES, Y, X_val=IMAGES, y_val=Y)
@@ -209,14 +220,14 @@ def test_a_table_feeds_an_image_model(trainer, frame):
         made = trainer(IMAGE).fit(X, Y, X_val=X, y_val=Y)
         assert made.train_losses_ == expected.train_losses_
         assert made.validation_losses_ == expected.validation_losses_
-        if trainer is outside:
+        if trainer is outer_loss_trainer:
             np.testing.assert_array_equal(made.predict(X), expected.predict(IMAGES))
             np.testing.assert_array_equal(made.losses(X, Y), expected.losses(IMAGES, Y))
     with pytest.raises(ValueError, match=r"'image' takes 64 values a row.*the data has 63"):
         trainer(IMAGE).fit(pixels(frame, 63), Y)
 
 
-@BOTH
+@BOTH_TRAINERS
 def test_arrays_are_not_reshaped(trainer):
     with pytest.raises(ValueError, match=r"must have shape \(rows, 1, 8, 8\), not \(20, 64\)"):
         trainer(IMAGE).fit(PIXELS, Y)
@@ -224,18 +235,20 @@ def test_arrays_are_not_reshaped(trainer):
 
 def test_tables_that_hold_no_numbers():
     with pytest.raises(ValueError, match="must hold numbers, not 'u' as in row 1"):
-        outside(LINEAR).fit(Frame(a=X[:, 0], b=X[:, 1], c=np.array([1, "u"] * 10, object)), Y)
+        outer_loss_trainer(LINEAR).fit(
+            Frame(a=X[:, 0], b=X[:, 1], c=np.array([1, "u"] * 10, object)), Y
+        )
     with pytest.raises(ValueError, match="column 1 is called 'Unnamed: 0'"):
-        outside(LINEAR).fit(Frame(**{"Unnamed: 0": X[:, 0]}, b=X[:, 1], c=X[:, 2]), Y)
+        outer_loss_trainer(LINEAR).fit(Frame(**{"Unnamed: 0": X[:, 0]}, b=X[:, 1], c=X[:, 2]), Y)
     twice = ArrayFrame(a=X[:, 0], b=X[:, 1])
     twice.columns = ["a", "b", "a"]
     with pytest.raises(ValueError, match="two columns are called 'a'"):
-        outside(LINEAR).fit(twice, Y)
+        outer_loss_trainer(LINEAR).fit(twice, Y)
 
 
 # -- axes ----------------------------------------------------------------------------------------
 
-MASKED = parse(
+MASKED = float32_model(
     """g (int64[N,T] ids, float[N,T] mask) => (float[N,1] y)
     { e = Gather(t, ids)  u = Unsqueeze(mask, last)  m = Mul(e, u)
       s = ReduceSum<keepdims=0>(m, one)  y = MatMul(s, w) }""",
@@ -246,7 +259,7 @@ MASKED = parse(
 )
 
 
-@BOTH
+@BOTH_TRAINERS
 def test_axes_of_one_symbol_have_one_length(trainer):
     ids, y = np.arange(80).reshape(20, 4) % 5, Y
     fed = {"ids": ids, "mask": np.ones((20, 4))}
@@ -258,12 +271,12 @@ def test_axes_of_one_symbol_have_one_length(trainer):
             trainer(MASKED).fit(*data)
     with pytest.raises(ValueError, match=message):
         trainer(MASKED).fit(fed, y, X_val=wrong, y_val=y)
-    if trainer is outside:
+    if trainer is outer_loss_trainer:
         with pytest.raises(ValueError, match=message):
             made.predict(wrong)
 
 
-@BOTH
+@BOTH_TRAINERS
 def test_axes_without_a_symbol_may_differ(trainer):
     model = onnx.ModelProto()
     model.CopyFrom(MASKED)

@@ -10,7 +10,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad import LearningRateSGD, explain
-from tests.support.small_models import BOTH, inside, linear
+from tests.support.small_models import BOTH_TRAINERS, inner_loss_trainer, two_column_model
 
 ROWS, SIZE = 11, 4  # the last batch is shorter
 RNG = np.random.default_rng(0)
@@ -148,7 +148,9 @@ EACH = pytest.mark.parametrize("form", FORMS)
 
 
 def trainer(**options):
-    return og.Trainer(linear(), "squared_error", optimizer="adam", metrics=["r2"], **options)
+    return og.Trainer(
+        two_column_model(), "squared_error", optimizer="adam", metrics=["r2"], **options
+    )
 
 
 def fitted(data, y, form=trainer, validation=None, **options):
@@ -199,21 +201,22 @@ def test_stacks_and_estimators_take_the_same(form, tmp_path):
     data, _ = FORMS[form](tmp_path)
     options = {"batch_size": SIZE, "shuffle": False}
     made, expected = (
-        og.TrainerStack(linear(), "squared_error", learning_rate=[0.1, 0.2]) for _ in range(2)
+        og.TrainerStack(two_column_model(), "squared_error", learning_rate=[0.1, 0.2])
+        for _ in range(2)
     )
     made.fit(data, validation=data, **options), expected.fit(X, Y, validation=(X, Y), **options)
     np.testing.assert_allclose(made.predict(data), expected.predict(X), rtol=1e-6)
     losses = [each.history[0]["validation_loss"] for each in (made, expected)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     if "dict" not in form:
-        ours = inside(linear()).fit(data, X_val=data)
+        ours = inner_loss_trainer(two_column_model()).fit(data, X_val=data)
         assert np.isfinite(ours.validation_losses_).all()
 
 
 @pytest.mark.parametrize("form", ["arrays", "lists", "dict", "list", "tuple", "dicts", "by output"])
 @pytest.mark.parametrize("labels", ["indices", "column", "one-hot", "soft"])
 def test_labels_of_classes_are_told_apart_in_all_data(form, labels):
-    model = linear()
+    model = two_column_model()
     for weight in model.graph.initializer:  # of three classes
         array = np.repeat(onnx.numpy_helper.to_array(weight), 3, axis=-1)
         weight.CopyFrom(onnx.numpy_helper.from_array(array * np.float32([1, 2, 3]), weight.name))
@@ -242,14 +245,14 @@ def test_labels_of_classes_are_told_apart_in_all_data(form, labels):
         assert results["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@BOTH
+@BOTH_TRAINERS
 @pytest.mark.parametrize("kind", ["arrays", "list", "memmap", "parquet"])
 def test_a_batch_of_more_rows_than_there_are_has_them_all(trainer, kind, tmp_path):
     forms = {"arrays": (X, Y), "list": ([(X, Y)],), "memmap": (memmap(tmp_path), Y)}
     data = forms[kind] if kind in forms else (parquet(tmp_path), "price")
     options = {"learning_rate": LearningRateSGD(0.05, learning_rate="constant")}
     made, expected = (
-        trainer(linear(), batch_size=size, **options).fit(*given)
+        trainer(two_column_model(), batch_size=size, **options).fit(*given)
         for size, given in ((1000, data), (ROWS, (X, Y)))
     )
     for name, w in expected.get_state().items():
@@ -266,7 +269,7 @@ def test_a_tuple_that_may_be_batches_or_rows_is_refused():
             fitted(X, Y, validation=same)
     assert trainer().predict(((X, X), (X, X), (X, X))).shape == (3 * ROWS, 1)  # X is no weight
     with pytest.raises(ValueError, match="takes the array of the input, not a list of batches"):
-        explain.saliency(linear(), tuple(PAIRS))
+        explain.saliency(two_column_model(), tuple(PAIRS))
 
 
 def test_rows_of_other_shapes_are_refused():

@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from onnxgrad import OrtGradientOptimizer
-from tests.support.small_models import BOTH, outside, parse
+from tests.support.small_models import BOTH_TRAINERS, float32_model, outer_loss_trainer
 
 R = np.random.default_rng(0)
 X = np.float32(R.standard_normal((20, 3)))
@@ -78,11 +78,11 @@ INDICES = {
 }
 
 
-@BOTH
+@BOTH_TRAINERS
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_that_a_table_lacks_are_refused(trainer, name):
     declared, nodes, more = INDICES[name]
-    model = parse(f"g ({declared}) => (float[N,1] y) {{ {nodes} }}", **TABLE, **more)
+    model = float32_model(f"g ({declared}) => (float[N,1] y) {{ {nodes} }}", **TABLE, **more)
     low = 0 if name == "Embed" else -5
     ids = np.arange(20) % (5 - low) + low
     assert {low, 4} <= set(ids.tolist())
@@ -95,7 +95,7 @@ def test_indices_that_a_table_lacks_are_refused(trainer, name):
             trainer(model).fit(bad, Y)
         with pytest.raises(ValueError, match=pattern.format(row)):
             trainer(model).fit(ids, Y, X_val=bad, y_val=Y)
-        if trainer is outside:
+        if trainer is outer_loss_trainer:
             for use in (made.predict, lambda x: made.losses(x, Y)):
                 with pytest.raises(ValueError, match=pattern.format(row)):
                     use(bad)
@@ -106,14 +106,14 @@ def test_indices_that_a_table_lacks_are_refused(trainer, name):
 
 
 def test_indices_in_a_local_function():
-    model = parse("g (int64[N] i) => (float[N,1] y) { y = local.look(t, i) }", **TABLE)
+    model = float32_model("g (int64[N] i) => (float[N,1] y) { y = local.look(t, i) }", **TABLE)
     model.functions.append(
         onnx.parser.parse_function(
             '<domain: "local", opset_import: ["": 18]> look (t, i) => (y) { y = Gather(t, i) }'
         )
     )
     with pytest.raises(ValueError, match=r"'i' must hold indices into 't', .* 2 of 20 rows: 0, 1"):
-        outside(model).fit(np.r_[[5, 5], np.zeros(18)], Y)
+        outer_loss_trainer(model).fit(np.r_[[5, 5], np.zeros(18)], Y)
 
 
 def test_every_column_has_its_table():
@@ -122,64 +122,64 @@ def test_every_column_has_its_table():
         u = Gather(t5, a) v = Gather(t9, b) w = Gather(t3, d) u2 = Squeeze(u, one)
         w2 = Squeeze(w, one) s = Add(u2, v) y = Add(s, w2)"""
     nodes = nodes.replace("c, d", "r = Identity(i) c, d")
-    model = parse(
+    model = float32_model(
         f"g (int64[N,3] i) => (float[N,1] y) {{ {nodes} }}",
         t5=np.zeros((5, 1)), t9=np.zeros((9, 1)), t3=np.zeros((3, 1)),
         zero=np.array([0]), one=ONE, at=np.array(1), parts=np.array([2, 1]),
     )  # fmt: skip
     good = np.stack([np.arange(20) % 5, np.arange(20) % 9, np.arange(20) % 3], 1)
-    outside(model).fit(good, Y)
+    outer_loss_trainer(model).fit(good, Y)
     for column, (name, length) in enumerate([("t5", 5), ("t9", 9), ("t3", 3)]):
         bad = good.copy()
         bad[4, column] = length
         with pytest.raises(ValueError, match=f"into '{name}', of length {length}.*rows: 4"):
-            outside(model).fit(bad, Y)
+            outer_loss_trainer(model).fit(bad, Y)
         bad[4, column] = -length
-        outside(model).fit(bad, Y)
+        outer_loss_trainer(model).fit(bad, Y)
 
 
 def test_a_part_of_unknown_length_is_indexed():
     """The last token is predicted and never looked up: ids[:, :-1], its length by Shape."""
     nodes = """s = Shape<start=1>(i) e = Sub(s, one) a = Slice(i, zero, e, one) g = Gather(t, a)
         y = ReduceMean<keepdims=0>(g, one)"""
-    model = parse(
+    model = float32_model(
         f"g (int64[N,T] i) => (float[N,1] y) {{ {nodes} }}", **TABLE, zero=np.array([0]), one=ONE
     )
     ids = np.full((20, 3), 4)
     ids[:, -1] = 99
-    outside(model).fit(ids, Y)
+    outer_loss_trainer(model).fit(ids, Y)
     ids[2, 1] = 5
     with pytest.raises(ValueError, match="1 of 20 rows: 2"):
-        outside(model).fit(ids, Y)
+        outer_loss_trainer(model).fit(ids, Y)
 
 
 def test_tuples_of_indices():
-    model = parse(
+    model = float32_model(
         "g (int64[N,2] i) => (float[N,1] y) { v = GatherND(t, i) y = Unsqueeze(v, one) }",
         t=np.zeros((2, 7)), one=ONE,
     )  # fmt: skip
     good = np.stack([np.arange(20) % 2, np.arange(20) % 7], 1)
-    outside(model).fit(good, Y)
+    outer_loss_trainer(model).fit(good, Y)
     for row, index in ((3, (2, 0)), (4, (0, 7)), (5, (-3, 0))):
         bad = good.copy()
         bad[row] = index
         with pytest.raises(ValueError, match=f"1 of 20 rows: {row}"):
-            outside(model).fit(bad, Y)
+            outer_loss_trainer(model).fit(bad, Y)
 
 
 def test_computed_indices_are_left_to_the_runtime():
     for nodes in ("a = Clip(i, zero, four)", "a = Mod(i, five)", "a = Add(i, five)"):
-        model = parse(
+        model = float32_model(
             f"g (int64[N] i) => (float[N,1] y) {{ {nodes} y = Gather(t, a) }}",
             **TABLE, zero=np.array(0), four=np.array(4), five=np.array(5),
         )  # fmt: skip
-        outside(model).fit(np.arange(20) % 5 - (5 if "Add" in nodes else 0), Y)
+        outer_loss_trainer(model).fit(np.arange(20) % 5 - (5 if "Add" in nodes else 0), Y)
 
 
 def test_labels_of_a_loss_in_the_model():
     text = """g (float[N,3] x, int64[N] label) => (float loss)
         { z = MatMul(x, w) loss = SoftmaxCrossEntropyLoss<ignore_index=-1>(z, label) }"""
-    model = parse(text, w=np.eye(3))
+    model = float32_model(text, w=np.eye(3))
     made = OrtGradientOptimizer(model, max_iter=1)
     made.fit(X, np.arange(20) % 4 - 1)
     for wrong in (3, -2):
@@ -189,19 +189,19 @@ def test_labels_of_a_loss_in_the_model():
 
 def test_a_fixed_batch_of_selected_indices():
     nodes = "a = Gather<axis=1>(i, at) b = Reshape(a, four) e = Gather(t, b) y = Reshape(e, back)"
-    model = parse(
+    model = float32_model(
         f"g (int64[4,2] i) => (float[4,1] y) {{ {nodes} }}",
         **TABLE, at=np.array(0), four=np.array([2, 2]), back=np.array([4, 1]),
     )  # fmt: skip
     good = np.stack([np.arange(20) % 5, np.full(20, 50)], 1)
-    outside(model, batch_size=4).fit(good, Y)
+    outer_loss_trainer(model, batch_size=4).fit(good, Y)
     good[17, 0] = 5
     with pytest.raises(ValueError, match="1 of 20 rows: 17"):
-        outside(model, batch_size=4).fit(good, Y)
+        outer_loss_trainer(model, batch_size=4).fit(good, Y)
 
 
 def test_the_refused_are_those_that_onnxruntime_refuses():
-    model = parse("g (int64[N] i) => (float[N,1] y) { y = Gather(t, i) }", **TABLE)
+    model = float32_model("g (int64[N] i) => (float[N,1] y) { y = Gather(t, i) }", **TABLE)
     session = ort.InferenceSession(model.SerializeToString())
     for i in range(-8, 8):
 
@@ -214,4 +214,7 @@ def test_the_refused_are_those_that_onnxruntime_refuses():
 
         ids = np.array([i, 0])
         expected = runs(lambda ids=ids: session.run(None, {"i": ids}))
-        assert runs(lambda ids=ids: outside(model, batch_size=2).fit(ids, Y[:2])) == expected
+        assert (
+            runs(lambda ids=ids: outer_loss_trainer(model, batch_size=2).fit(ids, Y[:2]))
+            == expected
+        )

@@ -11,7 +11,7 @@ from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Plan, build_objective
-from tests.support.small_models import parse
+from tests.support.small_models import float32_model
 
 Image = pytest.importorskip("PIL.Image")
 COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -22,7 +22,7 @@ def model(shape="N,3,6,8", perm=None):
     move = f"m = Transpose<perm=[{perm}]>(x)" if perm else "m = Identity(x)"
     text = f"""g (float[{shape}] x) => (float[N,3] y)
         {{ {move}  p = ReduceMean<keepdims=0>(m, axes)  y = MatMul(p, w) }}"""
-    made = parse(text, w=np.zeros((3, 3)), axes=np.array([2, 3]))
+    made = float32_model(text, w=np.zeros((3, 3)), axes=np.array([2, 3]))
     return add_loss_output(made, "cross_entropy")
 
 
@@ -109,7 +109,7 @@ def test_the_layout_of_the_input(folder, shape, perm, options, channels):
 
 def test_gray_images(folder):
     text = "g (float[N,1,6,8] x) => (float[N,3] y) { f = Flatten(x)  y = MatMul(f, w) }"
-    made = add_loss_output(parse(text, w=np.zeros((48, 3))), "cross_entropy")
+    made = add_loss_output(float32_model(text, w=np.zeros((48, 3))), "cross_entropy")
     ((x, _), *_) = drawn(source(image_folder(folder, (6, 8)), made, 12))
     expected = np.asarray(Image.new("RGB", (1, 1), (0, 0, 255)).convert("L"))[0, 0] / 255
     np.testing.assert_allclose(x[0], expected, rtol=1e-6)
@@ -255,7 +255,7 @@ def test_the_value_of_white(tmp_path, scale, most):
 def test_an_input_of_bytes_gets_those_of_the_files(folder):
     text = """g (uint8[N,3,6,8] x) => (float[N,3] y)
         { f = Cast<to=1>(x)  p = ReduceMean<keepdims=0>(f, axes)  y = MatMul(p, w) }"""
-    made = parse(text, w=np.zeros((3, 3)), axes=np.array([2, 3]))
+    made = float32_model(text, w=np.zeros((3, 3)), axes=np.array([2, 3]))
     made = add_loss_output(made, "cross_entropy")
     reader = image_folder(folder, (6, 8))
     for (raw, label), (x, other) in zip(
@@ -422,7 +422,7 @@ def test_results_that_are_no_images_are_refused(tmp_path, result):
 
 
 def test_models_get_no_transforms_that_only_augment():
-    made = parse(
+    made = float32_model(
         "g (float[N,3,6,8] x) => (float[N,3] y) { y = ReduceMean<keepdims=0>(x, axes) }",
         axes=np.array([2, 3]),
     )

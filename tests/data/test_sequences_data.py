@@ -17,7 +17,7 @@ from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Plan, build_objective
-from tests.support.small_models import parse
+from tests.support.small_models import float32_model
 
 R = np.random.default_rng(0)
 LENGTHS = R.integers(1, 30, 203)
@@ -32,7 +32,7 @@ MEAN = """g (int64[N,T] ids, float[N,T] mask, int64[N] lengths) => (float[N,1] y
 
 
 def model():
-    return add_loss_output(parse(MEAN, t=TABLE, w=W, last=np.array([2]), one=np.array([1])))
+    return add_loss_output(float32_model(MEAN, t=TABLE, w=W, last=np.array([2]), one=np.array([1])))
 
 
 def reader(**options):
@@ -133,7 +133,7 @@ TAGS = """g (int64[N,T] ids) => (float[N,K,T] y)
 
 
 def tagger():
-    made = parse(TAGS.replace("K", "2"), t=TABLE)
+    made = float32_model(TAGS.replace("K", "2"), t=TABLE)
     return add_loss_output(made, "cross_entropy", reduction="sum")
 
 
@@ -156,7 +156,7 @@ def test_labels_that_are_sequences():
 def test_other_inputs_and_weights():
     text = """g (float[N,T] s, float[N,2] x) => (float[N,1] y)
         { a = ReduceSum<keepdims=1>(s, one)  b = MatMul(x, w)  y = Add(a, b) }"""
-    made = add_loss_output(parse(text, w=W, one=np.array([1])), weight_name="weight")
+    made = add_loss_output(float32_model(text, w=W, one=np.array([1])), weight_name="weight")
     x, weight = R.random((203, 2)), np.arange(203) + 1.0
     fields = Fields(build_objective(made, ["w"], Plan(None, "loss", "weight"), False))
     data = Dataset(by_length({"s": IDS, "x": x}, Y, weight, value=0)).source(fields, 203)
@@ -235,7 +235,7 @@ def test_labels_by_output_and_widths_alone():
 
 
 def test_two_sequences_train_as_each_row_by_itself():
-    model = parse(TWO, one=np.array([1]), w=W)
+    model = float32_model(TWO, one=np.array([1]), w=W)
     sums = np.stack([[s.sum() for s in IDS], [s.sum() for s in OTHERS]], 1) * 1.0
     expected = W - 1e-4 * 2 * sums.T @ (sums @ W - Y) / 203
     made = Trainer(model, "squared_error", optimizer="sgd", learning_rate=1e-4)
@@ -283,7 +283,7 @@ STATE = R.standard_normal((2, 1, 2, 2))
 
 def recurrent():
     arrays = {"weight": STATE[0], "state": STATE[1], "axes": np.array([0])}
-    return parse(RECURRENT, t=TABLE, w=W, **arrays)
+    return float32_model(RECURRENT, t=TABLE, w=W, **arrays)
 
 
 def last_state(ids):
@@ -355,7 +355,7 @@ def test_gradients_of_rows_of_one_length():
 
 def test_widths_of_images_and_two_outputs_of_rows():
     w = R.standard_normal((2, 1))
-    model = parse(NARROW, last=np.array([-1]), w=w)
+    model = float32_model(NARROW, last=np.array([-1]), w=w)
     images = {"images": WIDE}
     expected = np.stack([np.maximum(image.mean(2).max(1), 0) for image in WIDE]) @ w
     trainer = Trainer(model, "squared_error", optimizer="sgd", learning_rate=1e-9)
@@ -391,7 +391,7 @@ def test_a_share_for_validation_and_an_interrupted_training(tmp_path):
 
 
 def test_predictions_of_sequences_that_differ_in_length():
-    made = parse("g (int64[N,T] ids) => (float[N,T,2] y) { y = Gather(t, ids) }", t=TABLE)
+    made = float32_model("g (int64[N,T] ids) => (float[N,T,2] y) { y = Gather(t, ids) }", t=TABLE)
     trainer = Trainer(made, "squared_error")
     with pytest.raises(ValueError, match=r"'y' has the shape \[N, 1, 2\] in one batch and"):
         trainer.predict(by_length(IDS))

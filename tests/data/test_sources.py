@@ -25,13 +25,13 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Plan, build_objective
 from tests.support.paths import ROOT
-from tests.support.small_models import linear, outside, parse
+from tests.support.small_models import float32_model, outer_loss_trainer, two_column_model
 
 ROWS, SIZE = 47, 5
 NUMBERS = np.arange(ROWS)
 X = np.float32(np.stack([NUMBERS, NUMBERS % 7], 1))  # the first column numbers the rows
 Y = np.float32(NUMBERS[:, None] * 10)
-LINEAR = add_loss_output(linear())
+LINEAR = add_loss_output(two_column_model())
 CONSTANT = LearningRateSGD(0.05, learning_rate="constant")
 
 
@@ -406,7 +406,7 @@ AS_THEY_ARE = {
 
 def as_it_is(name):
     text, shapes, forward = AS_THEY_ARE[name]
-    model = add_loss_output(parse(f"g ({text}", W=W), "squared_error", reduction="mean")
+    model = add_loss_output(float32_model(f"g ({text}", W=W), "squared_error", reduction="mean")
     fed = [
         {k: R.integers(0, 4, s) if k == "edge" else np.float32(R.random(s)) for k, s in b.items()}
         for b in shapes
@@ -443,7 +443,9 @@ def test_dicts_that_do_not_fit():
             trained(model, [batch | change])
     with pytest.raises(ValueError, match=r"no data for the inputs \['edge'\]"):
         trained(model, [{"X": batch["X"], "label": batch["label"]}])
-    fixed = add_loss_output(parse("g (float[4,3] x) => (float[4,1] y) { y = MatMul(x, W) }", W=W))
+    fixed = add_loss_output(
+        float32_model("g (float[4,3] x) => (float[4,1] y) { y = MatMul(x, W) }", W=W)
+    )
     with pytest.raises(ValueError, match=r"must have shape \(4, 3\), not \(8, 3\): axis 0"):
         trained(fixed, [{"x": np.ones((8, 3)), "label": np.ones((8, 1))}])
 
@@ -451,7 +453,7 @@ def test_dicts_that_do_not_fit():
 def test_a_sum_is_divided_by_the_rows_of_the_label():
     x, y = R.random((2, 5, 3)), R.random((5, 2, 1))
     text = "g (float[N,5,3] X) => (float[5,N,1] Y) { t=Transpose<perm=[1,0,2]>(X) Y=MatMul(t,W) }"
-    model = add_loss_output(parse(text, W=W))
+    model = add_loss_output(float32_model(text, W=W))
     made = trained(model, [{"X": x, "label": y}], weights_to_train=["W"])
     found, backward = transposed(x)
     expected = W - 0.05 * backward(2 * (found - y)) / 2  # of N = 2, and not of 5
@@ -462,7 +464,7 @@ def test_indices_into_tables_of_a_single_number():
     text = (
         "g (float[N,3] x, int64 which) => (float[N,1] y) { t = Gather(T, which) y = MatMul(x, t) }"
     )
-    model = add_loss_output(parse(text, T=R.random((2, 3, 1))))
+    model = add_loss_output(float32_model(text, T=R.random((2, 3, 1))))
     batch = {"x": np.ones((4, 3)), "which": 1, "label": np.ones((4, 1))}
     made = trained(model, [batch], weights_to_train=["T"])
     assert made.n_iter_ == 1
@@ -519,7 +521,7 @@ STATE = """g (float[N,3] x, float[2,N,3] state, float[4,3] table, float rate) =>
 
 
 def test_what_has_no_rows_goes_into_every_batch():
-    model = add_loss_output(parse(STATE, W=W, zero=np.array([0])))
+    model = add_loss_output(float32_model(STATE, W=W, zero=np.array([0])))
     data = {"x": R.random((5, 3)), "state": R.random((2, 5, 3)), "table": R.random((4, 3))}
     data |= {"rate": np.float32(0.5), "label": R.random((5, 1))}
     pieces, cut = slices_of(model, (data,))
@@ -553,7 +555,7 @@ def test_rows_may_have_several_names(names):
     first, second = names.split()
     text = f"""g (float[{first},3] x, int64[{second}] k) => (float[?,1] y)
         {{ e = Gather(t, k)  h = MatMul(x, W)  y = Add(h, e) }}"""
-    model = add_loss_output(parse(text, W=W, t=np.zeros((3, 1))))
+    model = add_loss_output(float32_model(text, W=W, t=np.zeros((3, 1))))
     data = {"x": R.random((10, 3)), "k": np.arange(10) % 3}
     y = data["x"] @ [[1], [2], [4]]
     made = trained(model, data, y, batch_size=10, weights_to_train=["W", "t"])
@@ -567,7 +569,7 @@ def test_rows_may_have_several_names(names):
 
 def test_a_fixed_batch_leaves_no_row_over():
     text = "g (float[5,2] x) => (float[5,1] y) { y = MatMul(x, w) }"
-    model = add_loss_output(parse(text, w=np.zeros((2, 1))))
+    model = add_loss_output(float32_model(text, w=np.zeros((2, 1))))
     with pytest.raises(ValueError, match="fixed batch of 5 rows: pass a multiple of it, not 47"):
         trained(model, Samples(), batch_size=5)
     assert trained(model, arrow_dataset(table()[:45], "price"), batch_size=5).n_iter_ == 1
@@ -577,7 +579,7 @@ def test_rows_on_two_axes_have_to_be_said():
     text = (
         "g (float[N,3] x, float[N,N] pairs) => (float[N,1] y) { t=MatMul(pairs,x) y=MatMul(t,W) }"
     )
-    model = add_loss_output(parse(text, W=W))
+    model = add_loss_output(float32_model(text, W=W))
     data = {"x": R.random((4, 3)), "pairs": R.random((4, 4)), "label": R.random((4, 1))}
     with pytest.raises(
         ValueError, match=r"'pairs' has the rows on several axes .*batch_axes=\{'pa"
@@ -595,7 +597,7 @@ def test_several_labels():
     text = """g (float[N,3] x, float[N,1] first, int64[N] second) => (float[1,1] total)
         { y = MatMul(x, W)  c = Cast<to=1>(second)  d = Sub(y, first)  e = Add(d, c)
           s = Mul(e, e)  total = ReduceSum(s) }"""
-    objective = build_objective(parse(text, W=W), ["W"], Plan(None, "total", ""), False)
+    objective = build_objective(float32_model(text, W=W), ["W"], Plan(None, "total", ""), False)
     objective.written.infos.update(first=LossInfo(), second=LossInfo(classes=3))
     made = Fields(objective)
     y = {"first": np.ones((4, 1)), "second": np.arange(4) % 3}
@@ -615,7 +617,9 @@ def test_several_labels():
 def test_lists_become_axes_and_columns_go_to_their_inputs(tmp_path):
     text = """g (float[N,2,2] x, int64[N] k) => (float[N,2] y)
         { e = Gather(t, k)  s = ReduceSum<keepdims=0>(x, o)  y = Add(s, e) }"""
-    model = add_loss_output(parse(text, t=np.zeros((3, 2)), o=np.array([1])), weight_name="weight")
+    model = add_loss_output(
+        float32_model(text, t=np.zeros((3, 2)), o=np.array([1])), weight_name="weight"
+    )
     x, k, y = R.random((20, 2, 2)), np.arange(20) % 3, R.random((20, 2))
     columns = {"image": x.tolist(), "kind": k, "u": y[:, 0], "v": y[:, 1], "how": k + 1.0, "id": k}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=6)
@@ -643,7 +647,9 @@ def test_large_integers_beside_floats_are_exact():
     text = """g (int64[N] id, float[N,1] x) => (float[N,1] y)
         { h = Mod(id, seven)  c = Cast<to=1>(h)  u = Unsqueeze(c, one)  m = Mul(u, w)
           y = Add(m, x) }"""
-    model = add_loss_output(parse(text, w=np.ones((1, 1)), one=np.array([1]), seven=np.array([7])))
+    model = add_loss_output(
+        float32_model(text, w=np.ones((1, 1)), one=np.array([1]), seven=np.array([7]))
+    )
     ids = 2**60 + np.arange(10)
     data = arrow_dataset(pa.table({"id": ids, "x": np.ones(10), "label": np.ones(10)}))
     np.testing.assert_array_equal(Dataset(data).arrays(fields(model))["id"], ids)
@@ -724,8 +730,8 @@ def test_a_generator_is_read_once():
 
 
 def test_a_validation_set_that_is_read():
-    made = outside(linear()).fit(X, Y, X_val=Samples())
-    again = outside(linear()).fit(X, Y, X_val=X, y_val=Y)
+    made = outer_loss_trainer(two_column_model()).fit(X, Y, X_val=Samples())
+    again = outer_loss_trainer(two_column_model()).fit(X, Y, X_val=X, y_val=Y)
     assert made.validation_losses_ == again.validation_losses_
 
 
@@ -753,7 +759,7 @@ from onnxgrad.training.data import Dataset
 sys.path.insert(0, {tests!r})
 from tests.data.test_sources import fields
 from onnxgrad import add_loss_output
-from tests.support.small_models import parse
+from tests.support.small_models import float32_model
 
 
 def peak():
@@ -762,7 +768,7 @@ def peak():
     return int(status.split("VmHWM:")[1].split()[0])
 
 
-model = add_loss_output(parse("g (float[N,64] x) => (float[N,1] y) {{ y = MatMul(x, w) }}",
+model = add_loss_output(float32_model("g (float[N,64] x) => (float[N,1] y) {{ y = MatMul(x, w) }}",
                               w=np.zeros((64, 1))))
 data = Dataset(arrow_dataset(sys.argv[1], "y", shuffle_rows=2000))
 source = data.source(fields(model), 500)
@@ -825,15 +831,15 @@ def labeled(tmp_path):
 @pytest.mark.parametrize("kind", LABELED)
 def test_labels_in_data_for_predictions_are_not_read(kind, tmp_path):
     data, y = labeled(tmp_path)[kind]
-    trainer = Trainer(linear(), "squared_error", learning_rate=0.01)
+    trainer = Trainer(two_column_model(), "squared_error", learning_rate=0.01)
     trainer.fit(data, y, batch_size=SIZE, shuffle=False)
-    expected = Trainer(linear(), "squared_error", learning_rate=0.01)
+    expected = Trainer(two_column_model(), "squared_error", learning_rate=0.01)
     expected.fit(X, Y, batch_size=SIZE, shuffle=False)
     np.testing.assert_allclose(trainer.predict(data), expected.predict(X), rtol=1e-5)
 
 
 def test_the_trainer_refuses_another_order_of_columns(tmp_path):
-    trainer = Trainer(linear(), "squared_error").fit(table(), "price")
+    trainer = Trainer(two_column_model(), "squared_error").fit(table(), "price")
     other = table().select(["b", "price", "a"])
     pq.write_table(other, tmp_path / "b.parquet")
     for data in (other, tmp_path / "b.parquet"):
@@ -847,7 +853,7 @@ def test_the_trainer_refuses_another_order_of_columns(tmp_path):
 
 
 def test_columns_of_a_training_that_failed_are_forgotten():
-    trainer = Trainer(linear(), "squared_error")
+    trainer = Trainer(two_column_model(), "squared_error")
     with pytest.raises(ValueError, match="holds NaN"):
         trainer.fit(pa.table({"u": [np.nan], "v": [1.0], "price": [1.0]}), "price")
     assert trainer.fit(table(), "price").state.step == 2
@@ -950,7 +956,7 @@ def test_a_loader_is_iterated_once_an_epoch():
 
     batches = Counted([(X[:5], Y[:5]), (X[5:10], Y[5:10])])
     held_out = Counted([(X[10:], Y[10:]) for _ in range(3)])
-    trainer = Trainer(linear(), "squared_error", learning_rate=1e-4)
+    trainer = Trainer(two_column_model(), "squared_error", learning_rate=1e-4)
     trainer.fit(iter_again(batches), validation=iter_again(held_out), epochs=3)
     assert passes == [2, 3] * 3
 

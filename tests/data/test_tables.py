@@ -21,7 +21,7 @@ from onnxgrad.data.field import Field
 from onnxgrad.data.tables import read_table
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo
-from tests.support.small_models import linear
+from tests.support.small_models import two_column_model
 
 
 def value(name, dtype, *dims):
@@ -293,13 +293,17 @@ def test_a_table_trains_as_its_arrays(rows):
     assert table.note == "left out 1 of 4 rows with missing values: 2"
     arrays = np.float32([[1, 2], [4, 1], [2, 5]]), np.float32([3, 9, 1])
     trained = [
-        og.Trainer(linear(), "squared_error", optimizer="sgd").fit(*data, batch_size=3).model
+        og.Trainer(two_column_model(), "squared_error", optimizer="sgd")
+        .fit(*data, batch_size=3)
+        .model
         for data in ((table, "y"), arrays)
     ]
     weights = [{t.name: numpy_helper.to_array(t) for t in m.graph.initializer} for m in trained]
     for name, array in weights[1].items():
         np.testing.assert_array_equal(weights[0][name], array)
-    [start] = [numpy_helper.to_array(t) for t in linear().graph.initializer if t.name == "w"]
+    [start] = [
+        numpy_helper.to_array(t) for t in two_column_model().graph.initializer if t.name == "w"
+    ]
     assert (weights[0]["w"] != start).any()
 
 
@@ -313,7 +317,7 @@ def test_a_table_trains_as_its_arrays(rows):
 )
 def test_errors_of_a_table_name_arguments_of_python(rows, options, message):
     with pytest.raises(ValueError, match=message):
-        og.Trainer(linear(), "squared_error").fit(read_table(rows, **options), "y")
+        og.Trainer(two_column_model(), "squared_error").fit(read_table(rows, **options), "y")
 
 
 def test_rows_keep_their_numbers(rows):

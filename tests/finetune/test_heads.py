@@ -19,8 +19,8 @@ from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.finetune.new_weights import fresh
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
+from tests.support.models import parse_model
 from tests.support.running import run, run_named
-from tests.support.small_models import parse
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 4)).astype(np.float32)
@@ -182,7 +182,7 @@ INPUTS = {MATRIX: X, SEQUENCE: TEXT, IMAGE: IMAGES, MAPS: IMAGES}
 
 def case(text):
     read = set(re.findall(r"\w+", text[text.index("{") :]))
-    model = parse(text, **{n: a for n, a in TENSORS.items() if n in read})
+    model = parse_model(text, **{n: a for n, a in TENSORS.items() if n in read})
     for tensor in model.graph.initializer:
         if tensor.name == "half":
             tensor.CopyFrom(numpy_helper.from_array(W.astype(np.float16), "half"))
@@ -275,7 +275,7 @@ def test_softmax_of_channels_before_opset_13(opset):
 
 
 def test_layout_of_a_machine():
-    model = parse(
+    model = parse_model(
         "f (float[N,16,H,W] x) => (float[N,16,H,W] y) { y = com.microsoft.nchwc.Conv(x, v) }"
     )
     model.graph.initializer.append(numpy_helper.from_array(np.zeros((16, 16, 1, 1), "f"), "v"))
@@ -298,7 +298,7 @@ def test_one_unit_and_several():
 
 def test_squeezed_unit():
     """The axis of the only unit, which the model removes, stays when there are several."""
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N] y) <int64[1] a = {1}> {"
         " h = MatMul(x, w) s = Sigmoid(h) y = Squeeze(s, a) }",
         w=W[:, :1],
@@ -329,7 +329,7 @@ TWO = """f (float[N,4] x) => (float[N,3] y, float[N,3] z) {
 
 
 def test_named_layer_and_output():
-    model = parse(TWO, w=W, v=W, b=B)
+    model = parse_model(TWO, w=W, v=W, b=B)
     model.graph.node[2].name = "second"
     with pytest.raises(ValueError, match=r"several layers.*'a'.*'c'.*output="):
         replace_head(model, 5)
@@ -467,7 +467,7 @@ def test_metadata_of_the_old_classes(key, caplog):
 
 
 def test_metadata_of_another_output_stay():
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N,3] y, float[N,5] z) { y = MatMul(x, w) z = MatMul(x, v) }",
         w=W,
         v=RNG.normal(size=(4, 5)).astype(np.float32),
@@ -482,7 +482,7 @@ def test_metadata_of_another_output_stay():
 @pytest.mark.parametrize(("version", "opset"), [(4, 11), (6, 11), (7, 13), (8, 17), (10, 21)])
 def test_the_ir_version_stays(version, opset):
     text = "f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }"
-    model = parse(text, w=W)
+    model = parse_model(text, w=W)
     model.ir_version, model.opset_import[0].version = version, opset
     changed = replace_head(model, 5)
     onnx.checker.check_model(changed, full_check=True)
@@ -493,7 +493,7 @@ def test_tied_weights(caplog):
     text = """f (int64[N] i) => (float[N,3] y, float[N,3] e) {
         e = Gather(t, i) a = Transpose(t) h = MatMul(e, t) y = MatMul(h, a) }"""
     square = RNG.normal(size=(3, 3)).astype(np.float32)
-    changed = replace_head(parse(text, t=square), 5, output="y")
+    changed = replace_head(parse_model(text, t=square), 5, output="y")
     assert "no longer tied" in caplog.text
     assert {t.name for t in changed.graph.initializer} == {"t", "head.weight"}
     assert np.array_equal(run_named(changed, i=np.int64([0, 1]))["e"], square[:2])
@@ -570,7 +570,7 @@ def test_a_second_head_has_the_names_of_the_first():
 
 def test_a_trained_head_trains_beside_adapters():
     text = "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) t = Tanh(h) y = MatMul(t, v) }"
-    model = parse(text, w=RNG.normal(size=(4, 4)).astype(np.float32), v=W)
+    model = parse_model(text, w=RNG.normal(size=(4, 4)).astype(np.float32), v=W)
     head = replace_head(model, 2)
     trained = Trainer(head, "cross_entropy", train="head.*").fit(X, np.arange(6) % 2).model
     tensors = ["head.weight", "w.lora_A.weight", "w.lora_B.weight"]

@@ -10,8 +10,8 @@ from onnx import numpy_helper
 from onnxgrad import trainable
 from onnxgrad.finetune.heads import replace_head
 from onnxgrad.model.notes import HEAD, read_note
+from tests.support.models import parse_model
 from tests.support.running import in_sweep, run, run_named
-from tests.support.small_models import parse
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 4)).astype(np.float32)
@@ -170,7 +170,7 @@ def layers(tail, **more):
     """A model of boxes x u and scores x w, joined as j of shape (N, 2 + 3) and read by `tail`."""
     text = f"f (float[N,4] x) => (float[N,M] y) {{ b = MatMul(x, u) s = MatMul(x, w) {tail} }}"
     numbers = {k: np.array(v, np.int64) for k, v in more.items()}
-    return parse(text, w=W, u=U, **numbers)
+    return parse_model(text, w=W, u=U, **numbers)
 
 
 JOIN = "j = Concat<axis=1>(b, s)"
@@ -248,12 +248,12 @@ def test_bounds_that_are_attributes():
 SCALES = """f (float[N,4] x) => (float[M,3] y) {
     h = Relu(x) b = Gemm(x, w, z) s = Gemm(h, w, z) c = MatMul(h, v) d = Add(c, z)
     y = Concat<axis=0>(b, s, d) }"""
-Z = np.zeros(3)
+Z = np.zeros(3, np.float32)
 
 
 def test_layers_that_share_weights_share_the_new_ones():
     """As the head of FCOS, which reads all scales; `v` is another layer with the same bias."""
-    new = replace_head(parse(SCALES, w=W, v=V, z=Z), 5, ["w", "v"])
+    new = replace_head(parse_model(SCALES, w=W, v=V, z=Z), 5, ["w", "v"])
     onnx.checker.check_model(new, full_check=True)
     own = tensors(new)
     assert own.keys() == {f"head.{i}.{k}" for i in range(2) for k in ("weight", "bias")}
@@ -264,14 +264,14 @@ def test_layers_that_share_weights_share_the_new_ones():
     again = replace_head(new, 2, "head.*.weight", seed=3)
     assert tensors(again).keys() == own.keys()
     assert set(read_note(again, HEAD)) == own.keys()
-    alone = replace_head(parse(SCALES.replace(", d)", ")"), w=W, v=V, z=Z), 5, "w")
+    alone = replace_head(parse_model(SCALES.replace(", d)", ")"), w=W, v=V, z=Z), 5, "w")
     assert tensors(alone).keys() >= {"head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("at", ["?", ["v", "w"], ["node 0", "node 1"], "node *"])
 def test_layers_of_several_outputs(at):
     text = "f (float[N,4] x) => (float[N,3] y, float[N,3] z) { y = MatMul(x, w) z = MatMul(x, v) }"
-    model = parse(text, w=W, v=V)
+    model = parse_model(text, w=W, v=V)
     for i, node in enumerate(model.graph.node):
         node.name = f"node {i}"
     new = replace_head(model, 5, at)
@@ -330,7 +330,7 @@ def test_activation_of_units_that_share_their_axis(activation):
 
 def test_one_class_of_a_detector_stays_a_sigmoid():
     """A box may be of several classes; the sigmoid of a classifier becomes a softmax."""
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N,3] y) { b = MatMul(x, u) s = MatMul(x, v) t = Sigmoid(s)"
         " y = Concat<axis=1>(b, t) }", u=U, v=V[:, :1])  # fmt: skip
     new = replace_head(model, 2, "v")

@@ -20,8 +20,8 @@ from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.model import external
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
+from tests.support.models import parse_model
 from tests.support.running import run, run_named
-from tests.support.small_models import parse
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 4)).astype(np.float32)
@@ -39,7 +39,7 @@ def names(values):
 def test_features():
     text = """f (float[N,4,H,W] x) => (float[N,3] y) {
         r = Relu(x) h = Conv(r, k, b) p = GlobalAveragePool(h) y = Flatten(p) }"""
-    model = parse(text, k=K, b=B)
+    model = parse_model(text, k=K, b=B)
     for at in (None, "k", "r"):
         part = features(model, at)
         onnx.checker.check_model(part, full_check=True)
@@ -54,7 +54,7 @@ def test_features():
 def test_features_of_one_output():
     two = """f (float[N,4] x, float[N,4] z) => (float[N,3] y, float[N,3] q) {
         a = Relu(x) y = MatMul(a, w) c = Tanh(z) q = MatMul(c, w) }"""
-    part = features(parse(two, w=W), output="q")
+    part = features(parse_model(two, w=W), output="q")
     assert names(part.graph.input) == ["z"]
     np.testing.assert_allclose(run(part, z=X)[0], np.tanh(X), rtol=1e-6)
 
@@ -78,7 +78,7 @@ def test_attach_renames_what_clashes():
         "head (float[N,3] h) => (float[N,2] a) { q = Tanh(h) x = Identity(q) a = MatMul(x, w) }",
         w=V,
     )
-    body = parse(BODY, w=W)
+    body = parse_model(BODY, w=W)
     head.graph.node[0].name = body.graph.node[0].name = "node"
     copies = [m.SerializeToString() for m in (body, head)]
     joined = attach(body, head)
@@ -92,7 +92,7 @@ def test_attach_renames_what_clashes():
 @pytest.mark.parametrize(("opset", "ir_version"), [(9, 3), (13, 7), (21, 10)])
 def test_attach_other_opsets(opset, ir_version):
     head = above("head (float[N,3] s) => (float[N,3] p) { p = Softmax(s) }", opset, ir_version)
-    joined = attach(parse(BODY, w=W), head)
+    joined = attach(parse_model(BODY, w=W), head)
     assert joined.opset_import[0].version == max(opset, 18)
     e = np.exp(EXPECTED)
     np.testing.assert_allclose(run(joined, x=X)[0], e / e.sum(1, keepdims=True), rtol=1e-5)
@@ -101,7 +101,7 @@ def test_attach_other_opsets(opset, ir_version):
 def test_attach_local_functions():
     """Functions of one name in both models are two functions."""
     function = '<opset_import: ["": 18], domain: "local"> f (x) => (y) {{ y = {}(x) }}'
-    body = parse(
+    body = parse_model(
         f"body (float[N,4] x) => (float[N,4] h) {{ h = local.f(x) }} {function.format('Exp')}"
     )
     head = above(
@@ -111,7 +111,7 @@ def test_attach_local_functions():
 
 
 def test_attach_keeps_other_outputs_and_inputs():
-    body = parse(
+    body = parse_model(
         """body (float[N,4] x, float[N,1] m) => (float[N,3] h, float[N,4] a) {
         z = Mul(x, m) a = Relu(z) h = MatMul(a, w) }""",
         w=W,
@@ -129,7 +129,7 @@ def test_attach_keeps_other_outputs_and_inputs():
 
 def test_attach_keeps_the_adapters_of_both():
     """Also where their names are the same; merged, both are what each was by itself."""
-    body = add_lora(parse(BODY, w=W), ["w"], rank=2)
+    body = add_lora(parse_model(BODY, w=W), ["w"], rank=2)
     head = add_lora(above("head (float[N,3] h) => (float[N,2] y) { y = MatMul(h, w) }", w=V), ["w"])
     parts = []
     for part in (body, head):
@@ -151,7 +151,7 @@ def test_attach_values_of_subgraphs():
     head = above("""head (float[N,3] h, bool c) => (float[N,3] y) {
         y = If(c) <then_branch = g () => (float[N,3] r) { a = Neg(h) r = Exp(a) },
                    else_branch = k () => (float[N,3] s) { s = Identity(h) }> }""")
-    joined = attach(parse(BODY, w=W), head)
+    joined = attach(parse_model(BODY, w=W), head)
     [y] = run(joined, x=X, c=np.array(True))
     np.testing.assert_allclose(y, np.exp(-EXPECTED), rtol=1e-5)
 
@@ -159,7 +159,7 @@ def test_attach_values_of_subgraphs():
 def test_attach_by_mapping():
     """Any value of the backbone may be named."""
     head = above("head (float[N,4] t) => (float[N,4] y) { y = Tanh(t) }")
-    joined = attach(parse(BODY, w=W), head, {"a": "t"})
+    joined = attach(parse_model(BODY, w=W), head, {"a": "t"})
     assert names(joined.graph.output) == ["y", "h"]
     np.testing.assert_allclose(run_named(joined, x=X)["y"], np.tanh(np.maximum(X, 0)), rtol=1e-5)
 
@@ -167,11 +167,11 @@ def test_attach_by_mapping():
 def test_attach_inputs_of_one_name_that_are_two():
     """An encoder and a decoder both read token ids, of other lengths."""
     table = RNG.normal(size=(5, 2)).astype(np.float32)
-    encoder = parse(
+    encoder = parse_model(
         "e (int64[batch,source] ids) => (float[batch,source,2] hidden) { hidden = Gather(t, ids) }",
         t=table,
     )
-    decoder = parse(
+    decoder = parse_model(
         """d (int64[rows,target] ids, float[rows,source,2] hidden) => (float[rows,target,2] y) {
         e = Gather(t, ids) m = ReduceMean<keepdims=1>(hidden, one) y = Add(e, m) }""",
         t=table,
@@ -190,7 +190,7 @@ def test_attach_inputs_of_one_name_that_are_two():
     assert names(one.graph.input) == ["ids"]
     [y] = run(one, ids=source)
     np.testing.assert_allclose(y, table[source] + table[source].mean(1, keepdims=True), rtol=1e-5)
-    same = parse("d (float[b,s,2] hidden, int64[b,s] ids) => (int64[b,s] y) { y = Neg(ids) }")
+    same = parse_model("d (float[b,s,2] hidden, int64[b,s] ids) => (int64[b,s] y) { y = Neg(ids) }")
     assert names(attach(encoder, same).graph.input) == ["ids"]  # its symbols are those of hidden
     for rename, message in (
         ({"hidden": "z"}, "mapping feeds"),
@@ -199,27 +199,29 @@ def test_attach_inputs_of_one_name_that_are_two():
     ):
         with pytest.raises(ValueError, match=message):
             attach(encoder, decoder, rename=rename)
-    masked = parse("d (float[b,s,2] hidden, bool[b] p, bool[b] q) => (bool[b] y) { y = And(p, q) }")
+    masked = parse_model(
+        "d (float[b,s,2] hidden, bool[b] p, bool[b] q) => (bool[b] y) { y = And(p, q) }"
+    )
     with pytest.raises(ValueError, match="two inputs get one name"):
         attach(encoder, masked, rename={"p": "r", "q": "r"})
 
 
 def test_attach_inputs_of_one_name_whose_lengths_are_not_stated(caplog):
-    encoder = parse("e (int64[b,s] ids) => (float[b,s] h) { h = Cast<to=1>(ids) }")
+    encoder = parse_model("e (int64[b,s] ids) => (float[b,s] h) { h = Cast<to=1>(ids) }")
     decoder = (
         "d (int64[{}] ids, float[b,s] h) => (float[b,s] y) {{ c = Cast<to=1>(ids) y = Add(h, c) }}"
     )
-    unnamed = parse("d (int64[?] ids, int64[?] h) => (int64[?] y) { y = Add(h, ids) }")
+    unnamed = parse_model("d (int64[?] ids, int64[?] h) => (int64[?] y) { y = Add(h, ids) }")
     with pytest.raises(ValueError, match=r"\['b', 's'\] and \['b', 7\]"):
-        attach(encoder, parse(decoder.format("b,7")))
+        attach(encoder, parse_model(decoder.format("b,7")))
     with caplog.at_level("WARNING", "onnxgrad"):
-        assert names(attach(encoder, parse(decoder.format("b,s"))).graph.input) == ["ids"]
+        assert names(attach(encoder, parse_model(decoder.format("b,s"))).graph.input) == ["ids"]
         assert not caplog.text
-        assert names(attach(encoder, parse(decoder.format("b,?"))).graph.input) == ["ids"]
-        attach(parse("e (int64[?] ids) => (int64[?] h) { h = Neg(ids) }"), unnamed)
+        assert names(attach(encoder, parse_model(decoder.format("b,?"))).graph.input) == ["ids"]
+        attach(parse_model("e (int64[?] ids) => (int64[?] h) { h = Neg(ids) }"), unnamed)
     assert caplog.text.count("'ids' of both models is one") == 2
     caplog.clear()
-    attach(encoder, parse(decoder.format("b,?")), rename={"ids": "ids"})
+    attach(encoder, parse_model(decoder.format("b,?")), rename={"ids": "ids"})
     assert not caplog.text
 
 
@@ -240,12 +242,14 @@ def test_attach_refuses(name):
     first = signature[1:].split()[1].strip(",)")
     head = above(f"head {signature} {{ y = Identity({first}) }}")
     with pytest.raises((ValueError, ModelError), match=message):
-        attach(parse(BODY, w=W), head, mapping)
+        attach(parse_model(BODY, w=W), head, mapping)
 
 
 def test_a_head_that_is_attached_trains():
     """A backbone that is cut, and a head of one's own, train as one model."""
-    model = parse("f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Softmax(h) }", w=W)
+    model = parse_model(
+        "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Softmax(h) }", w=W
+    )
     body = features(replace_head(model, 3), "h")
     head = above("head (float[N,3] h) => (float[N,2] p) { s = MatMul(h, v) p = Softmax(s) }", v=V)
     joined = attach(body, head)
@@ -261,7 +265,9 @@ def test_a_head_that_is_attached_trains():
 def test_add_head(pool, opset):
     """A layer behind a value of any shape, in the symbols of the backbone."""
     shape = {"image": "4,H,W", None: "4"}.get(pool, "T,4")
-    body = parse(f"f (float[B,{shape}] x, int64[B,T] m) => (float[B,{shape}] y) {{ y = Tanh(x) }}")
+    body = parse_model(
+        f"f (float[B,{shape}] x, int64[B,T] m) => (float[B,{shape}] y) {{ y = Tanh(x) }}"
+    )
     body.opset_import[0].version = opset
     name = "mean" if pool == "masked" else pool
     mask = "m" if pool == "masked" else None
@@ -289,7 +295,7 @@ def test_add_head(pool, opset):
 @pytest.mark.parametrize("pool", [None, "mean"])
 def test_add_head_of_cosines(pool, opset):
     axes = "B,T,4" if pool else "B,4"
-    body = parse(f"f (float[{axes}] x) => (float[{axes}] y) {{ y = Tanh(x) }}")
+    body = parse_model(f"f (float[{axes}] x) => (float[{axes}] y) {{ y = Tanh(x) }}")
     body.opset_import[0].version = opset
     joined = add_head(body, 5, pool=pool, cosine=True, seed=3)
     onnx.checker.check_model(joined, full_check=True)
@@ -307,7 +313,7 @@ def test_add_head_of_cosines(pool, opset):
 
 @pytest.mark.parametrize("mask", [None, "m"])
 def test_pool_without_a_layer(mask):
-    body = parse("f (float[B,T,4] x, int64[B,T] m) => (float[B,T,4] y) { y = Tanh(x) }")
+    body = parse_model("f (float[B,T,4] x, int64[B,T] m) => (float[B,T,4] y) { y = Tanh(x) }")
     joined = add_head(body, None, pool="mean", mask=mask)
     onnx.checker.check_model(joined, full_check=True)
     [y] = joined.graph.output
@@ -320,7 +326,7 @@ def test_pool_without_a_layer(mask):
 
 
 def test_add_head_refuses():
-    body = parse("f (float[B,T,4] x) => (float[B,T,4] y) { y = Tanh(x) }")
+    body = parse_model("f (float[B,T,4] x) => (float[B,T,4] y) { y = Tanh(x) }")
     for arguments, message in (
         ({"units": None}, "units=None needs pool"),
         ({"units": None, "pool": "mean", "cosine": True}, "no other option"),
@@ -332,7 +338,7 @@ def test_add_head_refuses():
 
 
 def test_add_head_is_not_put_on_probabilities():
-    body = parse("f (float[N,2] x) => (float[N,2] p) { p = Softmax(x) }")
+    body = parse_model("f (float[N,2] x) => (float[N,2] p) { p = Softmax(x) }")
     with pytest.raises(ValueError, match="'p' holds probabilities: replace_head"):
         add_head(body, 5)
     assert add_head(body, 5, at="p").graph.output[0].name == "logits"
@@ -340,7 +346,7 @@ def test_add_head_is_not_put_on_probabilities():
 
 def test_add_head_of_classes():
     """Behind a value in the middle; what only other outputs need is removed."""
-    body = parse(
+    body = parse_model(
         "f (double[N,2] x, double[N,2] z) => (double[N,2] y, double[N,2] u) "
         "{ h = Tanh(x) y = Exp(h) u = Exp(z) }"
     )
@@ -365,10 +371,10 @@ def test_add_head_of_classes():
 
 def test_tensors_in_files_stay_there(tmp_path, monkeypatch):
     """Of a model beyond 1 GB, only the new tensors are in memory."""
-    model = parse(
+    model = parse_model(
         BODY.replace("h = MatMul", "g = MatMul(a, big) h = MatMul").replace("(a, w)", "(g, w)"),
         w=W,
-        big=np.eye(4),
+        big=np.eye(4, dtype=np.float32),
     )
     path = tmp_path / "model.onnx"
     onnx.save_model(model, path, save_as_external_data=True, size_threshold=0)

@@ -19,7 +19,7 @@ from onnxgrad.data.images import (
 from onnxgrad.finetune.preprocess import preprocess
 from onnxgrad.training.parameters.defaults import default_weights
 from tests.support.running import run, session_of
-from tests.support.small_models import parse
+from tests.support.small_models import float32_model
 
 Image = pytest.importorskip("PIL.Image")
 LEVEL = 1 / 255
@@ -179,7 +179,7 @@ def test_names_of_the_model_are_kept():
         { y = If<then_branch = t () => (float[N,3,height,5] a) { a = Mul(image, const) },
                  else_branch = e () => (float[N,3,height,5] b) { b = Identity(image) }>(c)
           taken = Identity(pair) }"""
-    model = parse(text, const=np.float32(2), pair=np.float32([1, 2]))
+    model = float32_model(text, const=np.float32(2), pair=np.float32([1, 2]))
     model.graph.output[1].name = model.graph.node[1].output[0] = "preprocess.const"
     before = model.SerializeToString()
     raw = preprocess(model, [normalize([0, 0, 0], [0.5] * 3)], input="image")
@@ -204,7 +204,7 @@ def cnn() -> onnx.ModelProto:
     weights = {"w": rng.normal(size=(4, 3, 3, 3)) / 5, "b": np.zeros(4)}
     weights |= {"head": rng.normal(size=(4, 3)), "bias": np.zeros(3)}
     scaling = {"mean": rng.random((3, 1, 1)), "deviation": rng.random((3, 1, 1)) + 0.5}
-    return parse(text, **weights, **scaling)
+    return float32_model(text, **weights, **scaling)
 
 
 def test_a_model_with_preprocessing_trains_as_beside(tmp_path):

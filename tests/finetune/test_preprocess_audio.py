@@ -13,8 +13,8 @@ from onnxgrad import Trainer, trainable
 from onnxgrad.data.audio import mel_spectrogram, resample
 from onnxgrad.finetune.preprocess import preprocess
 from onnxgrad.training.parameters.defaults import default_weights
+from tests.support.models import parse_model
 from tests.support.running import run
-from tests.support.small_models import parse
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -133,7 +133,7 @@ def cnn(shape: str) -> onnx.ModelProto:
         {{ s = Sub(x, mean)  d = Div(s, deviation)  c = Conv<pads=[1,1,1,1]>(d, w)  r = Relu(c)
           p = GlobalAveragePool(r)  f = Flatten(p)  y = MatMul(f, head) }}"""
     weights = {"w": noise(4, 1, 3, 3), "head": noise(4, 2)}
-    return parse(text, **weights, mean=noise(20, 1) - 3, deviation=noise(20, 1) ** 2 + 1)
+    return parse_model(text, **weights, mean=noise(20, 1) - 3, deviation=noise(20, 1) ** 2 + 1)
 
 
 def test_a_model_of_waveforms_trains_as_beside():
@@ -169,7 +169,7 @@ def test_a_spectrogram_without_metadata_does_not_train(tmp_path):
 
 def test_integer_samples_and_other_dtypes():
     text = "g (double[1,T] x) => (double[1,T] y) { y = Identity(x) }"
-    raw = preprocess(parse(text), [resample(2, 1)], dtype="int16")
+    raw = preprocess(parse_model(text), [resample(2, 1)], dtype="int16")
     samples = (noise(1, 100) * 3000).astype(np.int16)
     got = run(raw, waveform=samples)[0]
     assert got.dtype == np.float64
@@ -188,7 +188,7 @@ class Standardized:
 def test_a_transform_of_your_own():
     x = noise(2, 64) * 3 + 1
     text = "g (float[N,1,T] x) => (float[N,1,T] y) { y = Identity(x) }"
-    (got,) = run(preprocess(parse(text), [Standardized()], dtype="float32"), waveform=x)
+    (got,) = run(preprocess(parse_model(text), [Standardized()], dtype="float32"), waveform=x)
     want = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
     np.testing.assert_allclose(got[:, 0], want, atol=1e-5)
 
@@ -216,4 +216,4 @@ def test_refusals():
         resample(2, 1)(np.zeros(5))
     text = "g (float[N,T] x) => (float[N,T] y) { y = Identity(x) }"
     with pytest.raises(ValueError, match="Unknown dtype 'int32'"):
-        preprocess(parse(text), [resample(2, 1)], dtype="int32")
+        preprocess(parse_model(text), [resample(2, 1)], dtype="int32")

@@ -5,8 +5,8 @@ import onnx
 import pytest
 
 import onnxgrad as og
+from tests.support.models import parse_model
 from tests.support.running import run_named
-from tests.support.small_models import parse
 
 R = np.random.default_rng(0)
 N, STEPS, BATCHES = 5, 4, 3
@@ -24,7 +24,7 @@ SCALE = np.float32(0.9)
 
 
 def cell():
-    return parse(CELL, **WEIGHTS)
+    return parse_model(CELL, **WEIGHTS)
 
 
 def lifted():
@@ -99,15 +99,15 @@ def test_what_cannot_be_unrolled():
         (cell(), {"hh": "new"}, "Unknown input in carry 'hh'"),
         (cell(), {"h": "news"}, "Unknown output in carry 'news'"),
         (cell(), {"scale": "new"}, "the output 'new', FLOAT .* cannot become the input 'scale'"),
-        (parse(other), {"h": "y", "x": "y"}, "name each state"),
+        (parse_model(other), {"h": "y", "x": "y"}, "name each state"),
         (
-            parse("g (float[N,4] h) => (float[N,4] y) { y = Tanh(h) }"),
+            parse_model("g (float[N,4] h) => (float[N,4] y) { y = Tanh(h) }"),
             {"h": "y"},
             "no input with steps beside the states",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             og.unroll(model, carry)
-    same = og.unroll(parse(other), {"h": "y"})  # a state that no step changes
+    same = og.unroll(parse_model(other), {"h": "y"})  # a state that no step changes
     found = run_named(same, {"x": X[0], "h": H})
     np.testing.assert_array_equal(found["y"], H)

@@ -16,7 +16,7 @@ from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
 from onnxgrad.native.phases import PLAIN
 from onnxgrad.training.step import epoch
-from tests.support.small_models import parse
+from tests.support.models import parse_model
 
 DOMAIN = blocked_layout.DOMAIN
 needs_blocks = pytest.mark.skipif(
@@ -223,7 +223,7 @@ def changes(case: Case, rows: int, batch: int, others=()) -> dict[str, np.ndarra
     text = f"""g (float[N,{image}] r) => (float[N,1] o) {{
         x = Conv<group={case.x[0]}>(r, a)  {case.nodes}
         s = Mul(y, y)  f = Flatten(s)  o = ReduceMean<keepdims=1>(f, axes) }}"""
-    model = parse(text, axes=np.int64([1]), **weights, **dict(others))
+    model = parse_model(text, axes=np.int64([1]), **weights, **dict(others))
     trainer = og.Trainer(model, "squared_error", optimizer="sgd", learning_rate=0.1)
     X = rng.standard_normal((rows, *case.x)).astype("f4")
     labels = np.full((rows, 1), 3, np.float32)
@@ -307,7 +307,7 @@ def test_frozen_weights_are_left_to_the_optimizer_of_onnxruntime(operators):
     weights = {k: np.full((32, 32, 3, 3), 0.01) for k in "vw"}
     text = """g (float[N,32,9,9] x) => (float[N,800] o) {
         h = Conv(x, w)  y = Conv(h, v)  o = Flatten(y) }"""
-    trainer = og.Trainer(parse(text, **weights), "squared_error", freeze=["w"])
+    trainer = og.Trainer(parse_model(text, **weights), "squared_error", freeze=["w"])
     trainer.fit(np.ones((4, 32, 9, 9), "f4"), np.ones((4, 800), "f4"), epochs=1)
     assert operators["", "Conv"] == 1
     assert operators[DOMAIN, "Conv"] == 2  # the second one, and its weight's gradient
@@ -364,7 +364,7 @@ def test_statistics_of_the_batch_in_blocks(name, monkeypatch, operators):
 
     def trained() -> dict[str, np.ndarray]:
         trainer = og.Trainer(
-            parse(text, axes=np.int64([1]), **weights),
+            parse_model(text, axes=np.int64([1]), **weights),
             "squared_error",
             optimizer="sgd",
             learning_rate=0.1,

@@ -26,7 +26,7 @@ from onnxgrad import (
     add_loss_output,
 )
 from onnxgrad.runtime.device import CPU, Device, read_providers
-from tests.support.small_models import linear
+from tests.support.small_models import two_column_model
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((12, 2)).astype(np.float32)
@@ -161,15 +161,17 @@ OPTIONS = {"max_iter": 2, "random_state": 0}
 
 
 def trainer_outside(device, **options) -> OrtGradientForwardBackwardOptimizer:
-    return OrtGradientForwardBackwardOptimizer(linear(), device=device, **OPTIONS, **options)
+    return OrtGradientForwardBackwardOptimizer(
+        two_column_model(), device=device, **OPTIONS, **options
+    )
 
 
 def trainer_inside(device) -> OrtGradientOptimizer:
-    return OrtGradientOptimizer(add_loss_output(linear()), device=device, **OPTIONS)
+    return OrtGradientOptimizer(add_loss_output(two_column_model()), device=device, **OPTIONS)
 
 
 def passes(**options) -> list[np.ndarray]:
-    made = OrtGradientForwardBackward(linear(), **options).new_instance()
+    made = OrtGradientForwardBackward(two_column_model(), **options).new_instance()
     weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
     (y,) = made.forward([X, *weights], training=True)
     return [y, *made.backward([np.ones_like(y)])]
@@ -341,12 +343,12 @@ def test_options_stay_those_of_the_caller(machine):
 def test_providers_that_cannot_be(machine, providers, options, index, message):
     with pytest.raises(ValueError, match=message):
         OrtGradientForwardBackward(
-            linear(), providers=providers, provider_options=options, device_index=index
+            two_column_model(), providers=providers, provider_options=options, device_index=index
         )
 
 
 def test_a_tensor_on_another_gpu(machine):
-    made = OrtGradientForwardBackward(linear(), providers="cuda:2").new_instance()
+    made = OrtGradientForwardBackward(two_column_model(), providers="cuda:2").new_instance()
     weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
     with pytest.raises(ValueError, match="input 'x' is on 'cuda:1', the session on 'cuda:2'"):
         made.forward([Device("cuda", 1).ortvalue(X), *weights])
@@ -354,7 +356,7 @@ def test_a_tensor_on_another_gpu(machine):
 
 def test_a_tensor_whose_gpu_onnxruntime_does_not_tell(machine, monkeypatch):
     monkeypatch.setattr(ort.OrtValue, "__dlpack_device__", None, raising=False)
-    made = OrtGradientForwardBackward(linear(), providers="cuda:2").new_instance()
+    made = OrtGradientForwardBackward(two_column_model(), providers="cuda:2").new_instance()
     weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
     made.forward([Device("cuda", 2).ortvalue(X), *weights])
 
@@ -369,7 +371,7 @@ def test_a_module_runs_on_the_device_of_its_tensors(machine, monkeypatch, name):
 
     stream = type("Stream", (), {"synchronize": lambda self: None})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream())
-    module = OnnxModule(linear())
+    module = OnnxModule(two_column_model())
     weights = [p.detach().requires_grad_() for p in module.parameters()]
     variant = module._build(torch.device(name), tuple(w.dtype for w in weights))
     x = torch.from_numpy(X)
@@ -387,5 +389,5 @@ def test_moving_a_module_asks_for_its_device(monkeypatch):
     asked = []
     monkeypatch.setattr(Device, "check", lambda self: asked.append(self))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *args: self)
-    OnnxModule(linear()).to("cuda:1")
+    OnnxModule(two_column_model()).to("cuda:1")
     assert asked == [Device("cuda", 1)]

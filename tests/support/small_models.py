@@ -3,34 +3,34 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 from onnxgrad import OrtGradientForwardBackwardOptimizer, OrtGradientOptimizer, add_loss_output
+from tests.support.models import parse_model
 
 
-def parse(text, **weights):
-    made = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["": 18, "local": 1, "com.microsoft": 1]> {text}'
+def float32_model(text: str, **weights) -> onnx.ModelProto:
+    """Return the model of a text, whose initializers of floats are cast to float32."""
+    arrays = {name: np.asarray(value) for name, value in weights.items()}
+    return parse_model(
+        text,
+        **{n: a.astype(np.float32) if a.dtype.kind == "f" else a for n, a in arrays.items()},
     )
-    for name, array in weights.items():
-        array = np.asarray(array)
-        array = array.astype(np.float32) if array.dtype.kind == "f" else array
-        made.graph.initializer.append(numpy_helper.from_array(array, name))
-    return made
 
 
-def inside(model, **options):
+def inner_loss_trainer(model: onnx.ModelProto, **options) -> OrtGradientOptimizer:
+    """Return the trainer of a model to which squared errors were added as an output."""
     return OrtGradientOptimizer(add_loss_output(model), max_iter=1, random_state=0, **options)
 
 
-def outside(model, **options):
+def outer_loss_trainer(model: onnx.ModelProto, **options) -> OrtGradientForwardBackwardOptimizer:
+    """Return the trainer that computes squared errors outside of the model."""
     return OrtGradientForwardBackwardOptimizer(model, max_iter=1, random_state=0, **options)
 
 
-BOTH = pytest.mark.parametrize("trainer", [inside, outside])
+BOTH_TRAINERS = pytest.mark.parametrize("trainer", [inner_loss_trainer, outer_loss_trainer])
 
 
-def linear() -> onnx.ModelProto:
+def two_column_model() -> onnx.ModelProto:
     """Return y = x w + b for two columns."""
     text = "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  y = Add(h, b) }"
-    return parse(text, w=np.float32([[0.1], [0.2]]), b=np.float32([0.3]))
+    return parse_model(text, w=np.float32([[0.1], [0.2]]), b=np.float32([0.3]))

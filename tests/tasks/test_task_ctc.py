@@ -13,7 +13,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.tasks.ctc import TextRecognition
 from tests.support.running import run
-from tests.support.small_models import parse
+from tests.support.small_models import float32_model
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("rapidfuzz")
@@ -42,7 +42,9 @@ def recognizer(layout="rows first", end="scores", classes=7, channels=1, width="
         c = Conv<strides=[1, 2]>(x, k)  r = Tanh(c)  s = Squeeze(r, two)
         t = Transpose<perm=[0,2,1]>(s)  m = MatMul(t, w)  h = Add(m, b)  p = {ENDS[end]}(h)
         {nodes} }}"""
-    return parse(text.replace("C]", f"{classes}]").replace(",C,", f",{classes},"), **weights)
+    return float32_model(
+        text.replace("C]", f"{classes}]").replace(",C,", f",{classes},"), **weights
+    )
 
 
 def tensors(model):
@@ -283,7 +285,7 @@ def test_what_does_not_fit(folder):
 
 
 def test_models_and_options_that_do_not_fit():
-    two_inputs = parse("f (float[N,2] x, float[N,2] z) => (float[N,2] y) { y = Add(x, z) }")
+    two_inputs = float32_model("f (float[N,2] x, float[N,2] z) => (float[N,2] y) { y = Add(x, z) }")
     for model, options, words in (
         (two_inputs, {"dictionary": ABC}, r"one input \(N, channels, height, width\)"),
         (recognizer(), {}, "no metadata 'character'"),

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 
 import onnxgrad as og
-from tests.support.small_models import parse
+from tests.support.models import parse_model
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("seqeval")
@@ -37,7 +37,7 @@ MASKED = """g (int64[N,T] input_ids, int64[N,T] attention_mask, int64[N,T] token
 
 
 def encoder():
-    return parse(MASKED, table=TABLE, one=np.array([1]), two=np.array([2]))
+    return parse_model(MASKED, table=TABLE, one=np.array([1]), two=np.array([2]))
 
 
 def wordpiece():
@@ -198,14 +198,14 @@ def test_what_cannot_be_read(tmp_path):
         if options.get("at", 0) is None:
             model.graph.output[1].name = "wide"
             model.graph.output[1].CopyFrom(model.graph.output[0])
-            model = parse(
+            model = parse_model(
                 "g (int64[N,T] input_ids) => (float[N,T,6] wide, float[N,T,6] hidden)"
                 "{ wide = Gather(table, input_ids)  hidden = Neg(wide) }",
                 table=TABLE,
             )
         with pytest.raises(ValueError, match=message):
             Tokens(model, data, **{"tokenizer": wordpiece(), "at": "hidden", **options})
-    odd = parse(
+    odd = parse_model(
         "g (int64[N,T] input_ids, int64[N,T] position_ids) => (float[N,T,6] hidden)"
         "{ i = Add(input_ids, position_ids)  hidden = Gather(table, i) }",
         table=TABLE,
@@ -403,7 +403,7 @@ def test_training_prediction_and_files(tmp_path):
 
 def test_long_texts_are_predicted_as_short_ones():
     """Rows overlap: with a model that sees one token, they predict what one row does."""
-    model = parse(
+    model = parse_model(
         "g (int64[N,T] input_ids) => (float[N,T,6] y) { y = Gather(t, input_ids) }", t=TABLE
     )
     task = Tokens(model, ROWS, wordpiece(), classes=NAMES)
@@ -421,7 +421,7 @@ def test_long_texts_are_predicted_as_short_ones():
 def test_models_without_a_mask_see_no_padding():
     text = """g (int64[N,T] input_ids) => (float[N,T,6] y)
         { e = Gather(t, input_ids)  m = ReduceMean<keepdims=1>(e, one)  y = Add(e, m) }"""
-    task = Tokens(parse(text, t=TABLE, one=np.array([1])), ROWS, wordpiece(), classes=NAMES)
+    task = Tokens(parse_model(text, t=TABLE, one=np.array([1])), ROWS, wordpiece(), classes=NAMES)
     for X, _, _ in drawn(task.data):
         assert (X["input_ids"] > 0).all()
     texts = [row["tokens"] for row in ROWS]
@@ -456,7 +456,7 @@ def test_models_with_a_head(tmp_path):
     text = """g (int64[N,T] input_ids) => (float[N,T,3] logits)
         { e = Gather(table, input_ids)  m = MatMul(e, w)  logits = Add(m, b) }"""
     w = R.standard_normal((6, 3)).astype(np.float32)
-    model = parse(text, table=TABLE, w=w, b=np.zeros(3, np.float32))
+    model = parse_model(text, table=TABLE, w=w, b=np.zeros(3, np.float32))
     onnx.save(model, tmp_path / "m.onnx")
     names = {"0": "O", "1": "B-PER", "2": "I-PER"}
     (tmp_path / "config.json").write_text(json.dumps({"id2label": names}))

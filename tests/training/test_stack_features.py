@@ -15,7 +15,7 @@ import onnxgrad as og
 from onnxgrad.optimizers import Chain, clip_by_global_norm
 from onnxgrad.training.callbacks.tracker import Tracker
 from tests.support.running import in_sweep, run_named
-from tests.support.small_models import parse
+from tests.support.small_models import float32_model
 
 MEMBERS, ROWS, CLASSES = 3, 59, 4
 RATES = [0.01, 0.03, 0.05]
@@ -52,7 +52,7 @@ def mlp(norm=False, dtype=np.float32):
 def convolutions():
     weights = {"w0": drawn(3, 1, 3), "w1": drawn(12, CLASSES, seed=2)}
     norms = {"s": np.ones(3), "o": np.zeros(3), "mean": drawn(3, seed=5) / 4, "var": np.ones(3)}
-    return parse(
+    return float32_model(
         f"""g (float[N,6] x) => (float[N,{CLASSES}] y) {{
             u = Unsqueeze(x, one)  a = Conv <kernel_shape = [3]> (u, w0)
             n = BatchNormalization(a, s, o, mean, var)  r = Tanh(n)
@@ -76,7 +76,7 @@ def half():
 
 def fused():
     """Return layers as optimizers of onnxruntime write them."""
-    return parse(
+    return float32_model(
         f"""g (float[N,6] x) => (float[N,{CLASSES}] y) {{
             h = com.microsoft.FusedMatMul <alpha = 0.5> (x, w0)
             t = com.microsoft.BiasGelu(h, b)  n = com.microsoft.SkipLayerNormalization(t, h, s, o)
@@ -92,7 +92,7 @@ def fused():
 
 def streaming():
     """Return a recurrent step, whose output `state` is the input `before` of the next batch."""
-    return parse(
+    return float32_model(
         f"""g (float[N,6] x, float[N,5] before) => (float[N,{CLASSES}] y, float[N,5] state) {{
             a = MatMul(x, w0)  b = MatMul(before, w1)  c = Add(a, b)
             state = Tanh(c)  y = MatMul(state, w2) }}""",
@@ -474,7 +474,7 @@ def test_models_and_files_of_members(tmp_path):
 
 def test_a_weight_without_gradient_is_that_of_its_member():
     """The loss reads it behind a Round, through which no gradient passes."""
-    model = parse(
+    model = float32_model(
         """g (float[N,6] x) => (float[N,4] y) {
             a = MatMul(x, w0)  r = Round(w1)  m = Mul(a, r)  y = Identity(m) }""",
         w0=drawn(6, 4),
@@ -517,7 +517,7 @@ HOT = np.eye(CLASSES, dtype=np.float32)[Y]
 
 
 def two_outputs():
-    return parse(
+    return float32_model(
         """g (float[N,6] x) => (float[N,4] y, float[N,2] z) {
             h = MatMul(x, w0)  r = Tanh(h)  y = MatMul(r, w1)  z = MatMul(r, w2) }""",
         w0=drawn(6, 5),

@@ -19,8 +19,8 @@ from onnxgrad.native.phases import PLAIN
 from onnxgrad.runtime.device import CPU
 from onnxgrad.training import loop as training_loop
 from onnxgrad.training.step import epoch
+from tests.support.models import parse_model
 from tests.support.running import run
-from tests.support.small_models import parse
 
 NEWEST = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 has_gated_add = pytest.mark.skipif(not NEWEST, reason="onnxruntime has no GatedAdd")
@@ -49,7 +49,7 @@ SUMS = {
 @pytest.mark.parametrize("name", ["x + y s", "s y + x"])
 def test_scaled_sum_changes_no_bit(name, s):
     inputs, nodes = SUMS[name]
-    model = parse(f"g ({inputs}) => (float[100] z) {{ {nodes} }}")
+    model = parse_model(f"g ({inputs}) => (float[100] z) {{ {nodes} }}")
     x, y = (a.ravel() for a in np.meshgrid(SPECIAL, SPECIAL))
     feed = {"x": x, "y": y, "s": np.full((1,) if "[1]" in inputs else (), s, np.float32)}
     wanted, native_form = run(model, feed)[0], to_ir(model)
@@ -73,7 +73,7 @@ def test_scaled_sum_changes_no_bit(name, s):
 )
 def test_other_sums_stay(inputs, nodes):
     output = inputs.split(" ", 1)[0]
-    model = to_ir(parse(f"g ({inputs}) => ({output} z) {{ {nodes} }}"))
+    model = to_ir(parse_model(f"g ({inputs}) => ({output} z) {{ {nodes} }}"))
     assert not rewrite(model.graph, GROUPS[PLAIN], Target(CPU, 1, 4))
 
 
@@ -101,7 +101,7 @@ def layers(name, dtype=np.float32):
     used = {n: s for n, s in shapes.items() if n in "wb" or name == "hidden"}
     weights = {n: rng.standard_normal(s).astype(dtype) for n, s in used.items()}
     kind = {"float32": "float", "float64": "double", "float16": "float16"}[np.dtype(dtype).name]
-    model = parse(f"g ({kind}[N,5] x) => ({kind}[N,{units}] y) {{ {LAYERS[name]} }}")
+    model = parse_model(f"g ({kind}[N,5] x) => ({kind}[N,{units}] y) {{ {LAYERS[name]} }}")
     tensors = (numpy_helper.from_array(a, n) for n, a in weights.items())
     model.graph.initializer.extend(tensors)
     return model, units
