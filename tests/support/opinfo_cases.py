@@ -24,7 +24,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import onnxgrad as og
-from tests.support.running import run_named
+
+if __name__ == "__main__":  # the root of the repository, whose package `tests` is
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.running import run_named  # noqa: E402
 
 TABLE = Path(__file__).with_name("opinfo.csv")
 EXPORTERS = ("dynamo", "torchscript")
@@ -43,7 +46,7 @@ Outcome = tuple[str, str]  # a letter, and what there is to say
 
 
 @cache
-def operators() -> dict[str, Any]:
+def torch_operators() -> dict[str, Any]:
     """Return the operators of PyTorch's database that have a gradient for float32, by name."""
     stub = ModuleType("expecttest")  # of which PyTorch's tests have a base class, not used here
     stub.TestCase = TestCase  # type: ignore[attr-defined]
@@ -57,26 +60,28 @@ def operators() -> dict[str, Any]:
     }
 
 
-def seed() -> None:
+def seed_generators() -> None:
     """Let samples and cotangents be the same in each run."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
 
 
-def samples(name: str) -> list[Any]:
+def two_samples(name: str) -> list[Any]:
     """Return the first sample of an operator, and one from the middle of the first twenty."""
-    seed()
-    first = [*islice(operators()[name].sample_inputs("cpu", torch.float32, requires_grad=True), 20)]
+    seed_generators()
+    first = [
+        *islice(torch_operators()[name].sample_inputs("cpu", torch.float32, requires_grad=True), 20)
+    ]
     return [first[i] for i in sorted({0, len(first) // 2})]
 
 
-class Call(torch.nn.Module):
+class OperatorCall(torch.nn.Module):
     """An operator applied to the tensors of a sample; what is no tensor stays as it is."""
 
     def __init__(self, name: str, sample: Any) -> None:
         super().__init__()
-        self.op = operators()[name].op
+        self.op = torch_operators()[name].op
         self.leaves, self.tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
 
@@ -97,7 +102,7 @@ class Call(torch.nn.Module):
         return [y for y in pytree.tree_leaves(result) if isinstance(y, torch.Tensor)]
 
 
-def exported(call: Call, exporter: str) -> onnx.ModelProto:
+def exported_call(call: OperatorCall, exporter: str) -> onnx.ModelProto:
     """Return the model of a call, with the tensors as inputs."""
     tensors = call.tensors
     arguments = tuple(t.detach() for t in tensors.values())
@@ -111,25 +116,25 @@ def exported(call: Call, exporter: str) -> onnx.ModelProto:
         return onnx.load_model_from_string(file.getvalue())
 
 
-def examined(name: str, exporter: str) -> list[Outcome]:
+def examine(name: str, exporter: str) -> list[Outcome]:
     """Return the outcome of each sample of an operator."""
-    return [outcome(Call(name, sample), exporter) for sample in samples(name)]
+    return [compare_gradients(OperatorCall(name, sample), exporter) for sample in two_samples(name)]
 
 
-def outcome(call: Call, exporter: str) -> Outcome:
+def compare_gradients(call: OperatorCall, exporter: str) -> Outcome:
     """Compare the gradients of a sample with those of autograd."""
-    seed()
+    seed_generators()
     try:
         tensors = call.tensors
         outputs = call(*(t.view_as(t) for t in tensors.values()))  # a leaf cannot be written to
         cotangents = [(torch.rand(y.shape) + 0.5).to(y.dtype) for y in outputs]
-        gradients = autograd(outputs, cotangents, tensors)
+        gradients = gradients_of_torch(outputs, cotangents, tensors)
     except RuntimeError as e:
         return "n", repr(e)
     if not gradients:
         return "n", ""
     try:
-        model = exported(call, exporter)
+        model = exported_call(call, exporter)
         read = {x.name for x in model.graph.input}
         feed = {x: t.detach().numpy() for x, t in call.tensors.items() if x in read}
         forward = run_named(model, feed)
@@ -137,7 +142,7 @@ def outcome(call: Call, exporter: str) -> Outcome:
     except Exception as e:
         return "x", repr(e)
     for y, theirs, _ in pairs:
-        if not same(forward[y], theirs):
+        if not is_close(forward[y], theirs):
             return "f", f"{y}: {forward[y]} instead of {theirs}"
     seeds = {
         y: g.numpy().reshape(forward[y].shape) for y, theirs, g in pairs if theirs.requires_grad
@@ -149,12 +154,12 @@ def outcome(call: Call, exporter: str) -> Outcome:
     except Exception as e:
         return "r", repr(e)
     for x, theirs in expected.items():
-        if not same(found[f"{x}_grad"], theirs):
+        if not is_close(found[f"{x}_grad"], theirs):
             return "d", f"{x}: {found[f'{x}_grad']} instead of {theirs}"
     return ("a", "") if expected else ("n", "")
 
 
-def autograd(
+def gradients_of_torch(
     outputs: list[torch.Tensor], cotangents: list[torch.Tensor], tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return PyTorch's gradients that are not zero, by input."""
@@ -168,11 +173,11 @@ def autograd(
     return {x: g for x, g in zip(wrt, found, strict=True) if g.any()}
 
 
-def same(ours: Any, theirs: torch.Tensor) -> bool:
+def is_close(ours: Any, theirs: torch.Tensor) -> bool:
     """Return whether two arrays are the same up to rounding."""
     expected = theirs.detach().numpy()
     if np.shape(ours) != expected.shape:
-        return expected.size == np.size(ours) == 1 and same(
+        return expected.size == np.size(ours) == 1 and is_close(
             np.reshape(ours, expected.shape), theirs
         )
     if expected.dtype.kind != "f":
@@ -182,22 +187,22 @@ def same(ours: Any, theirs: torch.Tensor) -> bool:
     return bool(np.allclose(ours, expected, rtol=TOLERANCE, atol=limit, equal_nan=True))
 
 
-def table() -> dict[str, dict[str, str]]:
+def expected_outcomes() -> dict[str, dict[str, str]]:
     """Return the rows of the table by operator: letters of `OUTCOMES` by exporter, and `why`."""
     with TABLE.open(newline="") as file:
         return {row["operator"]: row for row in csv.DictReader(file)}
 
 
-def main() -> None:
+def write_table() -> None:
     """Examine all operators, and write the table."""
-    old = table() if TABLE.exists() else {}
+    old = expected_outcomes() if TABLE.exists() else {}
     with TABLE.open("w", newline="") as file:
         rows = csv.DictWriter(file, ["operator", *EXPORTERS, "why"], lineterminator="\n")
         rows.writeheader()
-        for name in sorted(operators()):
-            row = {e: "".join(letter for letter, _ in examined(name, e)) for e in EXPORTERS}
+        for name in sorted(torch_operators()):
+            row = {e: "".join(letter for letter, _ in examine(name, e)) for e in EXPORTERS}
             rows.writerow({"operator": name, **row, "why": old.get(name, {}).get("why", "")})
 
 
 if __name__ == "__main__":
-    main()
+    write_table()
