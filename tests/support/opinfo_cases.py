@@ -27,7 +27,7 @@ import onnxgrad as og
 
 if __name__ == "__main__":  # the root of the repository, whose package `tests` is
     sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.support.running import run_named  # noqa: E402
+from tests.support.running import run_named
 
 TABLE = Path(__file__).with_name("opinfo.csv")
 EXPORTERS = ("dynamo", "torchscript")
