@@ -304,7 +304,7 @@ def test_two_threads(monkeypatch):
 
 @needs_blocks
 def test_frozen_weights_are_left_to_the_optimizer_of_onnxruntime(operators):
-    weights = {k: np.full((32, 32, 3, 3), 0.01) for k in "vw"}
+    weights = {k: np.full((32, 32, 3, 3), 0.01, "f4") for k in "vw"}
     text = """g (float[N,32,9,9] x) => (float[N,800] o) {
         h = Conv(x, w)  y = Conv(h, v)  o = Flatten(y) }"""
     trainer = og.Trainer(parse_model(text, **weights), "squared_error", freeze=["w"])
