@@ -21,10 +21,12 @@ from onnxgrad.graph.operators import OPERATORS
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Under nohup, or in the background of a script, signals are ignored, by children too. What has a
-# handler is the default again in a child, and so tests can interrupt theirs.
+# handler is the default again in a child, and so tests can interrupt theirs; Ctrl-C in this process
+# is the KeyboardInterrupt that it is for users.
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
-        signal.signal(getattr(signal, name), lambda *_: None)
+        handler = signal.default_int_handler if name == "SIGINT" else lambda *_: None
+        signal.signal(getattr(signal, name), handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
