@@ -2,90 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
 
 from onnxgrad import NoGradientRule, get_train_initializer, onnx_derivative
-from tests.autodiff.primal import test_microsoft
-from tests.support import cases, microsoft_rows
+from tests.support import cases
+from tests.support.microsoft_rows import CASES, KernelCase, kernel_model
 from tests.support.running import run_named
 from tests.support.table import ROWS
 
 VALUES = {"ones": 1.0, "zeros": 0.0, "twos": 2.0, "minus ones": -1.0}
 # these operators require sizes and scales that are constants
 SETTINGS = {"Resize", "Upsample", "Range", "Pad", "ConstantOfShape"}
+KERNELS = [c for c in CASES if c.formula is None and not c.half]
+SEVERAL = [
+    *(r for r in ROWS if r.runs and len(r.shapes) > 1 and not any(s in r.body for s in SETTINGS)),
+    *(c for c in KERNELS if sum(a.dtype == np.float32 for a in c.feed.values()) > 1),
+]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model and its data, of which all floats but the first may be weights."""
-
-    id: str
-    model: Callable[[], onnx.ModelProto]
-    feed: Callable[[], dict[str, np.ndarray]]
+def model_and_feed(case: cases.Row | KernelCase) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    if isinstance(case, KernelCase):
+        return kernel_model(case), case.feed
+    return cases.model(case), cases.feed(case)
 
 
-def every() -> list[Case]:
-    rows = [r for r in ROWS if r.runs and not any(s in r.body for s in SETTINGS)]
-    standard = [Case(r.id, lambda r=r: cases.model(r), lambda r=r: cases.feed(r)) for r in rows]
-    kernels = [c for c in microsoft_rows.CASES if c.formula is None and not c.half]
-    others = [Case(c.id, lambda c=c: test_microsoft.model(c), lambda c=c: c.feed) for c in kernels]
-    several = [c for c in standard + others if len(floats(c.model())) > 1]
-    assert len(several) > 500
-    return several
-
-
-def floats(proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    kind = onnx.TensorProto.FLOAT
-    return [x for x in proto.graph.input if x.type.tensor_type.elem_type == kind]
-
-
-def with_weights(case: Case, value: float) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+def with_weights(
+    proto: onnx.ModelProto, feed: dict[str, np.ndarray], value: float
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """Return the model whose floats, except the first, are weights of one value; and these."""
-    proto, feed, weights = case.model(), case.feed(), {}
-    for x in floats(proto)[1:]:
+    model, weights = onnx.ModelProto.FromString(proto.SerializeToString()), {}
+    kind = onnx.TensorProto.FLOAT
+    floats = [x for x in model.graph.input if x.type.tensor_type.elem_type == kind]
+    for x in floats[1:]:
         weights[x.name] = np.full(feed[x.name].shape, value, np.float32)
-        proto.graph.input.remove(x)
-        proto.graph.initializer.append(numpy_helper.from_array(weights[x.name], x.name))
-    return proto, weights
+        model.graph.input.remove(x)
+        model.graph.initializer.append(numpy_helper.from_array(weights[x.name], x.name))
+    assert weights
+    return model, weights
 
 
-def gradient(proto: onnx.ModelProto) -> onnx.ModelProto | None:
+def derivative_or_none(proto: onnx.ModelProto) -> onnx.ModelProto | None:
     try:
         return onnx_derivative(proto)
     except (NoGradientRule, ValueError):
         return None
 
 
-def drawn() -> list:
-    """Return each case with one of the values, and with the others in the sweep."""
+def cases_with_values() -> list:
+    """Return each case with each of the values; a few by default."""
+    assert len(SEVERAL) > 500
     return [
-        pytest.param(case, value, id=f"{case.id}-{name}", marks=marks)
-        for i, case in enumerate(every())
-        for j, (name, value) in enumerate(VALUES.items())
-        for marks in [() if j == i % 16 else pytest.mark.sweep]
+        pytest.param(case, value, id=f"{case.id}-{name}", marks=[pytest.mark.sweep] * (n % 41 > 0))
+        for n, (case, (name, value)) in enumerate((c, v) for c in SEVERAL for v in VALUES.items())
     ]
 
 
-@pytest.mark.parametrize(("case", "value"), drawn())
+@pytest.mark.parametrize(("case", "value"), cases_with_values())
 def test_the_gradient_of_a_weight_is_that_of_an_input(case, value):
-    proto, weights = with_weights(case, value)
-    expected, found = gradient(case.model()), gradient(proto)
+    proto, feed = model_and_feed(case)
+    with_constants, weights = with_weights(proto, feed, value)
+    expected, found = map(derivative_or_none, (proto, with_constants))
     assert (expected is None) == (found is None)
     if expected is None or found is None:
         return
-    constants = weights.keys() - get_train_initializer(proto).keys()  # tables of positions
+    # tables of positions are no weights
+    constants = weights.keys() - get_train_initializer(with_constants).keys()
     names = {y.name for y in expected.graph.output} - {f"{name}_grad" for name in constants}
     assert {y.name for y in found.graph.output} == names
-    fed = {n: a.astype(np.float32) if a.dtype == np.float64 else a for n, a in case.feed().items()}
-    fed |= {n: array for n, (array, _) in get_train_initializer(case.model()).items()} | weights
+    fed = {n: a.astype(np.float32) if a.dtype == np.float64 else a for n, a in feed.items()}
+    fed |= {n: array for n, (array, _) in get_train_initializer(proto).items()} | weights
     rng = np.random.default_rng(0)
-    for name, y in run_named(case.model(), fed).items():
+    for name, y in run_named(proto, fed).items():
         if isinstance(y, np.ndarray):
             fed[f"{name}_grad"] = rng.standard_normal(y.shape).astype(np.float32)
     want, have = run_named(expected, fed), run_named(found, fed)
