@@ -23,44 +23,42 @@ from tests.support.causal_lm_cases import (
     TOKENS,
     WIDTH,
     WORDS,
+    assert_step,
     causal_model,
     divide_logits,
+    step_gradients,
     torch_loss_and_gradients,
 )
-from tests.support.running import run_named
+from tests.support.combinations import parametrize_chosen
+from tests.support.errors import naming
+from tests.support.models import parse_model
+from tests.support.running import in_sweep, run_named
 
 pytest.importorskip("torch")
 
 
-def stepped(proto, X, y=None, weight=None, **options):
-    """Return the loss of an evaluation and a step, and the gradients by a step of SGD."""
-    trainer = og.Trainer(
-        proto, "causal_lm", optimizer="sgd", learning_rate=1.0, train="*", **options
-    )
-    before = {name: array.copy() for name, array in trainer.state.weights.items()}
-    evaluated = trainer.evaluate(X, y, sample_weight=weight)["loss"]
-    trainer.fit(X, y, sample_weight=weight, shuffle=False, batch_size=ROWS)
-    gradients = {name: before[name] - w for name, w in trainer.state.weights.items()}
-    return evaluated, trainer.history[-1]["loss"], gradients
+CHUNKS = ("whole", "positions", "words")  # how the logits are divided
+SGD = {"optimizer": "sgd", "learning_rate": 1.0, "train": "*"}
 
 
-def check(found, loss, gradients, rtol=1e-9):
-    evaluated, trained, by_name = found
-    np.testing.assert_allclose([evaluated, trained], loss, rtol=rtol)
-    assert by_name
-    for name, gradient in by_name.items():
-        np.testing.assert_allclose(gradient, gradients[name], rtol=rtol, atol=rtol)
+def causal_trainer(proto, **options) -> og.Trainer:
+    return og.Trainer(proto, "causal_lm", **SGD | options)
 
 
-@pytest.fixture(params=["whole", "positions", "words"])
-def chunks(request, monkeypatch):
-    """How the logits are divided; 16 positions are the smallest chunk."""
+@pytest.fixture(params=["positions", "words", in_sweep("whole")])
+def logit_chunks(request, monkeypatch):
+    """Divide the logits; 16 positions are the smallest chunk."""
     divide_logits(monkeypatch, request.param)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_loss_and_gradients(head, chunks):
-    check(stepped(causal_model(head), IDS, LABELS), *torch_loss_and_gradients(head, LABELS))
+CHOSEN = [*((head, "words") for head in HEADS), ("tied", "positions"), ("flat", "whole")]
+
+
+@parametrize_chosen("head chunks", CHOSEN, HEADS, CHUNKS)
+def test_loss_and_gradients(head, chunks, monkeypatch):
+    divide_logits(monkeypatch, chunks)
+    found = step_gradients(causal_trainer(causal_model(head)), IDS, LABELS)
+    assert_step(found, *torch_loss_and_gradients(head, LABELS))
 
 
 @pytest.mark.parametrize("head", ["plain", "tied", "bias", "softcap", "flat"])
@@ -81,63 +79,46 @@ def test_blocks_of_words(head, monkeypatch):
 def test_without_labels():
     """The tokens are the labels, but for those that the mask leaves out."""
     loss, gradients = torch_loss_and_gradients("bias", IDS)
-    check(stepped(causal_model("bias"), IDS), loss, gradients)
-    proto = causal_model("bias")
-    proto.graph.input.append(
-        onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ["N", "T"])
-    )
-    kept = onnx.helper.make_node("Identity", ["attention_mask"], ["kept"])
-    proto.graph.node.append(kept)
-    proto.graph.output.append(
-        onnx.helper.make_tensor_value_info("kept", onnx.TensorProto.INT64, ["N", "T"])
-    )
+    assert_step(step_gradients(causal_trainer(causal_model("bias")), IDS), loss, gradients)
+    proto, integers = causal_model("bias"), onnx.TensorProto.INT64
+    for values, name in ((proto.graph.input, "attention_mask"), (proto.graph.output, "kept")):
+        values.append(onnx.helper.make_tensor_value_info(name, integers, ["N", "T"]))
+    proto.graph.node.add(op_type="Identity", input=["attention_mask"], output=["kept"])
     X = {"input_ids": IDS, "attention_mask": MASK}
-    check(stepped(proto, X), *torch_loss_and_gradients("bias", np.where(MASK == 1, IDS, -100)))
-    check(stepped(proto, {"input_ids": IDS}), loss, gradients)
+    kept = np.where(MASK == 1, IDS, -100)
+    found = step_gradients(causal_trainer(proto), X)
+    assert_step(found, *torch_loss_and_gradients("bias", kept))
+    found = step_gradients(causal_trainer(proto), {"input_ids": IDS})
+    assert_step(found, loss, gradients)
 
 
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, TOKENS)])
-def test_weights(shape, chunks):
+def test_weights(shape, logit_chunks):
     weight = RNG.random(shape)
     wide = weight if len(shape) == 2 else weight[:, None]
-    check(
-        stepped(causal_model("bias"), IDS, LABELS, weight),
-        *torch_loss_and_gradients("bias", LABELS, wide),
-    )
+    found = step_gradients(causal_trainer(causal_model("bias")), IDS, LABELS, weight)
+    assert_step(found, *torch_loss_and_gradients("bias", LABELS, wide))
 
 
-def test_ignored(chunks):
-    found = stepped(
-        causal_model("plain"),
-        IDS,
-        np.where(LABELS == -100, 5, LABELS),
-        loss_options={"ignore_index": 5},
-    )
+def test_ignored(logit_chunks):
+    trainer = causal_trainer(causal_model("plain"), loss_options={"ignore_index": 5})
+    found = step_gradients(trainer, IDS, np.where(LABELS == -100, 5, LABELS))
     labels = np.where((LABELS == -100) | (LABELS == 5), -100, LABELS)
-    check(found, *torch_loss_and_gradients("plain", labels))
+    assert_step(found, *torch_loss_and_gradients("plain", labels))
     none = np.full_like(IDS, -100)
     trainer = og.Trainer(causal_model("plain"), "causal_lm", train="*", optimizer="sgd")
     before = trainer.state.weights["head"].copy()
-    trainer.fit(IDS, none)
+    with pytest.warns(UserWarning, match="label"):
+        trainer.fit(IDS, none)
     np.testing.assert_array_equal(trainer.state.weights["head"], before)
 
 
-def test_accumulated_is_one_batch(chunks):
+def test_accumulated_is_one_batch(logit_chunks):
     """The mean is over the labels of all micro-batches, which have different numbers of them."""
-    trainer = og.Trainer(
-        causal_model("bias"),
-        "causal_lm",
-        optimizer="sgd",
-        learning_rate=1.0,
-        train="*",
-        accumulate=2,
-    )
-    before = {name: array.copy() for name, array in trainer.state.weights.items()}
-    trainer.fit(IDS, LABELS, shuffle=False, batch_size=ROWS)
-    loss, gradients = torch_loss_and_gradients("bias", LABELS)
-    assert trainer.history[-1]["loss"] == pytest.approx(loss, rel=1e-9)
-    for name, w in trainer.state.weights.items():
-        np.testing.assert_allclose(before[name] - w, gradients[name], rtol=1e-9, atol=1e-9)
+    _, found = step_gradients(causal_trainer(causal_model("bias"), accumulate=2), IDS, LABELS)
+    _, gradients = torch_loss_and_gradients("bias", LABELS)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("head", ["softcap", "tied"])
@@ -182,7 +163,7 @@ def test_logits_are_not_written():
     assert any(node.op_type == "Scan" for node in step.model.graph)
 
 
-def test_rows_are_divided(chunks):
+def test_rows_are_divided(logit_chunks):
     """Processes prove, by the plain formula, that the gradients of their rows add up."""
     trainer = og.Trainer(causal_model("softcap"), "causal_lm", train="*")
     objective = Recipe(trainer, Facts.of(trainer, as_dataset(IDS, LABELS))).objective()
@@ -191,33 +172,28 @@ def test_rows_are_divided(chunks):
 
 
 def test_refused():
-    proto = causal_model("plain")
-    last = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 21]>
-        g (int64[N, T] input_ids) => (float[N, 1, {WORDS}] logits)
+    head, options = HEAD.astype(np.float32), {"opset": 21, "ir_version": 9}
+    last = f"""g (int64[N, T] input_ids) => (float[N, 1, {WORDS}] logits)
         <int64[1] last = {{-1}}> {{ rows = Gather(table, input_ids) h = Gather<axis = 1>(rows, last)
-            logits = MatMul(h, head) }}""")
-    for name, array in (("table", TABLE), ("head", HEAD)):
-        last.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
-    with pytest.raises(ValueError, match=r"of the last position only.*prune_lm_head"):
-        og.Trainer(last, "causal_lm", train="*").fit(IDS)
-    with pytest.raises(ValueError, match=r"length 6 along axis 1.* has length 7"):
-        og.Trainer(proto, "causal_lm", train="*").fit(IDS, LABELS[:, :-1])
-    with pytest.raises(ValueError, match=r"outside 0\.\.31"):
-        og.Trainer(proto, "causal_lm", train="*").fit(IDS, IDS + WORDS)
-    other = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 21]>
-        g (float[N, T, {WIDTH}] x) => (float[N, T, {WORDS}] logits) {{
-            logits = MatMul(x, head) }}""")
-    other.graph.initializer.append(onnx.numpy_helper.from_array(HEAD.astype(np.float32), "head"))
-    with pytest.raises(ValueError, match="'input_ids', which is no input of the model: pass y"):
-        og.Trainer(other, "causal_lm", train="*").fit(np.ones((2, 3, WIDTH), np.float32))
+            logits = MatMul(h, head) }}"""
+    last = parse_model(last, **options, table=TABLE.astype(np.float32), head=head)
+    text = f"""g (float[N, T, {WIDTH}] x) => (float[N, T, {WORDS}] logits) {{
+        logits = MatMul(x, head) }}"""
+    other, plain = parse_model(text, **options, head=head), causal_model("plain")
+    for proto, data, parts in (
+        (last, [IDS], ["last position", "prune_lm_head"]),
+        (plain, [IDS, LABELS[:, :-1]], ["length 6", "axis 1", "length 7"]),
+        (plain, [IDS, IDS + WORDS], ["outside 0..31"]),
+        (other, [np.ones((2, 3, WIDTH), np.float32)], ["'input_ids'", "pass y"]),
+    ):
+        with pytest.raises(ValueError, match=naming(*parts)):
+            og.Trainer(proto, "causal_lm", train="*").fit(*data)
 
 
 def test_a_cache_that_the_logits_do_not_read_is_not_asked_for():
-    model = onnx.parser.parse_model(
-        """<ir_version: 9, opset_import: ["": 20]>
-        f (int64[N,T] input_ids, float[N,2,P,S] past_0)
+    text = """f (int64[N,T] input_ids, float[N,2,P,S] past_0)
         => (float[N,T,3] logits, float[N,2,P,S] present_0) <float[3,3] table = {1,2,3,4,5,6,7,8,9}>
         { logits = Gather(table, input_ids)  present_0 = Identity(past_0) }"""
-    )
+    model = parse_model(text, opset=20)
     trainer = og.Trainer(model, "causal_lm").fit({"input_ids": np.array([[0, 1, 2]])})
     assert trainer.state.step == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import onnx
 import pytest
@@ -13,7 +11,16 @@ from onnxgrad.losses import vocabulary
 from onnxgrad.model import without_elements
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Facts, Recipe
-from tests.support.causal_lm_cases import IDS, LABELS, causal_model, divide_logits
+from tests.support.causal_lm_cases import (
+    IDS,
+    LABELS,
+    assert_step,
+    causal_model,
+    divide_logits,
+    step_gradients,
+)
+from tests.support.combinations import parametrize_chosen
+from tests.support.models import parse_model
 
 torch = pytest.importorskip("torch")
 
@@ -35,22 +42,25 @@ OPTIONS = {
 }
 
 
-def model(dtype: str = "double", shape: str = "N, T") -> onnx.ModelProto:
+CHUNKS = ("positions", "words")
+BY_WORDS = parametrize_chosen("chunks", [("words",)], CHUNKS)
+BY_POSITIONS = parametrize_chosen("chunks", [("positions",)], CHUNKS)
+
+
+def model_with_head(dtype: str = "double", shape: str = "N, T", **arrays) -> onnx.ModelProto:
     """Return a hidden layer, and a head with a bias whose matrix is (words, width)."""
-    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
-        g ({dtype}[{shape}, {WIDTH}] x) => ({dtype}[{shape}, {WORDS}] logits) {{
-            z = MatMul(x, hidden) h = Tanh(z) back = Transpose<perm = [1, 0]>(head)
-            product = MatMul(h, back) logits = Add(product, bias) }}""")
-    for name, array in ARRAYS.items():
-        tensor = onnx.numpy_helper.from_array(array, name)
-        if dtype != "double":
-            kind = {"float": 1, "float16": 10, "bfloat16": 16}[dtype]
-            tensor = onnx.helper.make_tensor(name, kind, array.shape, array.ravel())
+    text = f"""g ({dtype}[{shape}, {WIDTH}] x) => ({dtype}[{shape}, {WORDS}] logits) {{
+        z = MatMul(x, hidden) h = Tanh(z) back = Transpose<perm = [1, 0]>(head)
+        product = MatMul(h, back) logits = Add(product, bias) }}"""
+    proto = parse_model(text, opset=21)
+    for name, array in (ARRAYS | arrays).items():
+        kind = onnx.TensorProto.DataType.Value(dtype.upper())
+        tensor = onnx.helper.make_tensor(name, kind, array.shape, array.ravel())
         proto.graph.initializer.append(tensor)
     return proto
 
 
-def expected(x, y, *, weight=None, shift=False, ignore_index=-100, **options):
+def torch_step(x, y, *, weight=None, shift=False, ignore_index=-100, **options):
     """Return the loss and its gradients by name, by PyTorch in float64."""
     own = {name: torch.tensor(a, requires_grad=True) for name, a in ARRAYS.items()}
     logits = torch.tanh(torch.tensor(x) @ own["hidden"]) @ own["head"].T + own["bias"]
@@ -76,32 +86,12 @@ def expected(x, y, *, weight=None, shift=False, ignore_index=-100, **options):
     return loss.item(), {name: v.grad.numpy() for name, v in own.items()}
 
 
-def stepped(proto, x, y, weight=None, *, options=None, **more):
-    """Return the losses of an evaluation and of a step, and the gradients by a step of SGD."""
+def head_trainer(proto, *, axis=2, options=None, **more) -> og.Trainer:
+    """Return a trainer of SGD with options of the loss, among them weights of classes."""
     options = dict(options or {})
     classes = options.pop("class_weight", None)
-    trainer = og.Trainer(
-        proto, "cross_entropy", optimizer="sgd", learning_rate=1.0,
-        loss_options={"axis": len(y.shape), **options}, class_weight=classes, **more,
-    )  # fmt: skip
-    before = {name: array.copy() for name, array in trainer.state.weights.items()}
-    evaluated = trainer.evaluate(x, y, sample_weight=weight)["loss"]
-    trainer.fit(x, y, sample_weight=weight, shuffle=False, batch_size=len(x))
-    found = {name: before[name] - w for name, w in trainer.state.weights.items()}
-    return [evaluated, trainer.history[-1]["loss"]], found
-
-
-def check(found, loss, gradients, rtol=1e-9):
-    losses, by_name = found
-    np.testing.assert_allclose(losses, loss, rtol=rtol)
-    assert set(by_name) == set(ARRAYS)
-    for name, gradient in by_name.items():
-        np.testing.assert_allclose(gradient, gradients[name], rtol=rtol, atol=rtol)
-
-
-@pytest.fixture(params=["positions", "words"])
-def chunks(request, monkeypatch):
-    divide_logits(monkeypatch, request.param)
+    more = {"optimizer": "sgd", "learning_rate": 1.0, "class_weight": classes} | more
+    return og.Trainer(proto, "cross_entropy", loss_options={"axis": axis, **options}, **more)
 
 
 def has_scan(trainer, x, y):
@@ -110,58 +100,69 @@ def has_scan(trainer, x, y):
     return any(node.op_type == "Scan" for node in graph)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name, chunks):
+CHOSEN = [*((name, "words") for name in ("smoothing", "classes", "ignored", "both"))]
+
+
+@parametrize_chosen("name chunks", [*CHOSEN, ("plain", "positions")], OPTIONS, CHUNKS)
+def test_options(name, chunks, monkeypatch):
+    divide_logits(monkeypatch, chunks)
     options = OPTIONS[name]
     y = np.where(Y == -100, 3, Y) if name == "ignored" else Y
-    check(stepped(model(), X, y, options=options), *expected(X, y, **options))
+    found = step_gradients(head_trainer(model_with_head(), options=options), X, y)
+    assert_step(found, *torch_step(X, y, **options))
 
 
-@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, TOKENS)])
-@pytest.mark.parametrize("shift", [False, True])
-def test_sample_weights(shift, shape, chunks):
+@parametrize_chosen(
+    "shift shape chunks",
+    [(False, (ROWS,), "words"), (True, (ROWS, TOKENS), "words"), (True, (ROWS,), "positions")],
+    [False, True],
+    [(ROWS,), (ROWS, TOKENS)],
+    CHUNKS,
+)
+def test_sample_weights(shift, shape, chunks, monkeypatch):
+    divide_logits(monkeypatch, chunks)
     weight, options = RNG.random(shape), {"shift": shift, "label_smoothing": 0.1}
-    found = stepped(model(), X, Y, weight, options=options)
-    check(found, *expected(X, Y, weight=weight, **options))
+    found = step_gradients(head_trainer(model_with_head(), options=options), X, Y, weight)
+    assert_step(found, *torch_step(X, Y, weight=weight, **options))
 
 
-def test_rows(chunks):
+@BY_POSITIONS
+def test_rows(chunks, monkeypatch):
     """Of a classifier, (rows, classes)."""
+    divide_logits(monkeypatch, chunks)
     x, y = X[:, 0], np.abs(Y[:, 0]) % WORDS
     weight = RNG.random(ROWS)
-    found = stepped(model(shape="N"), x, y, weight, options={"axis": 1})
-    check(found, *expected(x, y, weight=weight))
+    found = step_gradients(head_trainer(model_with_head(shape="N"), axis=1), x, y, weight)
+    assert_step(found, *torch_step(x, y, weight=weight))
 
 
 def test_what_is_written_in_chunks(monkeypatch):
     divide_logits(monkeypatch, "positions")
-    options = {"axis": 2}
-
-    def trainer(**more):
-        return og.Trainer(model("float"), "cross_entropy", **{"loss_options": options} | more)
-
-    x = X.astype(np.float32)
-    assert has_scan(trainer(), x, Y)
-    both = {"loss_options": options | {"label_smoothing": 0.1}, "class_weight": {0: 2.0}}
-    assert not has_scan(trainer(**both), x, Y)
+    x, proto = X.astype(np.float32), model_with_head("float")
+    assert has_scan(head_trainer(proto), x, Y)
+    both = {"label_smoothing": 0.1, "class_weight": {0: 2.0}}
+    assert not has_scan(head_trainer(proto, options=both), x, Y)
     monkeypatch.setattr(vocabulary, "MANY_CLASSES", WORDS + 1)
-    assert not has_scan(trainer(), x, Y)
+    assert not has_scan(head_trainer(proto), x, Y)
 
 
-def test_no_label_counts(chunks):
-    with pytest.warns(UserWarning, match="no label counts"):
-        _, found = stepped(model(), X, np.full_like(Y, -100))
+@BY_WORDS
+def test_no_label_counts(chunks, monkeypatch):
+    divide_logits(monkeypatch, chunks)
+    with pytest.warns(UserWarning, match="label"):
+        _, found = step_gradients(head_trainer(model_with_head()), X, np.full_like(Y, -100))
     assert not any(g.any() for g in found.values())
 
 
-def test_masked_words(chunks):
+@BY_WORDS
+def test_masked_words(chunks, monkeypatch):
     """Logits of -inf have the probability zero, also where a block has no others."""
-    proto = model()
+    divide_logits(monkeypatch, chunks)
     bias = ARRAYS["bias"].copy()
     bias[:16] = -np.inf
-    proto.graph.initializer[2].CopyFrom(onnx.numpy_helper.from_array(bias, "bias"))
+    trainer = head_trainer(model_with_head(bias=bias), train=["hidden", "head"])
     y = np.where(Y == -100, Y, 16 + Y % 16)
-    losses, found = stepped(proto, X, y, train=["hidden", "head"])
+    losses, found = step_gradients(trainer, X, y)
     own = {name: torch.tensor(a, requires_grad=name != "bias") for name, a in ARRAYS.items()}
     logits = torch.tanh(torch.tensor(X) @ own["hidden"]) @ own["head"].T + torch.tensor(bias)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(y).flatten())
@@ -171,20 +172,25 @@ def test_masked_words(chunks):
         np.testing.assert_allclose(gradient, own[name].grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [("float", "auto"), ("float16", "auto"), ("bfloat16", "auto"), ("float16", "file")],
+PRECISIONS = [("float", "auto"), ("float16", "auto"), ("bfloat16", "auto"), ("float16", "file")]
+
+
+@parametrize_chosen(
+    "precision chunks",
+    [(("float16", "file"), "positions"), (("bfloat16", "auto"), "words")],
+    PRECISIONS,
+    CHUNKS,
 )
-def test_precisions(dtype, precision, chunks, monkeypatch):
+@pytest.mark.filterwarnings("ignore")
+def test_precisions(precision, chunks, monkeypatch):
     """As near to float64 as the plain form."""
-    loss, gradients = expected(X, Y)
-    kind = {"float": np.float32, "float16": np.float16}.get(dtype, np.float32)
-    x, more = X.astype(kind), {"precision": precision}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        losses, found = stepped(model(dtype), x, Y, **more)
-        monkeypatch.setattr(vocabulary, "MANY_CLASSES", WORDS + 1)
-        plain_losses, plain = stepped(model(dtype), x, Y, **more)
+    divide_logits(monkeypatch, chunks)
+    loss, gradients = torch_step(X, Y)
+    dtype, more = precision[0], {"precision": precision[1]}
+    x = X.astype({"float16": np.float16}.get(dtype, np.float32))
+    losses, found = step_gradients(head_trainer(model_with_head(dtype), **more), x, Y)
+    monkeypatch.setattr(vocabulary, "MANY_CLASSES", WORDS + 1)
+    plain_losses, plain = step_gradients(head_trainer(model_with_head(dtype), **more), x, Y)
     rough = 1e-6 if dtype == "float" else 2e-3 if dtype == "float16" else 2e-2
     np.testing.assert_allclose(losses, loss, rtol=rough)
     np.testing.assert_allclose(losses, plain_losses, rtol=rough)
@@ -195,35 +201,39 @@ def test_precisions(dtype, precision, chunks, monkeypatch):
         assert error < 2 * of_plain + rough
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"accumulate": 2}, {"recompute": "all"}, {"recompute": "cheap"}, {"clip_norm": 0.1}],
-    ids=str,
+OTHERS = [{"accumulate": 2}, {"recompute": "all"}, {"recompute": "cheap"}, {"clip_norm": 0.1}]
+
+
+@parametrize_chosen(
+    "options chunks", [*zip(OTHERS, ["words", "positions"] * 2, strict=True)], OTHERS, CHUNKS
 )
 def test_same_as_the_plain_form(options, chunks, monkeypatch):
-    losses, found = stepped(model(), X, Y, **options)
+    divide_logits(monkeypatch, chunks)
+    losses, found = step_gradients(head_trainer(model_with_head(), **options), X, Y)
     monkeypatch.setattr(vocabulary, "MANY_CLASSES", WORDS + 1)
-    plain_losses, plain = stepped(model(), X, Y, **options)
+    plain_losses, plain = step_gradients(head_trainer(model_with_head(), **options), X, Y)
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-10)
     for name, gradient in found.items():
         np.testing.assert_allclose(gradient, plain[name], rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("train", [["hidden"], ["head"], ["bias"]])
-def test_frozen(train, chunks):
+@parametrize_chosen("name chunks", [(name, "words") for name in ARRAYS], ARRAYS, CHUNKS)
+def test_frozen(name, chunks, monkeypatch):
     """Only gradients of what trains are written, and they are the same."""
-    _, gradients = expected(X, Y)
-    _, found = stepped(model(), X, Y, train=train)
-    assert list(found) == train
-    np.testing.assert_allclose(found[train[0]], gradients[train[0]], rtol=1e-9, atol=1e-9)
+    divide_logits(monkeypatch, chunks)
+    loss, gradients = torch_step(X, Y)
+    found = step_gradients(head_trainer(model_with_head(), train=[name]), X, Y)
+    assert_step(found, loss, {name: gradients[name]})
 
 
+@BY_WORDS
 def test_adapters(chunks, monkeypatch):
     """Of a head with low-rank adapters, which train as by the plain form."""
-    proto, found = og.add_lora(model(), ["head", "hidden"], rank=2), []
+    divide_logits(monkeypatch, chunks)
+    proto, found = og.add_lora(model_with_head(), ["head", "hidden"], rank=2), []
     for classes in (1, WORDS + 1):
         monkeypatch.setattr(vocabulary, "MANY_CLASSES", classes)
-        trainer = og.Trainer(proto, "cross_entropy", loss_options={"axis": 2}, optimizer="sgd")
+        trainer = head_trainer(proto, learning_rate=0.01)
         trainer.fit(X, Y, epochs=3, batch_size=2)
         found.append(trainer.state.weights)
     assert len(found[0]) == 4
@@ -231,27 +241,30 @@ def test_adapters(chunks, monkeypatch):
         np.testing.assert_allclose(array, found[1][name], rtol=1e-8, atol=1e-12)
 
 
-def test_resume(chunks, tmp_path):
+@BY_WORDS
+def test_resume(chunks, tmp_path, monkeypatch):
     """Bit for bit."""
-    options = {"loss_options": {"axis": 2}, "optimizer": "adam"}
-    whole = og.Trainer(model("float"), "cross_entropy", **options)
+    divide_logits(monkeypatch, chunks)
     x = X.astype(np.float32)
-    whole.fit(x, Y, epochs=4, batch_size=2)
-    begun = og.Trainer(model("float"), "cross_entropy", **options)
-    begun.fit(x, Y, epochs=2, batch_size=2).state.save(tmp_path / "state")
-    again = og.Trainer(model("float"), "cross_entropy", **options)
-    again.fit(x, Y, epochs=4, batch_size=2, resume=tmp_path / "state")
-    for name, array in whole.state.weights.items():
-        np.testing.assert_array_equal(again.state.weights[name], array)
+
+    def fit(epochs, **more):
+        made = head_trainer(model_with_head("float"), optimizer="adam", learning_rate=0.001)
+        return made.fit(x, Y, epochs=epochs, batch_size=2, **more).state
+
+    whole = fit(4)
+    fit(2).save(tmp_path / "state")
+    again = fit(4, resume=tmp_path / "state")
+    for name, array in whole.weights.items():
+        np.testing.assert_array_equal(again.weights[name], array)
 
 
-def test_metrics(chunks):
+@BY_WORDS
+def test_metrics(chunks, monkeypatch):
     """They see all logits, in training's validation and in an evaluation."""
-    trainer = og.Trainer(
-        model(), "cross_entropy", loss_options={"axis": 2}, metrics=["accuracy", "perplexity"]
-    )
+    divide_logits(monkeypatch, chunks)
+    trainer = head_trainer(model_with_head(), metrics=["accuracy", "perplexity"])
     y = np.abs(Y) % WORDS
-    found, (loss, _) = trainer.evaluate(X, y), expected(X, y)
+    found, (loss, _) = trainer.evaluate(X, y), torch_step(X, y)
     logits = np.tanh(X @ ARRAYS["hidden"]) @ ARRAYS["head"].T + ARRAYS["bias"]
     assert found["loss"] == pytest.approx(loss, rel=1e-9)
     assert found["perplexity"] == pytest.approx(np.exp(loss), rel=1e-9)
@@ -260,18 +273,20 @@ def test_metrics(chunks):
     assert {"validation_loss", "validation_accuracy"} <= set(trainer.history[-1])
 
 
-@pytest.mark.parametrize("head", ["plain", "tied", "flat"])
+@parametrize_chosen(
+    "head chunks", [("tied", "words"), ("flat", "positions")], ["plain", "tied", "flat"], CHUNKS
+)
 def test_large_weights(head, chunks, monkeypatch):
     """Weights in place train as weights in one graph; their gradients are not copied at the end."""
-    table = RNG.standard_normal((WORDS, 8))
+    divide_logits(monkeypatch, chunks)
+    table = RNG.standard_normal((2_100, 8))  # more than 64 KiB, from which on a weight is in place
     trained = []
     for large in (False, True):
         if large:
             monkeypatch.setattr(without_elements, "LARGE", 0)
-            monkeypatch.setattr(without_elements, "_EACH", 200)
         proto = causal_model(head, "float", table)
         trainer = og.Trainer(proto, "causal_lm", train="*", optimizer="adam", learning_rate=0.1)
-        trainer.fit(IDS, LABELS, epochs=3, shuffle=False)
+        trainer.fit(IDS, LABELS, epochs=2, shuffle=False)
         assert trainer._loop.runner.in_place == large
         trained.append(trainer.state.weights)
     assert len(trained[0]) == {"plain": 2, "tied": 1, "flat": 3}[head]
@@ -279,44 +294,48 @@ def test_large_weights(head, chunks, monkeypatch):
         np.testing.assert_allclose(trained[1][name], array, rtol=1e-5, atol=1e-5)
 
 
-def test_stack(chunks):
+@BY_POSITIONS
+def test_stack(chunks, monkeypatch):
     """Each member trains as a trainer of its own; a stack writes the plain form."""
+    divide_logits(monkeypatch, chunks)
     rates, options = [0.5, 0.1], {"loss_options": {"axis": 2}, "optimizer": "sgd"}
-    stack = og.TrainerStack(model(), "cross_entropy", learning_rate=rates, **options)
+    stack = og.TrainerStack(model_with_head(), "cross_entropy", learning_rate=rates, **options)
     stack.fit(X, Y, epochs=2, batch_size=2, shuffle=False)
     for k, rate in enumerate(rates):
-        one = og.Trainer(model(), "cross_entropy", learning_rate=rate, **options)
+        one = head_trainer(model_with_head(), learning_rate=rate)
         one.fit(X, Y, epochs=2, batch_size=2, shuffle=False)
         for name, w in one.state.weights.items():
             np.testing.assert_allclose(stack.state.weights[name][k], w, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("hard", ["cross_entropy", "causal_lm"])
-def test_distillation(hard, chunks):
+@parametrize_chosen(
+    "hard chunks",
+    [("cross_entropy", "words"), ("causal_lm", "positions")],
+    ["cross_entropy", "causal_lm"],
+    CHUNKS,
+)
+def test_distillation(hard, chunks, monkeypatch):
     """It reads all logits, and its hard loss has a gradient, too."""
-    x, teacher = X.astype(np.float32), model("float")
+    divide_logits(monkeypatch, chunks)
+    x, teacher = X.astype(np.float32), model_with_head("float")
     loss = og.distillation(teacher, hard, alpha=0.0, axis=2)
     options = {"optimizer": "sgd", "learning_rate": 1.0, "train": ["head"]}
-    trainer = og.Trainer(model("float"), loss, **options)
-    before = trainer.state.weights["head"].copy()
+    trainer = og.Trainer(model_with_head("float"), loss, **options)
     y = np.abs(Y) % WORDS
-    trainer.fit(x, y, batch_size=ROWS, shuffle=False)
-    _, gradients = expected(X, y, shift=hard == "causal_lm")
-    found = before - trainer.state.weights["head"]
+    found = step_gradients(trainer, x, y)[1]["head"]
+    _, gradients = torch_step(X, y, shift=hard == "causal_lm")
     np.testing.assert_allclose(found, gradients["head"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_table_of_150_000_words_that_is_also_the_head():
-    """In its true size, where the words are divided: nothing is patched."""
-    words, width = 150_000, 8
-    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
-        g (int64[N, T] input_ids) => (float[N, T, {words}] logits)
-            <float[{words}, {width}] table> {{
-            h = Gather(table, input_ids) back = Transpose<perm = [1, 0]>(table) z = Tanh(h)
-            logits = MatMul(z, back) }}""")
+def test_a_table_of_100_000_words_that_is_also_the_head():
+    """In the size from which on the words are divided: nothing is patched."""
+    words, width = vocabulary.MANY_WORDS, 4
     rng = np.random.default_rng(0)
     table = rng.normal(size=(words, width)).astype(np.float32)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    text = f"""g (int64[N, T] input_ids) => (float[N, T, {words}] logits) {{
+        h = Gather(table, input_ids) back = Transpose<perm = [1, 0]>(table) z = Tanh(h)
+        logits = MatMul(z, back) }}"""
+    proto = parse_model(text, opset=21, table=table)
     ids = rng.integers(0, words, (2, 7))
     trainer = og.Trainer(proto, "causal_lm", optimizer="sgd", learning_rate=1.0, train="*")
     trainer.fit(ids, batch_size=2)

@@ -47,7 +47,8 @@ HEADS = {  # the nodes from the hidden states h to the logits, and the same in P
 
 def causal_model(head: str, dtype: str = "double", table: np.ndarray = TABLE) -> onnx.ModelProto:
     """Return a model of one embedding, one product that mixes tokens, and a head."""
-    text = f"""g (int64[N, T] input_ids) => ({dtype}[N, T, {WORDS}] logits)
+    words = len(table) if head == "tied" else WORDS
+    text = f"""g (int64[N, T] input_ids) => ({dtype}[N, T, {words}] logits)
         <int64[2] flat = {{-1, {WIDTH}}}, int64[3] whole = {{{ROWS}, {TOKENS}, {WORDS}}},
          int64 one = {{1}}, {dtype} cap = {{2.0}}> {{
             rows = Gather(table, input_ids) mean = CumSum(rows, one) wave = Tanh(mean)
@@ -86,3 +87,21 @@ def divide_logits(monkeypatch, chunks: str) -> None:
     monkeypatch.setattr(vocabulary, "MANY_WORDS", 1 if chunks == "words" else 1 << 20)
     monkeypatch.setattr(word_blocks, "BLOCK", 8)
     monkeypatch.setattr(vocabulary, "MANY_CLASSES", 1)
+
+
+def step_gradients(trainer, X, y=None, weight=None):
+    """Return the losses of an evaluation and of a step of SGD of rate 1, and the gradients."""
+    before = {name: array.copy() for name, array in trainer.state.weights.items()}
+    evaluated = trainer.evaluate(X, y, sample_weight=weight)["loss"]
+    trainer.fit(X, y, sample_weight=weight, shuffle=False, batch_size=ROWS)
+    gradients = {name: before[name] - w for name, w in trainer.state.weights.items()}
+    return [evaluated, trainer.history[-1]["loss"]], gradients
+
+
+def assert_step(found, loss, gradients, rtol=1e-9):
+    """Compare losses and gradients of `step_gradients` with expected ones."""
+    losses, by_name = found
+    np.testing.assert_allclose(losses, loss, rtol=rtol)
+    assert by_name.keys() == gradients.keys()
+    for name, gradient in by_name.items():
+        np.testing.assert_allclose(gradient, gradients[name], rtol=rtol, atol=rtol)
