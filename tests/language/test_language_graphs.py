@@ -11,14 +11,14 @@ import sys
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
-from tests.autodiff.primal.test_microsoft import model
-from tests.support.microsoft_rows import CASES
+from tests.support.errors import naming
+from tests.support.microsoft_rows import CASES, kernel_model
+from tests.support.models import parse_model
 from tests.support.running import in_sweep, run
 
 # a rank that depends on an operand, and statistics that onnx infers nothing of
@@ -29,13 +29,13 @@ KNOWN = [case for case in CASES if case.id not in UNKNOWN]
 @pytest.mark.parametrize("known", ["lengths", in_sweep("symbols")])
 @pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.id)
 def test_inferred_is_what_runs(case, known):
-    made = model(case, known)
+    made = kernel_model(case, known)
     for y in made.graph.output:
         y.type.Clear()
     inferred = to_ir(made)
     infer(inferred)
     if case.formula is None:
-        results = run(model(case), case.feed)
+        results = run(kernel_model(case), case.feed)
     else:
         results = case.formula(*case.feed.values())
         results = results if isinstance(results, tuple) else (results,)
@@ -81,9 +81,13 @@ JOINED = f"""q, k, v = Split<axis = 2, num_outputs = 3>(qkv)
     kept = Cast<to = 1>(attention_mask) m = Unsqueeze(kept, two) y = Mul(z, m)"""
 
 
-def language_model(attention: str = GROUPED) -> onnx.ModelProto:
+def cached_decoder_model(attention: str = GROUPED) -> onnx.ModelProto:
     """Return a model of one layer, with inputs and outputs as exporters write them."""
-    proto = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 21, "com.microsoft": 1]>
+    shapes = {"table": (WORDS, WIDTH), "positions": (16, WIDTH), "weight": (WIDTH, 3 * WIDTH),
+              "head": (WIDTH, WORDS)}  # fmt: skip
+    rng = np.random.default_rng(1)
+    weights = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    proto = parse_model(f"""
         g (int64[B, S] input_ids, int64[B, T] attention_mask, int64[B, S] position_ids,
            float[B, {HEADS}, P, C] past_key, float[B, {HEADS}, P, C] past_value)
         => (float[B, S, {WORDS}] logits, float[B, {HEADS}, T, C] present_key,
@@ -91,13 +95,7 @@ def language_model(attention: str = GROUPED) -> onnx.ModelProto:
         <int64[1] axis = {{1}}, int64[1] two = {{2}}, int64[4] apart = {{0, 0, {HEADS}, {SIZE}}}> {{
             rows = Gather(table, input_ids) places = Gather(positions, position_ids)
             x = Add(rows, places) qkv = MatMul(x, weight) {attention}
-            logits = MatMul(y, head) }}""")
-    shapes = {"table": (WORDS, WIDTH), "positions": (16, WIDTH), "weight": (WIDTH, 3 * WIDTH),
-              "head": (WIDTH, WORDS)}  # fmt: skip
-    rng = np.random.default_rng(1)
-    for name, shape in shapes.items():
-        array = rng.standard_normal(shape).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(array, name))
+            logits = MatMul(y, head) }}""", opset=21, **weights)  # fmt: skip
     for node in proto.graph.node:
         node.input[:] = [NAMES.get(name, name) for name in node.input]
         node.output[:] = [NAMES.get(name, name) for name in node.output]
@@ -106,31 +104,31 @@ def language_model(attention: str = GROUPED) -> onnx.ModelProto:
     return proto
 
 
-def trained(proto, X, y=None, loss="causal_lm", **options) -> tuple[list[float], og.Trainer]:
+def train_two_epochs(proto, X, y=None, loss="causal_lm", **options):
     """Return the losses of two epochs, and the trainer."""
     trainer = og.Trainer(proto, loss, optimizer="sgd", learning_rate=0.05, train="*", **options)
     trainer.fit(X, y, epochs=2, shuffle=False)
     return [entry["loss"] for entry in trainer.history], trainer
 
 
-@pytest.mark.parametrize("attention", [GROUPED, JOINED])
+@pytest.mark.parametrize("attention", [GROUPED, JOINED], ids=["grouped", "joined"])
 def test_filled_inputs_are_those_given(attention):
-    proto = language_model(attention)
+    proto = cached_decoder_model(attention)
     file = proto.SerializeToString()
-    counted = np.maximum(MASK.cumsum(1) - 1, 0)
     tokens = {"input_ids": IDS, "attention_mask": MASK}
-    everything = tokens | {"position_ids": counted} | CACHES
-    expected, reference = trained(proto, everything, IDS)
-    for X in (tokens, tokens | {"position_ids": counted}, [(tokens, IDS)]):
-        y = None if isinstance(X, list) else IDS
-        losses, trainer = trained(proto, X, y)
+    with_positions = tokens | {"position_ids": np.maximum(MASK.cumsum(1) - 1, 0)}
+    everything = with_positions | CACHES
+    expected, reference = train_two_epochs(proto, everything, IDS)
+    forms = [(tokens, IDS), (with_positions, IDS), ([(tokens, IDS)], None)]
+    for X, y in forms if attention == GROUPED else forms[:1]:
+        losses, trainer = train_two_epochs(proto, X, y)
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
-        np.testing.assert_allclose(
-            trainer.predict(tokens), reference.predict(everything), rtol=1e-4, atol=1e-5
-        )
-        assert trainer.evaluate(tokens, IDS)["loss"] == pytest.approx(
-            reference.evaluate(everything, IDS)["loss"], rel=1e-5
-        )
+    np.testing.assert_allclose(
+        trainer.predict(tokens), reference.predict(everything), rtol=1e-4, atol=1e-5
+    )
+    assert trainer.evaluate(tokens, IDS)["loss"] == pytest.approx(
+        reference.evaluate(everything, IDS)["loss"], rel=1e-5
+    )
     assert proto.SerializeToString() == file
     assert trainer.model.graph.input == proto.graph.input
 
@@ -139,8 +137,8 @@ def test_a_cache_of_the_last_rows():
     """It is empty in training, and so as large as there are tokens."""
     window = GROUPED.replace("kv_num_heads", "local_window_size = 2, kv_num_heads")
     ring = window.replace("kv_num_heads", "sliding_window_cache = 1, kv_num_heads", 1)
-    expected, reference = trained(language_model(window), IDS)
-    losses, trainer = trained(language_model(ring), IDS)
+    expected, reference = train_two_epochs(cached_decoder_model(window), IDS)
+    losses, trainer = train_two_epochs(cached_decoder_model(ring), IDS)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(trainer.predict(IDS), reference.predict(IDS), rtol=1e-5, atol=1e-6)
     attributes = {a.name for node in trainer.model.graph.node for a in node.attribute}
@@ -150,62 +148,58 @@ def test_a_cache_of_the_last_rows():
 def test_tokens_alone():
     """Without a mask, it is one for every token; any loss of the logits trains."""
     ones = {"attention_mask": np.ones_like(IDS), "position_ids": np.arange(TOKENS) + 0 * IDS}
-    expected, _ = trained(language_model(), {"input_ids": IDS} | ones | CACHES, IDS)
-    for X in (IDS, {"input_ids": IDS}):
-        np.testing.assert_allclose(trained(language_model(), X, IDS)[0], expected, rtol=1e-5)
-        np.testing.assert_allclose(trained(language_model(), X)[0], expected, rtol=1e-5)
-    by_output, _ = trained(language_model(), IDS, None, {"logits": "causal_lm"})
+    expected, _ = train_two_epochs(cached_decoder_model(), {"input_ids": IDS} | ones | CACHES, IDS)
+    for X, y in ((IDS, IDS), ({"input_ids": IDS}, None)):
+        losses, _ = train_two_epochs(cached_decoder_model(), X, y)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    by_output, _ = train_two_epochs(cached_decoder_model(), IDS, None, {"logits": "causal_lm"})
     np.testing.assert_allclose(by_output, expected, rtol=1e-5)
-    other, _ = trained(language_model(), IDS, IDS, "cross_entropy", loss_options={"shift": True})
+    other, _ = train_two_epochs(
+        cached_decoder_model(), IDS, IDS, "cross_entropy", loss_options={"shift": True}
+    )
     np.testing.assert_allclose(other, expected, rtol=1e-5)
 
 
 def test_what_is_not_filled():
     """Batches that are not known before they are read, padded rows, and models of other kinds."""
-    proto = language_model()
+    proto = cached_decoder_model()
 
     def batches():
         yield {"input_ids": IDS, "label": IDS}
 
-    assert trained(proto, batches)[0]  # a function that can be called again
-    with pytest.raises(ValueError, match=r"no data for the inputs.*'attention_mask'"):
+    assert train_two_epochs(proto, batches)[0]  # a function that can be called again
+    with pytest.raises(ValueError, match=naming("no data", "'attention_mask'")):
         og.Trainer(proto, "causal_lm", train="*").fit(batches())
     ragged = og.by_length({"input_ids": [row[:n] for row, n in zip(IDS, (5, 2, 4), strict=True)]})
-    with pytest.raises(ValueError, match=r"no data for the inputs.*'attention_mask'"):
+    with pytest.raises(ValueError, match=naming("no data", "'attention_mask'")):
         og.Trainer(proto, "causal_lm", train="*").fit(ragged)
     held = {"input_ids": IDS, "attention_mask": MASK} | CACHES  # which might hold rows
-    with pytest.raises(ValueError, match=r"no data for the inputs.*'position_ids'"):
+    with pytest.raises(ValueError, match=naming("no data", "'position_ids'")):
         og.Trainer(proto, "causal_lm", train="*").fit(held, IDS)
     cut = {"input_ids": IDS, "attention_mask": MASK[:, :4]}
     with pytest.raises(ValueError, match=r"length \d along axis 1.* has length \d"):
         og.Trainer(proto, "causal_lm", train="*").fit(cut, IDS)
-    encoder = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 21]>
-        g (int64[B, S] input_ids, float[B, S] attention_mask) => (float[B, S, 2] logits)
+    text = """g (int64[B, S] input_ids, float[B, S] attention_mask) => (float[B, S, 2] logits)
         <int64[1] two = {2}> { x = Gather(table, input_ids) m = Unsqueeze(attention_mask, two)
-            logits = Mul(x, m) }""")
-    table = RNG.standard_normal((WORDS, 2)).astype(np.float32)
-    encoder.graph.initializer.append(numpy_helper.from_array(table, "table"))
-    with pytest.raises(ValueError, match=r"no data for the inputs.*'attention_mask'"):
+            logits = Mul(x, m) }"""
+    encoder = parse_model(text, table=RNG.standard_normal((WORDS, 2)).astype(np.float32))
+    with pytest.raises(ValueError, match=naming("no data", "'attention_mask'")):
         og.Trainer(encoder, "cross_entropy", train="*").fit({"input_ids": IDS}, IDS % 2)
 
 
 def test_stack_without_caches():
-    rates = [0.05, 0.01]
-    stack = og.TrainerStack(
-        language_model(), "causal_lm", optimizer="sgd", learning_rate=rates, train="*"
-    ).fit(IDS)
-    for k, rate in enumerate(rates):
-        one = og.Trainer(
-            language_model(), "causal_lm", optimizer="sgd", learning_rate=rate, train="*"
-        ).fit(IDS)
-        for name, w in one.state.weights.items():
-            np.testing.assert_allclose(stack.state.weights[name][k], w, rtol=1e-4, atol=1e-6)
+    rates, options = [0.05, 0.01], {"optimizer": "sgd", "train": "*"}
+    proto = cached_decoder_model()
+    stack = og.TrainerStack(proto, "causal_lm", learning_rate=rates, **options).fit(IDS)
+    one = og.Trainer(proto, "causal_lm", learning_rate=rates[1], **options).fit(IDS)
+    for name, w in one.state.weights.items():
+        np.testing.assert_allclose(stack.state.weights[name][1], w, rtol=1e-4, atol=1e-6)
 
 
 # -- as the builder of onnxruntime-genai writes them ---------------------------------------------
 
 
-def configuration(name: str):
+def small_configuration(name: str):
     import transformers
 
     sizes = {
@@ -231,7 +225,7 @@ def test_built(name, precision, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     torch.manual_seed(0)
     network = transformers.AutoModelForCausalLM.from_config(
-        configuration(name), attn_implementation="eager"
+        small_configuration(name), attn_implementation="eager"
     ).float()
     network.save_pretrained(tmp_path / "hf")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
