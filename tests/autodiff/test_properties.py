@@ -7,14 +7,14 @@ import os
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 pytest.importorskip("hypothesis")
 
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from onnxgrad import check_gradient
-from tests.support.witness import Unstable, mismatches, session
+from tests.support.models import parse_model
+from tests.support.witness import Unstable, mismatches, unoptimized_session
 
 pytestmark = pytest.mark.sweep
 DRAWN = settings(
@@ -26,7 +26,7 @@ DRAWN = settings(
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.filter_too_much,
-        HealthCheck.function_scoped_fixture,  # one_thread is the same for all examples
+        HealthCheck.function_scoped_fixture,  # the same for all examples
     ],
 )
 OPSETS = st.integers(18, 23)
@@ -35,11 +35,13 @@ KNOWN = st.sampled_from(["lengths", "symbols"])
 FAR = 2**31 - 1
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal_of_shape(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape) + len(shape)).normal(size=shape)
 
 
-def model(node: str, feed: dict, fixed: dict, known: str, opset: int, kind: str = "double"):
+def model_of_node(
+    node: str, feed: dict, fixed: dict, known: str, opset: int, kind: str = "double"
+) -> onnx.ModelProto:
     """Return the model of a node that writes y from inputs in `feed` and constants in `fixed`."""
     inputs = []
     for name, array in feed.items():
@@ -47,18 +49,13 @@ def model(node: str, feed: dict, fixed: dict, known: str, opset: int, kind: str 
         inputs.append(
             f"{kind}[{', '.join(map(str, lengths))}] {name}" if lengths else f"{kind} {name}"
         )
-    made = onnx.parser.parse_model(
-        f'<ir_version: 9, opset_import: ["": {opset}]> '
-        f"g ({', '.join(inputs)}) => ({kind} y) {{ y = {node} }}"
-    )
-    made.graph.output[0].type.tensor_type.ClearField("shape")
-    made.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in fixed.items())
-    return made
+    text = f"g ({', '.join(inputs)}) => ({kind} y) {{ y = {node} }}"
+    return parse_model(text, opset=opset, output_shapes=False, **fixed)
 
 
-def agrees(made: onnx.ModelProto, feed: dict) -> None:
+def assert_gradient_agrees(made: onnx.ModelProto, feed: dict) -> None:
     try:
-        session(made).run(None, feed)
+        unoptimized_session(made).run(None, feed)
     except Exception:  # what onnxruntime does not run is no example
         assume(False)
     try:
@@ -96,9 +93,9 @@ def equations(draw) -> tuple[str, list[tuple[int, ...]]]:
 @given(equations(), KNOWN, OPSETS)
 def test_einsum(drawn, known, opset):
     equation, shapes = drawn
-    feed = {f"x{i}": np.asarray(normal(*s) + i) for i, s in enumerate(shapes)}
+    feed = {f"x{i}": np.asarray(normal_of_shape(*s) + i) for i, s in enumerate(shapes)}
     node = f'Einsum<equation="{equation}">({", ".join(feed)})'
-    agrees(model(node, feed, {}, known, opset), feed)
+    assert_gradient_agrees(model_of_node(node, feed, {}, known, opset), feed)
 
 
 # -- Slice and Pad -----------------------------------------------------------------------------
@@ -128,7 +125,7 @@ def bounds(draw, n: int) -> tuple[int, int]:
 
 
 @st.composite
-def slices(draw) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
+def slice_operands(draw) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
     """Draw a shape and the operands of a Slice, few of which leave nothing."""
     shape = draw(SHAPES)
     columns = [(*draw(bounds(shape[a])), a, draw(STEPS)) for a in draw(axes_of(shape))]
@@ -140,11 +137,13 @@ def slices(draw) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
 
 
 @DRAWN
-@given(slices(), KNOWN, OPSETS)
+@given(slice_operands(), KNOWN, OPSETS)
 def test_slice(drawn, known, opset):
     shape, fixed = drawn
-    feed = {"x": normal(*shape)}
-    agrees(model("Slice(x, starts, ends, axes, steps)", feed, fixed, known, opset), feed)
+    feed = {"x": normal_of_shape(*shape)}
+    assert_gradient_agrees(
+        model_of_node("Slice(x, starts, ends, axes, steps)", feed, fixed, known, opset), feed
+    )
 
 
 @st.composite
@@ -162,9 +161,9 @@ def pads(draw) -> tuple[tuple[int, ...], str, dict[str, np.ndarray]]:
 def test_pad(drawn, filled, known, opset):
     shape, mode, fixed = drawn
     assume(mode != "wrap" or opset > 18)
-    feed = {"x": normal(*shape)} | ({"v": np.asarray(1.5)} if filled else {})
+    feed = {"x": normal_of_shape(*shape)} | ({"v": np.asarray(1.5)} if filled else {})
     node = f'Pad<mode="{mode}">(x, pads, {"v" if filled else ""}, axes)'
-    agrees(model(node, feed, fixed, known, opset), feed)
+    assert_gradient_agrees(model_of_node(node, feed, fixed, known, opset), feed)
 
 
 # -- Resize ------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ ROUNDINGS = "round_prefer_floor round_prefer_ceil floor ceil".split()
 
 
 @st.composite
-def resizes(draw) -> tuple[tuple[int, ...], str, dict[str, np.ndarray]]:
+def resize_operands(draw) -> tuple[tuple[int, ...], str, dict[str, np.ndarray]]:
     shape = (1, 2, *draw(st.lists(st.integers(2, 4), min_size=2, max_size=2)))
     mode = draw(st.sampled_from(["linear", "nearest", "cubic"]))
     options = [f'mode="{mode}", coordinate_transformation_mode="{draw(st.sampled_from(PLACES))}"']
@@ -195,11 +194,11 @@ def resizes(draw) -> tuple[tuple[int, ...], str, dict[str, np.ndarray]]:
 
 
 @DRAWN
-@given(resizes(), KNOWN, st.integers(19, 23))
+@given(resize_operands(), KNOWN, st.integers(19, 23))
 def test_resize(drawn, known, opset):
     """onnxruntime has no kernel in float64: `check_gradient` takes onnx.reference."""
     shape, node, fixed = drawn
-    feed = {"x": normal(*shape)}
-    made = model(node, feed, fixed, known, opset, "float")
+    feed = {"x": normal_of_shape(*shape)}
+    made = model_of_node(node, feed, fixed, known, opset, "float")
     report = check_gradient(made, feed=feed, weights=[])
     assert report.ok, f"{report}\n{onnx.printer.to_text(made)}"

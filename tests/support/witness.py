@@ -7,10 +7,8 @@ where it is kept, and onnxruntime runs the file.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,12 +16,9 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from onnxgrad import DerivativeOptions, get_train_initializer, onnx_derivative
+from tests.support.optimized_models import optimized_model
 
-LEVELS = {
-    "plain": None,
-    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-}
+LEVELS = ("plain", "basic", "extended")  # of `optimized_models`, of which gradients are asked
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
 
 
@@ -31,27 +26,21 @@ class Unstable(Exception):
     """Central differences of two steps do not agree, or the model computes no finite numbers."""
 
 
-def session(model: onnx.ModelProto, level=None, path: str = "") -> ort.InferenceSession:
+def unoptimized_session(model: onnx.ModelProto, level=None) -> ort.InferenceSession:
+    """Return a session that runs the file as it is, or is optimized up to a level."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads = 1
     options.graph_optimization_level = level or ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if path:
-        options.optimized_model_filepath = path
     return ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
 
 
-def optimized(model: onnx.ModelProto, level) -> onnx.ModelProto:
-    """Return the file that onnxruntime writes at this level."""
-    if level is None:
-        return model
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "model.onnx")
-        session(model, level, path)
-        written = onnx.load(path)
-    session(written)  # raises for the files that onnxruntime writes and does not load
+def loadable_optimized_model(model: onnx.ModelProto, level: str) -> onnx.ModelProto:
+    """Return the file that onnxruntime writes, or raise where it does not load the file."""
+    written = optimized_model(model, level)
+    if level != "plain":
+        unoptimized_session(written)
     return written
 
 
@@ -71,7 +60,7 @@ class Tensor:
         return flat if self.places is None else flat[self.places]
 
 
-def tensors(model: onnx.ModelProto) -> Iterator[Tensor]:
+def float_tensors(model: onnx.ModelProto) -> Iterator[Tensor]:
     """Yield the floats that a file holds and that are trained by default.
 
     A Constant of a single element is a number of the architecture, no weight.
@@ -159,7 +148,7 @@ class Differences:
 
     def __init__(self, model: onnx.ModelProto, feed: dict, rng: np.random.Generator):
         self.model, self.feed = model, feed
-        self.session = session(model)
+        self.session = unoptimized_session(model)
         names = {x.name for x in self.session.get_inputs()}
         self.feed = {n: a for n, a in feed.items() if n in names}
         self.outputs = self.session.run(None, self.feed)
@@ -178,10 +167,10 @@ class Differences:
         if any(isinstance(key, int) for key in moved):
             model = onnx.ModelProto()
             model.CopyFrom(self.model)
-            for i, t in enumerate(tensors(model)):
+            for i, t in enumerate(float_tensors(model)):
                 if i in moved:
                     t.write((t.elements + moved[i]).astype(t.elements.dtype))
-            run = session(model)
+            run = unoptimized_session(model)
         for name in feed.keys() & moved.keys():
             feed[name] = np.asarray(feed[name] + moved[name], feed[name].dtype)
         total = 0.0
@@ -209,14 +198,14 @@ class Differences:
         return near + (near - far) / 3
 
 
-def base(gradient: str) -> str:
+def differentiated_name(gradient: str) -> str:
     """Return what a gradient is named after; it has a number where a cotangent has its name."""
     return re.sub(r"_grad(_\d+)?$", "", gradient)
 
 
-def of(gradient: str, name: str) -> bool:
+def may_be_gradient(gradient: str, name: str) -> bool:
     """Tell whether a gradient of this name may be that of a tensor of this name."""
-    return re.fullmatch(re.escape(name) + r"(_\d+)?", base(gradient)) is not None
+    return re.fullmatch(re.escape(name) + r"(_\d+)?", differentiated_name(gradient)) is not None
 
 
 def mismatches(model: onnx.ModelProto, feed: dict, seed: int = 0, fill: bool = False) -> list[str]:
@@ -228,7 +217,9 @@ def mismatches(model: onnx.ModelProto, feed: dict, seed: int = 0, fill: bool = F
     flags = DerivativeOptions.KeepOutputs | (DerivativeOptions.FillGrad if fill else 0)
     gradient = onnx_derivative(model, options=DerivativeOptions(flags))
     try:
-        run = session(gradient, None if seed % 4 else ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+        run = unoptimized_session(
+            gradient, None if seed % 4 else ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        )
     except Exception as error:
         return [f"the gradient model does not load: {str(error)[:300]}"]
     names = [x.name for x in run.get_inputs()]
@@ -257,12 +248,12 @@ def mismatches(model: onnx.ModelProto, feed: dict, seed: int = 0, fill: bool = F
 
 def _compare(file: Differences, gradients: dict[str, np.ndarray], rng) -> list[str]:
     """Compare gradients with differences: of all tensors at once, and of each if that is wrong."""
-    held: dict[int | str, Tensor] = dict(enumerate(tensors(file.model)))
+    held: dict[int | str, Tensor] = dict(enumerate(float_tensors(file.model)))
     for name, array in file.feed.items():
         if array.dtype.kind == "f":
             held[name] = Tensor(name, array.ravel(), lambda new: None, array.shape)
     owners: dict[int | str, list[str]] = {
-        key: [g for g, a in gradients.items() if of(g, t.name) and a.shape == t.shape]
+        key: [g for g, a in gradients.items() if may_be_gradient(g, t.name) and a.shape == t.shape]
         for key, t in held.items()
     }
     unclear = {g for g in gradients if sum(g in o for o in owners.values()) > 1}
