@@ -280,8 +280,17 @@ BETWEEN = {
 }
 SHAPES = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "u": (32, 64, 3, 3), "c": (32, 1, 1)}
 SHAPES |= {"d": (1, 32, 1, 1), "s0": (32,), "b0": (32,)}
-OTHERS = {"low": np.float32(-0.2), "high": np.float32(0.5), "m0": np.linspace(-1, 1, 32)}
-OTHERS |= {"v0": np.linspace(1, 2, 32), "pixels": [2, 3], "start": [0, 0], "end": [8, 8]}
+OTHERS = {
+    "low": np.float32(-0.2),
+    "high": np.float32(0.5),
+    "m0": np.linspace(-1, 1, 32, dtype="f4"),
+}
+OTHERS |= {
+    "v0": np.linspace(1, 2, 32, dtype="f4"),
+    "pixels": [2, 3],
+    "start": [0, 0],
+    "end": [8, 8],
+}
 
 
 @needs_blocks
