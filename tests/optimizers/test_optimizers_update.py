@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad
 from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output, optimizers as of
@@ -19,13 +17,24 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Chain, Optimizer, ParamGroup
 from onnxgrad.training.step import blocks
 from onnxgrad.training.step.update import build_update, evaluated, write_update
-from tests.support.optimizer_runs import RATES, SHAPES, gradients, initial, session, start, trained
+from tests.support.errors import naming
+from tests.support.models import initializer_arrays, parse_model
+from tests.support.optimizer_runs import (
+    RATES,
+    SHAPES,
+    first_slots,
+    first_weights,
+    fixed_gradients,
+    two_product_model,
+    update_session,
+    weights_after_fifty_steps,
+)
+from tests.support.running import in_sweep, run, session_of
 
-NAMES = [name for name, shape in SHAPES.items() if shape]
 KINDS = {name: (shape, np.float64) for name, shape in SHAPES.items()}
 
 
-def update(optimizer: Optimizer, shapes=SHAPES, dtype=np.float64, **options):
+def update_model(optimizer: Optimizer, shapes=SHAPES, dtype=np.float64, **options):
     """Return the graph of an update, which reads weights by their names, and its groups."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="update")
     op, pairs = Emit(graph), {}
@@ -42,11 +51,11 @@ def update(optimizer: Optimizer, shapes=SHAPES, dtype=np.float64, **options):
 
 def fifty_steps(optimizer: Optimizer, dtype=np.float64, **options):
     """Return weights and slots by name after 50 steps in groups."""
-    model, groups = update(optimizer, dtype=dtype, **options)
-    running = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    arrays = [a for group in groups for a in group.initial(start(dtype), {})]
+    model, groups = update_model(optimizer, dtype=dtype, **options)
+    running = session_of(model)
+    arrays = [a for group in groups for a in group.initial(first_weights(dtype), {})]
     names = [x.name for x in running.get_inputs()]
-    for t, (g, rate) in enumerate(zip(gradients(dtype), RATES, strict=True), 1):
+    for t, (g, rate) in enumerate(zip(fixed_gradients(dtype), RATES, strict=True), 1):
         fed = dict(zip(names, arrays, strict=False)) | {f"{n}_grad": a for n, a in g.items()}
         fed |= {"minus_learning_rate": np.array(-rate, dtype), "step": np.array(t)}
         arrays = running.run(None, fed)
@@ -57,6 +66,12 @@ def fifty_steps(optimizer: Optimizer, dtype=np.float64, **options):
         weights |= more_weights
         slots |= more_slots
     return weights, slots
+
+
+def divide_into_small_blocks(monkeypatch, large: int, block_bytes: int) -> None:
+    monkeypatch.setattr(blocks, "LARGE", large)
+    monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 3)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
 
 
 EVERY = {
@@ -74,7 +89,7 @@ EVERY = {
 def test_packed_weights_and_blocks_give_the_numbers_of_single_weights(name, monkeypatch):
     """The model of `build_update` has each weight alone."""
     optimizer = EVERY[name]
-    expected, averages = trained(optimizer, np.float64)
+    expected, averages = weights_after_fifty_steps(optimizer, np.float64)
     packed, slots = fifty_steps(optimizer)
     for n, w in expected.items():
         np.testing.assert_allclose(packed[n], w, rtol=1e-12, atol=1e-12)
@@ -85,11 +100,9 @@ def test_packed_weights_and_blocks_give_the_numbers_of_single_weights(name, monk
     for n, w in evaluated(optimizer, packed, slots, 50).items():
         np.testing.assert_allclose(w, averages[n], rtol=1e-11, atol=1e-11)
         assert optimizer.averages or (w == packed[n]).all()
-    monkeypatch.setattr(blocks, "LARGE", 7)
-    monkeypatch.setattr(blocks, "_LEAST", 3)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * 8)
+    divide_into_small_blocks(monkeypatch, 7, 64)
     in_blocks, _ = fifty_steps(optimizer, packed=6)
-    alone, _ = trained(optimizer, np.float64)
+    alone, _ = weights_after_fifty_steps(optimizer, np.float64)
     for n, w in expected.items():
         np.testing.assert_allclose(in_blocks[n], w, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(alone[n], w, rtol=1e-12, atol=1e-12)
@@ -97,7 +110,7 @@ def test_packed_weights_and_blocks_give_the_numbers_of_single_weights(name, monk
 
 def test_large_weights_are_scanned_in_blocks_and_small_ones_are_not():
     shapes = {"large": (1 << 10, 1 << 10), "prime": (1_048_583,), "small": (3, 4), "b": (4,)}
-    model, groups = update(of.nadam(), shapes, np.float32)
+    model, groups = update_model(of.nadam(), shapes, np.float32)
     assert [(list(g.shapes), g.in_blocks) for g in groups] == [
         (["large"], True),
         (["prime"], False),
@@ -107,22 +120,22 @@ def test_large_weights_are_scanned_in_blocks_and_small_ones_are_not():
     [scan] = [node for node in model.graph.node if node.op_type == "Scan"]
     ops = [node.op_type for node in scan.attribute[0].g.node]
     assert "Pow" not in ops  # what depends on numbers alone is computed once
-    assert not [g.in_blocks for g in update(of.lamb(), shapes, np.float32)[1] if g.in_blocks]
-    assert not [g for g in update(of.adam(), shapes, np.float32, blocks=False)[1] if g.in_blocks]
+    assert not [g.in_blocks for g in update_model(of.lamb(), shapes, np.float32)[1] if g.in_blocks]
+    assert not [
+        g for g in update_model(of.adam(), shapes, np.float32, blocks=False)[1] if g.in_blocks
+    ]
 
 
 @pytest.mark.parametrize("name", ["adam", "nadam", "swa", "muon", "groups"])
 def test_blocks_of_a_trainer(name, monkeypatch):
-    model = network()
+    model = two_product_model(40)
     x, y = np.ones((4, 4)), np.zeros((4, 40))
     groups = Chain((of.clip_by_global_norm(1.0), of.param_groups({"u": of.adam()}, of.momentum())))
     optimizer = groups if name == "groups" else EVERY[name]
     options = {"max_iter": 5, "batch_size": 2, "learning_rate": LearningRateSGD(0.1)}
     options |= {"training_optimizer_name": optimizer, "random_state": 0}
     plain = OrtGradientOptimizer(add_loss_output(model), **options).fit(x, y).trained_coef_
-    monkeypatch.setattr(blocks, "LARGE", 100)
-    monkeypatch.setattr(blocks, "_LEAST", 3)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    divide_into_small_blocks(monkeypatch, 100, 64)
     monkeypatch.setattr("onnxgrad.training.step.weight_groups.PACKED", 1)
     in_blocks = []
 
@@ -135,27 +148,24 @@ def test_blocks_of_a_trainer(name, monkeypatch):
     assert len(in_blocks) == (name != "muon")  # u, unless it is orthogonalized
     for n, w in plain.items():
         np.testing.assert_allclose(trained[n], w, rtol=1e-12, atol=1e-12)
-        assert not np.array_equal(w, weights(model)[n])
+        assert not np.array_equal(w, initializer_arrays(model)[n])
 
 
 # w0 is behind the sum: onnxruntime 1.31 rounds the scalar factor of a product to float32
-RANKS = """<ir_version: 9, opset_import: ["": 20]>
-    f (double[N, 6] x) => (double[N, 3] y) {
+RANKS = """f (double[N, 6] x) => (double[N, 3] y) {
         a = MatMul(x, t2)  b = Add(a, w1)  n = Mul(b, w0)  h = Tanh(n)
         i = Reshape(h, pairs)  c = MatMul(i, w4)  j = Reshape(c, rows)
         k = MatMul(j, t3)  y = Reshape(k, out) }"""
 OF_RANK = {"w0": (), "w1": (4,), "t2": (6, 4), "t3": (1, 4, 3), "w4": (1, 2, 2, 2)}
 
 
-def of_all_ranks() -> onnx.ModelProto:
+def model_of_all_ranks() -> onnx.ModelProto:
     """Return a network with a weight of each rank from 0 to 4."""
-    model, rng = onnx.parser.parse_model(RANKS), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal(shape) for name, shape in OF_RANK.items()}
     arrays |= {"pairs": np.array([-1, 2, 1, 2])}
     arrays |= {"rows": np.array([-1, 1, 4]), "out": np.array([-1, 3])}
-    for name, array in arrays.items():
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
-    return model
+    return parse_model(RANKS, opset=20, **{name: np.asarray(a) for name, a in arrays.items()})
 
 
 WRAPPED = {
@@ -169,7 +179,10 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+PLAIN = set(of.OPTIMIZERS) - {"adam", "schedule_free"}  # what differs is how they are wrapped
+
+
+@pytest.mark.parametrize("name", [in_sweep(n) if n in PLAIN else n for n in WRAPPED])
 def test_micro_batches_and_averages_of_weights_of_all_ranks(name, tmp_path):
     """Training is that of whole batches, and all that reads the weights gets those to evaluate."""
     rng = np.random.default_rng(1)
@@ -178,7 +191,7 @@ def test_micro_batches_and_averages_of_weights_of_all_ranks(name, tmp_path):
     for parts in (1, 3):
         options = {"optimizer": WRAPPED[name], "accumulate": parts, "train": list(OF_RANK)}
         options |= {"clip_norm": 1.0} if name != "groups" else {}
-        trainer = onnxgrad.Trainer(of_all_ranks(), "mse", learning_rate=0.01, **options)
+        trainer = onnxgrad.Trainer(model_of_all_ranks(), "mse", learning_rate=0.01, **options)
         trainer.fit(x, y, **fit)
         evaluated = trainer.evaluated()
         assert {n: (type(a), a.shape) for n, a in evaluated.items()} == {
@@ -186,8 +199,7 @@ def test_micro_batches_and_averages_of_weights_of_all_ranks(name, tmp_path):
         }
         trainer.save(tmp_path / "m.onnx")
         for model in (trainer.model, onnx.load(tmp_path / "m.onnx")):
-            running = ort.InferenceSession(model.SerializeToString())
-            (predicted,) = running.run(None, {"x": x})
+            (predicted,) = run(model, x=x)
             np.testing.assert_allclose(trainer.predict(x), predicted, rtol=1e-12)
             loss = ((predicted - y) ** 2).mean()
             assert trainer.evaluate(x, y)["loss"] == pytest.approx(loss, rel=1e-12)
@@ -197,28 +209,17 @@ def test_micro_batches_and_averages_of_weights_of_all_ranks(name, tmp_path):
         np.testing.assert_allclose(weights[1][n], w, rtol=1e-7, atol=1e-9, err_msg=n)
 
 
-def network(bias: str = "b") -> onnx.ModelProto:
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
-        g (double[N, 4] x) => (double[N, 40] y)
-        {{ h = MatMul(x, w)  i = Add(h, {bias})  j = Tanh(i)  y = MatMul(j, u) }}""")
-    rng = np.random.default_rng(0)
-    for name, shape in (("w", (4, 3)), (bias, (3,)), ("u", (3, 40))):
-        model.graph.initializer.append(numpy_helper.from_array(rng.standard_normal(shape), name))
-    return model
-
-
-def weights(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+LAST = 17_000  # of a weight that is too large to be packed with the others
 
 
 @pytest.mark.parametrize(
-    "optimizer", [of.nadam(), of.schedule_free(), of.lookahead(of.rprop(), 3), of.adafactor()]
+    "optimizer", [of.adam(), of.schedule_free(), of.lookahead(of.rprop(), 3), of.adafactor()]
 )
 def test_slots_of_any_shape_survive_a_warm_start(optimizer):
-    x, y = np.ones((4, 4)), np.zeros((4, 40))
+    x, y = np.ones((4, 4)), np.zeros((4, LAST))
     rate = LearningRateSGD(0.1, learning_rate="constant")
     options = {"training_optimizer_name": optimizer, "batch_size": 2, "learning_rate": rate}
-    model = add_loss_output(network())
+    model = add_loss_output(two_product_model(LAST, "float"))
     whole = OrtGradientOptimizer(model, max_iter=4, **options).fit(x, y)
     half = OrtGradientOptimizer(model, max_iter=2, warm_start=True, **options).fit(x, y).fit(x, y)
     assert len(whole.trained_coef_) == 3
@@ -227,7 +228,7 @@ def test_slots_of_any_shape_survive_a_warm_start(optimizer):
 
 
 def test_slots_start_at_initial_values_and_are_checked():
-    _, (group,) = update(of.ema(of.nadam()), {"w": (2, 3), "b": (3,)})
+    _, (group,) = update_model(of.ema(of.nadam()), {"w": (2, 3), "b": (3,)})
     rng = np.random.default_rng(0)
     w = {"w": rng.standard_normal((2, 3)), "b": rng.standard_normal(3)}
     state, m, _, product, average = group.initial(w, {"b": {"m": np.ones(3)}})
@@ -240,9 +241,9 @@ def test_slots_start_at_initial_values_and_are_checked():
     np.testing.assert_array_equal(back["w"], w["w"])
     np.testing.assert_array_equal(slots["b"]["m"], np.ones(3))
     assert slots["w"]["mu_product"] == slots["b"]["mu_product"] == 1.0
-    with pytest.raises(ValueError, match=r"the slot 'm' of b has the shape \(2,\), not \(3,\)"):
+    with pytest.raises(ValueError, match=naming("'m' of b", "(2,)", "(3,)")):
         group.initial(w, {"b": {"m": np.ones(2)}})
-    with pytest.raises(ValueError, match="'mu_product' is shared by w, b, and differs"):
+    with pytest.raises(ValueError, match=naming("'mu_product'", "w, b")):
         group.initial(w, {"b": {"mu_product": np.array(0.5)}})
 
 
@@ -264,20 +265,19 @@ def test_the_model_of_an_update_names_what_it_reads_and_writes():
 def test_the_global_norm_of_several_dtypes():
     kinds = {"a": ((2,), np.float32), "b": ((3, 2), np.float64)}
     model = build_update(kinds, Chain((of.clip_by_global_norm(0.5), of.sgd())))
-    running = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
     w = {n: rng.standard_normal(s).astype(d) for n, (s, d) in kinds.items()}
     g = {n: rng.standard_normal(s).astype(d) for n, (s, d) in kinds.items()}
     scalars = {"minus_learning_rate": np.array(-0.1), "step": np.array(1)}
-    new = running.run(None, w | {f"{n}_grad": a for n, a in g.items()} | scalars)
+    new = run(model, w | {f"{n}_grad": a for n, a in g.items()} | scalars)
     factor = 0.5 / (np.sqrt(sum((a.astype(float) ** 2).sum() for a in g.values())) + 1e-6)
     for n, value in zip(w, new, strict=True):
         np.testing.assert_allclose(value, w[n] - 0.1 * factor * g[n], rtol=1e-6)
 
 
 def test_rprop_starts_at_the_rate_of_its_first_step():
-    running, w = session(of.rprop(), np.float64, {"w": (3,)}), np.zeros(3)
-    state = {"w": w} | initial(of.rprop(), {"w": w})
+    running, w = update_session(of.rprop(), np.float64, {"w": (3,)}), np.zeros(3)
+    state = {"w": w} | first_slots(of.rprop(), {"w": w})
     for t, (rate, sizes) in enumerate([(0.1, 0.1), (0.7, 0.12), (0.01, 0.144)], 1):
         scalars = {"minus_learning_rate": np.array(-rate), "step": np.array(t)}
         new = running.run(None, state | scalars | {"w_grad": np.array([1.0, 2.0, 3.0])})
@@ -294,6 +294,12 @@ def test_all_optimizers_are_values_with_names():
         assert len({optimizer, choose()}) == 1
         assert optimizer.elementwise == (name in of.OPTIMIZERS)
         assert optimizer.averages == (name == "schedule_free")
+    made = [of.sgd(), of.momentum(), of.nesterov(0.8), of.adam(), of.adam(0.8), of.adamw()]
+    assert len(set(made)) == len(made)
+    assert "0.8" in repr(made[4])
+    assert of.select("AdamOptimizer") == of.adam()
+    with pytest.raises(ValueError, match=naming("'adem'", "'adam'")):
+        of.select("adem")
 
 
 @pytest.mark.parametrize(
@@ -311,11 +317,11 @@ def test_all_optimizers_are_values_with_names():
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(optimizer):
-    with pytest.raises(ValueError, match=r"pattern '\*bais' matches none of the trained weights"):
+    with pytest.raises(ValueError, match=naming("pattern", "'*bais'")):
         build_update(KINDS, optimizer)
-    model = add_loss_output(network("bias"))
+    model = add_loss_output(two_product_model(40, bias="bias"))
     trainer = OrtGradientOptimizer(model, training_optimizer_name=optimizer)
-    with pytest.raises(ValueError, match=r"pattern '\*bais' matches none of the trained weights"):
+    with pytest.raises(ValueError, match=naming("pattern", "'*bais'")):
         trainer.fit(np.ones((2, 4)), np.ones((2, 40)))
 
 
@@ -329,47 +335,47 @@ def test_the_first_pattern_counts():
     optimizer = of.param_groups({"norm*": of.sgd(), "*": of.adam()})
     assert optimizer.for_weight("norm.weight", (7,)) == of.sgd()
     assert optimizer.for_weight("Norm.weight", (7,)) == of.adam()
-    with pytest.raises(ValueError, match=r"patterns before 'norm\*' match all of its weights"):
+    with pytest.raises(ValueError, match=naming("before", "'norm*'")):
         build_update(KINDS, of.param_groups({"*": of.adam(), "norm*": of.sgd()}))
-    with pytest.raises(ValueError, match="no pattern of param_groups matches the weight scale"):
+    with pytest.raises(ValueError, match=naming("param_groups", "scale", "default")):
         build_update(KINDS, of.param_groups({"norm*": of.sgd()}))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: of.adamw(exclude="*bias"), r"write exclude=\('\*bias',\)"),
-        (lambda: of.adam(exclude=("*bias",)), "give a weight_decay, too"),
-        (lambda: Chain((of.adam(), of.clip_by_global_norm(1.0))), "let it begin the chain"),
-        (lambda: Chain((of.ema(of.adam()), of.sgd())), "put what is behind it into"),
-        (lambda: of.ema(of.swa(of.adam(), 1)), "averages weights already"),
-        (lambda: of.lookahead(of.schedule_free()), "averages weights already"),
-        (lambda: of.ema("adam"), r"takes an optimizer such as adam\(\), not 'adam'"),
-        (lambda: of.ema(HasAverage()), "has a slot 'average', as Ema has"),
-        (lambda: of.param_groups({"a": "adam"}), r"such as adam\(\) is needed, not 'adam'"),
-        (lambda: of.param_groups({"a": ParamGroup(rate=2.0)}), "has no optimizer"),
-        (
-            lambda: of.param_groups({"a": ParamGroup(of.adam(), weight_decay=0.1)}),
-            "no weight decay",
-        ),
-        (
-            lambda: of.param_groups({"a": Chain((of.clip_by_global_norm(1.0), of.adam()))}),
-            "let it begin a Chain around all groups",
-        ),
-        (lambda: of.adam(b2=1.0), r"b2 must be in \[0, 1\), not 1.0"),
-        (lambda: of.adafactor(d=0.5), "d must be at least 1, not 0.5"),
-        (lambda: of.lookahead(of.adam(), every=0), "every must be at least 1"),
-        (lambda: of.swa(of.adam(), start=0), "start must be at least 1"),
-        (lambda: of.schedule_free(b1=0.0), "b1 must be between 0 and 1"),
-        (lambda: of.clip_by_norm(0.0), "norm must be above 0"),
-        (lambda: of.clip(-1.0), "value must be above 0"),
-        (lambda: of.rprop(etas=(1.2, 0.5)), "etas must be one below 1"),
-        (lambda: of.muon(adjust_lr_fn="origin"), "Did you mean 'original'"),
-        (lambda: of.sgd(nesterov=True), "needs a momentum"),
-    ],
-)
-def test_wrong_optimizers(make, message):
-    with pytest.raises(ValueError, match=message):
+WRONG = [  # an optimizer, and what the message must name
+    (lambda: of.adamw(exclude="*bias"), ["exclude=('*bias',)"]),
+    (lambda: of.adam(exclude=("*bias",)), ["weight_decay"]),
+    (lambda: Chain((of.adam(), of.clip_by_global_norm(1.0))), ["begin the chain"]),
+    (lambda: Chain((of.ema(of.adam()), of.sgd())), ["behind it"]),
+    (lambda: of.ema(of.swa(of.adam(), 1)), ["Swa", "averages"]),
+    (lambda: of.lookahead(of.schedule_free()), ["ScheduleFree", "averages"]),
+    (lambda: of.ema("adam"), ["adam()", "'adam'"]),
+    (lambda: of.ema(HasAverage()), ["slot 'average'", "Ema"]),
+    (lambda: of.param_groups({"a": "adam"}), ["adam()", "'adam'"]),
+    (lambda: of.param_groups({"a": ParamGroup("adam", rate=0.1)}), ["adam()", "'adam'"]),
+    (lambda: of.muon(other="adam"), ["adam()", "'adam'"]),
+    (lambda: of.param_groups({"a": ParamGroup(rate=2.0)}), ["no optimizer"]),
+    (lambda: of.param_groups({"a": ParamGroup(of.adam(), weight_decay=0.1)}), ["weight_decay="]),
+    (
+        lambda: of.param_groups({"a": Chain((of.clip_by_global_norm(1.0), of.adam()))}),
+        ["ClipByGlobalNorm", "Chain"],
+    ),
+    (lambda: of.adam(b2=1.0), ["b2", "[0, 1)", "1.0"]),
+    (lambda: of.adafactor(d=0.5), ["d must", "1", "0.5"]),
+    (lambda: of.lookahead(of.adam(), every=0), ["every", "1"]),
+    (lambda: of.swa(of.adam(), start=0), ["start", "1"]),
+    (lambda: of.schedule_free(b1=0.0), ["b1", "0 and 1"]),
+    (lambda: of.clip_by_norm(0.0), ["norm", "0"]),
+    (lambda: of.clip(-1.0), ["value", "0"]),
+    (lambda: of.rprop(etas=(1.2, 0.5)), ["etas"]),
+    (lambda: of.muon(adjust_lr_fn="origin"), ["'original'"]),
+    (lambda: of.muon(momentum=1.5), ["momentum", "1.5"]),
+    (lambda: of.sgd(nesterov=True), ["momentum"]),
+]
+
+
+@pytest.mark.parametrize(("make", "parts"), WRONG)
+def test_wrong_optimizers(make, parts):
+    with pytest.raises(ValueError, match=naming(*parts)):
         make()
 
 
@@ -393,8 +399,8 @@ class Counted(Optimizer):
 
 
 def test_a_number_that_depends_on_elements_is_refused_in_blocks():
-    with pytest.raises(ValueError, match="elementwise, but its number 'count' depends on all"):
-        update(Counted(), {"w": (1 << 10, 1 << 10)})
+    with pytest.raises(ValueError, match=naming("elementwise", "'count'")):
+        update_model(Counted(), {"w": (1 << 10, 1 << 10)})
 
 
 def test_claims_follow_the_methods():
@@ -426,17 +432,16 @@ def test_averages_before_they_start():
 
 def test_the_estimators_export_and_validate_averages():
     x, y = np.ones((4, 4)), np.zeros((4, 40))
+    options = {"training_optimizer_name": of.ema(of.adam(), 0.9), "validation_every": 1}
     fitted = onnxgrad.OrtGradientForwardBackwardOptimizer(
-        network(), max_iter=5, batch_size=4, training_optimizer_name=of.ema(of.adam(), 0.9),
-        validation_every=1,
-    ).fit(x, y, X_val=x, y_val=y)  # fmt: skip
+        two_product_model(40), max_iter=5, batch_size=4, **options
+    ).fit(x, y, X_val=x, y_val=y)
     slots, now = (fitted.get_state(kind) for kind in ("grad", "weight"))
-    exported = weights(fitted.get_trained_onnx())
+    exported = initializer_arrays(fitted.get_trained_onnx())
     assert {*exported} == {"w", "b", "u"}
     for name, w in exported.items():
         np.testing.assert_array_equal(w, slots[name]["average"].numpy())
         assert not np.array_equal(w, now[name].numpy())
-    running = ort.InferenceSession(fitted.get_trained_onnx().SerializeToString())
-    (predicted,) = running.run(None, {"x": x})
+    (predicted,) = run(fitted.get_trained_onnx(), x=x)
     np.testing.assert_allclose(fitted.predict(x), predicted, rtol=1e-12)
     assert fitted.validation_losses_[-1] == pytest.approx(-fitted.score(x, y), rel=1e-12)

@@ -19,7 +19,7 @@ from onnxgrad.optimizers import Inputs, Optimizer
 # measured with momentum and AdamW in float32 on CPUs with 1 MB of L2 per core
 LARGE = 1 << 16  # elements
 BLOCK_BYTES = 1 << 19  # from here on, onnxruntime divides elementwise operators among two threads
-_LEAST = 1 << 12  # elements of a block: in smaller ones, the nodes cost more than the memory
+SMALLEST_BLOCK = 1 << 12  # elements: in smaller blocks, nodes cost more than the memory
 
 
 def block_shape(w: ir.Value) -> tuple[int, int] | None:
@@ -31,7 +31,7 @@ def block_shape(w: ir.Value) -> tuple[int, int] | None:
     if size < LARGE or w.dtype is None:
         return None
     most = BLOCK_BYTES * 8 // w.dtype.bitwidth
-    block = next((d for d in range(most, _LEAST - 1, -1) if size % d == 0), None)
+    block = next((d for d in range(most, SMALLEST_BLOCK - 1, -1) if size % d == 0), None)
     return None if block is None else (size // block, block)
 
 
