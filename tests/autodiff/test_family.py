@@ -12,21 +12,15 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import derivative_family, onnx_derivative
+from tests.support.models import parse_model
 from tests.support.pages import code_of
-from tests.support.running import run_named
+from tests.support.running import in_sweep, run_named
 
 RNG = np.random.default_rng(0)
 
 
-def parse(text: str, **weights) -> onnx.ModelProto:
-    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> {text}')
-    for name, array in weights.items():
-        made.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
-    return made
-
-
-def network(batch="1") -> onnx.ModelProto:
-    return parse(
+def tanh_network(batch="1") -> onnx.ModelProto:
+    return parse_model(
         f"""f (double[{batch},2] x) => (double[{batch},3] y)
         {{ h = MatMul(x, W) i = Add(h, b) j = Tanh(i) y = MatMul(j, V) }}""",
         W=np.random.default_rng(1).standard_normal((2, 5)),
@@ -35,23 +29,18 @@ def network(batch="1") -> onnx.ModelProto:
     )
 
 
-def two() -> onnx.ModelProto:
+def matrices_and_integers() -> onnx.ModelProto:
     """A matrix, a vector and integers in; a matrix and a scalar out."""
-    return parse("""two (double[2,3] x, double[2] z, int64[2] i) => (double[2,3] y, double q)
+    return parse_model("""two (double[2,3] x, double[2] z, int64[2] i) => (double[2,3] y, double q)
         <int64[2] column = {2, 1}>
         { a = Gather(z, i) s = Reshape(a, column) t = Mul(x, s) e = Tanh(t) y = Mul(e, x)
           q = ReduceSum<keepdims=0>(y) }""")
 
 
-def cube() -> onnx.ModelProto:
-    return parse("cube (double[2,2,3] x) => (double[2,2,3] y) { y = Tanh(x) }")
-
-
-def branch() -> onnx.ModelProto:
-    return parse("""f (double[3] x) => (double[3] y) <double zero = {0.0}>
-        { s = ReduceSum<keepdims=0>(x) c = Greater(s, zero)
-          y = If<then_branch = a () => (double[3] p) { p = Tanh(x) },
-                 else_branch = b () => (double[3] r) { r = Exp(x) }>(c) }""")
+BRANCH = """f (double[3] x) => (double[3] y) <double zero = {0.0}>
+    { s = ReduceSum<keepdims=0>(x) c = Greater(s, zero)
+      y = If<then_branch = a () => (double[3] p) { p = Tanh(x) },
+             else_branch = b () => (double[3] r) { r = Exp(x) }>(c) }"""
 
 
 def signature(made: onnx.ModelProto) -> tuple[list, list]:
@@ -64,14 +53,14 @@ def signature(made: onnx.ModelProto) -> tuple[list, list]:
 # -- by themselves ------------------------------------------------------------------------------
 
 
-def matrix(array: np.ndarray) -> np.ndarray:
+def casadi_matrix(array: np.ndarray) -> np.ndarray:
     """Return an array as CasADi reads it."""
     return array if array.ndim == 2 else array.reshape(-1, 1)
 
 
-def along(function, x: dict, seeds: dict, h: float = 1e-5) -> dict:
+def differences_along(function, x: dict, seeds: dict, h: float = 1e-5) -> dict:
     """Return central differences of `function` along each column block of `seeds`, packed."""
-    width = {k: matrix(x[k]).shape[1] for k in seeds}
+    width = {k: casadi_matrix(x[k]).shape[1] for k in seeds}
     (count,) = {s.shape[1] // width[k] for k, s in seeds.items()}
     blocks = []
     for d in range(count):
@@ -80,47 +69,51 @@ def along(function, x: dict, seeds: dict, h: float = 1e-5) -> dict:
             function(x | {k: x[k] + sign * h * v[k].reshape(x[k].shape) for k in v})
             for sign in (1, -1)
         )
-        blocks.append({k: matrix((up[k] - down[k]) / (2 * h)) for k in up})
+        blocks.append({k: casadi_matrix((up[k] - down[k]) / (2 * h)) for k in up})
     return {k: np.hstack([b[k] for b in blocks]) for k in blocks[0]}
 
 
 def seeds_of(x: dict, prefix: str, count: int) -> dict:
-    shapes = {k: matrix(v).shape for k, v in x.items() if v.dtype == np.float64}
+    shapes = {k: casadi_matrix(v).shape for k, v in x.items() if v.dtype == np.float64}
     return {f"{prefix}_{k}": RNG.standard_normal((r, count * c)) for k, (r, c) in shapes.items()}
 
 
-CASES = {
-    "network": (network, {"x": RNG.standard_normal((1, 2))}),
-    "rows": (lambda: network("N"), {"x": RNG.standard_normal((4, 2))}),
+CASES = {  # a function that makes a model, or its text; and what to feed
+    "network": (tanh_network, {"x": RNG.standard_normal((1, 2))}),
+    "rows": (lambda: tanh_network("N"), {"x": RNG.standard_normal((4, 2))}),
     "two": (
-        two,
+        matrices_and_integers,
         {"x": RNG.standard_normal((2, 3)), "z": RNG.standard_normal(2), "i": np.array([1, 1])},
     ),
-    "cube": (cube, {"x": RNG.standard_normal((2, 2, 3))}),
-    "then": (branch, {"x": np.array([1.0, 2.0, -1.0])}),
-    "else": (branch, {"x": np.array([1.0, -2.0, -1.0])}),
+    "cube": (
+        "cube (double[2,2,3] x) => (double[2,2,3] y) { y = Tanh(x) }",
+        {"x": RNG.standard_normal((2, 2, 3))},
+    ),
+    "then": (BRANCH, {"x": np.array([1.0, 2.0, -1.0])}),
+    "else": (BRANCH, {"x": np.array([1.0, -2.0, -1.0])}),
     "symbols": (
-        lambda: parse("f (double[N,M] x) => (double[N,M] y) { y = Tanh(x) }"),
+        "f (double[N,M] x) => (double[N,M] y) { y = Tanh(x) }",
         {"x": RNG.standard_normal((2, 3))},
     ),
     "linear": (
-        lambda: parse("f (double[2] x) => (double[2] y) { y = Identity(x) }"),
+        "f (double[2] x) => (double[2] y) { y = Identity(x) }",
         {"x": RNG.standard_normal(2)},
     ),
 }
 
 
-@pytest.mark.parametrize(("nfwd", "nadj"), [(1, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("nfwd", "nadj"), [in_sweep(1, 1), (2, 3), in_sweep(3, 2)])
 @pytest.mark.parametrize("case", CASES)
 def test_against_differences(case, nfwd, nadj):
-    made, x = CASES[case][0](), CASES[case][1]
+    source, x = CASES[case]
+    made = parse_model(source) if isinstance(source, str) else source()
     family = derivative_family(made)
     y = run_named(made, x)
     original = {k: v.copy() for k, v in run_named(family["f"], x).items()}
     np.testing.assert_equal(original, y)
 
     fwd, adj = seeds_of(x, "fwd", nfwd), seeds_of(y, "adj", nadj)
-    slopes = along(
+    slopes = differences_along(
         lambda x: run_named(made, x), x, {k.removeprefix("fwd_"): v for k, v in fwd.items()}
     )
     forward = run_named(family["fwd_f"], x | fwd)
@@ -130,8 +123,10 @@ def test_against_differences(case, nfwd, nadj):
 
     # <u, J v> = <J^T u, v> for every pair of seeds
     adjoint = run_named(family["adj_f"], x | adj)
-    left = sum(_products(adj[f"adj_{k}"], slopes[k], matrix(y[k])) for k in y)
-    right = sum(_products(adjoint[f"adj_{k[4:]}"], v, matrix(x[k[4:]])) for k, v in fwd.items())
+    left = sum(_products(adj[f"adj_{k}"], slopes[k], casadi_matrix(y[k])) for k in y)
+    right = sum(
+        _products(adjoint[f"adj_{k[4:]}"], v, casadi_matrix(x[k[4:]])) for k, v in fwd.items()
+    )
     np.testing.assert_allclose(left, right, atol=1e-7)
 
     # the derivative of the adjoint, which is a function of x and of its seeds
@@ -145,7 +140,9 @@ def test_against_differences(case, nfwd, nadj):
         results = run_named(family["adj_f"], p | rest)
         return {k: v for k, v in results.items() if k.startswith("adj_")}
 
-    bent = along(gradients, point, {k.removeprefix("fwd_"): v for k, v in (fwd | both).items()})
+    bent = differences_along(
+        gradients, point, {k.removeprefix("fwd_"): v for k, v in (fwd | both).items()}
+    )
     curved = run_named(family["fwd_adj_f"], x | adj | fwd | both)
     for name, value in bent.items():
         np.testing.assert_allclose(curved[f"fwd_{name}"], value, atol=1e-8)
@@ -158,7 +155,7 @@ def _products(a: np.ndarray, b: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def test_signatures():
-    family = derivative_family(two())
+    family = derivative_family(matrices_and_integers())
     given, kept = [("x", [2, 3]), ("z", [2]), ("i", [2])], [("y", [2, 3]), ("q", [])]
     assert signature(family["f"]) == (given, kept)
     u = [("adj_y", [2, "nadj_x_3"]), ("adj_q", [1, "nadj"])]
@@ -175,7 +172,7 @@ def test_signatures():
 
 
 def test_numbers_of_directions_that_differ_are_an_error():
-    family = derivative_family(two())
+    family = derivative_family(matrices_and_integers())
     x = CASES["two"][1]
     seeds = {"adj_y": np.ones((2, 6)), "adj_q": np.ones((1, 3))}  # two directions, and three
     with pytest.raises(ort.capi.onnxruntime_pybind11_state.InvalidArgument, match="indices"):
@@ -183,21 +180,23 @@ def test_numbers_of_directions_that_differ_are_an_error():
 
 
 def test_inputs_outputs_and_weights():
-    family = derivative_family(two(), inputs=["z"], outputs=["q"])
+    family = derivative_family(matrices_and_integers(), inputs=["z"], outputs=["q"])
     x, _ = signature(family["fwd_adj_f"])
     assert [name for name, _ in x] == ["x", "z", "i", "adj_q", "fwd_z", "fwd_adj_q"]
-    family = derivative_family(network(), weights=["b"], inputs=[])
+    family = derivative_family(tanh_network(), weights=["b"], inputs=[])
     x, y = signature(family["adj_f"])
     assert [name for name, _ in x] == ["x", "b", "adj_y"]
     assert [name for name, _ in y] == ["y", "adj_b"]
     fed = {"x": np.ones((1, 2)), "b": np.zeros(5)}
-    want = run_named(onnx_derivative(network(), ["b"], []), fed, y_grad=np.ones((1, 3)))["b_grad"]
+    want = run_named(onnx_derivative(tanh_network(), ["b"], []), fed, y_grad=np.ones((1, 3)))[
+        "b_grad"
+    ]
     got = run_named(family["adj_f"], fed, adj_y=np.ones((1, 3)))["adj_b"]
     np.testing.assert_allclose(got[:, 0], want)
 
 
 def test_float64():
-    made = parse("f (float[2] x) => (float[2] y) { s = Exp(x) y = Mul(s, s) }")
+    made = parse_model("f (float[2] x) => (float[2] y) { s = Exp(x) y = Mul(s, s) }")
     x = np.array([0.3, 0.4])
     family = derivative_family(made, dtype="float64")
     np.testing.assert_allclose(run_named(family["f"], x=x)["y"], np.exp(2 * x), rtol=1e-14)
@@ -216,12 +215,12 @@ def test_float64():
         ("f (double[2] x) => (double[2] y) { y = Tanh(x) }", {"path": "f.pb"}, "end in .onnx"),
         ("f (double[2] x) => (double[2] y) { y = Tanh(x) }", {"inputs": ["z"]}, "Unknown input"),
         ("f (double[2] x) => (double[2] y, int64[1] n) { y = Tanh(x) n = Shape(x) }", {}, "['n']"),
-        ("f (double[2] x) => (double[2] y) { y = Floor(x) }", {}, "no differentiable path"),
+        ("f (double[2] x) => (double[2] y) { y = Floor(x) }", {}, "differentiable path"),
         ("f (double[2] x, int64[K] s) => (double y) { y = Reshape(x, s) }", {}, "rank"),
     ],
 )
 def test_refused(text, options, message):
-    made = parse(text)
+    made = parse_model(text)
     if message == "rank":
         made.graph.output[0].type.tensor_type.ClearField("shape")
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -229,13 +228,13 @@ def test_refused(text, options, message):
 
 
 def test_names_that_are_taken_get_a_prefix():
-    made = parse("f (double[2] fwd_x) => (double[2] y) { y = Tanh(fwd_x) }")
+    made = parse_model("f (double[2] fwd_x) => (double[2] y) { y = Tanh(fwd_x) }")
     family = derivative_family(onnx.compose.add_prefix(made, "f_"))
     assert signature(family["fwd_f"])[1][1] == ("fwd_f_y", [2, "nfwd"])
 
 
 def test_a_hidden_value_gives_its_name(tmp_path):
-    made = parse(
+    made = parse_model(
         "f (double[2] x) => (double[2] y) { adj_y = Tanh(x) adj_x = Exp(adj_y) y = Mul(adj_x, x) }"
     )
     got = run_named(derivative_family(made)["adj_f"], x=np.zeros(2), adj_y=np.ones((2, 1)))
@@ -257,7 +256,7 @@ def casadi(monkeypatch):
     return module
 
 
-def functions(casadi, path, **sizes):
+def both_functions(casadi, path, **sizes):
     """Return the function of the files, and CasADi's own, which it differentiates itself."""
     made = []
     for options in ({}, {"symbolic": True}):
@@ -268,7 +267,7 @@ def functions(casadi, path, **sizes):
     return made
 
 
-def assert_same(f, own):
+def assert_same_function(f, own):
     assert (f.name_in(), f.name_out()) == (own.name_in(), own.name_out())
     arguments = [
         np.zeros(f.size_in(i)) if name.startswith("out_") else RNG.standard_normal(f.size_in(i))
@@ -286,30 +285,32 @@ MATRICES = """two (double[2,3] x, double[2] z) => (double[2,3] y, double q)
 
 @pytest.mark.parametrize("rows", [None, 3])
 def test_casadi_finds_the_derivatives(casadi, tmp_path, rows):
-    made, sizes = (parse(MATRICES), {}) if rows is None else (network("N"), {"N": rows})
+    made, sizes = (parse_model(MATRICES), {}) if rows is None else (tanh_network("N"), {"N": rows})
     derivative_family(made, tmp_path / "f.onnx")
-    f, own = functions(casadi, tmp_path / "f.onnx", **sizes)
-    assert_same(f, own)
+    f, own = both_functions(casadi, tmp_path / "f.onnx", **sizes)
+    assert_same_function(f, own)
     for adjoint in (1, 2):
-        assert_same(f.reverse(adjoint), own.reverse(adjoint))
-        assert_same(f.forward(adjoint), own.forward(adjoint))
+        assert_same_function(f.reverse(adjoint), own.reverse(adjoint))
+        assert_same_function(f.forward(adjoint), own.forward(adjoint))
         for forward in (1, 3):
-            assert_same(f.reverse(adjoint).forward(forward), own.reverse(adjoint).forward(forward))
+            assert_same_function(
+                f.reverse(adjoint).forward(forward), own.reverse(adjoint).forward(forward)
+            )
 
 
 @pytest.mark.parametrize("names", [("x", "out_y"), ("out_x", "y"), ("jac_x", "y"), ("a.1", "b")])
 def test_names_that_casadi_takes(casadi, tmp_path, names):
-    made = parse("f (double[2] x) => (double[2] y) { y = Sin(x) }")
+    made = parse_model("f (double[2] x) => (double[2] y) { y = Sin(x) }")
     for value, name in ((made.graph.input, names[0]), (made.graph.output, names[1])):
         value[0].name = name
     made.graph.node[0].input[0], made.graph.node[0].output[0] = names
     derivative_family(made, tmp_path / "f.onnx")
-    f, own = functions(casadi, tmp_path / "f.onnx")
-    assert_same(f.reverse(1).forward(2), own.reverse(1).forward(2))
+    f, own = both_functions(casadi, tmp_path / "f.onnx")
+    assert_same_function(f.reverse(1).forward(2), own.reverse(1).forward(2))
 
 
 def test_casadi_knows_what_is_not_differentiated(casadi, tmp_path):
-    derivative_family(two(), tmp_path / "f.onnx")
+    derivative_family(matrices_and_integers(), tmp_path / "f.onnx")
     f = casadi.GraphBuilder(str(tmp_path / "f.onnx")).create("f")
     assert f.is_diff_in() == [True, True, False]
 
@@ -330,7 +331,7 @@ def solution(casadi, function):
 
 
 def test_ipopt_takes_exact_hessians(casadi, tmp_path):
-    made = network()
+    made = tanh_network()
     W, b, V = (numpy_helper.to_array(t) for t in made.graph.initializer)
     derivative_family(made, tmp_path / "f.onnx")
     f = casadi.GraphBuilder(str(tmp_path / "f.onnx")).create("f")
@@ -346,7 +347,7 @@ def test_ipopt_takes_exact_hessians(casadi, tmp_path):
 
 def test_the_page_of_optimizers(casadi, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    onnx.save(network(), "model.onnx")
+    onnx.save(tanh_network(), "model.onnx")
     quiet = {
         'solver("ipopt")': 'solver("ipopt", {"print_time": 0}, {"print_level": 0, "sb": "yes"})'
     }
@@ -362,8 +363,8 @@ def test_the_page_of_optimizers(casadi, tmp_path, monkeypatch):
 
 
 def test_the_files_are_what_casadi_takes(casadi, tmp_path):
-    derivative_family(network(), tmp_path / "f.onnx")
+    derivative_family(tanh_network(), tmp_path / "f.onnx")
     (tmp_path / "fwd_adj_f.onnx").unlink()
     f = casadi.GraphBuilder(str(tmp_path / "f.onnx")).create("f")
-    with pytest.raises(RuntimeError, match="Derivatives cannot be calculated"):
+    with pytest.raises(RuntimeError, match="Derivatives"):
         f.reverse(1).forward(1)
