@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,22 @@ def interrupt_training(control: Any) -> None:
 def stop_training(control: Any) -> None:
     """End a training, as EarlyStopping does."""
     control.stop = True
+
+
+@contextmanager
+def default_signal_handlers() -> Iterator[None]:
+    """Let signals raise what they raise in a program, and require that they still do at the end.
+
+    pytest has handlers, and so has `conftest.py` for signals that are ignored, as under nohup.
+    """
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    try:
+        yield
+        assert {number: signal.getsignal(number) for number in own} == own
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def assert_close_arrays(

@@ -5,31 +5,28 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.optimizers import ParamGroup, param_groups
-from onnxgrad.training.run import row_parts
-from onnxgrad.training.run.process_runner import Together
+from onnxgrad.training.run import process_runner, row_parts
 from onnxgrad.training.run.row_parts import rows_at_once
-
-pytest.importorskip("torch")
-from tests.support import parallel_worker as worker
+from tests.support.models import parse_model
+from tests.support.running import in_sweep
+from tests.support.trainings import assert_close_arrays
 
 
 @pytest.fixture
 def sizes(monkeypatch):
     """Let every batch be large; return the rows of the parts that are computed."""
     found: list[list[int]] = []
-    parts_of = Together._parts
 
-    def parts(self, data):
-        parts = parts_of(self, data)
-        found.append([len(next(iter(part.values()))) for part in parts])
-        return parts
+    def noted(rows, most):
+        size = rows_at_once(rows, most)
+        found.append([size] * (rows // size) + [rows % size] * (rows % size > 0))
+        return size
 
     def divide(rows: int = 4) -> list[list[int]]:
-        monkeypatch.setattr(Together, "_parts", parts)
+        monkeypatch.setattr(process_runner, "rows_at_once", noted)
         monkeypatch.setattr(row_parts, "_BYTES", 1)
         monkeypatch.setattr(row_parts, "_PER_WEIGHT", rows)  # as a layer has one for each weight
         return found
@@ -37,25 +34,38 @@ def sizes(monkeypatch):
     return divide
 
 
-@pytest.mark.parametrize("job", ["double", "double_large", "weighted", "half", "share", "sgd"])
-def test_parts_train_what_the_whole_batch_trains(job, sizes):
-    whole = worker.results(worker.trained(job, False))
+@pytest.fixture(scope="module")
+def worker():
+    """The jobs that processes train together, of which this one trains alone."""
+    pytest.importorskip("torch")
+    from tests.support import parallel_worker
+
+    return parallel_worker
+
+
+def train_alone(worker, job: str, **options) -> og.Trainer:
+    return worker.train_job(worker.job_file(job), job, False, **options)
+
+
+@pytest.mark.parametrize(
+    "job", ["double", "double_large", "weighted", "half", in_sweep("share"), in_sweep("sgd")]
+)
+def test_parts_train_what_the_whole_batch_trains(job, sizes, worker):
+    whole = worker.training_arrays(train_alone(worker, job))
     found = sizes()
-    parts = worker.results(worker.trained(job, False))
+    parts = worker.training_arrays(train_alone(worker, job))
     assert max(map(len, found)) > 1
     tolerance = 2e-3 if job == "half" else 1e-9 if job.startswith("double") else 2e-4
-    for name, array in whole.items():
-        np.testing.assert_allclose(parts[name], array, tolerance, tolerance, err_msg=name)
+    assert_close_arrays(parts, whole, tolerance, tolerance)
 
 
 def test_tokens_whose_labels_are_ignored_count_in_no_part(sizes):
-    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (int64[N,T] x) => (float[N,T,5] y) <float[7,4] table, float[4,5] w> {
-            e = Gather(table, x)  y = MatMul(e, w) }""")
     rng = np.random.default_rng(0)
-    for name, shape in {"table": (7, 4), "w": (4, 5)}.items():
-        array = rng.normal(size=shape).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(array, name))
+    proto = parse_model(
+        """g (int64[N,T] x) => (float[N,T,5] y) { e = Gather(table, x)  y = MatMul(e, w) }""",
+        table=rng.normal(size=(7, 4)).astype(np.float32),
+        w=rng.normal(size=(4, 5)).astype(np.float32),
+    )
     X, y = rng.integers(0, 7, (23, 6)), rng.integers(0, 5, (23, 6))
     y[:9] = -100  # parts without a label that counts
 
@@ -67,11 +77,10 @@ def test_tokens_whose_labels_are_ignored_count_in_no_part(sizes):
     whole, found = trained(), sizes(1)
     parts = trained()
     assert 1 < max(found[0]) < 9
-    for name, array in whole.state.weights.items():
-        np.testing.assert_allclose(parts.state.weights[name], array, 1e-5, 1e-6)
+    assert_close_arrays(parts.state.weights, whole.state.weights, 1e-5, 1e-6)
 
 
-class Norms(og.Callback):
+class NormsOfSteps(og.Callback):
     """The norms of gradients after every step."""
 
     gradient_norms = True
@@ -84,11 +93,10 @@ class Norms(og.Callback):
         self.seen.append(list(trainer.gradient_norms.values()))
 
 
-def sequences(dtype: str = "double", rows: str = "N, T") -> onnx.ModelProto:
+def sequence_model(dtype: str = "double", rows: str = "N, T") -> onnx.ModelProto:
     """Return a model of sequences whose rows are on the axis N."""
-    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
-        g ({dtype}[{rows}, 3] x) => ({dtype}[{rows}, 2] y) {{
-            a = MatMul(x, u) b = Tanh(a) c = MatMul(b, v) d = Tanh(c) y = MatMul(d, w) }}""")
+    proto = parse_model(f"""g ({dtype}[{rows}, 3] x) => ({dtype}[{rows}, 2] y) {{
+        a = MatMul(x, u) b = Tanh(a) c = MatMul(b, v) d = Tanh(c) y = MatMul(d, w) }}""")
     rng = np.random.default_rng(0)
     kinds = {"double": 11, "float": 1, "bfloat16": 16}
     for name, shape in {"u": (3, 4), "v": (4, 4), "w": (4, 2)}.items():
@@ -108,7 +116,7 @@ PAIRS = {
 
 
 def trained_sequences(proto, batch: int = 23, by_rows: int = 0, **options):
-    rng, norms = np.random.default_rng(1), Norms()
+    rng, norms = np.random.default_rng(1), NormsOfSteps()
     X, y = rng.normal(size=(46, 5, 3)), rng.normal(size=(46, 5, 2))
     if by_rows:
         X, y = X.swapaxes(0, by_rows), y.swapaxes(0, by_rows)
@@ -120,54 +128,51 @@ def trained_sequences(proto, batch: int = 23, by_rows: int = 0, **options):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_pairs(pair, sizes):
-    whole = trained_sequences(sequences(), **PAIRS[pair])
+    whole = trained_sequences(sequence_model(), **PAIRS[pair])
     found = sizes(20)
-    parts = trained_sequences(sequences(), **PAIRS[pair])
+    parts = trained_sequences(sequence_model(), **PAIRS[pair])
     assert len(found) == 6
     assert 1 < max(map(len, found)) < 23  # parts, of several rows each
-    for name, array in whole.items():
-        np.testing.assert_allclose(parts[name], array, 1e-9, 1e-12, err_msg=name)
+    assert_close_arrays(parts, whole, 1e-9, 1e-12)
 
 
 def test_rows_on_the_second_axis(sizes):
-    first, found = trained_sequences(sequences()), sizes(20)
+    first, found = trained_sequences(sequence_model()), sizes(20)
     axes = {"x": 1, "label": 1}
-    second = trained_sequences(sequences(rows="T, N"), by_rows=1, batch_axes=axes)
+    second = trained_sequences(sequence_model(rows="T, N"), by_rows=1, batch_axes=axes)
     assert max(map(len, found)) > 1
     for name in "uvw":
         np.testing.assert_allclose(second[name], first[name], 1e-9)
 
 
 def test_weights_in_bfloat16(sizes):
-    whole = trained_sequences(sequences("bfloat16"))
+    whole = trained_sequences(sequence_model("bfloat16"))
     found = sizes(20)
-    parts = trained_sequences(sequences("bfloat16"))
+    parts = trained_sequences(sequence_model("bfloat16"))
     assert max(map(len, found)) > 1
-    exact = trained_sequences(sequences())
+    exact = trained_sequences(sequence_model())
     for name in "uvw":
         np.testing.assert_allclose(parts[name], whole[name], 0, 0.02)
         np.testing.assert_allclose(parts[name], exact[name], 0, 0.05)
 
 
 @pytest.mark.parametrize("job", ["images", "accumulate"])
-def test_other_batches_stay_whole(job, sizes):
+def test_other_batches_stay_whole(job, sizes, worker):
     """Statistics of batches need all rows, and micro-batches divide them already."""
-    whole = worker.results(worker.trained(job, False, epochs=2))
+    whole = worker.training_arrays(train_alone(worker, job, epochs=2))
     assert not sizes()
-    parts = worker.results(worker.trained(job, False, epochs=2))
+    parts = worker.training_arrays(train_alone(worker, job, epochs=2))
     assert not sizes()
-    for name, array in whole.items():
-        np.testing.assert_array_equal(parts[name], array, err_msg=name)
+    np.testing.assert_equal(parts, whole)
 
 
-def test_a_training_in_parts_goes_on_bit_for_bit(sizes, tmp_path):
+def test_a_training_in_parts_goes_on_bit_for_bit(sizes, worker, tmp_path):
     sizes()
-    whole = worker.trained("sgd", False, epochs=4)
+    whole = train_alone(worker, "sgd", epochs=4)
     checkpoint = og.Checkpoint(tmp_path / "run", every_steps=9)
-    worker.trained("sgd", False, callbacks=[checkpoint], epochs=2)
-    again = worker.trained("sgd", False, epochs=4, resume=tmp_path / "run")
-    for name, array in whole.state.weights.items():
-        np.testing.assert_array_equal(again.state.weights[name], array)
+    train_alone(worker, "sgd", callbacks=[checkpoint], epochs=2)
+    again = train_alone(worker, "sgd", epochs=4, resume=tmp_path / "run")
+    np.testing.assert_equal(again.state.weights, whole.state.weights)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 577, 1000, 24499])

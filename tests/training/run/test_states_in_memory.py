@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.training.run import runner
+from tests.support.models import parse_model
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((32, 160)).astype(np.float32)
 Y = RNG.standard_normal((32, 160)).astype(np.float32)
 
 
-def model() -> onnx.ModelProto:
+def scaled_model() -> onnx.ModelProto:
     """Return a matrix that is a group of its own, and two weights that are packed together."""
-    proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
-        f (float[N,160] x) => (float[N,160] y) {
-            h = MatMul(x, w)  z = Add(h, b)  y = Mul(z, s) }""")
     rng = np.random.default_rng(1)
-    for name, shape in {"w": (160, 160), "b": (160,), "s": (160,)}.items():
-        array = rng.standard_normal(shape).astype(np.float32) / 10
-        proto.graph.initializer.append(numpy_helper.from_array(array, name))
-    return proto
+    shapes = {"w": (160, 160), "b": (160,), "s": (160,)}
+    return parse_model(
+        """f (float[N,160] x) => (float[N,160] y) {
+            h = MatMul(x, w)  z = Add(h, b)  y = Mul(z, s) }""",
+        **{n: rng.standard_normal(shape).astype(np.float32) / 10 for n, shape in shapes.items()},
+    )
 
 
 class Each(og.Callback):
@@ -42,24 +42,14 @@ class Each(og.Callback):
         self.function(state)
 
 
-def trainer(function=None, **more) -> og.Trainer:
+def watched_trainer(function=None, **more) -> og.Trainer:
     callbacks = [] if function is None else [Each(function)]
-    options = {"optimizer": "adam", "learning_rate": 0.01} | more
-    return og.Trainer(model(), "mse", callbacks=callbacks, **options)
-
-
-def copies(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: array.copy() for name, array in weights.items()}
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name, array in a.items():
-        np.testing.assert_array_equal(b[name], array)
+    options = {"optimizer": "adam", "learning_rate": 0.01, "train": ["w", "b", "s"]} | more
+    return og.Trainer(scaled_model(), "mse", callbacks=callbacks, **options)
 
 
 def test_what_a_training_held_is_let_go_without_a_collection():
-    made = trainer().fit(X, Y, validation=(X, Y), batch_size=8)
+    made = watched_trainer().fit(X, Y, validation=(X, Y), batch_size=8)
     loops = []
     gc.collect()
     gc.disable()
@@ -78,15 +68,15 @@ def test_weights_that_were_read_stay_as_they_were():
 
     def keep(state):
         read.append(state.weights)
-        expected.append(copies(state.weights))
+        expected.append(copy.deepcopy(state.weights))
 
-    made = trainer(keep).fit(X, Y, batch_size=8, epochs=3)
+    made = watched_trainer(keep).fit(X, Y, batch_size=8, epochs=3)
     made.partial_fit(X, Y)
     del made
     gc.collect()
     assert len({before["w"].tobytes() for before in expected}) == 13
     for before, after in zip(expected, read, strict=True):
-        same(before, after)
+        np.testing.assert_equal(before, after)
 
 
 def test_weights_cannot_be_modified_while_training_runs():
@@ -95,45 +85,47 @@ def test_weights_cannot_be_modified_while_training_runs():
             with pytest.raises(ValueError, match="read-only"):
                 array[...] = 0
 
-    modified = trainer(modify).fit(X, Y, batch_size=8)
-    same(trainer().fit(X, Y, batch_size=8).state.weights, modified.state.weights)
+    modified = watched_trainer(modify).fit(X, Y, batch_size=8)
+    np.testing.assert_equal(
+        watched_trainer().fit(X, Y, batch_size=8).state.weights, modified.state.weights
+    )
 
 
 @pytest.mark.parametrize("name", ["w", "b"])
 def test_modified_weights_are_those_that_train_on(name):
-    first, second = (trainer().fit(X, Y, batch_size=8) for _ in range(2))
+    first, second = (watched_trainer().fit(X, Y, batch_size=8) for _ in range(2))
     first.state.weights[name][...] = 0
     second.state.weights = {name: np.zeros_like(second.state.weights[name])}
     for one in (first, second):
         one.partial_fit(X, Y)
-    same(first.state.weights, second.state.weights)
+    np.testing.assert_equal(first.state.weights, second.state.weights)
 
 
 def test_copies_of_a_state_stay_as_they_are():
-    made = trainer().fit(X, Y, batch_size=8)
-    state, expected = made.state.copy(), copies(made.state.weights)
+    made = watched_trainer().fit(X, Y, batch_size=8)
+    state, expected = made.state.copy(), copy.deepcopy(made.state.weights)
     made.partial_fit(X, Y)
-    same(expected, state.weights)
+    np.testing.assert_equal(expected, state.weights)
     assert any((made.state.weights[n] != a).any() for n, a in expected.items())
 
 
 def test_arrays_that_are_assigned_stay_as_they_are():
-    made = trainer()
-    mine = copies(made.state.weights)
-    before = copies(mine)
+    made = watched_trainer()
+    mine = copy.deepcopy(made.state.weights)
+    before = copy.deepcopy(mine)
     made.state.weights = mine
     made.fit(X, Y, batch_size=8)
-    same(before, mine)
+    np.testing.assert_equal(before, mine)
 
 
 def test_a_training_that_ends_before_a_step_leaves_weights_and_slots():
-    made = trainer().fit(X, Y, batch_size=8)
-    weights, slots = copies(made.state.weights), copies(made.state.slots["w"])
+    made = watched_trainer().fit(X, Y, batch_size=8)
+    weights, slots = copy.deepcopy(made.state.weights), copy.deepcopy(made.state.slots["w"])
     with pytest.raises(ValueError, match="batch 0"):
         made.fit([(X[:8] * np.nan, Y[:8])], epochs=1)
     assert made.state.step == 4
-    same(weights, made.state.weights)
-    same(slots, made.state.slots["w"])
+    np.testing.assert_equal(weights, made.state.weights)
+    np.testing.assert_equal(slots, made.state.slots["w"])
     made.partial_fit(X, Y)
     assert made.state.step == 5
 
@@ -141,15 +133,15 @@ def test_a_training_that_ends_before_a_step_leaves_weights_and_slots():
 def test_large_states_get_the_memory_of_earlier_ones(monkeypatch):
     """Unless somebody reads these still: then they stay as they were."""
     monkeypatch.setattr(runner, "_LARGE", 1000)
-    plain, read, expected, places = trainer().fit(X, Y, batch_size=4, epochs=2), [], [], []
+    plain, read, expected, places = watched_trainer().fit(X, Y, batch_size=4, epochs=2), [], [], []
 
     def look(state):
         places.append(state.weights["w"].ctypes.data)
         if state.step == 5:
             read.append(state.weights)
-            expected.append(copies(state.weights))
+            expected.append(copy.deepcopy(state.weights))
 
-    made = trainer(look).fit(X, Y, batch_size=4, epochs=2)
-    same(plain.state.weights, made.state.weights)
-    same(expected[0], read[0])
+    made = watched_trainer(look).fit(X, Y, batch_size=4, epochs=2)
+    np.testing.assert_equal(plain.state.weights, made.state.weights)
+    np.testing.assert_equal(expected[0], read[0])
     assert 3 <= len(set(places)) <= 4  # of 16 steps: by turns, and one that is read

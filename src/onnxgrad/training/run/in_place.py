@@ -80,7 +80,7 @@ class InPlace(Runner):
             for y in model.graph.output[: len(step.groups)]
         }
         self.updates = [  # of the groups that this process updates
-            None if model is None else _Update(g, model, work)
+            None if model is None else GroupUpdate(g, model, work)
             for g, model in zip(step.groups, models, strict=True)
         ]
         # of the groups; onnxruntime would let memory of its own grow to more than they take
@@ -169,7 +169,7 @@ class InPlace(Runner):
             first += len(group.inputs)
 
 
-class _Update:
+class GroupUpdate:
     """The update of one group, by a session."""
 
     def __init__(self, group: Group, model: ModelProto, work: float) -> None:
