@@ -11,23 +11,16 @@ from matplotlib.image import imread
 
 import onnxgrad as og
 from onnxgrad.cli.watch import Watch
-from tests.support.commands import as_json, invoke, succeed, weights, write_all
-from tests.support.running import run_named
+from tests.support.commands import as_json, assert_names, run_command, succeed, weights_of_file
+from tests.support.running import in_sweep, run_named
 
 LINE = ("train", "linear.onnx", "rows.csv", "--target", "y", "--loss", "squared_error")
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_all(tmp_path)
-    return tmp_path
 
 
 # -- curves -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0, 0.2])
+@pytest.mark.parametrize("share", [0.2, in_sweep(0)])
 def test_the_picture_is_that_of_plot_history(here, share):
     as_json(*LINE, "--epochs", 3, "--validation", share, "--history", "history.json")
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -43,14 +36,14 @@ KINDS = ("train", "layers.onnx", "kinds.csv", "--target", "kind", "--loss", "cro
 FAR = ("--optimizer", "sgd", "--lr", 2.5, "--batch-size", 4, "--no-curves")  # it gets worse again
 
 
-def held_out(rows=40, share=0.2, seed=0):
+def held_out_rows(rows=40, share=0.2, seed=0):
     """Return the numbers of the rows that the command holds out."""
     return np.sort(np.random.default_rng(seed).permutation(rows)[: round(rows * share)])
 
 
-def measured(file):
+def loss_and_accuracy(file):
     """Return the loss and the accuracy of a file for the rows that are held out."""
-    table = np.loadtxt("kinds.csv", delimiter=",", skiprows=1)[held_out()]
+    table = np.loadtxt("kinds.csv", delimiter=",", skiprows=1)[held_out_rows()]
     [z] = run_named(file, x=np.float32(table[:, :2])).values()
     kind = table[:, 2].astype(int)
     z = z.astype(np.float64) - z.max(axis=1, keepdims=True)
@@ -58,7 +51,7 @@ def measured(file):
     return -log_p[np.arange(len(z)), kind].mean(), (z.argmax(1) == kind).mean()
 
 
-def columns(stdout):
+def columns_of_epochs(stdout):
     """Return the columns of the table of epochs, {number: (titles, {name: text})}."""
     lines = [line for line in stdout.splitlines() if line[:1] in "┃│"]
     rows = [
@@ -73,41 +66,32 @@ def columns(stdout):
 
 
 def test_the_weights_that_early_stopping_keeps(here):
-    options = (
-        *FAR,
-        "--epochs",
-        30,
-        "--early-stopping",
-        3,
-        "--record",
-        "record",
-        "--card",
-        "card.md",
-    )
+    stopping = ("--epochs", 30, "--early-stopping", 3)
+    options = (*FAR, *stopping, "--record", "record", "--card", "card.md")
     made = as_json(*KINDS, *options)
     history = made["history"]
     losses = [entry["validation_loss"] for entry in history]
     kept = int(np.argmin(losses))
     assert kept + 4 == len(history) < 30  # three epochs without improvement
-    loss, accuracy = measured("trained.onnx")
+    loss, accuracy = loss_and_accuracy("trained.onnx")
     assert made["validation"]["loss"] == pytest.approx(loss, rel=1e-5)
     assert made["validation"]["accuracy"] == pytest.approx(accuracy)
     assert (made["epoch"], made["step"]) == (kept + 1, 8 * (kept + 1))
     assert made["loss"] == history[kept]["loss"]
     assert made["stopped"] == "early"
-    assert made["reason"] == f"validation_loss has not improved for 3 epochs since epoch {kept + 1}"
+    assert_names(made["reason"], f"validation_loss ... 3 epochs ... epoch {kept + 1}")
     run = json.loads((here / "record" / "run.json").read_text())
     assert run["kept"] == {"epoch": kept + 1, "step": made["step"], "whole": True}
     assert run["reason"] == made["reason"]
     card = (here / "card.md").read_text()
-    assert f"| weights are those of epoch | {kept + 1} |" in card
+    assert f"epoch | {kept + 1} |" in card
 
 
 def test_columns_are_those_of_one_epoch_each(here):
     options = (*FAR, "--epochs", 30, "--early-stopping", 3, "--history", "history.json")
     stdout = succeed(*KINDS, *options).stdout
     history = json.loads((here / "history.json").read_text())
-    shown = columns(stdout)
+    shown = columns_of_epochs(stdout)
     kept = int(np.argmin([entry["validation_loss"] for entry in history])) + 1
     assert {n: titles for n, (titles, _) in shown.items()} == {
         1: "first",
@@ -121,25 +105,24 @@ def test_columns_are_those_of_one_epoch_each(here):
             "validation loss": f"{entry['validation_loss']:.5g}",
             "validation accuracy": f"{entry['validation_accuracy']:.2%}",
         }
-    said = f"3 epochs since epoch {kept}; the model has the weights of epoch {kept}\n"
-    assert said in stdout
+    assert_names(stdout, f"3 epochs ... epoch {kept}; ... of epoch {kept}\n")
 
 
 def test_without_early_stopping_the_last_epoch_is_kept(here):
     line = (*KINDS, *FAR, "--epochs", 12, "--overwrite")
     made = as_json(*line)
-    loss, accuracy = measured("trained.onnx")
+    loss, accuracy = loss_and_accuracy("trained.onnx")
     assert made["epoch"] == 12
     assert made["loss"] == made["history"][-1]["loss"]
     assert made["validation"] == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
-    assert made["reason"] == "all epochs were trained"
+    assert "all epochs" in made["reason"]
     stdout = succeed(*line).stdout
     losses = [entry["validation_loss"] for entry in made["history"]]
     best = int(np.argmin(losses)) + 1
     assert 1 < best < 12
-    titles = {n: titles for n, (titles, _) in columns(stdout).items()}
+    titles = {n: titles for n, (titles, _) in columns_of_epochs(stdout).items()}
     assert titles == {1: "first", best: "best", 12: "last, kept"}
-    assert "all epochs were trained; the model has the weights of epoch 12\n" in stdout
+    assert_names(stdout, "all epochs ... of epoch 12\n")
 
 
 def test_a_signal_keeps_the_weights_of_the_last_step(here, monkeypatch):
@@ -154,16 +137,16 @@ def test_a_signal_keeps_the_weights_of_the_last_step(here, monkeypatch):
     monkeypatch.setattr(Watch, "on_step_end", on_step_end)
     monkeypatch.setattr(Watch, "every_steps", 1)
     options = (*FAR, "--epochs", 30, "--early-stopping", 3)
-    result = invoke(*KINDS, *options, "--json")
+    result = run_command(*KINDS, *options, "--json")
     assert result.exit_code == 130
     made = json.loads(result.stdout)
     assert (made["epochs"], made["steps"]) == (2, 20)
     assert (made["epoch"], made["step"]) == (3, 20)
     assert made["validation"] == {}
     assert made["loss"] not in [entry["loss"] for entry in made["history"]]
-    assert made["stopped"] == made["reason"] == "interrupted by SIGINT"
-    said = "trained.onnx holds the weights of epoch 3 in part, after 20 steps"
-    assert said in result.stderr
+    assert made["stopped"] == made["reason"]
+    assert "SIGINT" in made["reason"]
+    assert_names(result.stderr, "trained.onnx ... epoch 3 ... 20 steps")
 
 
 def test_a_divergence_after_the_best_epoch(here):
@@ -171,31 +154,30 @@ def test_a_divergence_after_the_best_epoch(here):
     options = ("--optimizer", "sgd", "--lr", 1e-20, "--schedule", "step_decay", "--batch-size", 4)
     options = (*options, "--schedule-option", "every=8", "--schedule-option", "factor=1e20")
     options = (*options, "--epochs", 9, "--early-stopping", 5, "--no-curves")
-    result = invoke(*LINE, *options, "--json")
+    result = run_command(*LINE, *options, "--json")
     assert result.exit_code == 1, result.output
     made = json.loads(result.stdout)
     losses = [e["validation_loss"] for e in made["history"] if "validation_loss" in e]
     kept = int(np.argmin(losses))
     assert made["epoch"] == kept + 1
-    rows = np.float32(np.loadtxt("rows.csv", delimiter=",", skiprows=1)[held_out()])
+    rows = np.float32(np.loadtxt("rows.csv", delimiter=",", skiprows=1)[held_out_rows()])
     [y] = run_named("trained.onnx", x=rows[:, :2]).values()
     assert made["validation"]["loss"] == pytest.approx(
         np.mean((y[:, 0] - rows[:, 2]) ** 2), rel=1e-5
     )
-    assert f"trained.onnx holds the weights of epoch {kept + 1}" in result.stderr
-    assert "became NaN or infinite" in made["reason"]
-    assert "the best weights so far are kept" in made["reason"]
+    assert_names(result.stderr, f"trained.onnx ... epoch {kept + 1}")
+    assert_names(made["reason"], "NaN ... infinite ... best weights")
 
 
 def test_a_divergence_in_the_first_step(here):
     """There is no epoch to show, and the weights are those of before."""
-    before = weights("linear.onnx")
+    before = weights_of_file("linear.onnx")
     options = ("--optimizer", "sgd", "--lr", 1e38, "--batch-size", 40, "--validation", 0)
-    result = invoke(*LINE, *options, "--json")
+    result = run_command(*LINE, *options, "--json")
     made = json.loads(result.stdout)
     assert (made["epoch"], made["step"], made["loss"]) == (0, 0, None)
-    assert "trained.onnx holds the weights as they were" in result.stderr
-    shown = invoke(*LINE, *options, "--overwrite").stdout
+    assert_names(result.stderr, "trained.onnx ... as they were")
+    shown = run_command(*LINE, *options, "--overwrite").stdout
     assert "epoch" not in shown
-    for name, array in weights("trained.onnx").items():
+    for name, array in weights_of_file("trained.onnx").items():
         np.testing.assert_array_equal(array, before[name])

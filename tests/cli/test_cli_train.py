@@ -16,15 +16,15 @@ from onnxgrad import Trainer
 from onnxgrad.cli.watch import Watch
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
 from tests.support.commands import (
-    HEADER,
     as_json,
+    assert_names,
     features,
-    invoke,
-    refused,
-    save,
+    metadata_of_file,
+    refusal,
+    run_command,
+    save_model,
     succeed,
-    weights,
-    write_all,
+    weights_of_file,
 )
 from tests.support.running import run_named
 
@@ -33,25 +33,14 @@ NAMES = ("layers.onnx", "names.csv", "--target", "kind", "--loss", "cross_entrop
 FAST = ("--epochs", 2, "--validation", 0, "--no-curves", "--overwrite")
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_all(tmp_path)
-    return tmp_path
-
-
-def metadata(path):
-    return {e.key: e.value for e in onnx.load(path).metadata_props}
-
-
 # -- new layers -------------------------------------------------------------------------------
 
 
 def test_a_head_of_another_number_of_units(here):
     result = as_json("train", *KINDS, *FAST, "--head", 5, "--train", "head.*")
     assert set(result["trained"]) == {"head.weight", "head.bias"}
-    after = weights("trained.onnx")
-    np.testing.assert_array_equal(after["V"], weights("layers.onnx")["V"])
+    after = weights_of_file("trained.onnx")
+    np.testing.assert_array_equal(after["V"], weights_of_file("layers.onnx")["V"])
     assert sorted(a.shape for a in after.values()) == [(2, 4), (4, 5), (5,)]
     [z] = run_named("trained.onnx", x=features()).values()
     assert z.shape == (40, 5)
@@ -60,7 +49,7 @@ def test_a_head_of_another_number_of_units(here):
 
 def test_a_head_of_named_classes(here):
     succeed("train", *NAMES, *FAST, "--head", "eel,dog,cat", "--epochs", 60, "--lr", 0.05)
-    assert json.loads(metadata("trained.onnx")["onnxgrad.classes"]) == ["eel", "dog", "cat"]
+    assert json.loads(metadata_of_file("trained.onnx")["onnxgrad.classes"]) == ["eel", "dog", "cat"]
     [z] = run_named("trained.onnx", x=features()).values()
     labels = [line.rsplit(",", 1)[1] for line in (here / "names.csv").read_text().split()[1:]]
     predicted = np.array(["eel", "dog", "cat"])[z.argmax(1)]
@@ -75,32 +64,31 @@ def test_the_seed_draws_new_layers(here):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         options = ("--head", 4, "--lora", "V", "--lr", 0, "--seed", seed, "-o", f"{name}.onnx")
         succeed("train", *KINDS, *FAST, *options)
-        drawn[name] = weights(f"{name}.onnx")
-    for name, array in drawn["a"].items():
-        np.testing.assert_array_equal(array, drawn["b"][name])
+        drawn[name] = weights_of_file(f"{name}.onnx")
+    assert (here / "a.onnx").read_bytes() == (here / "b.onnx").read_bytes()
     assert (drawn["a"]["head.weight"] != drawn["c"]["head.weight"]).any()
     moved = [n for n in drawn["a"] if (drawn["a"][n] != drawn["c"][n]).any()]
     assert any("lora" in n.lower() for n in moved)
 
 
-ENCODER = HEADER + (
+ENCODER = (
     "g (int64[N,T] ids, int64[N,T] mask) => (float[N,T,4] e) { v = Gather(table, ids) e = Relu(v) }"
 )
 
 
 def test_a_head_on_features(here):
-    save("encoder.onnx", ENCODER, table=np.random.default_rng(0).normal(size=(5, 4)))
+    save_model("encoder.onnx", ENCODER, table=np.random.default_rng(0).normal(size=(5, 4)))
     ids = np.arange(60).reshape(20, 3) % 5
     mask = np.tile([1, 1, 0], (20, 1))
     np.savez("ids.npz", ids=ids, mask=mask, kind=ids[:, 0] % 2)
     line = ("train", "encoder.onnx", "ids.npz", "--target", "kind", "--loss", "cross_entropy")
-    [missing] = {refused(*line, "--head", 2, "-o", "no.onnx")}
+    missing = refusal(*line, "--head", 2, "-o", "no.onnx")
     assert "--head-at NAME --head-pool" in missing
     assert "add_head" not in missing
     pooled = ("--head-pool", "mean", "--head-mask", "mask")
-    succeed(*line, *FAST, "--head", 2, *pooled, "--freeze", "table", "--epochs", 3)
-    after = weights("trained.onnx")
-    np.testing.assert_array_equal(after["table"], weights("encoder.onnx")["table"])
+    succeed(*line, *FAST, "--head", 2, *pooled, "--freeze", "table")
+    after = weights_of_file("trained.onnx")
+    np.testing.assert_array_equal(after["table"], weights_of_file("encoder.onnx")["table"])
     expected = np.maximum(after["table"][ids[:, :2]], 0).mean(1) @ after["head.weight"]
     [z] = run_named("trained.onnx", ids=ids, mask=mask).values()
     np.testing.assert_allclose(z, expected + after["head.bias"], rtol=1e-5, atol=1e-6)
@@ -109,43 +97,43 @@ def test_a_head_on_features(here):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--head", "5x"), "--head '5x' is neither a number of units nor several names"),
-        (("--head", "a,,b"), "--head 'a,,b' is neither"),
-        (("--head", 0), "--head '0' is neither"),
-        (("--head", "a,a"), "a class is repeated"),
-        (("--head-at", "W"), "--head-at has no effect without --head"),
-        (("--head", 2, "--head-at", "w"), r"layer \(--head-at\) 'w'"),
-        (("--head", 2, "--head-pool", "max"), "--head-pool.*'max'.*mean"),
+        (("--head", "5x"), "--head '5x' ... number ... names"),
+        (("--head", "a,,b"), "--head 'a,,b'"),
+        (("--head", 0), "--head '0'"),
+        (("--head", "a,a"), "class ... repeated"),
+        (("--head-at", "W"), "--head-at ... --head"),
+        (("--head", 2, "--head-at", "w"), "layer (--head-at) 'w'"),
+        (("--head", 2, "--head-pool", "max"), "--head-pool ... 'max' ... mean"),
         (("--head", 2, "--head-pool", "first", "--head-mask", "x"), "needs --head-pool mean"),
         (("--head", 2, "--head-pool", "none", "--head-at", "a", "--head-at", "b"), "one value"),
-        (("--head", 2, "--head-pool", "mean"), "--head-pool mean needs 3 axes; 'z' has"),
+        (("--head", 2, "--head-pool", "mean"), "--head-pool mean ... 3 axes ... 'z'"),
         (("--lora", "X"), "'X'"),
     ],
 )
 def test_new_layers_that_are_refused(here, options, message):
-    line = refused("train", *KINDS, *options)
-    assert re.search(message, line), line
+    line = refusal("train", *KINDS, *options)
+    assert_names(line, message)
     assert "at=" not in line.replace("--head-at=", "")
 
 
 def test_the_layer_of_head_at_is_replaced(here):
     succeed("train", *KINDS, *FAST, "--head", 6, "--head-at", "W")
-    shapes = sorted(a.shape for a in weights("trained.onnx").values())
+    shapes = sorted(a.shape for a in weights_of_file("trained.onnx").values())
     assert shapes == [(2, 4), (4, 6), (6,)]
 
 
 def test_layers_of_head_at_are_replaced(here):
     succeed("train", *KINDS, *FAST, "--head", 6, "--head-at", "W", "--head-at", "W*")
     several = ("--head-at", "W", "--head-at", "V", "-o", "no.onnx")
-    [message] = {refused("train", *KINDS, "--head", 6, *several)}
-    assert "--head-at W --head-at V names layers that differ in their units" in message
+    message = refusal("train", *KINDS, "--head", 6, *several)
+    assert_names(message, "--head-at W --head-at V ... units")
 
 
 def test_adapters_train_and_merge(here):
     options = ("--lora", "V", "--lora-rank", 2, "--lora-alpha", 4)
     result = as_json("train", *KINDS, *FAST, *options, "-o", "adapted.onnx", "--lr", 0.05)
     assert len(result["trained"]) == 2
-    before, after = weights("layers.onnx"), weights("adapted.onnx")
+    before, after = weights_of_file("layers.onnx"), weights_of_file("adapted.onnx")
     for name in before:
         np.testing.assert_array_equal(after[name], before[name])
     assert read_note(onnx.load("adapted.onnx"), ADAPTERS)
@@ -161,16 +149,16 @@ def test_adapters_train_and_merge(here):
     assert abs(one - untrained).max() > 1e-3
     down, up = (after[n] for n in result["trained"])
     expected = before["V"] + 4 / 2 * down.reshape(2, 2) @ up.reshape(2, 4)
-    np.testing.assert_allclose(weights("plain.onnx")["V"], expected, rtol=1e-5, atol=1e-6)
-    assert "`onnxgrad train --lora PATTERN`" in refused("merge", "plain.onnx", "-o", "no.onnx")
+    np.testing.assert_allclose(weights_of_file("plain.onnx")["V"], expected, rtol=1e-5, atol=1e-6)
+    assert "`onnxgrad train --lora PATTERN`" in refusal("merge", "plain.onnx", "-o", "no.onnx")
 
 
 def test_adapters_of_a_quantized_model_are_merged_in_its_form(here):
     quantize_dynamic("layers.onnx", "integers.onnx", weight_type=QuantType.QUInt8)
     options = ("--lora", "V", "--lora-rank", 2, "--lr", 0.05, "-o", "adapted.onnx")
     succeed("train", "integers.onnx", *KINDS[1:], *FAST, *options)
-    assert "(--requantize)" in refused("merge", "adapted.onnx", "-o", "no.onnx")
-    assert "of adapters" in refused("merge", ".", "-o", "no.onnx", "--requantize")
+    assert "(--requantize)" in refusal("merge", "adapted.onnx", "-o", "no.onnx")
+    assert "of adapters" in refusal("merge", ".", "-o", "no.onnx", "--requantize")
     merged = succeed("merge", "adapted.onnx", "-o", "plain.onnx", "--requantize")
     assert re.search(r"'V\S*' \S+ \(\S+ on average, \S+% of its size\)", merged.stderr)
     x = features()
@@ -178,7 +166,7 @@ def test_adapters_of_a_quantized_model_are_merged_in_its_form(here):
         list(run_named(f, x=x).values()) for f in ("integers.onnx", "adapted.onnx", "plain.onnx")
     )
     assert abs(other - one).mean() < 0.1 * abs(one - untrained).mean()
-    before, after = weights("integers.onnx"), weights("plain.onnx")
+    before, after = weights_of_file("integers.onnx"), weights_of_file("plain.onnx")
     assert {n: a.dtype for n, a in before.items()} == {n: a.dtype for n, a in after.items()}
 
 
@@ -191,9 +179,9 @@ def test_train_and_freeze(here):
     for options, message in (
         (("--train", "w"), "weight 'w'"),
         (("--freeze", "U*"), "weight (--freeze) 'U*'"),
-        (("--freeze", "*"), "nothing is left to train: no --train, --freeze '*'"),
+        (("--freeze", "*"), "no --train, --freeze '*'"),
     ):
-        assert message in refused("train", *KINDS, *options, "-o", "no.onnx")
+        assert message in refusal("train", *KINDS, *options, "-o", "no.onnx")
 
 
 # -- checkpoints and signals ------------------------------------------------------------------
@@ -217,37 +205,24 @@ class Interrupting:
 
 
 def test_a_resumed_training_is_the_same_bit_for_bit(here, monkeypatch):
-    line = (
-        "train",
-        *KINDS,
-        "--epochs",
-        6,
-        "--batch-size",
-        4,
-        "--schedule",
-        "cosine",
-        "--no-curves",
-    )
-    line = (*line, "--optimizer", "adamw", "--lr", 0.01)
+    training = ("--epochs", 6, "--batch-size", 4, "--schedule", "cosine", "--no-curves")
+    line = ("train", *KINDS, *training, "--optimizer", "adamw", "--lr", 0.01)
     succeed(*line, "-o", "whole.onnx", "--history", "whole.json")
     parts = (*line, "-o", "parts.onnx", "--checkpoint", "state", "--history", "parts.json")
     Interrupting(monkeypatch, 20)
-    stopped = invoke(*parts)
+    stopped = run_command(*parts)
     assert stopped.exit_code == 130
-    assert (
-        "interrupted by SIGINT; parts.onnx holds the weights of epoch 3 in part, after 20 steps"
-        in stopped.stderr
-    )
+    assert_names(stopped.stderr, "SIGINT ... parts.onnx ... epoch 3 ... 20 steps")
     assert (here / "parts.onnx").read_bytes() != (here / "whole.onnx").read_bytes()
-    assert "holds a training: pass --resume" in refused(*parts, "--overwrite")
+    assert "--resume" in refusal(*parts, "--overwrite")
     succeed(*parts, "--overwrite", "--resume")
     assert (here / "parts.onnx").read_bytes() == (here / "whole.onnx").read_bytes()
     whole, parted = (json.loads((here / f"{n}.json").read_text()) for n in ("whole", "parts"))
     assert [e["loss"] for e in whole] == [e["loss"] for e in parted]
-    other = refused(*parts, "--overwrite", "--resume", "--lr", 0.02)
+    other = refusal(*parts, "--overwrite", "--resume", "--lr", 0.02)
     assert "learning" in other
-    assert "or name another folder for a new training" in other
-    assert "--resume has no effect without --checkpoint" in refused(*line, "--resume")
+    assert "another folder" in other
+    assert_names(refusal(*line, "--resume"), "--resume ... --checkpoint")
 
 
 def test_resume_begins_where_there_is_no_checkpoint(here):
@@ -258,13 +233,11 @@ def test_resume_begins_where_there_is_no_checkpoint(here):
 
 # -- several outputs --------------------------------------------------------------------------
 
-TWO = HEADER + (
-    "g (float[N,2] x) => (float[N,3] z, float[N,1] y) { z = MatMul(x, W) y = MatMul(x, U) }"
-)
+TWO = "g (float[N,2] x) => (float[N,3] z, float[N,1] y) { z = MatMul(x, W) y = MatMul(x, U) }"
 
 
 def test_losses_of_several_outputs(here):
-    save("two.onnx", TWO, W=np.eye(2, 3), U=[[1.0], [0.0]])
+    save_model("two.onnx", TWO, W=np.eye(2, 3), U=[[1.0], [0.0]])
     a, b = features().T
     kind = np.where(a > b, 1, 0)
     np.savez("two.npz", x=features(), kind=kind, y=2 * a - b)
@@ -287,9 +260,9 @@ def test_losses_of_several_outputs(here):
         (line[:-4], "no --target y=COLUMN"),
         ((*line[:2], "--loss", "squared_error", "--target", "y"), "--output-index"),
         ((*line[:6], "--target", "kind"), "write --target OUTPUT=COLUMN"),
-        ((*line, "--loss", "l2"), "--loss names outputs and is there without one"),
+        ((*line, "--loss", "l2"), "--loss ... outputs"),
     ):
-        assert message in refused("train", *dropped, "-o", "no.onnx"), dropped
+        assert_names(refusal("train", *dropped, "-o", "no.onnx"), message)
 
 
 # -- weights of rows and of classes -----------------------------------------------------------
@@ -309,7 +282,9 @@ STEP = ("--optimizer", "sgd", "--lr", 0.1, "--batch-size", 40, "--epochs", 1)
 
 def assert_trained(expected):
     for name, array in expected.items():
-        np.testing.assert_allclose(weights("trained.onnx")[name], array, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            weights_of_file("trained.onnx")[name], array, rtol=1e-5, atol=1e-7
+        )
 
 
 def test_weights_of_rows(here):
@@ -321,7 +296,7 @@ def test_weights_of_rows(here):
     lines = (here / "kinds.csv").read_text().split()
     (here / "kinds.csv").write_text("\n".join(line.rsplit(",", 1)[0] for line in lines))
     assert_trained(trained_in_python())
-    assert "column (--sample-weight) 'v'" in refused("train", *KINDS, *FAST, "--sample-weight", "v")
+    assert "column (--sample-weight) 'v'" in refusal("train", *KINDS, *FAST, "--sample-weight", "v")
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -331,7 +306,7 @@ def test_weights_of_classes(here, named):
     data = (*NAMES, "--classes", "cat,dog,eel") if named else KINDS
     succeed("train", *data, *FAST, *STEP, *shown)
     assert_trained(trained_in_python(class_weight={0: 3, 2: 0.5}))
-    message = refused("train", *data, "--class-weight", "cow=2", "-o", "no.onnx")
+    message = refusal("train", *data, "--class-weight", "cow=2", "-o", "no.onnx")
     assert "class (--class-weight) 'cow'" in message
 
 
@@ -353,30 +328,28 @@ def test_a_folder_of_parquet_files_and_a_stream(here):
     with pa.ipc.new_file("all.arrow", table.schema) as file:
         file.write_table(table)
     results = {}
+    loss = as_json("eval", "layers.onnx", "all.parquet", *KINDS[2:])["loss"]
     for data in ("parts", "all.arrow", "all.parquet"):
         line = ("layers.onnx", data, *KINDS[2:])
         succeed("train", *line, *FAST, "--no-shuffle", "--batch-size", 10)
-        results[data] = weights("trained.onnx")
-        assert metadata("trained.onnx")["onnxgrad.columns"] == '{"x": ["a", "b"]}'
-        loss = as_json("eval", *line)["loss"]
-        assert loss == pytest.approx(
-            as_json("eval", "layers.onnx", "all.parquet", *KINDS[2:])["loss"]
-        )
+        results[data] = weights_of_file("trained.onnx")
+        assert metadata_of_file("trained.onnx")["onnxgrad.columns"] == '{"x": ["a", "b"]}'
+        assert as_json("eval", *line)["loss"] == pytest.approx(loss)
     for data in ("parts", "all.arrow"):
         for name, array in results["all.parquet"].items():
             np.testing.assert_allclose(results[data][name], array, rtol=1e-6, atol=1e-7)
     line = ("train", "layers.onnx", "parts", *KINDS[2:], "-o", "no.onnx")
-    assert "name a file of validation data" in refused(*line, "--validation", 0.2)
-    assert "--drop-missing cannot count rows" in refused(*line, "--drop-missing")
+    assert "validation data" in refusal(*line, "--validation", 0.2)
+    assert "--drop-missing" in refusal(*line, "--drop-missing")
 
 
 def test_a_folder_of_images(here):
     Image = pytest.importorskip("PIL.Image")
-    image = HEADER + (
+    image = (
         "g (float[N,3,8,8] x) => (float[N,2] z) { p = GlobalAveragePool(x) f = Flatten(p) "
         "z = MatMul(f, W) }"
     )
-    save("image.onnx", image, W=np.zeros((3, 2)))
+    save_model("image.onnx", image, W=np.zeros((3, 2)))
     for name, color in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
         os.makedirs(f"photos/{name}")
         for i in range(6):
@@ -399,11 +372,11 @@ def test_a_folder_of_images(here):
 def test_the_size_of_images(here):
     """Images that are wider than high, as lines of text, for a model of any size."""
     Image = pytest.importorskip("PIL.Image")
-    text = HEADER + (
+    text = (
         "g (float[N,3,H,W] x) => (float[N,2] z) { m = MaxPool<kernel_shape=[4, 12]>(x) "
         "f = Flatten(m) z = MatMul(f, W) }"
     )
-    save("lines.onnx", text, W=np.eye(3, 2))  # the pool leaves one position of 4 x 12 only
+    save_model("lines.onnx", text, W=np.eye(3, 2))  # the pool leaves one position of 4 x 12 only
     for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0))):
         os.makedirs(f"lines/{name}")
         Image.new("RGB", (30, 8), color).save(f"lines/{name}/0.png")
@@ -411,10 +384,9 @@ def test_the_size_of_images(here):
     for size in (["4x12"], ["4,12"], [4, 12]):
         succeed(*line, "--image-size", *size)
         assert len((here / "out.csv").read_text().splitlines()) == 3
-    assert "pass --image-size" in refused(*line)
+    assert "pass --image-size" in refusal(*line)
     for size in ("x", "4x", "0", "4x0", "-4", "4x12x3", "4.5"):
-        assert "neither a number of pixels" in refused(*line, f"--image-size={size}")
-    assert "no effect on tables" in refused("predict", "linear.onnx", "rows.csv", "--image-size", 4)
+        assert "pixels" in refusal(*line, f"--image-size={size}")
     (here / "run.toml").write_text('image-size = "4x12"\n')
     trained = ("train", "lines.onnx", "lines", "--loss", "cross_entropy", "--validation", 0)
     succeed(*trained, *FAST, "--config", "run.toml", "-o", "sized.onnx")
