@@ -10,7 +10,7 @@ import pytest
 from onnxgrad.autodiff.min_cut import cheapest
 
 
-def enough(kept, demands, made_of) -> bool:
+def suffices(kept, demands, made_of) -> bool:
     """Tell whether all demands can be had from `kept`."""
 
     def had(value) -> bool:
@@ -32,8 +32,8 @@ def test_no_choice_is_cheaper(seed):
     demands = [i for i in range(n) if rng.random() < 0.4]
     found = cheapest(demands, price.__getitem__, made_of.__getitem__)
     choices = [set(c) for size in range(n + 1) for c in combinations(range(n), size)]
-    best = min(sum(price[i] for i in c) for c in choices if enough(c, demands, made_of))
-    assert enough(found, demands, made_of)
+    best = min(sum(price[i] for i in c) for c in choices if suffices(c, demands, made_of))
+    assert suffices(found, demands, made_of)
     assert sum(price[i] for i in found) == best
 
 

@@ -16,22 +16,22 @@ from onnxgrad import (
     onnx_derivative,
     rule,
 )
-from tests.support.cases import run
+from tests.support.errors import naming
+from tests.support.models import operator_names, parse_model
 from tests.support.pages import code_of
+from tests.support.running import in_sweep, run
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
 
 
-def model(body: str, opset: int = 18, functions: str = "") -> onnx.ModelProto:
-    return onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["": {opset}, "my": 1]> '
-        f"g (float[2] X) => (float[2] Y) {{ {body} }} {functions}"
-    )
+def model_of_vector(body: str, opset: int = 18, functions: str = "") -> onnx.ModelProto:
+    text = f"g (float[2] X) => (float[2] Y) {{ {body} }} {functions}"
+    return parse_model(text, opset=opset, domains={"my": 1})
 
 
-def slope(made: onnx.ModelProto, at=(1.5, -0.25), **options) -> np.ndarray:
+def gradient_of_ones(made: onnx.ModelProto, at=(1.5, -0.25), **options) -> np.ndarray:
     gradient = onnx_derivative(made, options=ONES, **options)
-    return run(gradient, {"X": np.array(at, np.float32)})[0]
+    return run(gradient, X=np.float32(at))[0]
 
 
 def test_document(capsys):
@@ -50,14 +50,14 @@ def test_function_with_a_rule_stays():
         """y = x^2, but dx = 7 g."""
         return (7.0 * g,)
 
-    made = model("Y = my.Square (X)", functions=SQUARE.format(18))
-    np.testing.assert_array_equal(slope(made), [7, 7])
+    made = model_of_vector("Y = my.Square (X)", functions=SQUARE.format(18))
+    np.testing.assert_array_equal(gradient_of_ones(made), [7, 7])
     assert not check_gradient(made).ok
 
 
 def test_function_without_a_rule_is_differentiated_through_its_nodes():
-    made = model("Y = my.Square (X)", functions=SQUARE.format(18))
-    np.testing.assert_allclose(slope(made), [3, -0.5])
+    made = model_of_vector("Y = my.Square (X)", functions=SQUARE.format(18))
+    np.testing.assert_allclose(gradient_of_ones(made), [3, -0.5])
 
 
 def test_function_with_a_rule_in_an_old_model():
@@ -66,8 +66,8 @@ def test_function_with_a_rule_in_an_old_model():
         """y = x^2:  dx = 2 g x."""
         return (2.0 * g * node.inputs[0],)
 
-    made = model("Y = my.Square (X)", 13, SQUARE.format(13))
-    with pytest.raises(ModelError, match=r"Square.*opset 18 or newer"):
+    made = model_of_vector("Y = my.Square (X)", 13, SQUARE.format(13))
+    with pytest.raises(ModelError, match=naming("Square", "opset 18")):
         onnx_derivative(made)
 
 
@@ -77,7 +77,7 @@ def test_later_rule_takes_the_place_of_the_earlier():
         """y = max(x, 0):  dx = g everywhere."""
         return (g,)
 
-    np.testing.assert_array_equal(slope(model("Y = Relu(X)")), [1, 1])
+    np.testing.assert_array_equal(gradient_of_ones(model_of_vector("Y = Relu(X)")), [1, 1])
 
 
 def test_refused_becomes_an_error():
@@ -86,8 +86,8 @@ def test_refused_becomes_an_error():
         """y = x^2."""
         return (Unsupported("squares are not for today; use Mul"),)
 
-    made = model("Y = my.Square (X)", functions=SQUARE.format(18))
-    with pytest.raises(NoGradientRule, match=r"my::Square .*not for today; use Mul.*Path: X"):
+    made = model_of_vector("Y = my.Square (X)", functions=SQUARE.format(18))
+    with pytest.raises(NoGradientRule, match=naming("my::Square", "use Mul", "Path: X")):
         onnx_derivative(made)
 
 
@@ -98,15 +98,19 @@ TWO_WAYS = "H = Exp(X)  I = Identity(H)  Y = Mul(I, X)"  # Y = X e^X
 
 def test_stop_gradient():
     e = np.exp([1.5, -0.25])
-    np.testing.assert_allclose(slope(model(TWO_WAYS)), e * [2.5, 0.75], rtol=1e-6)
+    np.testing.assert_allclose(
+        gradient_of_ones(model_of_vector(TWO_WAYS)), e * [2.5, 0.75], rtol=1e-6
+    )
     for name in ("H", "I"):  # the second is dropped from the graph if it is not named
-        np.testing.assert_allclose(slope(model(TWO_WAYS), stop_gradient=[name]), e, rtol=1e-6)
+        np.testing.assert_allclose(
+            gradient_of_ones(model_of_vector(TWO_WAYS), stop_gradient=[name]), e, rtol=1e-6
+        )
 
 
 def test_stop_gradient_at_an_output():
-    made = model("H = Exp(X)  Y = Identity(H)")
+    made = model_of_vector("H = Exp(X)  Y = Identity(H)")
     for name in ("H", "Y"):
-        with pytest.raises(ValueError, match="no differentiable path from any of"):
+        with pytest.raises(ValueError, match="differentiable path"):
             onnx_derivative(made, stop_gradient=[name])
 
 
@@ -125,37 +129,36 @@ QUANTIZED = """s = Constant<value_float=0.5>()  Q = QuantizeLinear(X, s)
     ],
 )
 def test_straight_through(body, name, expected):
-    np.testing.assert_allclose(slope(model(body, 19), straight_through=[name]), expected)
+    np.testing.assert_allclose(
+        gradient_of_ones(model_of_vector(body, 19), straight_through=[name]), expected
+    )
 
 
 def test_straight_through_is_asked_for():
-    with pytest.raises(ValueError, match="no differentiable path"):
-        onnx_derivative(model("Y = Round(X)"))
-    np.testing.assert_array_equal(slope(model("Y = Round(X)"), straight_through=["Y"]), [1, 1])
+    with pytest.raises(ValueError, match="differentiable path"):
+        onnx_derivative(model_of_vector("Y = Round(X)"))
+    np.testing.assert_array_equal(
+        gradient_of_ones(model_of_vector("Y = Round(X)"), straight_through=["Y"]), [1, 1]
+    )
+
+
+SUM, LENGTH = "S = ReduceSum(X)  Y = Mul(S, X)", "T = Shape(X)  F = Cast<to=1>(T)  Y = Mul(F, X)"
 
 
 @pytest.mark.parametrize(
-    ("body", "options", "message"),
+    ("body", "options", "named"),
     [
-        ("Y = Exp(X)", {"stop_gradient": ["H"]}, r"Unknown stop_gradient result 'H'.*Valid: 'Y'"),
-        ("Y = Exp(X)", {"stop_gradient": ["X"]}, r"Unknown stop_gradient result 'X'"),
-        ("Y = Exp(X)", {"straight_through": ["H"]}, r"Unknown straight_through result 'H'"),
-        ("Y = Exp(X)", {"straight_through": ["Y", "Y"]}, r"'Y' is named twice"),
-        (
-            "S = ReduceSum(X)  Y = Mul(S, X)",
-            {"straight_through": ["S"]},
-            r"no gradient can go straight through 'S'",
-        ),
-        (
-            "T = Shape(X)  F = Cast<to=1>(T)  Y = Mul(F, X)",
-            {"straight_through": ["T"]},
-            r"no gradient can go straight through 'T': its first input is no INT64",
-        ),
+        ("Y = Exp(X)", {"stop_gradient": ["H"]}, ["stop_gradient", "'H'", "'Y'"]),
+        ("Y = Exp(X)", {"stop_gradient": ["X"]}, ["stop_gradient", "'X'"]),
+        ("Y = Exp(X)", {"straight_through": ["H"]}, ["straight_through", "'H'"]),
+        ("Y = Exp(X)", {"straight_through": ["Y", "Y"]}, ["'Y'", "twice"]),
+        (SUM, {"straight_through": ["S"]}, ["straight through", "'S'"]),
+        (LENGTH, {"straight_through": ["T"]}, ["straight through", "'T'", "INT64"]),
     ],
 )
-def test_errors(body, options, message):
-    with pytest.raises(ValueError, match=message):
-        onnx_derivative(model(body), **options)
+def test_errors(body, options, named):
+    with pytest.raises(ValueError, match=naming(*named)):
+        onnx_derivative(model_of_vector(body), **options)
 
 
 # -- the last registration holds -------------------------------------------------------------------
@@ -169,7 +172,7 @@ OPERATORS = {
 }
 
 
-def register(kind: str, name: str, domain: str, factor: float) -> None:
+def register_factor(kind: str, name: str, domain: str, factor: float) -> None:
     """Let the gradient of an operator be `factor`, by a rule or a lowering."""
     if kind == "rule":
         rule(name, domain=domain)(lambda op, node, g: (factor * g,))
@@ -181,73 +184,75 @@ def register(kind: str, name: str, domain: str, factor: float) -> None:
 KINDS = ["rule", "lowering", "lowering on demand"]
 
 
+PAIRS = [(first, last) for first in (None, *KINDS) for last in KINDS]
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("last", KINDS)
-@pytest.mark.parametrize("first", [None, *KINDS])
+@pytest.mark.parametrize(
+    ("first", "last"), [p if p[0] in (None, "rule") else in_sweep(*p) for p in PAIRS]
+)
 def test_the_last_registration_holds(operator, first, last):
     node, domain, name = OPERATORS[operator]
     functions = SQUARE.format(18) if operator == "a function" else ""
-    made = onnx.parser.parse_model(f"""<ir_version: 10,
-        opset_import: ["": 24, "my": 1, "com.microsoft": 1]>
-        g (float[2] X) => (float[2] Y) {{ a = {node}  Y = Add(a, X) }} {functions}""")
+    text = f"g (float[2] X) => (float[2] Y) {{ a = {node}  Y = Add(a, X) }} {functions}"
+    made = parse_model(text, opset=24, domains={"my": 1})
     if first is not None:
-        register(first, name, domain, 3.0)
-    register(last, name, domain, 5.0)
+        register_factor(first, name, domain, 3.0)
+    register_factor(last, name, domain, 5.0)
     gradient = onnx_derivative(made)
-    dx = run(gradient, {"X": np.ones(2), "Y_grad": np.ones(2)})[0]
+    (dx,) = run(gradient, X=np.ones(2, np.float32), Y_grad=np.ones(2, np.float32))
     np.testing.assert_allclose(dx, 6)
     assert not gradient.functions
 
 
 @pytest.mark.parametrize("last", KINDS)
 def test_a_registration_holds_before_that_of_nodes_with_subgraphs(last):
-    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[2] X, bool c) => (float[2] Y) { Y = If(c) <
+    made = parse_model("""g (float[2] X, bool c) => (float[2] Y) { Y = If(c) <
           then_branch = t () => (float[2] y) { y = Exp(X) },
           else_branch = e () => (float[2] z) { z = Log(X) }> }""")
     if last == "rule":
         rule("If")(lambda op, node, g: (None,))
-        with pytest.raises(ValueError, match="no differentiable path"):
+        with pytest.raises(ValueError, match="differentiable path"):
             onnx_derivative(made)
         return
     x = made.graph.input[0].name
     write = lowering("If", on_demand=last == "lowering on demand")
     write(lambda op, node: [op.Sin(next(v for v in op.graph.inputs if v.name == x))])
     found = onnx_derivative(made)
-    assert "If" not in {node.op_type for node in found.graph.node}
+    assert "If" not in operator_names(found)
 
 
 def test_a_lowering_that_leaves_a_node():
     lowering("Floor", on_demand=True)(lambda op, node: None)
-    with pytest.raises(NoGradientRule, match="its lowering left it as it is"):
-        onnx_derivative(model("Y = Floor(X)"))
+    with pytest.raises(NoGradientRule, match=naming("Floor", "lowering")):
+        onnx_derivative(model_of_vector("Y = Floor(X)"))
 
 
 # -- what a rule returns ---------------------------------------------------------------------------
 
 
-def returned(gradients) -> onnx.ModelProto:
+FUNCTION = """g (float[3] a, float[2,3] b) => (float[2,3] y) { c = Exp(a)  y = my.Sum (c, b) }
+    <domain: "my", opset_import: ["": 18]> Sum (a, b) => (c) { c = Add(a, b) }"""
+
+
+def derivative_by_rule(gradients) -> onnx.ModelProto:
     rule("Sum", domain="my")(lambda op, node, g: gradients(op, g, *node.inputs))
-    return onnx_derivative(
-        onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "my": 1]>
-        g (float[3] a, float[2,3] b) => (float[2,3] y) { c = Exp(a)  y = my.Sum (c, b) }
-        <domain: "my", opset_import: ["": 18]> Sum (a, b) => (c) { c = Add(a, b) }""")
-    )
+    return onnx_derivative(parse_model(FUNCTION, domains={"my": 1}))
 
 
 @pytest.mark.parametrize(
-    ("gradients", "message"),
+    ("gradients", "named"),
     [
-        (lambda op, g, a, b: g, "returns 1 gradients for 2 inputs"),
-        (lambda op, g, a, b: (op.sum_to(g, a), g, g), "returns 3 gradients for 2 inputs"),
-        (lambda op, g, a, b: (g, g), r"shape \(2, 3\) for its input 0, 'c', of shape \(3,\)"),
-        (lambda op, g, a, b: (None, op.Cast(g, to=11)), "dtype DOUBLE for its input 1, 'b'"),
+        (lambda op, g, a, b: g, ["1 gradients", "2 inputs"]),
+        (lambda op, g, a, b: (op.sum_to(g, a), g, g), ["3 gradients", "2 inputs"]),
+        (lambda op, g, a, b: (g, g), ["(2, 3)", "input 0, 'c'", "(3,)"]),
+        (lambda op, g, a, b: (None, op.Cast(g, to=11)), ["DOUBLE", "input 1, 'b'"]),
     ],
 )
-def test_what_a_rule_returns_is_checked(gradients, message):
-    with pytest.raises(ValueError, match=rf"the rule of Sum \(test_own_rules.*{message}"):
-        returned(gradients)
+def test_what_a_rule_returns_is_checked(gradients, named):
+    with pytest.raises(ValueError, match=naming("rule of Sum", "test_own_rules", *named)):
+        derivative_by_rule(gradients)
 
 
 def test_a_rule_may_return_none():
-    assert len(returned(lambda op, g, a, b: (None, g)).graph.output) == 1
+    assert len(derivative_by_rule(lambda op, g, a, b: (None, g)).graph.output) == 1

@@ -3,10 +3,11 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from onnxgrad.autodiff.row_sums import NotASum, require_sums
+from tests.support.models import parse_model
+from tests.support.running import session_of
 
 RNG = np.random.default_rng(0)
 ARRAYS = {
@@ -16,9 +17,7 @@ ARRAYS = {
     "ids": RNG.integers(0, 5, (6, 3)),
 }
 AXES = {"x": 0, "images": 0, "steps": 1, "ids": 0}
-MODEL = """
-    <ir_version: 9, opset_import: ["": 20]>
-    f (float[N,4] x, float[N,2,4,4] images, float[3,N,4] steps, int64[N,3] ids) => ({dtype} s)
+MODEL = """f (float[N,4] x, float[N,2,4,4] images, float[3,N,4] steps, int64[N,3] ids) => (float s)
     <float[5,4] table = {{{table}}}, float[4,4] w = {{{w}}}, float[1,12,4] r = {{{r}}},
      float[1,12,3] h = {{{h}}}, float[4] v = {{0.5, -1.0, 2.0, 0.1}}, float two = {{2.0}},
      float[2,2,3,3] k = {{{k}}}, float[6,5] rows = {{{rows}}},
@@ -90,49 +89,47 @@ MIXED = {
 ALSO_ADD_UP = ("random", "random weights")
 
 
-def numbers(n):
+def numbers_as_text(n: int) -> str:
     return ", ".join(f"{v:.3f}" for v in RNG.normal(size=n))
 
 
-def model(nodes):
-    parts = {"table": 20, "w": 16, "r": 48, "h": 36, "k": 36, "rows": 30}
-    text = MODEL.format(
-        nodes=nodes, dtype="float", **{name: numbers(n) for name, n in parts.items()}
-    )
-    return onnx.parser.parse_model(text)
+def model_of_sum(nodes: str) -> onnx.ModelProto:
+    sizes = {"table": 20, "w": 16, "r": 48, "h": 36, "k": 36, "rows": 30}
+    constants = {name: numbers_as_text(n) for name, n in sizes.items()}
+    return parse_model(MODEL.format(nodes=nodes, **constants), opset=20)
 
 
-def prove(proto):
+def prove_sums(proto: onnx.ModelProto) -> None:
     copy = ir.from_proto(proto)
     lengths = {name: array.shape for name, array in ARRAYS.items()}
     require_sums(copy, AXES, lengths, list(copy.graph.outputs))
 
 
-def totals(proto):
+def totals_of_whole_and_parts(proto: onnx.ModelProto) -> tuple[float, float]:
     """Return the output for all rows, and its sum for two uneven parts."""
-    running = ort.InferenceSession(proto.SerializeToString())
-    names = {x.name for x in running.get_inputs()}
+    session = session_of(proto)
+    names = {x.name for x in session.get_inputs()}
 
-    def run(rows):
+    def output(rows: range) -> float:
         cut = {n: np.take(a, rows, AXES[n]) for n, a in ARRAYS.items() if n in names}
-        return float(running.run(None, cut)[0].squeeze())
+        return float(session.run(None, cut)[0].squeeze())
 
-    return run(range(6)), run(range(2)) + run(range(2, 6))
+    return output(range(6)), output(range(2)) + output(range(2, 6))
 
 
 @pytest.mark.parametrize("nodes", SUMS.values(), ids=SUMS)
 def test_sums_are_proven(nodes):
-    proto = model(nodes)
-    prove(proto)
-    whole, parts = totals(proto)
+    proto = model_of_sum(nodes)
+    prove_sums(proto)
+    whole, parts = totals_of_whole_and_parts(proto)
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_other_values_are_refused(name):
-    proto = model(MIXED[name])
+    proto = model_of_sum(MIXED[name])
     with pytest.raises(NotASum):
-        prove(proto)
-    whole, parts = totals(proto)
+        prove_sums(proto)
+    whole, parts = totals_of_whole_and_parts(proto)
     if name not in ALSO_ADD_UP:
         assert abs(parts - whole) > 1e-3, "the case does not show anything"
