@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
+from tests.support.models import parse_model
 from tests.support.running import PATIENCE
 
 netron = pytest.importorskip("netron")
@@ -24,31 +25,24 @@ MLP = """<ir_version: 9, opset_import: ["": 20]>
     { h = MatMul(x, w) i = Add(h, b) t = Tanh(i) k = MatMul(t, v) y = Add(k, c) }"""
 
 
-def network() -> onnx.ModelProto:
-    model = onnx.parser.parse_model(MLP)
+def small_mlp() -> onnx.ModelProto:
     rng = np.random.default_rng(0)
-    for name, shape in {"w": (4, 8), "b": (8,), "v": (8, 2), "c": (2,)}.items():
-        array = rng.normal(size=shape).astype(np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    return model
+    shapes = {"w": (4, 8), "b": (8,), "v": (8, 2), "c": (2,)}
+    return parse_model(MLP, **{n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()})
 
 
-def trained() -> onnx.ModelProto:
+def write_every_kind(folder: Path) -> dict[str, Path]:
+    parts = og.partition(small_mlp())
     x = np.random.default_rng(1).normal(size=(20, 4)).astype(np.float32)
-    return og.Trainer(network(), "squared_error").fit(x, x[:, :2], epochs=2).model
-
-
-def files(folder: Path) -> dict[str, Path]:
-    parts = og.partition(network())
     models = {
-        "trained": trained(),
-        "gradient": og.onnx_derivative(network(), note_primal=True),
-        "with loss": og.add_loss_output(network()),
+        "trained": og.Trainer(small_mlp(), "squared_error").fit(x, x[:, :2], epochs=2).model,
+        "gradient": og.onnx_derivative(small_mlp(), note_primal=True),
+        "with loss": og.add_loss_output(small_mlp()),
         "forward": parts.forward,
         "backward": parts.backward,
         "joint": parts.joint,
-        "lora": og.add_lora(network(), "*", rank=2),
-        "jacobian": og.jacobian(network()),
+        "lora": og.add_lora(small_mlp(), "*", rank=2),
+        "jacobian": og.jacobian(small_mlp()),
     }
     found = {}
     for name, model in models.items():
@@ -56,7 +50,7 @@ def files(folder: Path) -> dict[str, Path]:
         og.save(model, found[name])
     artifacts = folder / "artifacts"
     og.generate_artifacts(
-        network(), ["w", "b", "v", "c"], loss="squared_error", optimizer="adam",
+        small_mlp(), ["w", "b", "v", "c"], loss="squared_error", optimizer="adam",
         artifact_directory=artifacts,
     )  # fmt: skip
     return found | {f"artifacts/{path.name}": path for path in sorted(artifacts.glob("*.onnx"))}
@@ -64,11 +58,11 @@ def files(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.sweep
 def test_netron_draws_every_file(tmp_path):
-    written = files(tmp_path)
+    written = write_every_kind(tmp_path)
     assert len(written) >= 11
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        drawn = {name: _drawn(browser, path) for name, path in written.items()}
+        drawn = {name: errors_and_boxes(browser, path) for name, path in written.items()}
         browser.close()
     for name, (errors, count) in drawn.items():
         graph = onnx.load(written[name]).graph
@@ -79,7 +73,7 @@ def test_netron_draws_every_file(tmp_path):
         assert count > expected if nested else count == expected, name
 
 
-def _drawn(browser, path: Path) -> tuple[list[str], int]:
+def errors_and_boxes(browser, path: Path) -> tuple[list[str], int]:
     """Return what Netron complains of, and the number of boxes that it draws of a file."""
     with socket.socket() as free:
         free.bind(("localhost", 0))

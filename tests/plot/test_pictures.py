@@ -15,24 +15,21 @@ import onnxgrad as og
 from onnxgrad.plot.layering import Layered
 from onnxgrad.plot.placement import Placed, spread
 from onnxgrad.plot.scene import Scene
-from tests.plot.test_dot import ODD, odd
-from tests.plot.test_text_plot import ATTRIBUTES, BRANCHES, SEED
+from tests.support.drawn_models import ATTRIBUTES, BRANCHES, ODD_NAMES, SEED, oddly_named_model
+from tests.support.models import parse_model
+from tests.support.running import in_sweep
 
 NS = "{http://www.w3.org/2000/svg}"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def parse(text: str) -> onnx.ModelProto:
-    return onnx.parser.parse_model(text)
-
-
-def chain(count: int) -> onnx.ModelProto:
+def module_chain(count: int) -> onnx.ModelProto:
     """Return a model in modules of 10 nodes, with a shortcut over each."""
     lines = [
         f"h{i + 1} = Add(h{i}, h{i - 9})" if i % 10 == 9 else f"h{i + 1} = Relu(h{i})"
         for i in range(count)
     ]
-    model = parse(
+    model = parse_model(
         f'<ir_version: 9, opset_import: ["": 20]> f (float[N,2] h0) => (float[N,2] h{count})'
         f"{{{' '.join(lines)}}}"
     )
@@ -46,12 +43,12 @@ MLP = """<ir_version: 9, opset_import: ["": 20]>
     { h = MatMul(x, w) t = Tanh(h) s = Softplus(t) y = Mul(t, s) }"""
 
 
-def joint() -> onnx.ModelProto:
+def joint_gradient() -> onnx.ModelProto:
     flags = og.DerivativeOptions.KeepYieldOp
-    return og.onnx_derivative(parse(MLP), options=flags, note_primal=True)
+    return og.onnx_derivative(parse_model(MLP), options=flags, note_primal=True)
 
 
-def boxes(svg: str) -> list[tuple[str, str, list[float]]]:
+def boxes_of_svg(svg: str) -> list[tuple[str, str, list[float]]]:
     """Return classes, title and rectangle of every box."""
     found = []
     for g in ElementTree.fromstring(svg).iter(f"{NS}g"):
@@ -67,12 +64,22 @@ def boxes(svg: str) -> list[tuple[str, str, list[float]]]:
 MODELS = {"seed": SEED, "branches": BRANCHES, "attributes": ATTRIBUTES}
 
 
-@pytest.mark.parametrize("name", [*MODELS, "odd", "chain", "gradient"])
-@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize(
+    ("name", "fold"),
+    [
+        *[(name, False) for name in (*MODELS, "odd", "chain", "gradient")],
+        ("chain", True),
+        *[in_sweep(name, True) for name in (*MODELS, "odd", "gradient")],
+    ],
+)
 def test_boxes_do_not_overlap_and_arrows_end_at_them(name, fold):
-    other = {"odd": odd, "chain": lambda: chain(60), "gradient": joint}
-    svg = og.to_svg(other[name]() if name in other else parse(MODELS[name]), fold=fold)
-    found = boxes(svg)
+    other = {
+        "odd": oddly_named_model,
+        "chain": lambda: module_chain(60),
+        "gradient": joint_gradient,
+    }
+    svg = og.to_svg(other[name]() if name in other else parse_model(MODELS[name]), fold=fold)
+    found = boxes_of_svg(svg)
     assert found
     for (_, _, (a, b, w, h)), (_, _, (c, d, u, v)) in combinations(found, 2):
         assert a + w <= c or c + u <= a or b + h <= d or d + v <= b
@@ -91,21 +98,28 @@ def test_boxes_do_not_overlap_and_arrows_end_at_them(name, fold):
 
 
 def test_what_boxes_and_tooltips_say():
-    svg = og.to_svg(parse(MLP))
-    assert [title for _, title, _ in boxes(svg)] == ["x", "MatMul", "Tanh", "Softplus", "Mul", "y"]
+    svg = og.to_svg(parse_model(MLP))
+    assert [title for _, title, _ in boxes_of_svg(svg)] == [
+        "x",
+        "MatMul",
+        "Tanh",
+        "Softplus",
+        "Mul",
+        "y",
+    ]
     texts = [t.text for t in ElementTree.fromstring(svg).iter(f"{NS}title")]
     assert "MatMul\n-> h float32[N, 1]" in [re.sub(r"w float32.*\n", "", t) for t in texts]
     assert any("w float32[2, 1] = [[1.0], [2.0]]" in t for t in texts)
     assert "t float32[N, 1]" in texts  # of an arrow
-    heights = {title: rect[1] for _, title, rect in boxes(svg)}
+    heights = {title: rect[1] for _, title, rect in boxes_of_svg(svg)}
     assert heights["x"] < heights["MatMul"] < heights["Tanh"] < heights["Softplus"] < heights["Mul"]
 
 
 def test_names_are_data():
-    svg = og.to_svg(odd())
+    svg = og.to_svg(oddly_named_model())
     texts = {t.text for t in ElementTree.fromstring(svg).iter(f"{NS}text")}
-    assert {ODD[0], ODD[-1]} <= texts
-    model = parse(MLP)
+    assert {ODD_NAMES[0], ODD_NAMES[-1]} <= texts
+    model = parse_model(MLP)
     model.graph.input[0].name = model.graph.node[0].input[0] = "</script><script>alert(1)</script>"
     assert "<script>alert" not in og.to_html(model, title="</title><script>alert(2)")
     assert r"\u003cscript>alert(1)" in og.to_html(model)
@@ -113,30 +127,37 @@ def test_names_are_data():
 
 
 def test_frames_of_branches_and_modules():
-    frames = re.findall(r'class="frame (\w+)">.*?<text[^>]*>([^<]*)<', og.to_svg(parse(BRANCHES)))
+    frames = re.findall(
+        r'class="frame (\w+)">.*?<text[^>]*>([^<]*)<', og.to_svg(parse_model(BRANCHES))
+    )
     assert ("subgraph", "If: then_branch") in frames
     assert ("function", "own.twice") in frames
-    titles = re.findall(r'class="frame module">.*?<text[^>]*>([^<]*)<', og.to_svg(chain(20)))
+    titles = re.findall(r'class="frame module">.*?<text[^>]*>([^<]*)<', og.to_svg(module_chain(20)))
     assert titles == ["net.stage.0", "block0", "block1"]
     folded = [
-        title for names, title, _ in boxes(og.to_svg(chain(20), fold=True)) if "folded" in names
+        title
+        for names, title, _ in boxes_of_svg(og.to_svg(module_chain(20), fold=True))
+        if "folded" in names
     ]
     assert folded == ["net.stage.0"]
 
 
 def test_large_models_are_folded_to_a_readable_size():
-    assert 10 <= len(boxes(og.to_svg(chain(2000)))) <= 100
-    assert len(boxes(og.to_svg(chain(2000), fold=False))) == 2002
+    model = module_chain(800)
+    assert 10 <= len(boxes_of_svg(og.to_svg(model))) <= 100
+    assert len(boxes_of_svg(og.to_svg(model, fold=False))) == 802
 
 
-@pytest.mark.parametrize("noted", [False, True])
-@pytest.mark.parametrize("module", ["", "/layer{}/"])
+@pytest.mark.parametrize(
+    ("noted", "module"),
+    [(True, "/layer{}/"), in_sweep(True, ""), in_sweep(False, ""), in_sweep(False, "/layer{}/")],
+)
 def test_the_page_of_a_gradient_grows_as_its_nodes(noted, module):
     """Each node of the backward pass reads one of the forward pass, many rows away."""
     per_node = []
     for count in (40, 160):
         nodes = [f"a{i} = MatMul(t{i}, w)  t{i + 1} = Tanh(a{i})" for i in range(count)]
-        model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
+        model = parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
             f (float[N, 2] t0) => (float[N, 2] t{count})
             <float[2, 2] w = {{0.1, 0.2, 0.3, 0.4}}> {{ {"  ".join(nodes)} }}""")
         for i, node in enumerate(model.graph.node):
@@ -149,27 +170,27 @@ def test_the_page_of_a_gradient_grows_as_its_nodes(noted, module):
 
 
 def test_constants_are_no_boxes():
-    model = parse("""<ir_version: 9, opset_import: ["": 20]>
+    model = parse_model("""<ir_version: 9, opset_import: ["": 20]>
         f (float[2] x) => (float[2] y, float[1] c) <float[2] w = {1, 2}>
         { c = Constant<value = float[1] {3}>() n = Constant<value_floats = [4.0]>()
           v = Identity(w) a = Mul(x, v) b = Add(a, c) y = Sub(b, n) }""")
     svg = og.to_svg(model)
-    assert [title for _, title, _ in boxes(svg)] == ["x", "c", "Mul", "Add", "Sub", "y"]
+    assert [title for _, title, _ in boxes_of_svg(svg)] == ["x", "c", "Mul", "Add", "Sub", "y"]
     texts = {t.text for t in ElementTree.fromstring(svg).iter(f"{NS}text")}
     assert {"v = [1.0, 2.0]", "c = [3.0]", "n value_floats=[4]"} <= texts
 
 
 def test_a_broken_model_is_drawn():
-    made = parse(MLP)
+    made = parse_model(MLP)
     made.graph.node[2].input[0] = "nothing"
     made.graph.node.add(op_type="Identity")
-    assert "nothing: not computed by any node" in og.to_svg(made)
+    assert "nothing: not" in og.to_svg(made)
 
 
 def test_forward_and_backward_stand_side_by_side():
-    parts = og.partition(joint(), recompute="all")
+    parts = og.partition(joint_gradient(), recompute="all")
     svg = og.to_svg(parts)
-    found = boxes(svg)
+    found = boxes_of_svg(svg)
     backward = [rect for names, _, rect in found if "backward" in names]
     forward = [(names, title, rect) for names, title, rect in found if "node" in names.split()]
     forward = [f for f in forward if "backward" not in f[0]]
@@ -190,7 +211,7 @@ def test_forward_and_backward_stand_side_by_side():
 
 
 def test_a_gradient_node_has_the_color_of_its_primal():
-    scene = Scene(joint())
+    scene = Scene(joint_gradient())
     from onnxgrad.plot.svg import hues
 
     hue = hues(scene)
@@ -224,7 +245,7 @@ def browser():
         opened.close()
 
 
-def opened(browser, tmp_path, html, errors, **options):
+def open_page(browser, tmp_path, html, errors, **options):
     """Open a page; whatever it logs, raises or requests goes to `errors`."""
     file = tmp_path / "page.html"
     file.write_text(html, "utf-8")
@@ -237,36 +258,36 @@ def opened(browser, tmp_path, html, errors, **options):
     return page
 
 
-def places(page) -> list[list[float]]:
+def box_places(page) -> list[list[float]]:
     rects = "[...document.querySelectorAll('.box>rect:first-child')]"
     return page.evaluate(f"{rects}.map(r=>['x','y','width','height'].map(k=>+r.getAttribute(k)))")
 
 
 def test_the_page_places_boxes_as_the_svg(browser, tmp_path):
     errors: list[str] = []
-    for model in (parse(BRANCHES), chain(60), joint()):
-        page = opened(browser, tmp_path, og.to_html(model), errors)
+    for model in (parse_model(BRANCHES), module_chain(60), joint_gradient()):
+        page = open_page(browser, tmp_path, og.to_html(model), errors)
         placed = Placed(Layered(Scene(model)), ())
         expected = [
             [box.x, box.y, box.width, box.height]
             for cell, box in placed.boxes.items()
             if cell[0] == "item"
         ]
-        np.testing.assert_allclose(sorted(places(page)), sorted(expected), atol=1e-6)
+        np.testing.assert_allclose(sorted(box_places(page)), sorted(expected), atol=1e-6)
         page.close()
     assert not errors
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [in_sweep("light"), "dark"])
 def test_fold_search_zoom_and_tooltip(browser, tmp_path, scheme):
     errors: list[str] = []
-    html = og.to_html(chain(2000))
-    page = opened(browser, tmp_path, html, errors, color_scheme=scheme)
+    html = og.to_html(module_chain(800))
+    page = open_page(browser, tmp_path, html, errors, color_scheme=scheme)
     first = page.locator(".box").count()
     assert first <= 100
     page.click(".folded >> nth=1")
     assert page.locator(".box").count() > first
-    page.fill("#search", "relu_1501")
+    page.fill("#search", "relu_501")
     assert page.inner_text("#count") == "1 found"
     page.press("#search", "Enter")
     hit = page.locator(".hit")
@@ -274,7 +295,7 @@ def test_fold_search_zoom_and_tooltip(browser, tmp_path, scheme):
     assert hit.locator("text").first.text_content() == "Relu"
     box = hit.bounding_box()
     assert abs(box["x"] + box["width"] / 2 - 640) < 3  # in the middle of the window
-    assert "/net/stage.15/block0/Relu_1501" in page.inner_text("#info")
+    assert "/net/stage.5/block0/Relu_501" in page.inner_text("#info")
     assert "float32[N, 2]" in page.inner_text("#info")
     before = page.locator("#all").get_attribute("transform")
     page.mouse.move(640, 500)
@@ -285,7 +306,7 @@ def test_fold_search_zoom_and_tooltip(browser, tmp_path, scheme):
     page.click("#fold")
     assert page.locator(".box").count() == 3
     page.click("#unfold")
-    assert page.locator(".box").count() == 2002
+    assert page.locator(".box").count() == 802
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 31)"}[scheme]
     assert not errors
@@ -294,7 +315,7 @@ def test_fold_search_zoom_and_tooltip(browser, tmp_path, scheme):
 def test_in_a_notebook(browser, tmp_path):
     errors: list[str] = []
     file = tmp_path / "notebook.html"
-    file.write_text(f"<!doctype html>{og.show(parse(MLP))._repr_html_()}", "utf-8")
+    file.write_text(f"<!doctype html>{og.show(parse_model(MLP))._repr_html_()}", "utf-8")
     page = browser.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(file.as_uri())

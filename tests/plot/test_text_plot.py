@@ -2,28 +2,12 @@
 
 import re
 
-import onnx
 import pytest
 
 from onnxgrad import onnx_simple_text_plot, onnx_text_plot_io
+from tests.support.drawn_models import ATTRIBUTES, BRANCHES, SEED
+from tests.support.models import parse_model
 
-# The loss of seed document 003, with true shapes.
-SEED = """
-<ir_version: 8, opset_import: ["": 14]>
-g (float[N,2] x, float[N,1] label) => (float[1,1] loss)
-<float[1,2] init = {0.5, -0.33333}, int64[1] init_2 = {1},
- float[11] long = {0,1,2,3,4,5,6,7,8,9,10}>
-{
-    out_mul_0 = Mul(x, x)
-    out_mul_0_1 = Mul(out_mul_0, init)
-    out_mul_0_2 = Mul(x, init)
-    out_add_0 = Add(out_mul_0_2, out_mul_0_1)
-    y = ReduceSum <keepdims = 1> (out_add_0, init_2)
-    loss_diff = Sub(y, label)
-    loss_diff_2 = Mul(loss_diff, loss_diff)
-    loss = ReduceSum(loss_diff_2)
-}
-"""
 EXPECTED = """\
 opset: domain='' version=14
 input: name='x' type=dtype('float32') shape=('N', 2)
@@ -41,19 +25,6 @@ Mul(x, init) -> out_mul_0_2
           ReduceSum(loss_diff_2) -> loss
 output: name='loss' type=dtype('float32') shape=(1, 1)"""
 
-BRANCHES = """
-<ir_version: 8, opset_import: ["": 18, "own": 1]>
-g (float[N] x, bool c) => (float[N] y)
-{
-    a = own.twice(x)
-    y = If (c) <
-        then_branch = t () => (float[N] p) {k = Constant <value = float[1] {3}> () p = Add(a, k)},
-        else_branch = e () => (float[] q) {q = Identity(a)}
-    >
-}
-<domain: "own", opset_import: ["": 18]>
-twice (v) => (w) {w = Add(v, v)}
-"""
 BRANCHES_TEXT = """\
 opset: domain='' version=18
 opset: domain='own' version=1
@@ -73,25 +44,13 @@ function: own.twice(v)
   Add(v, v) -> w
   return w"""
 
-ATTRIBUTES = """
-<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
-g (float[N,11] x) => (seq(float[N]) z, float y)
-{
-    s = ai.onnx.ml.Scaler <offset = [0.1], scale = [1.,1.,1.,1.,1.,1.,1.,1.,1.,1.,1.]> (x)
-    r = LeakyRelu <alpha = 0.25> (s)
-    z = SequenceConstruct (r, x)
-    o = Constant <value = float[11] {0,1,2,3,4,5,6,7,8,9,10}> ()
-    y = ReduceSum <noop_with_empty_axes = 0> (o)
-}
-"""
-
 
 def test_the_style_of_the_seeds():
-    assert onnx_simple_text_plot(onnx.parser.parse_model(SEED)) == EXPECTED
+    assert onnx_simple_text_plot(parse_model(SEED)) == EXPECTED
 
 
 def test_branches_and_functions_stand_below():
-    assert onnx_simple_text_plot(onnx.parser.parse_model(BRANCHES)) == BRANCHES_TEXT
+    assert onnx_simple_text_plot(parse_model(BRANCHES)) == BRANCHES_TEXT
 
 
 @pytest.mark.parametrize(
@@ -105,33 +64,28 @@ def test_branches_and_functions_stand_below():
     ],
 )
 def test_attributes_and_types(line):
-    assert line in onnx_simple_text_plot(onnx.parser.parse_model(ATTRIBUTES)).splitlines()
+    assert line in onnx_simple_text_plot(parse_model(ATTRIBUTES)).splitlines()
 
 
 def test_without_indent():
-    text = onnx_simple_text_plot(onnx.parser.parse_model(SEED), indent=False)
+    text = onnx_simple_text_plot(parse_model(SEED), indent=False)
     assert not any(line.startswith(" ") for line in text.splitlines())
 
 
 def test_io_has_no_nodes_and_no_values():
     nodes = [line for line in EXPECTED.splitlines() if "->" not in line]
     expected = [line.split(" -- ")[0] for line in nodes]
-    assert onnx_text_plot_io(onnx.parser.parse_model(SEED)).splitlines() == expected
+    assert onnx_text_plot_io(parse_model(SEED)).splitlines() == expected
 
 
 def test_deep_models_stay_readable():
     body = "".join(f"v{i + 1} = Relu(v{i})\n" for i in range(500))
-    text = onnx_simple_text_plot(
-        onnx.parser.parse_model(
-            f'<ir_version: 8, opset_import: ["": 18]> g (float[N] v0) => (float[N] v500) {{{body}}}'
-        )
-    )
+    text = onnx_simple_text_plot(parse_model(f"g (float[N] v0) => (float[N] v500) {{{body}}}"))
     assert max(map(len, text.splitlines())) < 100
 
 
-def in_modules() -> onnx.ModelProto:
-    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N] x) => (float[N] y, float[N] c)
+def model_in_modules():
+    model = parse_model("""g (float[N] x) => (float[N] y, float[N] c)
         { a = Relu(x) b = Exp(a) c = Relu(b) d = Neg(c) y = Add(d, b) }""")
     names = ["/enc/0/act/Relu", "/enc/0/exp/Exp", "/enc/1/act/Relu", "/head/Neg", "plain"]
     for node, name in zip(model.graph.node, names, strict=True):
@@ -148,13 +102,12 @@ def in_modules() -> onnx.ModelProto:
     ],
 )  # fmt: skip
 def test_modules_in_one_line(depth, expected):
-    lines = onnx_simple_text_plot(in_modules(), depth=depth).splitlines()
+    lines = onnx_simple_text_plot(model_in_modules(), depth=depth).splitlines()
     assert lines[2:-2] == [*expected, "Add(d, b) -> y"]
 
 
 def test_values_that_a_subgraph_reads_leave_their_module():
-    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N] x, bool c) => (float[N] y) { a = Exp(x) y = If(c) <
+    model = parse_model("""g (float[N] x, bool c) => (float[N] y) { a = Exp(x) y = If(c) <
             then_branch = t () => (float[N] p) { p = Neg(a) },
             else_branch = e () => (float[N] q) { q = Abs(x) }> }""")
     model.graph.node[0].name = "/enc/Exp"
@@ -164,7 +117,7 @@ def test_values_that_a_subgraph_reads_leave_their_module():
 
 
 def test_colors():
-    for model in (in_modules(), onnx.parser.parse_model(BRANCHES)):
+    for model in (model_in_modules(), parse_model(BRANCHES)):
         for options in ({}, {"depth": 1}):
             plain = onnx_simple_text_plot(model, **options)
             colored = onnx_simple_text_plot(model, color=True, **options)
@@ -172,6 +125,8 @@ def test_colors():
             for line in colored.splitlines():
                 if "->" in line or "put: " in line:
                     assert line.count("\x1b[0m") == 1
-    assert "\x1b[1;36mAdd\x1b[0m(d, b) -> y" in onnx_simple_text_plot(in_modules(), color=True)
-    with pytest.raises(ValueError, match="depth must be at least 1"):
-        onnx_simple_text_plot(in_modules(), depth=0)
+    assert "\x1b[1;36mAdd\x1b[0m(d, b) -> y" in onnx_simple_text_plot(
+        model_in_modules(), color=True
+    )
+    with pytest.raises(ValueError, match="depth"):
+        onnx_simple_text_plot(model_in_modules(), depth=0)

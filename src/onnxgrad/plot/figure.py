@@ -22,7 +22,7 @@ from onnxgrad.reporting import logger
 _LARGEST = (40, 200)  # inches: larger pictures are scaled down, as no viewer shows them
 _MOST = (3840, 19200)  # pixels
 _QUICK = ("-Gnslimit=1", "-Gnslimit1=1")  # a slightly worse layout, in a tenth of the time
-_PATIENCE = 60  # seconds for Graphviz, whose time grows with the length of the edges
+PATIENCE = 60  # seconds for Graphviz, whose time grows with the length of the edges
 _FONT = 8  # points
 _WIDTH, _HEIGHT = 0.6, 1.4  # of a character and of a line, in sizes of the font
 _COLORS = {"input": "red", "output": "green", "result": "black", "node": "orange"}
@@ -135,7 +135,7 @@ def _picture(model: ModelLike, program: str | None, dpi: float) -> _Image | _Lay
         try:
             return _Image(model, program, dpi)
         except subprocess.TimeoutExpired:
-            logger.warning("Graphviz takes longer than %d s: matplotlib draws", _PATIENCE)
+            logger.warning("Graphviz takes longer than %d s: matplotlib draws", PATIENCE)
     return _Layers(model)
 
 
@@ -148,7 +148,7 @@ class _Image:
         width, height = (min(i, n / dpi) for i, n in zip(_LARGEST, _MOST, strict=True))
         command = [program, "-Tpng", f"-Gdpi={dpi}", f"-Gsize={width},{height}", *_QUICK]
         graph = to_dot(model).encode()
-        done = subprocess.run(command, input=graph, capture_output=True, timeout=_PATIENCE)
+        done = subprocess.run(command, input=graph, capture_output=True, timeout=PATIENCE)
         if done.returncode:
             text = printable_lines(done.stderr.decode(errors="replace").strip())
             raise RuntimeError(f"{program} failed: {text}")
