@@ -26,11 +26,14 @@ from onnxgrad import (
     add_loss_output,
 )
 from onnxgrad.runtime.device import CPU, Device, read_providers
+from tests.support.errors import naming
+from tests.support.running import in_sweep
 from tests.support.small_models import two_column_model
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((12, 2)).astype(np.float32)
 Y = (X[:, :1] - X[:, 1:]).astype(np.float32)
+WEIGHTS = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
 CUDA, PLAIN = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
@@ -85,8 +88,13 @@ def machine(monkeypatch) -> Machine:
         def __getattr__(self, name):
             return getattr(self.session, name)
 
-    def noted(kind, index):
+    def value_of_array(array, kind="cpu", index=0):
         seen.values.append((kind, index))
+        return from_numpy(array)
+
+    def value_of_shape(shape, dtype, kind="cpu", index=0):
+        seen.values.append((kind, index))
+        return empty(shape, dtype)
 
     def make_device(kind, index, *more):
         seen.devices.append((kind, index))
@@ -95,16 +103,8 @@ def machine(monkeypatch) -> Machine:
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, PLAIN])
     monkeypatch.setattr(ort, "InferenceSession", Session)
     monkeypatch.setattr(ort.OrtDevice, "make", staticmethod(make_device))
-    monkeypatch.setattr(
-        value,
-        "ortvalue_from_numpy",
-        staticmethod(lambda a, kind="cpu", index=0: (noted(kind, index), from_numpy(a))[1]),
-    )
-    monkeypatch.setattr(
-        value,
-        "ortvalue_from_shape_and_type",
-        staticmethod(lambda s, t, kind="cpu", index=0: (noted(kind, index), empty(s, t))[1]),
-    )
+    monkeypatch.setattr(value, "ortvalue_from_numpy", staticmethod(value_of_array))
+    monkeypatch.setattr(value, "ortvalue_from_shape_and_type", staticmethod(value_of_shape))
     monkeypatch.setattr(value, "device_name", lambda self: "cuda")
     monkeypatch.setattr(value, "__dlpack_device__", lambda self: (2, 1), raising=False)
     return seen
@@ -132,7 +132,7 @@ def test_forms(name, kind, index):
      "tpu", "cpu2", "cuda1", None, 1, True, b"cpu", ["cpu"]],
 )  # fmt: skip
 def test_what_is_no_device(name):
-    with pytest.raises(ProviderError, match=r"device .* offers .*'cpu', 'cuda' or 'cuda:1'"):
+    with pytest.raises(ProviderError, match=naming("device", "'cpu'", "'cuda'", "'cuda:1'")):
         Device.of(name)
 
 
@@ -151,8 +151,8 @@ def test_providers_of_a_device(machine):
 
 def test_a_session_that_falls_back_to_the_cpu(machine, monkeypatch):
     monkeypatch.setattr(ort.InferenceSession, "get_providers", lambda self: [PLAIN])
-    with pytest.raises(ProviderError, match=f"could not start {CUDA} and would run on"):
-        trainer_outside("cuda:1").fit(X, Y)
+    with pytest.raises(ProviderError, match=CUDA):
+        outer_trainer_on("cuda:1").fit(X, Y)
 
 
 # -- everything that takes a device ----------------------------------------------------------------
@@ -160,72 +160,78 @@ def test_a_session_that_falls_back_to_the_cpu(machine, monkeypatch):
 OPTIONS = {"max_iter": 2, "random_state": 0}
 
 
-def trainer_outside(device, **options) -> OrtGradientForwardBackwardOptimizer:
+def outer_trainer_on(device, **options) -> OrtGradientForwardBackwardOptimizer:
     return OrtGradientForwardBackwardOptimizer(
         two_column_model(), device=device, **OPTIONS, **options
     )
 
 
-def trainer_inside(device) -> OrtGradientOptimizer:
+def inner_trainer_on(device) -> OrtGradientOptimizer:
     return OrtGradientOptimizer(add_loss_output(two_column_model()), device=device, **OPTIONS)
 
 
-def passes(**options) -> list[np.ndarray]:
+def forward_and_gradients(**options) -> list[np.ndarray]:
     made = OrtGradientForwardBackward(two_column_model(), **options).new_instance()
-    weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
-    (y,) = made.forward([X, *weights], training=True)
+    (y,) = made.forward([X, *WEIGHTS], training=True)
     return [y, *made.backward([np.ones_like(y)])]
 
 
-def fit_inside(device):
-    trainer_inside(device).fit(X, Y, X_val=X, y_val=Y).get_state()
+def fit_inner_trainer(device):
+    inner_trainer_on(device).fit(X, Y, X_val=X, y_val=Y).get_state()
 
 
-def fit_outside(device):
-    trainer_outside(device, training_optimizer_name="adam").fit(X, Y, X_val=X, y_val=Y)
+def fit_outer_trainer(device):
+    outer_trainer_on(device, training_optimizer_name="adam").fit(X, Y, X_val=X, y_val=Y)
 
 
-def states(device):
-    made = trainer_outside(device, training_optimizer_name="momentum").fit(X, Y)
+def read_states(device):
+    made = outer_trainer_on(device, training_optimizer_name="momentum").fit(X, Y)
     made.get_state("weight")
     assert made.get_state("grad")["w"]
     made.get_full_state()
 
 
-def loss(device):
+def call_loss(device):
     made = SquareLearningLoss().build_onnx_function(device=device)
     made.loss_gradient(Y, Device.of(device).ortvalue(X[:, :1]))
     made.loss_gradient(Y[:, 0], Device.of(device).ortvalue(X[:, 0].copy()))
     made.loss_scores(Y, Device.of(device).ortvalue(X[:, :1].copy()))
 
 
-def penalty(device):
+def call_penalty(device):
     made = ElasticLearningPenalty(l1=0.1, l2=0.2).build_onnx_function(device=device, n_tensors=1)
     made.penalty_loss(Device.of(device).ortvalue(X))
     made.penalty_gradient(Device.of(device).ortvalue(X))
 
 
-def loader(device):
+def iterate_loader(device):
     for batch in OrtDataLoader(X, Y, batch_size=5, device=device).iter_ortvalue():
         assert len(batch) == 2
 
 
 ENTRIES = {
-    "OrtGradientOptimizer.fit": (fit_inside, True, True),
-    "OrtGradientForwardBackwardOptimizer.fit": (fit_outside, True, True),
-    "get_state": (states, True, True),
-    "OrtGradientForwardBackward": (lambda device: passes(providers=device), False, True),
-    "loss": (loss, True, True),
-    "penalty": (penalty, True, True),
-    "OrtDataLoader": (loader, True, False),
+    "OrtGradientOptimizer.fit": (fit_inner_trainer, True, True),
+    "OrtGradientForwardBackwardOptimizer.fit": (fit_outer_trainer, True, True),
+    "get_state": (read_states, True, True),
+    "OrtGradientForwardBackward": (
+        lambda device: forward_and_gradients(providers=device),
+        False,
+        True,
+    ),
+    "loss": (call_loss, True, True),
+    "penalty": (call_penalty, True, True),
+    "OrtDataLoader": (iterate_loader, True, False),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "index"),
-    [("cuda:1", "cuda", 1), ("gpu:1", "cuda", 1), ("cuda", "cuda", 0), ("gpu", "cuda", 0),
-     ("cpu", "cpu", 0)],
-)  # fmt: skip
+    [
+        ("cuda:1", "cuda", 1),
+        ("cpu", "cpu", 0),
+        *map(in_sweep, ["gpu:1", "cuda", "gpu"], ["cuda"] * 3, [1, 0, 0]),
+    ],
+)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_number_of_the_device_reaches_onnxruntime(machine, entry, name, kind, index):
     call, values, outputs = ENTRIES[entry]
@@ -235,7 +241,7 @@ def test_the_number_of_the_device_reaches_onnxruntime(machine, entry, name, kind
 
 @pytest.mark.parametrize("method", ["predict", "losses", "score"])
 def test_predictions_run_on_the_device(machine, method):
-    made = trainer_outside("cuda:1").fit(X, Y)
+    made = outer_trainer_on("cuda:1").fit(X, Y)
     machine.providers.clear()
     getattr(made, method)(X) if method == "predict" else getattr(made, method)(X, Y)
     assert machine.providers == [[(CUDA, {"device_id": 1}), (PLAIN, {})]]
@@ -249,7 +255,9 @@ def test_a_torch_device_wherever_a_name_goes(machine):
 
 
 def test_results_are_those_of_the_cpu(machine):
-    pairs = list(zip(passes(providers="cuda:1"), passes(), strict=True))
+    pairs = list(
+        zip(forward_and_gradients(providers="cuda:1"), forward_and_gradients(), strict=True)
+    )
     assert len(pairs) == 4
     for y, z in pairs:
         np.testing.assert_array_equal(y, z)
@@ -272,7 +280,7 @@ def test_where_the_installed_onnxruntime_has_no_gpu(monkeypatch, entry):
 
 
 def test_an_estimator_keeps_its_argument():
-    made = trainer_outside("gpu:1")
+    made = outer_trainer_on("gpu:1")
     assert made.get_params(deep=False)["device"] == "gpu:1"
     assert pickle.loads(pickle.dumps(made)).device == "gpu:1"
 
@@ -305,7 +313,7 @@ def test_the_index_in_providers(machine, providers, options, index, device):
     pairs, own = read_providers(providers, options, index)
     assert own == device
     assert all(o["device_id"] == device.index for name, o in pairs if name == CUDA)
-    passes(providers=providers, provider_options=options, device_index=index)
+    forward_and_gradients(providers=providers, provider_options=options, device_index=index)
     assert {given[0][0] for given in machine.providers} == {pairs[0][0]}
     assert all(given == pairs for given in machine.providers)
     assert set(machine.outputs) == {(device.kind, device.index)}
@@ -321,23 +329,18 @@ def test_options_stay_those_of_the_caller(machine):
 @pytest.mark.parametrize(
     ("providers", "options", "index", "message"),
     [
-        ([CUDA], [ONE], 2, r"several GPUs, \[1, 2\]"),
-        ("cuda:1", None, 2, r"several GPUs, \[1, 2\]"),
-        ("cuda:0", None, 1, r"several GPUs, \[0, 1\]"),
-        (None, None, 1, "device_index=1 is the number of a GPU.*providers='cuda:1'"),
-        ("cpu", None, 1, "device_index=1 is the number of a GPU"),
-        ("cuda:1", [ONE], None, "go with a list of providers, not with a device"),
-        ([(CUDA, ONE)], [ONE], None, "leave out provider_options"),
+        ([CUDA], [ONE], 2, r"GPUs, \[1, 2\]"),
+        ("cuda:1", None, 2, r"GPUs, \[1, 2\]"),
+        ("cuda:0", None, 1, r"GPUs, \[0, 1\]"),
+        (None, None, 1, "device_index=1 .*providers='cuda:1'"),
+        ("cpu", None, 1, "device_index=1 "),
+        ("cuda:1", [ONE], None, "list of providers"),
+        ([(CUDA, ONE)], [ONE], None, "provider_options"),
         ([CUDA, PLAIN], [ONE], None, "1 provider_options for 2 providers"),
-        (PLAIN, None, None, "a list of names, not 'CPU.*'cuda:1'"),
-        ("tpu", None, None, "a list of names, not 'tpu'"),
-        (
-            [(CUDA, {"device_id": "one"})],
-            None,
-            None,
-            "device_id must be the number of a GPU, not 'one'",
-        ),
-        (["TPU"], None, None, "Unknown execution provider 'TPU'"),
+        (PLAIN, None, None, "not 'CPU.*'cuda:1'"),
+        ("tpu", None, None, "not 'tpu'"),
+        ([(CUDA, {"device_id": "one"})], None, None, "device_id .*'one'"),
+        (["TPU"], None, None, "'TPU'"),
     ],
 )
 def test_providers_that_cannot_be(machine, providers, options, index, message):
@@ -349,22 +352,20 @@ def test_providers_that_cannot_be(machine, providers, options, index, message):
 
 def test_a_tensor_on_another_gpu(machine):
     made = OrtGradientForwardBackward(two_column_model(), providers="cuda:2").new_instance()
-    weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
-    with pytest.raises(ValueError, match="input 'x' is on 'cuda:1', the session on 'cuda:2'"):
-        made.forward([Device("cuda", 1).ortvalue(X), *weights])
+    with pytest.raises(ValueError, match=naming("'x'", "'cuda:1'", "'cuda:2'")):
+        made.forward([Device("cuda", 1).ortvalue(X), *WEIGHTS])
 
 
 def test_a_tensor_whose_gpu_onnxruntime_does_not_tell(machine, monkeypatch):
     monkeypatch.setattr(ort.OrtValue, "__dlpack_device__", None, raising=False)
     made = OrtGradientForwardBackward(two_column_model(), providers="cuda:2").new_instance()
-    weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
-    made.forward([Device("cuda", 2).ortvalue(X), *weights])
+    made.forward([Device("cuda", 2).ortvalue(X), *WEIGHTS])
 
 
 # -- PyTorch ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("name", ["cuda:1", in_sweep("cuda:0")])
 def test_a_module_runs_on_the_device_of_its_tensors(machine, monkeypatch, name):
     torch = pytest.importorskip("torch")
     from onnxgrad.torch import OnnxModule

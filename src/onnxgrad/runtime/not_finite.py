@@ -22,7 +22,7 @@ from onnxgrad.model.traversal import reads, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-_NODES, _BYTES = 256, 1 << 28  # of one piece of the model: as many nodes, while their outputs fit
+PIECE_NODES, _BYTES = 256, 1 << 28  # limits of one piece of the model: its nodes, their outputs
 _THREADED = 1e8  # multiply-adds: as many threads as there are cores
 _CONSTANT = ("Constant", "ConstantOfShape")  # operators: infinity in a mask is no fault of theirs
 FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
@@ -93,7 +93,7 @@ class _Search:
             size = self._run_piece(range(start, stop))
             for name in [n for n in self.values if self.last.get(n, -1) < stop]:
                 del self.values[name]
-            count = max(1, min(2 * count, _NODES, int((stop - start) * _BYTES / max(size, 1))))
+            count = max(1, min(2 * count, PIECE_NODES, int((stop - start) * _BYTES / max(size, 1))))
             start = stop
 
     def _run_piece(self, piece: range) -> int:
