@@ -106,4 +106,5 @@ def assert_equal_trainings(one: Any, two: Any) -> None:
     a, b = one.state, two.state
     assert (a.history, a.step, a.epoch) == (b.history, b.step, b.epoch)
     np.testing.assert_equal([a.weights, a.slots, a.buffers], [b.weights, b.slots, b.buffers])
-    np.testing.assert_equal([a.schedule, a.position], [b.schedule, b.position])
+    for name in ("schedule", "position", "pending"):
+        np.testing.assert_equal(getattr(a, name), getattr(b, name))

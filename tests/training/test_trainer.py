@@ -6,60 +6,42 @@ import warnings
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.training.callbacks.checkpoint import checkpoints
-from tests.support.running import run_named
+from tests.support.errors import naming
+from tests.support.models import initializer_arrays, parse_model
+from tests.support.running import in_sweep, run_named
+from tests.support.trainings import (
+    ActAtStep,
+    assert_close_arrays,
+    assert_equal_trainings,
+    interrupt_training,
+    two_layer_model,
+)
 
 ROWS = 203
 
 
-def mlp(dtype="float", batch="N"):
-    """Return an MLP with three classes, drawn by a fixed seed."""
-    model = onnx.parser.parse_model(f"""
-        <ir_version: 9, opset_import: ["": 20]>
-        mlp ({dtype}[{batch},4] x) => ({dtype}[{batch},3] y) {{
-            a = MatMul(x, w1)  b = Add(a, b1)  h = Tanh(b)
-            c = MatMul(h, w2)  y = Add(c, b2)
-        }}""")
-    rng = np.random.default_rng(1)
-    kind = {"float": np.float32, "double": np.float64}[dtype]
-    for name, shape in (("w1", (4, 8)), ("b1", (8,)), ("w2", (8, 3)), ("b2", (3,))):
-        array = rng.normal(size=shape).astype(kind)
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
-    return model
-
-
-def data(dtype=np.float32):
+def rows_of_three_classes(dtype=np.float32):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(ROWS, 4)).astype(dtype)
     return X, (X @ rng.normal(size=(4, 3)) + rng.normal(size=(ROWS, 3))).argmax(axis=1)
 
 
-def trainer(model=None, loss="cross_entropy", **options):
+def perceptron_trainer(model=None, loss="cross_entropy", **options):
     options = {"optimizer": "adamw", "learning_rate": 0.05, **options}
-    return og.Trainer(mlp() if model is None else model, loss, **options)
-
-
-def equal(one, two):
-    """Assert that two nested dicts of arrays are equal bit for bit."""
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        if isinstance(value, dict):
-            equal(value, two[name])
-        else:
-            np.testing.assert_array_equal(value, two[name])
+    return og.Trainer(model or two_layer_model((4, 8, 3)), loss, **options)
 
 
 # -- against PyTorch -----------------------------------------------------------------------------
 
 
-def by_torch(X, y, epochs, batch_size, clip=None, weight=None, class_weight=None):
+def train_by_torch(X, y, epochs, batch_size, clip=None, weight=None, class_weight=None):
     """Return weights and losses of PyTorch's loop, in the order in which `Trainer` draws rows."""
     torch = pytest.importorskip("torch")
-    start = {i.name: numpy_helper.to_array(i) for i in mlp("double").graph.initializer}
-    w = {n: torch.tensor(a.astype(np.float64), requires_grad=True) for n, a in start.items()}
+    start = initializer_arrays(two_layer_model((4, 8, 3), dtype=np.float64))
+    w = {n: torch.tensor(a.copy(), requires_grad=True) for n, a in start.items()}
     optimizer = torch.optim.AdamW(w.values(), 0.05)
     factor = None if class_weight is None else torch.tensor(class_weight, dtype=torch.float64)
     losses = []
@@ -68,7 +50,7 @@ def by_torch(X, y, epochs, batch_size, clip=None, weight=None, class_weight=None
         sums = counts = 0.0
         for first in range(0, len(X), batch_size):
             rows = order[first : first + batch_size]
-            h = torch.tanh(torch.tensor(X[rows]) @ w["w1"] + w["b1"]) @ w["w2"] + w["b2"]
+            h = torch.tanh(torch.tensor(X[rows]) @ w["w0"] + w["b0"]) @ w["w1"] + w["b1"]
             labels = torch.tensor(y[rows])
             each = torch.nn.functional.cross_entropy(h, labels, factor, reduction="none")
             n = torch.ones(len(rows)) if factor is None else factor[labels]
@@ -85,32 +67,34 @@ def by_torch(X, y, epochs, batch_size, clip=None, weight=None, class_weight=None
 
 
 @pytest.mark.parametrize(
-    ("options", "torch_options"),
+    ("weighted", "options", "torch_options"),
     [
-        ({}, {}),
-        ({"clip_norm": 0.1}, {"clip": 0.1}),
-        ({"accumulate": 4}, {}),
-        ({"accumulate": 3, "clip_norm": 0.1}, {"clip": 0.1}),
-        ({"class_weight": [0.2, 1.0, 3.0]}, {"class_weight": [0.2, 1.0, 3.0]}),
-        ({"class_weight": {0: 0.2, 2: 3.0}, "accumulate": 2}, {"class_weight": [0.2, 1.0, 3.0]}),
+        (False, {}, {}),
+        (True, {"clip_norm": 0.1}, {"clip": 0.1}),
+        (True, {"accumulate": 4}, {}),
+        (False, {"accumulate": 3, "clip_norm": 0.1}, {"clip": 0.1}),
+        (True, {"class_weight": [0.2, 1.0, 3.0]}, {"class_weight": [0.2, 1.0, 3.0]}),
+        (
+            False,
+            {"class_weight": {0: 0.2, 2: 3.0}, "accumulate": 2},
+            {"class_weight": [0.2, 1.0, 3.0]},
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("weighted", [False, True])
-def test_training_is_that_of_pytorch(options, torch_options, weighted):
-    X, y = data(np.float64)
+def test_training_is_that_of_pytorch(weighted, options, torch_options):
+    X, y = rows_of_three_classes(np.float64)
     weight = np.random.default_rng(5).random(ROWS) if weighted else None
-    expected, losses = by_torch(X, y, 3, 20, weight=weight, **torch_options)
-    made = trainer(mlp("double"), **options)
+    expected, losses = train_by_torch(X, y, 3, 20, weight=weight, **torch_options)
+    made = perceptron_trainer(two_layer_model((4, 8, 3), dtype=np.float64), **options)
     made.fit(X, y, sample_weight=weight, epochs=3, batch_size=20)
-    for name, array in expected.items():
-        np.testing.assert_allclose(made.state.weights[name], array, rtol=1e-9, atol=1e-11)
+    assert_close_arrays(made.state.weights, expected, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose([entry["loss"] for entry in made.history], losses, rtol=1e-9)
 
 
 def test_gradients_and_update_as_two_models_are_the_fused_step():
-    X, y = data()
-    made = trainer(clip_norm=0.5)
+    X, y = rows_of_three_classes()
+    made = perceptron_trainer(clip_norm=0.5)
     gradients, update = made.step_models(X, y)
     weights = dict(made.state.weights)
     slots = {}
@@ -129,102 +113,111 @@ def test_gradients_and_update_as_two_models_are_the_fused_step():
         weights = {name: new[f"{name}.new"] for name in weights}
         slots = {name.removesuffix(".new"): value for name, value in new.items()}
     made.fit(X[order[:60]], y[order[:60]], batch_size=20, shuffle=False)
-    for name, array in weights.items():
-        np.testing.assert_allclose(made.state.weights[name], array, rtol=1e-6, atol=1e-7)
+    assert_close_arrays(made.state.weights, weights, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("factors", [{"y": 2.0, "z": 0.3}, {"z": 0.3}])
+def test_losses_of_outputs_are_weighted(factors):
+    """Against PyTorch, by a step of gradient descent."""
+    torch = pytest.importorskip("torch")
+    X = rows_of_three_classes()[0]
+    labels = {"y": X[:, :2], "z": X[:, 2:3]}
+    w = {"u": np.full((4, 2), 0.3, np.float32), "v": np.full((4, 1), -0.2, np.float32)}
+    text = "f (float[N,4] x) => (float[N,2] y, float[N,1] z) { y = MatMul(x, u) z = MatMul(x, v) }"
+    loss, options = {"y": "mse", "z": "mse"}, {"optimizer": "sgd", "learning_rate": 0.1}
+    made = og.Trainer(parse_model(text, **w), loss, loss_weights=factors, **options)
+    made.fit(X, labels, batch_size=ROWS)
+    u, v = (torch.tensor(a, requires_grad=True) for a in w.values())
+    x = torch.tensor(X)
+    total = factors.get("y", 1.0) * ((x @ u - x[:, :2]) ** 2).mean()
+    total = total + factors["z"] * ((x @ v - x[:, 2:3]) ** 2).mean()
+    total.backward()
+    assert made.history[0]["loss"] == pytest.approx(total.item(), rel=1e-5)
+    expected = {"u": w["u"] - 0.1 * u.grad.numpy(), "v": w["v"] - 0.1 * v.grad.numpy()}
+    assert_close_arrays(made.state.weights, expected, rtol=1e-5)
 
 
 # -- the state -----------------------------------------------------------------------------------
 
 
-class Interrupt(og.Callback):
-    """Raises `KeyboardInterrupt` after a number of steps, as Ctrl-C does."""
-
-    def __init__(self, step):
-        self.every_steps = self.step = step
-
-    def on_step_end(self, trainer, state, control):
-        if state.step == self.step:
-            raise KeyboardInterrupt
+RESUMED = {
+    "plain": {},
+    "dropout": {"accumulate": 3, "dropout": {"h": 0.3}},
+    "average": {"optimizer": og.ema(og.adam(), 0.9), "learning_rate": og.plateau(0.1, patience=0)},
+    "muon": {"optimizer": "muon", "clip_norm": 1.0},
+}
+BROKEN_OFF = {"plain": (1, 5, 21), "dropout": (22,), "average": (60,), "muon": (5,)}
 
 
-RATE = og.cosine(0.05, warmup=10)
-
-
-@pytest.mark.parametrize("step", [1, 5, 21, 22, 60])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"accumulate": 3, "dropout": {"h": 0.3}},
-        {"optimizer": og.ema(og.adam(), 0.9), "learning_rate": og.plateau(0.1, patience=0)},
-        {"optimizer": "muon", "clip_norm": 1.0},
-    ],
-    ids=str,
+    ("name", "steps"),
+    [*BROKEN_OFF.items(), *(in_sweep(name, (1, 5, 21, 22, 60)) for name in RESUMED)],
 )
-def test_a_resumed_training_ends_bit_for_bit_as_a_whole_one(step, options, tmp_path):
-    X, y = data()
+def test_a_resumed_training_ends_bit_for_bit_as_a_whole_one(name, steps, tmp_path):
+    X, y = rows_of_three_classes()
 
     def fit(*callbacks, **more):
-        stop = og.EarlyStopping(patience=10)
-        made = trainer(
-            **{"learning_rate": RATE, **options}, callbacks=[stop, *callbacks], metrics=["accuracy"]
-        )
-        arguments = {"epochs": 4, "batch_size": 10, "validation": (X, y), **more}
-        return made.fit(X, y, **arguments)
+        callbacks = [og.EarlyStopping(patience=10), *callbacks]
+        options = {"learning_rate": og.cosine(0.05, warmup=10), **RESUMED[name]}
+        made = perceptron_trainer(**options, callbacks=callbacks, metrics=["accuracy"])
+        return made.fit(X, y, **{"epochs": 4, "batch_size": 10, "validation": (X, y), **more})
 
     whole = fit()
-    with pytest.raises(KeyboardInterrupt):
-        fit(og.Checkpoint(tmp_path, every_steps=7), Interrupt(step))
-    resumed = fit(og.Checkpoint(tmp_path), resume=tmp_path)
-    assert resumed.history == whole.history
-    assert resumed.state.step == whole.state.step == 84
-    equal(resumed.state.weights, whole.state.weights)
-    equal(resumed.state.slots, whole.state.slots)
-    assert resumed.model.SerializeToString() == whole.model.SerializeToString()
+    for step in steps:
+        folder = tmp_path / str(step)
+        with pytest.raises(KeyboardInterrupt):
+            fit(
+                og.Checkpoint(folder, every_steps=7),
+                ActAtStep("step_end", step, interrupt_training, every_steps=step),
+            )
+        resumed = fit(og.Checkpoint(folder), resume=folder)
+        assert_equal_trainings(resumed, whole)
+        assert resumed.state.step == 84
+        assert resumed.model.SerializeToString() == whole.model.SerializeToString()
 
 
 def test_a_checkpoint_of_another_training_is_refused(tmp_path):
-    X, y = data()
-    trainer(callbacks=[og.Checkpoint(tmp_path)]).fit(X, y, epochs=2, batch_size=10)
+    X, y = rows_of_three_classes()
+    perceptron_trainer(callbacks=[og.Checkpoint(tmp_path)]).fit(X, y, epochs=2, batch_size=10)
     for more, options, words in (
-        ({"batch_size": 11}, {}, "batch_size: 10 in the checkpoint, 11 now"),
-        ({}, {"clip_norm": 1.0}, "clip_norm: None in the checkpoint, 1.0 now"),
+        ({"batch_size": 11}, {}, "batch_size: 10 .*11"),
+        ({}, {"clip_norm": 1.0}, r"clip_norm: None .*1\.0"),
         ({}, {"optimizer": "sgd"}, "optimizer: .*'Chain"),
         ({}, {"freeze": "b*"}, "trained: "),
         ({}, {"loss": "softmax_focal"}, "loss: "),
     ):
-        before = trainer(**options)
+        before = perceptron_trainer(**options)
         weights = dict(before.state.weights)
-        with pytest.raises(ValueError, match=words.replace("(", "[(]")):
+        with pytest.raises(ValueError, match=words):
             before.fit(X, y, **{"epochs": 3, "batch_size": 10, **more}, resume=tmp_path)
-        equal(before.state.weights, weights)
+        np.testing.assert_equal(before.state.weights, weights)
     with pytest.raises(ValueError, match=r"data\.digest"):
-        trainer().fit(X + 1, y, epochs=3, batch_size=10, resume=tmp_path)
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-        trainer().fit(X, y, resume=tmp_path / "none")
-    begun = trainer(callbacks=[og.Checkpoint(tmp_path / "new")])
+        perceptron_trainer().fit(X + 1, y, epochs=3, batch_size=10, resume=tmp_path)
+    with pytest.raises(FileNotFoundError, match="none"):
+        perceptron_trainer().fit(X, y, resume=tmp_path / "none")
+    begun = perceptron_trainer(callbacks=[og.Checkpoint(tmp_path / "new")])
     assert begun.fit(X, y, resume=tmp_path / "new").state.epoch == 1
 
 
 def test_a_loader_that_shuffles_cannot_resume_bit_for_bit(tmp_path):
     torch = pytest.importorskip("torch")
-    X, y = data()
+    X, y = rows_of_three_classes()
     rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(y))
     for shuffle in (False, True):
         loader = torch.utils.data.DataLoader(rows, batch_size=50, shuffle=shuffle)
         folder = tmp_path / str(shuffle)
-        trainer(callbacks=[og.Checkpoint(folder)]).fit(loader)
+        perceptron_trainer(callbacks=[og.Checkpoint(folder)]).fit(loader)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer().fit(loader, epochs=2, resume=folder)
-        told = [w for w in caught if "draws an order of its own" in str(w.message)]
+            perceptron_trainer().fit(loader, epochs=2, resume=folder)
+        told = [w for w in caught if "order" in str(w.message)]
         assert len(told) == shuffle
 
 
 def test_checkpoints_that_are_kept(tmp_path):
-    X, y = data()
+    X, y = rows_of_three_classes()
     keep = og.Checkpoint(tmp_path, keep=2, monitor="validation_loss")
-    made = trainer(learning_rate=1.0, callbacks=[keep])
+    made = perceptron_trainer(learning_rate=1.0, callbacks=[keep])
     made.fit(X, y, epochs=8, batch_size=50, validation=(X, y))
     losses = [entry["validation_loss"] for entry in made.history]
     best = made.history[int(np.argmin(losses))]["step"]
@@ -236,36 +229,36 @@ def test_checkpoints_that_are_kept(tmp_path):
 
 
 def test_nan_is_not_the_best(tmp_path):
-    X, y = data()
+    X, y = rows_of_three_classes()
     values = iter([np.nan, 2.0, 1.0, 3.0])
     keep = og.Checkpoint(tmp_path, keep=1, monitor="validation_mine", mode="min")
 
     def mine(prediction, label):
         return next(values)
 
-    made = trainer(callbacks=[keep], metrics=[mine])
+    made = perceptron_trainer(callbacks=[keep], metrics=[mine])
     made.fit(X, y, epochs=4, batch_size=50, validation=(X, y))
     steps = [int(path.name.removeprefix("step-")) for path in checkpoints(tmp_path)]
     assert steps == [made.history[2]["step"], made.history[3]["step"]]
 
 
 def test_a_monitor_that_the_history_does_not_have(tmp_path):
-    X, y = data()
+    X, y = rows_of_three_classes()
     keep = og.Checkpoint(tmp_path, monitor="validation_acuracy", mode="max")
     with pytest.raises(ValueError, match=r"'validation_acuracy'.*loss"):
-        trainer(callbacks=[keep]).fit(X, y, epochs=3)
+        perceptron_trainer(callbacks=[keep]).fit(X, y, epochs=3)
 
 
 def test_a_state_in_files(tmp_path):
-    X, y = data()
-    made = trainer().fit(X, y)
+    X, y = rows_of_three_classes()
+    made = perceptron_trainer().fit(X, y)
     made.state.kept["Mine"] = {"a/b": np.arange(3)}
     made.state.callbacks["Mine"] = {"n": np.int64(3)}
     made.state.save(tmp_path / "state")
     made.state.save(tmp_path / "state")  # replaces it
     loaded = og.TrainState.load(tmp_path / "state")
-    equal(loaded.weights, made.state.weights)
-    equal(loaded.slots, made.state.slots)
+    np.testing.assert_equal(loaded.weights, made.state.weights)
+    np.testing.assert_equal(loaded.slots, made.state.slots)
     assert (loaded.step, loaded.history) == (made.state.step, made.history)
     assert loaded.kept["Mine"]["a/b"].tolist() == [0, 1, 2]
     assert loaded.callbacks["Mine"] == {"n": 3}
@@ -278,7 +271,7 @@ def test_a_state_in_files(tmp_path):
         og.TrainState.load(tmp_path / "state")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(FileExistsError, match="holds no state"):
+    with pytest.raises(FileExistsError, match="mine"):
         made.state.save(tmp_path / "mine")
 
 
@@ -291,26 +284,26 @@ def test_a_state_that_was_being_replaced_is_read(tmp_path):
 
 
 def test_callbacks_see_and_set_the_live_state():
-    X, y = data()
+    X, y = rows_of_three_classes()
     seen = []
 
     class Watch(og.Callback):
         every_steps = 3
 
         def on_step_end(self, trainer, state, control):
-            seen.append((state.step, state.weights["b2"].copy(), trainer.progress.rows))
+            seen.append((state.step, state.weights["b1"].copy(), trainer.progress.rows))
             if state.step == 9:
-                state.weights = {"b2": np.zeros(3)}
-                assert (state.weights["b2"] == 0).all()
+                state.weights = {"b1": np.zeros(3)}
+                assert (state.weights["b1"] == 0).all()
                 control.stop = True
 
-    made = trainer(callbacks=[Watch()]).fit(X, y, epochs=5, batch_size=10)
+    made = perceptron_trainer(callbacks=[Watch()]).fit(X, y, epochs=5, batch_size=10)
     steps = [step for step, _, _ in seen]
     assert {3, 6, 9} <= set(steps)
     assert steps[-1] == 9
     assert made.state.stop_reason == "callback"
     assert not np.array_equal(seen[0][1], seen[-1][1])
-    assert (made.state.weights["b2"] == 0).all()
+    assert (made.state.weights["b1"] == 0).all()
     assert seen[-1][2] == 90
 
 
@@ -318,25 +311,25 @@ def test_callbacks_see_and_set_the_live_state():
 
 
 def test_what_trains():
-    X, y = data()
-    start = {i.name: numpy_helper.to_array(i) for i in mlp().graph.initializer}
-    made = trainer(train=["w*", "b2"], freeze="w1").fit(X, y)
-    assert made.trained == ["w2", "b2"]
-    trained = {i.name: numpy_helper.to_array(i) for i in made.model.graph.initializer}
+    X, y = rows_of_three_classes()
+    start = initializer_arrays(two_layer_model((4, 8, 3)))
+    made = perceptron_trainer(train=["w*", "b1"], freeze="w0").fit(X, y)
+    assert made.trained == ["w1", "b1"]
+    trained = initializer_arrays(made.model)
     for name, array in start.items():
         assert np.array_equal(array, trained[name]) == (name not in made.trained)
-    for options, words in (
-        ({"train": ["v*"]}, "Unknown weight .*'v[*]'"),
-        ({"freeze": "w3"}, "Unknown weight .*w1"),
-        ({"freeze": "*"}, "nothing is left to train"),
+    for options, named in (
+        ({"train": ["v*"]}, "'v*'"),
+        ({"freeze": "w3"}, "w1"),
+        ({"freeze": "*"}, "nothing"),
     ):
-        with pytest.raises(ValueError, match=words):
-            trainer(**options)
+        with pytest.raises(ValueError, match=naming(named)):
+            perceptron_trainer(**options)
 
 
 def test_results(tmp_path):
-    X, y = data()
-    made = trainer(metrics=["accuracy"]).fit(X, y, epochs=5)
+    X, y = rows_of_three_classes()
+    made = perceptron_trainer(metrics=["accuracy"]).fit(X, y, epochs=5)
     logits = made.predict(X, batch_size=7)
     evaluated = made.evaluate(X, y)
     assert evaluated["accuracy"] == (logits.argmax(axis=1) == y).mean()
@@ -350,15 +343,12 @@ def test_results(tmp_path):
 
 
 def test_metrics_of_several_outputs():
-    model = onnx.parser.parse_model("""
-        <ir_version: 9, opset_import: ["": 20]>
-        f (float[N,4] x) => (float[N,3] y, float[N,1] z) <float[4,1] w = {1.0, 0.0, 0.0, 0.0}>
-        { y = MatMul(x, v) z = MatMul(x, w) }""")
-    rng = np.random.default_rng(0)
-    model.graph.initializer.append(
-        numpy_helper.from_array(np.float32(rng.normal(size=(4, 3))), "v")
+    model = parse_model(
+        "f (float[N,4] x) => (float[N,3] y, float[N,1] z) { y = MatMul(x, v) z = MatMul(x, w) }",
+        v=np.float32(np.random.default_rng(0).normal(size=(4, 3))),
+        w=[[1.0], [0.0], [0.0], [0.0]],
     )
-    X, y = data()
+    X, y = rows_of_three_classes()
     loss = {"y": "cross_entropy", "z": "mse"}
     labels = {"label_y": y, "label_z": X[:, :1]}
     made = og.Trainer(model, loss, metrics={"y": ["accuracy"], "z": ["mae", "r2"]})
@@ -370,72 +360,75 @@ def test_metrics_of_several_outputs():
     assert {"validation_y_accuracy", "validation_z_r2"} <= made.history[-1].keys()
     for metrics, words in (
         (["accuracy"], r"pass metrics=\{output"),
-        ({"q": ["accuracy"]}, "Unknown output in metrics 'q'"),
-        ("accuracy", "metrics is a list"),
+        ({"q": ["accuracy"]}, "'q'"),
+        ("accuracy", "metrics"),
     ):
         with pytest.raises(ValueError, match=words):
             og.Trainer(model, loss, metrics=metrics).fit(X, labels, validation=0.2)
 
 
 def test_a_validation_share_is_held_out():
-    X, y = data()
-    made = trainer(metrics=["accuracy"]).fit(X, y, validation=0.2, batch_size=10)
+    X, y = rows_of_three_classes()
+    made = perceptron_trainer(metrics=["accuracy"]).fit(X, y, validation=0.2, batch_size=10)
     assert made.state.step == 17  # of 162 rows
     assert {"loss", "validation_loss", "validation_accuracy"} <= made.history[-1].keys()
     for share in (0.0, 1.0, 0.001):
         with pytest.raises(ValueError, match="validation"):
-            trainer().fit(X, y, validation=share)
+            perceptron_trainer().fit(X, y, validation=share)
 
 
 def test_progress_before_a_training():
-    with pytest.raises(og.NotFittedError, match="call fit first"):
-        _ = trainer().progress
+    with pytest.raises(og.NotFittedError, match="fit"):
+        _ = perceptron_trainer().progress
 
 
 def test_data_as_a_tuple():
-    X, y = data()
+    X, y = rows_of_three_classes()
     weight = np.random.default_rng(2).random(ROWS)
-    one = trainer().fit(X, y, sample_weight=weight, validation=(X, y, weight))
-    two = trainer().fit((X, y, weight), validation=(X, y, weight))
+    one = perceptron_trainer().fit(X, y, sample_weight=weight, validation=(X, y, weight))
+    two = perceptron_trainer().fit((X, y, weight), validation=(X, y, weight))
     assert one.history == two.history
     assert one.evaluate((X, y)) == two.evaluate(X, y)
     batches = ((X[:50], y[:50]), (X[50:100], y[50:100]))
-    assert trainer().fit(batches).state.step == 2
+    assert perceptron_trainer().fit(batches).state.step == 2
 
 
 def test_a_second_fit_begins_anew_with_the_weights_of_the_first():
-    X, y = data()
-    made = trainer().fit(X, y, epochs=2)
+    X, y = rows_of_three_classes()
+    made = perceptron_trainer().fit(X, y, epochs=2)
     first = dict(made.state.weights)
-    other = trainer(made.model).fit(X, y)
+    other = perceptron_trainer(made.model).fit(X, y)
     made.fit(X, y)
-    equal(made.state.weights, other.state.weights)
+    np.testing.assert_equal(made.state.weights, other.state.weights)
     assert len(made.history) == 1
-    assert not np.array_equal(first["w1"], made.state.weights["w1"])
+    assert not np.array_equal(first["w0"], made.state.weights["w1"])
 
 
 def test_a_loss_that_the_model_computes():
-    X, y = data()
-    inside = trainer(og.add_loss_output(mlp(), "cross_entropy", reduction="mean"), None).fit(X, y)
-    summed = trainer(og.add_loss_output(mlp(), "cross_entropy"), None).fit(X, y)
-    outside = trainer().fit(X, y)
+    X, y = rows_of_three_classes()
+    inside = perceptron_trainer(
+        og.add_loss_output(two_layer_model((4, 8, 3)), "cross_entropy", reduction="mean"), None
+    ).fit(X, y)
+    summed = perceptron_trainer(
+        og.add_loss_output(two_layer_model((4, 8, 3)), "cross_entropy"), None
+    ).fit(X, y)
+    outside = perceptron_trainer().fit(X, y)
     for made in (inside, summed):
-        for name, array in outside.state.weights.items():
-            np.testing.assert_allclose(made.state.weights[name], array, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="needs an output that is the loss"):
-        trainer(mlp(), None).fit(X, y)
+        assert_close_arrays(made.state.weights, outside.state.weights, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=naming("output", "loss")):
+        perceptron_trainer(two_layer_model((4, 8, 3)), None).fit(X, y)
 
 
 def test_an_unfit_beginning_changes_nothing():
-    X, y = data()
-    made = trainer().fit(X, y)
+    X, y = rows_of_three_classes()
+    made = perceptron_trainer().fit(X, y)
     state = made.state
     for arguments, words in (
-        ((X[:, :3], y), "must have shape"),
-        ((X, y[:-1]), "different numbers of rows"),
-        ((X, y + 1), "labels outside 0..2"),
-        ((X, y, {"epochs": 0}), "epochs must be"),
-        ((X, y, {"batch_size": 0}), "batch_size must be"),
+        ((X[:, :3], y), "shape"),
+        ((X, y[:-1]), "rows"),
+        ((X, y + 1), r"0\.\.2"),
+        ((X, y, {"epochs": 0}), "epochs"),
+        ((X, y, {"batch_size": 0}), "batch_size"),
     ):
         *xy, more = arguments if len(arguments) == 3 else (*arguments, {})
         with pytest.raises(ValueError, match=words):
@@ -444,23 +437,23 @@ def test_an_unfit_beginning_changes_nothing():
     for options, words in (
         ({"batch_norm": "on"}, "batch_norm"),
         ({"accumulate": 0}, "accumulate"),
-        ({"seed": -1}, "seed must be a whole number of 0 or more"),
+        ({"seed": -1}, "seed"),
         ({"metrics": ["acuracy"]}, "accuracy"),
-        ({"learning_rate": -1}, "learning_rate must"),
+        ({"learning_rate": -1}, "learning_rate"),
         ({"optimizer": "adamm"}, "adam"),
-        ({"callbacks": [og.EarlyStopping]}, "is a class"),
+        ({"callbacks": [og.EarlyStopping]}, "class"),
         ({"dropout": {"nothing": 0.1}}, "nothing"),
         ({"batch_norm": "train"}, "BatchNormalization"),
         ({"loss": "cross_entropi"}, "cross_entropy"),
     ):
         with pytest.raises(ValueError, match=words):
-            trainer(**options).fit(X, y)
+            perceptron_trainer(**options).fit(X, y)
 
 
 def test_what_is_not_finite_is_named():
-    X, y = data()
-    made = trainer(learning_rate=1e38, optimizer="sgd", callbacks=[og.NanWatch()])
-    with pytest.raises(og.ConvergenceError, match=r"NaN or infinite.*\(.*output"):
+    X, y = rows_of_three_classes()
+    made = perceptron_trainer(learning_rate=1e38, optimizer="sgd", callbacks=[og.NanWatch()])
+    with pytest.raises(og.ConvergenceError, match=r"NaN.*\(.*output"):
         made.fit(X, y, epochs=3)
     assert made.state.stop_reason == "not finite"
     assert all(np.isfinite(w).all() for w in made.state.weights.values())
@@ -491,8 +484,7 @@ def test_what_is_not_finite_is_named():
     ids=["time-major", "a scalar", "nodes and edges", "rank 0"],
 )
 def test_batches_as_the_model_takes_them(model, shapes):
-    made = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> g {model}')
-    made.graph.initializer.append(numpy_helper.from_array(np.float32([[1], [2], [3]]), "W"))
+    made = parse_model(f"g {model}", W=[[1.0], [2.0], [3.0]])
     rng = np.random.default_rng(0)
     batch = {
         name: rng.integers(0, 4, shape) if name == "edge" else np.float32(rng.normal(size=shape))
@@ -510,10 +502,10 @@ def test_batches_as_the_model_takes_them(model, shapes):
 
 
 def test_rows_on_another_axis():
-    model = onnx.parser.parse_model("""
-        <ir_version: 9, opset_import: ["": 20]>
-        g (float[N,T,3] X) => (float[T,N,1] Y) <float[3,1] W = {1.0, 2.0, 3.0}>
-        { t = Transpose<perm = [1,0,2]>(X) Y = MatMul(t, W) }""")
+    text = (
+        "g (float[N,T,3] X) => (float[T,N,1] Y) { t = Transpose<perm=[1,0,2]>(X) Y = MatMul(t, W) }"
+    )
+    model = parse_model(text, W=[[1.0], [2.0], [3.0]])
     X = np.random.default_rng(0).normal(size=(9, 5, 3)).astype(np.float32)
     y = X.transpose(1, 0, 2).sum(axis=2, keepdims=True)  # rows on axis 1
     axes = {"batch_axes": {"X": 0, "label": 1}}
@@ -530,7 +522,7 @@ def test_rows_on_another_axis():
     weighted = og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.1, **axes)
     weighted.fit(X, y, sample_weight=np.ones(9), epochs=2, batch_size=6)
     np.testing.assert_allclose(weighted.state.weights["W"], one.state.weights["W"], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"that of the rows.*'X' \(N, T, 3\), 'label' \(T, N"):
+    with pytest.raises(ValueError, match=naming("'X' (N, T, 3)", "'label' (T, N")):
         og.Trainer(model, "mse").fit(X, y)
     for value in (*model.graph.input, *model.graph.output):
         for d in value.type.tensor_type.shape.dim:
@@ -542,13 +534,12 @@ def test_rows_on_another_axis():
 
 
 def test_states_that_are_carried_from_batch_to_batch():
-    model = onnx.parser.parse_model("""
-        <ir_version: 9, opset_import: ["": 20]>
-        f (double[N,2] x, double[N,1] h) => (double[N,1] y, double[N,1] new)
-        <double[2,1] w, double[1,1] u>
-        { a = MatMul(x, w)  b = MatMul(h, u)  c = Add(a, b)  new = Tanh(c)  y = Mul(new, new) }""")
-    for name, array in (("w", [[0.5], [-0.3]]), ("u", [[0.9]])):
-        model.graph.initializer.append(numpy_helper.from_array(np.float64(array), name))
+    model = parse_model(
+        """f (double[N,2] x, double[N,1] h) => (double[N,1] y, double[N,1] new) {
+            a = MatMul(x, w) b = MatMul(h, u) c = Add(a, b) new = Tanh(c) y = Mul(new, new) }""",
+        w=np.array([[0.5], [-0.3]]),
+        u=np.array([[0.9]]),
+    )
     rng = np.random.default_rng(0)
     batches = [
         {"x": rng.normal(size=(3, 2)), "h": np.full((3, 1), 0.1), "label": rng.random((3, 1))}
@@ -567,21 +558,23 @@ def test_states_that_are_carried_from_batch_to_batch():
     np.testing.assert_allclose(made.state.weights["w"], w, rtol=1e-10)
     np.testing.assert_allclose(made.state.weights["u"], [[u]], rtol=1e-10)
     arrays, y = {"x": np.ones((8, 2)), "h": np.zeros((8, 1))}, np.ones((8, 1))
-    with pytest.raises(ValueError, match="carry needs the order of the rows"):
+    with pytest.raises(ValueError, match=naming("carry", "order")):
         made.fit(arrays, y, validation=0.5, shuffle=False)
 
 
 def test_the_two_estimators_say_that_running_statistics_stay():
-    model = onnx.parser.parse_model("""
-        <ir_version: 9, opset_import: ["": 20]>
-        f (float[N,2] x) => (float[N,2] y)
-        <float[2] s = {1.0, 1.0}, float[2] b = {0.0, 0.0}, float[2] m = {0.0, 0.0},
-         float[2] v = {1.0, 2.0}>
-        { y, m2, v2 = BatchNormalization<training_mode = 1>(x, s, b, m, v) }""")
+    model = parse_model(
+        """f (float[N,2] x) => (float[N,2] y) {
+            y, m2, v2 = BatchNormalization<training_mode = 1>(x, s, b, m, v) }""",
+        s=[1.0, 1.0],
+        b=[0.0, 0.0],
+        m=[0.0, 0.0],
+        v=[1.0, 2.0],
+    )
     X = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
-    with pytest.warns(UserWarning, match="running statistics of y stay"):
+    with pytest.warns(UserWarning, match=naming("statistics", "y")):
         og.OrtGradientForwardBackwardOptimizer(model, max_iter=1).fit(X, X)
     made = og.Trainer(model, "mse", batch_norm="train").fit(X, X)
-    trained = {i.name: numpy_helper.to_array(i) for i in made.model.graph.initializer}
+    trained = initializer_arrays(made.model)
     np.testing.assert_allclose(trained["m"], X.mean(axis=0) * 0.1, rtol=1e-4, atol=1e-6)
     assert not any(a.name == "training_mode" for a in made.model.graph.node[0].attribute)
