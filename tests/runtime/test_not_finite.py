@@ -234,10 +234,10 @@ FAILING = {  # what is called, and the rows that are named
         "row 3 of batch 0;",
     ),
     "a share": (lambda: mse_trainer(seed=1).fit(X[30:], Y[30:], validation=0.9), "row 11;"),
-    "a loss outside": (lambda: outer_trainer(batch_size=48).fit(X, Y), "rows"),
-    "a loss outside, batches": (lambda: outer_trainer().fit(BATCHES), "row 3 of batch 0;"),
+    "a loss outside": (lambda: outer_mse_trainer(batch_size=48).fit(X, Y), "rows"),
+    "a loss outside, batches": (lambda: outer_mse_trainer().fit(BATCHES), "row 3 of batch 0;"),
     "a loss outside, validation": (
-        lambda: outer_trainer().fit(X[FINE], Y[FINE], X_val=X, y_val=Y),
+        lambda: outer_mse_trainer().fit(X[FINE], Y[FINE], X_val=X, y_val=Y),
         "rows 3, 41;",
     ),
     "a loss inside": (
@@ -261,7 +261,7 @@ def mse_stack(**options) -> og.TrainerStack:
     return og.TrainerStack(normed_model(), **MEMBERS, **options)
 
 
-def outer_trainer(**options) -> og.OrtGradientForwardBackwardOptimizer:
+def outer_mse_trainer(**options) -> og.OrtGradientForwardBackwardOptimizer:
     return OUTSIDE(normed_model(), ["w"], **options)
 
 

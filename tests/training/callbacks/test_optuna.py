@@ -1,18 +1,15 @@
 """Pruning of trials, with Optuna itself."""
 
 import numpy as np
-import onnx
 import pytest
 
 import onnxgrad as og
+from tests.support.trainings import linear_model
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
-MODEL = onnx.parser.parse_model("""
-    <ir_version: 9, opset_import: ["": 20]>
-    f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
-""")
+MODEL = linear_model([[0], [0]])
 X = np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32)
 Y = X @ np.float32([[2], [3]])
 RATES = [0.1, 0.05, 0.0001]
@@ -28,7 +25,7 @@ class AtThreshold(optuna.pruners.BasePruner):
         return trial.number == self.number and trial.last_step >= self.step
 
 
-def trained(trial, callback=None, **options):
+def last_validation_loss(trial, callback=None, **options):
     rate = RATES[trial.number % len(RATES)]
     own = og.OptunaPruning(trial, **options)
     callbacks = [own] if callback is None else [callback, own]
@@ -45,7 +42,7 @@ def trained(trial, callback=None, **options):
 
 def test_median_pruner_ends_the_bad_trial():
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
-    study.optimize(trained, n_trials=3)
+    study.optimize(last_validation_loss, n_trials=3)
     states = [trial.state.name for trial in study.trials]
     assert states == ["COMPLETE", "COMPLETE", "PRUNED"]
     for trial in study.trials:
@@ -63,7 +60,7 @@ def test_evaluations_within_epochs_have_the_step_of_the_training():
             control.evaluate = state.step % 2 == 0
 
     study = optuna.create_study(pruner=AtThreshold(0, 6))
-    study.optimize(lambda t: trained(t, Often(), every="evaluation"), n_trials=1)
+    study.optimize(lambda t: last_validation_loss(t, Often(), every="evaluation"), n_trials=1)
     (trial,) = study.trials
     assert trial.state.name == "PRUNED"
     assert list(trial.intermediate_values) == [2, 4, 6]
@@ -71,7 +68,7 @@ def test_evaluations_within_epochs_have_the_step_of_the_training():
 
 def test_other_callbacks_end_before_it_is_raised(tmp_path):
     study = optuna.create_study(pruner=AtThreshold(0, 2))
-    study.optimize(lambda t: trained(t, og.Checkpoint(tmp_path)), n_trials=1)
+    study.optimize(lambda t: last_validation_loss(t, og.Checkpoint(tmp_path)), n_trials=1)
     assert study.trials[0].state.name == "PRUNED"
     assert list(tmp_path.iterdir())
     assert len(study.trials[0].user_attrs["losses"]) == 2  # the last epoch stays in the history
@@ -80,19 +77,15 @@ def test_other_callbacks_end_before_it_is_raised(tmp_path):
 def test_directions():
     study = optuna.create_study(direction="maximize")
     with pytest.raises(ValueError, match="direction='minimize'"):
-        study.optimize(trained, n_trials=1)
+        study.optimize(last_validation_loss, n_trials=1)
     several = optuna.create_study(directions=["minimize", "minimize"])
-    with pytest.raises(ValueError, match="2 objectives"):
-        several.optimize(lambda t: (trained(t), 0.0), n_trials=1)
+    with pytest.raises(ValueError, match="objectives"):
+        several.optimize(lambda t: (last_validation_loss(t), 0.0), n_trials=1)
     up = optuna.create_study(direction="maximize")
 
     def objective(trial):
-        trainer = og.Trainer(
-            MODEL,
-            "squared_error",
-            metrics=["r2"],
-            callbacks=[og.OptunaPruning(trial, "validation_r2")],
-        )
+        pruning = og.OptunaPruning(trial, "validation_r2")
+        trainer = og.Trainer(MODEL, "squared_error", metrics=["r2"], callbacks=[pruning])
         trainer.fit(X, Y, validation=(X, Y), epochs=2)
         return trainer.history[-1]["validation_r2"]
 
@@ -123,15 +116,11 @@ def test_resumed_training_reports_what_its_trial_lacks(tmp_path):
 def test_unknown_monitor_and_stacks():
     study = optuna.create_study()
     with pytest.raises(ValueError, match="validation_accuracy"):
-        study.optimize(lambda t: trained(t, monitor="validation_accuracy"), n_trials=1)
+        study.optimize(lambda t: last_validation_loss(t, monitor="validation_accuracy"), n_trials=1)
     with pytest.raises(ValueError, match="every"):
         og.OptunaPruning(study.ask(), every="step")
+    pruning = og.OptunaPruning(study.ask())
     with pytest.raises(ValueError, match="one model"):
-        og.TrainerStack(
-            MODEL,
-            "squared_error",
-            learning_rate=[0.1, 0.2],
-            callbacks=[og.OptunaPruning(study.ask())],
-        )
+        og.TrainerStack(MODEL, "squared_error", learning_rate=[0.1, 0.2], callbacks=[pruning])
     fixed = optuna.trial.FixedTrial({})
     og.Trainer(MODEL, "squared_error", callbacks=[og.OptunaPruning(fixed, "loss")]).fit(X, Y)

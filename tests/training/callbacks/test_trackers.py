@@ -19,6 +19,13 @@ from onnxgrad.training.callbacks.tensorboard import TensorBoard
 from onnxgrad.training.callbacks.weights_and_biases import WeightsAndBiases
 from tests.support.fake_trainer import Trainer
 
+
+def terminal_console(**options) -> tuple[io.StringIO, Console]:
+    """Return what is written to a terminal, and the console that writes it."""
+    out = io.StringIO()
+    return out, Console(file=out, force_terminal=True, **options)
+
+
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 # -- progress -------------------------------------------------------------------------------------
@@ -61,8 +68,7 @@ def test_an_evaluation_within_an_epoch_gets_a_line(capsys):
 
 @pytest.mark.parametrize("fail", [None, (2, KeyboardInterrupt()), (2, ValueError())])
 def test_the_bar_ends_with_training_and_shows_the_cursor_again(fail):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
+    out, console = terminal_console(width=120)
     trainer = Trainer([0.5, 0.25])
     if fail:
         with pytest.raises(type(fail[1])):
@@ -80,8 +86,7 @@ def test_the_bar_ends_with_training_and_shows_the_cursor_again(fail):
 
 @pytest.mark.parametrize("width", [54, 80, 100, 120])
 def test_the_bar_fits_a_narrow_terminal(width):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    out, console = terminal_console(width=width, color_system=None)
     Trainer([0.5, 0.25]).fit(Progress(console=console), epochs=2)
     text = out.getvalue()
     line = re.split(r"[\r\n]", text[text.rindex("epoch 2/2") :])[0]
@@ -123,7 +128,7 @@ def test_a_closed_pipe_does_not_end_training():
 # -- trackers -------------------------------------------------------------------------------------
 
 
-class Log:
+class LoggedNumbers:
     """What was logged: `(step, name): value`; each once."""
 
     def __init__(self):
@@ -139,9 +144,9 @@ class Log:
 
 
 @pytest.fixture
-def mlflow(monkeypatch):
+def recorded_mlflow(monkeypatch):
     """A module like mlflow, that only records."""
-    module, log = ModuleType("mlflow"), Log()
+    module, log = ModuleType("mlflow"), LoggedNumbers()
     module.log, module.active, module.started = log, None, []
 
     def start_run(run_id=None, run_name=None):
@@ -163,9 +168,9 @@ def mlflow(monkeypatch):
 
 
 @pytest.fixture
-def wandb(monkeypatch):
+def recorded_wandb(monkeypatch):
     """A module like wandb, that only records."""
-    module, log = ModuleType("wandb"), Log()
+    module, log = ModuleType("wandb"), LoggedNumbers()
     module.log, module.run, module.options = log, None, None
 
     def init(**options):
@@ -195,7 +200,7 @@ TRACKERS = pytest.mark.parametrize(
 
 @TRACKERS
 def test_numbers_are_logged_once_by_step(request, name, tracker):
-    log = request.getfixturevalue(name).log
+    log = request.getfixturevalue(f"recorded_{name}").log
     Trainer([0.5, 0.25], alpha=2).fit(tracker(every_steps=2), Norms(every_steps=4), epochs=2)
     assert log.curve("validation_loss") == {4: 0.5, 8: 0.25}
     assert log.curve("loss") == {4: 1, 8: 0.5}
@@ -214,7 +219,7 @@ def test_numbers_are_logged_once_by_step(request, name, tracker):
 
 @TRACKERS
 def test_a_resumed_training_goes_on_in_its_run(request, name, tracker):
-    module = request.getfixturevalue(name)
+    module = request.getfixturevalue(f"recorded_{name}")
     trainer, losses = Trainer([0.5, 0.25, 0.1]), [0.5, 0.25, 0.1]
     with pytest.raises(ValueError):
         trainer.fit(tracker(), fail=(8, ValueError()))
@@ -230,7 +235,7 @@ def test_a_resumed_training_goes_on_in_its_run(request, name, tracker):
 
 @TRACKERS
 def test_a_tracker_added_later_logs_the_whole_history(request, name, tracker):
-    log = request.getfixturevalue(name).log
+    log = request.getfixturevalue(f"recorded_{name}").log
     state = Trainer([0.5, 0.25]).fit(epochs=2).state.through_a_file()
     Trainer([0.5, 0.25, 0.1]).fit(tracker(), resume=state)
     assert log.curve("validation_loss") == {4: 0.5, 8: 0.25, 12: 0.1}
@@ -238,20 +243,20 @@ def test_a_tracker_added_later_logs_the_whole_history(request, name, tracker):
 
 @TRACKERS
 def test_an_active_run_is_used_and_stays_open(request, name, tracker):
-    module = request.getfixturevalue(name)
+    module = request.getfixturevalue(f"recorded_{name}")
     module.start_run() if name == "mlflow" else module.init()
     Trainer([0.5]).fit(tracker(), epochs=1)
     assert module.log.curve("loss") == {4: 1}
     assert module.log.ends == []
 
 
-def test_names_that_mlflow_refuses(mlflow):
+def test_names_that_mlflow_refuses(recorded_mlflow):
     class Odd(Callback):
         def on_step_end(self, trainer, state, control):
             self.publish(state, {"norm/a[0]:é": 1.0})
 
     Trainer().fit(Odd(), MLflow(), epochs=1)
-    assert mlflow.log.curve("norm/a_0___") == {2: 1, 4: 1}
+    assert recorded_mlflow.log.curve("norm/a_0___") == {2: 1, 4: 1}
 
 
 @pytest.mark.parametrize(
@@ -331,15 +336,14 @@ def test_sparklines():
 
 
 def test_a_terminal_shows_the_curves_of_the_losses():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, color_system=None)
+    out, console = terminal_console(width=100, color_system=None)
     Trainer([0.5, 0.25, 0.1]).fit(Progress(console=console), epochs=3)
     # the loss of the second half of each epoch is three times that of the first
     assert "loss ▁█▁█▁█  validation █▄▁" in out.getvalue()
 
 
 @pytest.fixture
-def notebook(monkeypatch):
+def notebook_html(monkeypatch):
     """A display like IPython's, and the HTML that it showed."""
     shown = []
     handle = SimpleNamespace(update=lambda html: shown.append(html))
@@ -349,7 +353,7 @@ def notebook(monkeypatch):
     return shown
 
 
-def test_a_notebook_shows_a_picture(notebook, capsys):
+def test_a_notebook_shows_a_picture(notebook_html, capsys):
     console = Console(file=io.StringIO(), force_jupyter=True)
 
     class Evil(Callback):
@@ -357,7 +361,7 @@ def test_a_notebook_shows_a_picture(notebook, capsys):
             state.history[-1]["validation_<script>"] = 0.5
 
     Trainer([0.5, 0.25]).fit(Evil(), Progress(console=console), epochs=2)
-    last = notebook[-1]
+    last = notebook_html[-1]
     assert 'value="1.0000"' in last
     assert "loss: 2 to 6" in last
     assert "validation loss: 0.25 to 0.5" in last
@@ -369,7 +373,7 @@ def test_a_notebook_shows_a_picture(notebook, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_notebook_is_not_drawn_too_often(notebook):
+def test_a_notebook_is_not_drawn_too_often(notebook_html):
     console = Console(file=io.StringIO(), force_jupyter=True)
     Trainer().fit(Progress(console=console), epochs=1)
-    assert len(notebook) <= 4  # of the first step, of the epoch, and of the end
+    assert len(notebook_html) <= 4  # of the first step, of the epoch, and of the end

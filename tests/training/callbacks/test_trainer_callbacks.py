@@ -8,9 +8,7 @@ import logging
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.training.callbacks.base import Callback, Control
@@ -19,7 +17,14 @@ from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.history import History
 from onnxgrad.training.callbacks.norms import Norms
 from onnxgrad.training.callbacks.timing import Timing
+from tests.support.errors import naming
 from tests.support.fake_trainer import State, Trainer
+from tests.support.models import initializer_arrays
+from tests.support.running import in_sweep
+from tests.support.trainings import linear_model
+
+X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+Y = X @ np.float32([[2], [3]])
 
 # -- the list of callbacks ------------------------------------------------------------------------
 
@@ -83,9 +88,9 @@ def test_errors_at_the_end_are_all_told():
 
 
 def test_what_is_no_callback():
-    with pytest.raises(ValueError, match=r"EarlyStopping is a class: pass .* EarlyStopping\(\)"):
+    with pytest.raises(ValueError, match=r"class.* EarlyStopping\(\)"):
         Callbacks([EarlyStopping])
-    with pytest.raises(ValueError, match="derive a class"):
+    with pytest.raises(ValueError, match=naming("Callback", "print")):
         Callbacks([print])
     with pytest.raises(ValueError, match=r"pass \[Timing\(...\)\]"):
         Callbacks(Timing())
@@ -180,8 +185,8 @@ def test_goes_on_counting_where_training_resumes():
     [
         og.adam(),
         og.ema(og.adam(), 0.99, debias=True),
-        og.swa(og.adam(), start=15),
-        og.lookahead(og.adam(), every=3),
+        in_sweep(og.swa(og.adam(), start=15)),
+        in_sweep(og.lookahead(og.adam(), every=3)),
         og.schedule_free(),
     ],
     ids=str,
@@ -194,35 +199,24 @@ def test_what_is_exported_is_what_was_best(optimizer):
         def on_evaluate(self, trainer, state, control):
             seen.append({name: array.copy() for name, array in trainer.evaluated().items()})
 
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(100, 2)).astype(np.float32)
-    y = X @ np.float32([[2], [3]])
     stopping = EarlyStopping(patience=2, min_delta=1e6)  # so that the first is the best
-    trainer = og.Trainer(
-        linear(),
-        "squared_error",
-        optimizer=optimizer,
-        learning_rate=0.1,
-        callbacks=[stopping, See()],
-    )
-    trainer.fit(X, y, epochs=5, batch_size=10, validation=(X, y))
+    options = {"optimizer": optimizer, "learning_rate": 0.1, "callbacks": [stopping, See()]}
+    trainer = og.Trainer(linear_model([[0], [0]]), "squared_error", **options)
+    trainer.fit(X, Y, epochs=5, batch_size=10, validation=(X, Y))
     assert len(seen) == 3
-    exported = {t.name: numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
-    np.testing.assert_array_equal(exported["w"], seen[0]["w"])
+    np.testing.assert_array_equal(initializer_arrays(trainer.model)["w"], seen[0]["w"])
     assert not np.array_equal(seen[0]["w"], seen[2]["w"])
     best = trainer.history[0]["validation_loss"]
-    assert trainer.evaluate(X, y)["loss"] == pytest.approx(best)
+    assert trainer.evaluate(X, Y)["loss"] == pytest.approx(best)
 
 
 def test_a_checkpoint_has_the_state_of_the_last_step_not_the_restored_one(tmp_path):
-    X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
-    y = X @ np.float32([[2], [3]])
-
     def fit(epochs, folder, resume=None):
         callbacks = [EarlyStopping(patience=9, min_delta=1e6), og.Checkpoint(folder)]
-        trainer = og.Trainer(linear(), "squared_error", learning_rate=0.1, callbacks=callbacks)
-        data = {"validation": (X, y), "batch_size": 10}
-        return trainer.fit(X, y, epochs=epochs, resume=resume, **data)
+        options = {"learning_rate": 0.1, "callbacks": callbacks}
+        trainer = og.Trainer(linear_model([[0], [0]]), "squared_error", **options)
+        data = {"validation": (X, Y), "batch_size": 10}
+        return trainer.fit(X, Y, epochs=epochs, resume=resume, **data)
 
     whole = fit(4, tmp_path / "whole")
     fit(2, tmp_path / "part")
@@ -230,17 +224,8 @@ def test_a_checkpoint_has_the_state_of_the_last_step_not_the_restored_one(tmp_pa
     assert resumed.history == whole.history
 
 
-def linear():
-    return onnx.parser.parse_model(
-        """<ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)
-        <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }"""
-    )
-
-
 def test_names_what_the_history_has():
-    with pytest.raises(
-        ValueError, match=r"'validation_acuracy'.*Did you mean 'validation_accuracy'"
-    ):
+    with pytest.raises(ValueError, match=naming("'validation_acuracy'", "'validation_accuracy'")):
         Trainer([0.5]).fit(EarlyStopping("validation_acuracy", mode="max"))
     with pytest.raises(ValueError, match=r"Valid: 'loss', 'learning_rate'.*validation="):
         Trainer().fit(EarlyStopping(), epochs=2)
@@ -287,7 +272,7 @@ def test_history_is_on_the_disk_after_every_epoch(tmp_path, suffix):
 
     class Look(Callback):
         def on_epoch_end(self, trainer, state, control):
-            seen.append(rows_of(path))
+            seen.append(rows_of_history(path))
 
     trainer = Trainer([0.5, np.nan])
     trainer.fit(History(path), Look(), epochs=2)
@@ -296,14 +281,14 @@ def test_history_is_on_the_disk_after_every_epoch(tmp_path, suffix):
     state = trainer.state.through_a_file()
     state.history[0].pop("validation_accuracy")  # as if a metric were added
     Trainer([0.5, np.nan, 0.2]).fit(History(path), epochs=3, resume=state)
-    rows = rows_of(path)
+    rows = rows_of_history(path)
     assert [row["step"] for row in rows] == [4, 8, 12]
     assert rows[0].get("validation_accuracy", "") == ""
     assert rows[2]["validation_loss"] == 0.2
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def rows_of(path):
+def rows_of_history(path):
     if path.suffix == ".json":
         return json.loads(path.read_text())
     with path.open(newline="") as file:
