@@ -5,21 +5,19 @@ from __future__ import annotations
 import doctest
 import logging
 
-import matplotlib.pyplot as plt
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad import explain
+from tests.support.errors import naming
+from tests.support.models import parse_model
 from tests.support.pages import code_of
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((5, 4)).astype(np.float32)
 W = RNG.standard_normal((4, 3)).astype(np.float32)
-HEAD = '<ir_version: 9, opset_import: ["": 20, "ai.onnx.ml": 3]>'
 TREE = """ai.onnx.ml.TreeEnsembleRegressor<n_targets=1, nodes_featureids=[0, 0, 0],
     nodes_falsenodeids=[2, 0, 0], nodes_truenodeids=[1, 0, 0], nodes_treeids=[0, 0, 0],
     nodes_nodeids=[0, 1, 2], nodes_values=[0.5, 0.0, 0.0],
@@ -27,18 +25,13 @@ TREE = """ai.onnx.ml.TreeEnsembleRegressor<n_targets=1, nodes_featureids=[0, 0, 
     target_treeids=[0, 0], target_weights=[1.0, 3.0]>"""
 
 
-def parse(text: str, **constants) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(HEAD + text)
-    for name, value in constants.items():
-        model.graph.initializer.append(numpy_helper.from_array(value, name))
-    return model
-
-
-LINEAR = parse("f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }", w=W)
+LINEAR_TEXT = "f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }"
+LINEAR = parse_model(LINEAR_TEXT, opset=20, w=W)
 
 
 @pytest.mark.parametrize("name", explain.__all__)
 def test_example(name):
+    plt = pytest.importorskip("matplotlib.pyplot")
     plt.switch_backend("Agg")
     tests = doctest.DocTestFinder(recurse=False).find(getattr(explain, name), name, globs={})
     assert tests
@@ -60,13 +53,12 @@ def test_rows_in_chunks_are_those_of_one_call():
 
 def test_rows_that_are_mixed_run_one_at_a_time(caplog):
     """The mean over the rows has the gradient 1 / rows in a batch, and 1 for a row by itself."""
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N,4] y) <int64[1] rows = {0}>"
         "{ m = ReduceMean(x, rows)  s = Mul(x, x)  y = Add(s, m) }"
     )
     with caplog.at_level(logging.WARNING, "onnxgrad"):
         ours = explain.saliency(model, X, 2)
-    assert "one at a time" in caplog.text
     assert "ReduceMean" in caplog.text
     expected = np.zeros((5, 4))
     expected[:, 2] = np.abs(2 * X[:, 2] + 1)
@@ -74,35 +66,34 @@ def test_rows_that_are_mixed_run_one_at_a_time(caplog):
 
 
 def test_a_fixed_number_of_rows():
-    one = parse("f (float[1,4] x) => (float[1,3] y) { y = MatMul(x, w) }", w=W)
+    one, five = (parse_model(LINEAR_TEXT.replace("N", n), w=W) for n in "15")
     expected = explain.integrated_gradients(LINEAR, X, 1)
     np.testing.assert_allclose(explain.integrated_gradients(one, X, 1), expected, rtol=1e-5)
-    five = parse("f (float[5,4] x) => (float[5,3] y) { y = MatMul(x, w) }", w=W)
     np.testing.assert_allclose(explain.integrated_gradients(five, X, 1), expected, rtol=1e-5)
-    with pytest.raises(ValueError, match="takes 5 rows at a time"):
+    with pytest.raises(ValueError, match="5 rows"):
         explain.saliency(five, X[:3], 1)
-    mixed = parse(
+    mixed = parse_model(
         "f (float[5,4] x) => (float[5,4] y) <int64[1] r = {0}>"
         "{ m = ReduceMean(x, r) y = Sub(x, m) }"
     )
-    with pytest.raises(ValueError, match=r"which it mixes or may mix .*ReduceMean"):
+    with pytest.raises(ValueError, match=naming("mixes", "ReduceMean")):
         explain.saliency(mixed, X, 1)
 
 
 def test_inputs_that_all_rows_share():
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x, float[4,3] u, float k) => (float[N,3] y)"
         "{ p = MatMul(x, u)  y = Mul(p, k) }"
     )
     feed = {"x": X, "u": W, "k": np.float32(2)}
     ours = explain.integrated_gradients(model, feed, 0, wrt="x")
     np.testing.assert_allclose(ours, 2 * X * W[:, 0], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"'u' of shape .* is the same for all of them"):
+    with pytest.raises(ValueError, match=naming("'u'", "shape", "the same")):
         explain.saliency(model, feed, 0, wrt=["x", "u"])
 
 
 def test_float16():
-    model = parse(
+    model = parse_model(
         "f (float16[N,4] x) => (float16[N,3] y) { y = MatMul(x, w) }", w=W.astype(np.float16)
     )
     ours = explain.integrated_gradients(model, X, [0, 1, 2, 0, 1])
@@ -114,7 +105,7 @@ def test_a_score_function_is_used_for_many_calls():
     scores = explain.ScoreFunction(LINEAR)
     ours = [explain.saliency(scores, X, i, absolute=False)[0] for i in range(3)]
     np.testing.assert_allclose(np.transpose(ours), W, rtol=1e-6)
-    with pytest.raises(ValueError, match="has its own"):
+    with pytest.raises(ValueError, match="ScoreFunction"):
         explain.saliency(scores, X, 0, wrt="x")
 
 
@@ -122,38 +113,38 @@ def test_a_score_function_is_used_for_many_calls():
 
 
 def test_targets_of_outputs_of_several_axes():
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N,2,2] y) <int64[3] s = {0,2,2}> { y = Reshape(x, s) }"
     )
     for target in ((1, 0), [(1, 0)] * 5):
         ours = explain.saliency(model, X, target)
         np.testing.assert_array_equal(ours, np.tile([0, 0, 1, 0], (5, 1)))
-    with pytest.raises(ValueError, match=r"1 indices.*\[2, 2\]: give a tuple of 2"):
+    with pytest.raises(ValueError, match=naming("1 indices", "[2, 2]", "tuple of 2")):
         explain.saliency(model, X, 1)
 
 
 @pytest.mark.parametrize(
-    ("target", "error", "message"),
+    ("target", "error", "named"),
     [
-        (3, ValueError, r"\[3\] of row 0 is out of range"),
-        ([0, 1, -1, 0, 0], ValueError, r"\[-1\] of row 2 is out of range"),
-        ([0, 1], ValueError, "2 rows, the inputs have 5"),
-        (None, ValueError, "name one element as `target`"),
-        (0.5, TypeError, "an integer"),
-        (np.float32([0, 1, 0, 1, 0]), TypeError, "holds float32"),
-        (True, TypeError, "truth value"),
-        ((0, 1), ValueError, "2 indices"),
+        (3, ValueError, ["[3]", "row 0", "range"]),
+        ([0, 1, -1, 0, 0], ValueError, ["[-1]", "row 2", "range"]),
+        ([0, 1], ValueError, ["2 rows", "5"]),
+        (None, ValueError, ["`target`"]),
+        (0.5, TypeError, ["an integer"]),
+        (np.float32([0, 1, 0, 1, 0]), TypeError, ["float32"]),
+        (True, TypeError, ["truth value"]),
+        ((0, 1), ValueError, ["2 indices"]),
     ],
 )
-def test_targets_that_do_not_fit(target, error, message):
-    with pytest.raises(error, match=message):
+def test_targets_that_do_not_fit(target, error, named):
+    with pytest.raises(error, match=naming(*named)):
         explain.saliency(LINEAR, X, target)
 
 
 def test_baselines_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"baseline of 'x' has the shape \[4\]"):
+    with pytest.raises(ValueError, match=naming("baseline", "'x'", "[4]")):
         explain.integrated_gradients(LINEAR, X, 0, np.zeros(4))
-    with pytest.raises(ValueError, match="Unknown baseline 'z'"):
+    with pytest.raises(ValueError, match="baseline 'z'"):
         explain.integrated_gradients(LINEAR, X, 0, {"z": 0})
 
 
@@ -161,21 +152,21 @@ def test_baselines_that_do_not_fit():
 
 
 def test_trees_are_refused_and_can_be_occluded():
-    model = parse("f (float[N,4] x) => (float[N,1] y) { y = " + TREE + "(x) }")
+    model = parse_model("f (float[N,4] x) => (float[N,1] y) { y = " + TREE + "(x) }")
     x = np.float32([[0, 1, 1, 1], [1, 1, 1, 1]])
-    with pytest.raises(ValueError, match=r"TreeEnsembleRegressor .*'y'.*piecewise constant"):
+    with pytest.raises(ValueError, match=naming("TreeEnsembleRegressor", "'y'", "constant")):
         explain.saliency(model, x)
     ours = explain.occlusion(model, x, 1)
     np.testing.assert_array_equal(ours, [[0, 0, 0, 0], [2, 0, 0, 0]])
 
 
 def test_an_argmax_is_refused():
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N] y) { s = MatMul(x, w)"
         "a = ArgMax<axis=1, keepdims=0>(s)  y = Cast<to=1>(a) }",
         w=W,
     )
-    with pytest.raises(ValueError, match=r"ArgMax .*'a'.*the output is an index"):
+    with pytest.raises(ValueError, match=naming("ArgMax", "'a'", "index")):
         explain.integrated_gradients(model, X)
     np.testing.assert_allclose(
         explain.saliency(model, X, 1, output="s"), np.abs(np.tile(W[:, 1], (5, 1))), rtol=1e-6
@@ -183,47 +174,49 @@ def test_an_argmax_is_refused():
 
 
 def test_a_value_without_influence_is_refused():
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x, float[N,4] z) => (float[N,4] y, float[N,4] v)"
         "{ y = Exp(x)  v = Add(x, z) }"
     )
     assert explain.ScoreFunction(model, output="y").wrt == ["x"]
-    with pytest.raises(ValueError, match="'y' does not depend on 'z'"):
+    with pytest.raises(ValueError, match=naming("'y'", "depend", "'z'")):
         explain.saliency(model, {"x": X, "z": X}, 0, wrt=["x", "z"], output="y")
-    with pytest.raises(ValueError, match=r"float outputs \['y', 'v'\]"):
+    with pytest.raises(ValueError, match=naming("['y', 'v']")):
         explain.saliency(model, {"x": X, "z": X}, 0)
 
 
 def test_training_mode_is_refused():
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N,4] y) <float r = {0.5}, bool t = {1}>{ y = Dropout(x, r, t) }"
     )
     for call in (
         lambda: explain.saliency(model, X, 0),
         lambda: explain.influence(model, X, X, X, X),
     ):
-        with pytest.raises(ValueError, match="nodes in training mode: y"):
+        with pytest.raises(ValueError, match="training mode: y"):
             call()
 
 
 def test_random_numbers_are_refused():
-    model = parse("f (float[N,4] x) => (float[N,4] y) { n = RandomNormalLike(x)  y = Add(x, n) }")
-    with pytest.raises(ValueError, match=r"RandomNormalLike .*'n'.*its scores are random"):
+    model = parse_model(
+        "f (float[N,4] x) => (float[N,4] y) { n = RandomNormalLike(x)  y = Add(x, n) }"
+    )
+    with pytest.raises(ValueError, match=naming("RandomNormalLike", "'n'", "random")):
         explain.saliency(model, X, 0)
 
 
 def test_token_ids_need_an_inner_value():
     table = RNG.standard_normal((7, 3)).astype(np.float32)
-    model = parse(
+    model = parse_model(
         "f (int64[N,T] ids) => (float[N,3] y) <int64[1] axes = {1}>"
         "{ e = Gather(table, ids)  t = Tanh(e)  y = ReduceSum<keepdims=0>(t, axes) }",
         table=table,
     )
     ids = np.array([[1, 2, 3], [4, 5, 6]])
     for wrt in (None, "ids"):
-        with pytest.raises(ValueError, match="such as 'e', what embeddings return"):
+        with pytest.raises(ValueError, match="such as 'e'"):
             explain.saliency(model, ids, 0, wrt=wrt)
-    with pytest.raises(ValueError, match="no baseline for the inner value 'e'"):
+    with pytest.raises(ValueError, match=naming("baseline", "'e'")):
         explain.integrated_gradients(model, ids, 0, wrt="e")
     ours = explain.integrated_gradients(model, ids, 0, {"e": 0}, wrt="e")
     np.testing.assert_allclose(ours[..., 0], np.tanh(table[ids])[..., 0], rtol=1e-5)
@@ -235,16 +228,16 @@ def test_token_ids_need_an_inner_value():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "error", "message"),
+    ("inputs", "error", "named"),
     [
-        ({"z": X}, ValueError, "Unknown input 'z'"),
-        ({}, ValueError, r"inputs \['x'\] are missing"),
-        (X[:0], ValueError, "no rows"),
-        (X.astype(complex), TypeError, "takes float32, not complex"),
+        ({"z": X}, ValueError, ["input 'z'"]),
+        ({}, ValueError, ["['x']", "missing"]),
+        (X[:0], ValueError, ["no rows"]),
+        (X.astype(complex), TypeError, ["float32", "complex"]),
     ],
 )
-def test_inputs_that_do_not_fit(inputs, error, message):
-    with pytest.raises(error, match=message):
+def test_inputs_that_do_not_fit(inputs, error, named):
+    with pytest.raises(error, match=naming(*named)):
         explain.saliency(LINEAR, inputs, 0)
 
 
@@ -253,7 +246,7 @@ def test_inputs_that_do_not_fit(inputs, error, message):
 
 def test_completeness():
     """Softplus of a linear layer: conductance and integrated gradients sum to the difference."""
-    model = parse(
+    model = parse_model(
         "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) s = Softplus(h) y = Mul(s, s) }", w=W
     )
     scores = explain.ScoreFunction(model)
@@ -262,16 +255,16 @@ def test_completeness():
     half = explain.completeness_gap(scores, found / 2, X, 1, 0.5)
     softplus = np.log1p(np.exp(np.stack([X, np.full_like(X, 0.5)]) @ W[:, 1])) ** 2
     np.testing.assert_allclose(half, -(softplus[0] - softplus[1]) / 2, atol=1e-5)
-    found = explain.layer_conductance(model, X, "s", 1, 0.5, steps=2000)
+    found = explain.layer_conductance(model, X, "s", 1, 0.5, steps=200)
     assert np.abs(explain.completeness_gap(model, found, X, 1, 0.5)).max() < 1e-2
     assert not found[:, [0, 2]].any()
 
 
 def test_layer_conductance_with_a_path_around_the_layer():
     """y = h x with h = x^2: along the way t x, the gradient t x times the change 2 t x^2 dt."""
-    model = parse("f (float[N,1] x) => (float[N,1] y) { h = Mul(x, x)  y = Mul(h, x) }")
+    model = parse_model("f (float[N,1] x) => (float[N,1] y) { h = Mul(x, x)  y = Mul(h, x) }")
     x = np.float32([[1], [2]])
-    found = explain.layer_conductance(model, x, "h", steps=1000)
+    found = explain.layer_conductance(model, x, "h", steps=600)
     np.testing.assert_allclose(found, 2 / 3 * x**3, rtol=2e-3)
 
 
@@ -303,8 +296,8 @@ def _nearest(x: np.ndarray, order: int) -> float:
 
 def test_a_counterfactual_that_is_not_reached():
     x = np.float32([[1, -2, 0, 0]])
-    model = parse("f (float[N,4] x) => (float[N,4] y) { y = Identity(x) }")
-    with pytest.warns(UserWarning, match=r"not reached for the rows \[0\]"):
+    model = parse_model("f (float[N,4] x) => (float[N,4] y) { y = Identity(x) }")
+    with pytest.warns(UserWarning, match=naming("not reached", "[0]")):
         found = explain.counterfactual(model, x, 1, bounds=(-2, 1), mask=[0, 0, 1, 1], steps=20)
     assert not found.reached.any()
     assert np.isnan(found.distances).all()
@@ -328,24 +321,22 @@ def test_pgd_stays_in_bounds_and_in_the_ball():
 
 
 def test_no_attention():
-    with pytest.raises(ValueError, match="no attention is found"):
+    with pytest.raises(ValueError, match="attention"):
         explain.attention_rollout(LINEAR, X)
-    with pytest.raises(ValueError, match="Unknown attention 'p'"):
+    with pytest.raises(ValueError, match="attention 'p'"):
         explain.attention_rollout(LINEAR, X, ["p"])
-    cross = parse(
+    cross = parse_model(
         "f (float[N,T,4] x, float[N,S,4] z) => (float[N,T,4] y) { k = Transpose<perm=[0,2,1]>(z)"
         "s = MatMul(x, k)  p = Softmax(s)  y = MatMul(p, z) }"
     )
     feed = {"x": np.ones((1, 3, 4), np.float32), "z": np.ones((1, 2, 4), np.float32)}
-    with pytest.raises(ValueError, match=r"'p' has the shape \[1, 3, 2\]"):
+    with pytest.raises(ValueError, match=naming("'p'", "[1, 3, 2]")):
         explain.attention_rollout(cross, feed)
 
 
 def test_attention_inside_of_an_operator():
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["": 23]> f (float[N,2,T,4] x) => (float[N,2,T,4] y)'
-        "{ y = Attention(x, x, x) }"
-    )
+    text = "f (float[N,2,T,4] x) => (float[N,2,T,4] y) { y = Attention(x, x, x) }"
+    model = parse_model(text, opset=23)
     x = RNG.standard_normal((2, 2, 3, 4)).astype(np.float32)
     p = np.exp(x @ x.swapaxes(-1, -2) / 2)
     p = (p / p.sum(-1, keepdims=True)).mean(axis=1)
@@ -366,7 +357,7 @@ def test_influence_of_a_linear_regression():
 
 
 def test_influence_of_rows_that_mix_is_that_of_each_alone(caplog):
-    made = parse(
+    made = parse_model(
         """f (float[N,4] x) => (float[N,3] y) <float half = {0.5}>
         { a = MatMul(x, w)  m = ReduceMax<keepdims=1>(a, first)
           h = Mul(m, half)  y = Sub(a, h) }""",
@@ -377,22 +368,22 @@ def test_influence_of_rows_that_mix_is_that_of_each_alone(caplog):
     ours = explain.influence(made, X, t, X[:2], t[:2], weights=["w"])
     gradients = np.einsum("ni,nj->nij", X, X @ W / 2 - t).reshape(5, -1)
     np.testing.assert_allclose(ours, gradients[:2] @ gradients.T, rtol=1e-4, atol=1e-5)
-    assert "rows run one at a time" in caplog.text
-    fixed = parse("f (float[5,4] x) => (float[5,3] y) { y = MatMul(x, w) }", w=W)
-    with pytest.raises(ValueError, match="the model takes 5 rows at a time"):
+    assert "ReduceMax" in caplog.text
+    fixed = parse_model(LINEAR_TEXT.replace("N", "5"), w=W)
+    with pytest.raises(ValueError, match="5 rows"):
         explain.influence(fixed, X, t, X[:2], t[:2])
 
 
 def test_inputs_that_a_gradient_does_not_read():
     """The gradient of a sum reads neither input; a guard gives it their lengths."""
-    made = parse("f (float[N,4] x, float[N,4] z) => (float[N,4] y) { y = Sub(x, z) }")
+    made = parse_model("f (float[N,4] x, float[N,4] z) => (float[N,4] y) { y = Sub(x, z) }")
     found = explain.saliency(made, {"x": X, "z": X}, 1, absolute=False)
     for name, slope in (("x", 1), ("z", -1)):
         np.testing.assert_array_equal(found[name], slope * np.eye(4)[[1] * 5])
 
 
 def test_inputs_that_the_output_does_not_need_may_be_there():
-    made = parse(
+    made = parse_model(
         "f (float[N,4] x, float[N,4] z) => (float[N,3] y, float[N,4] u)"
         "{ y = MatMul(x, w)  u = Neg(z) }",
         w=W,
@@ -403,26 +394,26 @@ def test_inputs_that_the_output_does_not_need_may_be_there():
     np.testing.assert_allclose(
         influences, explain.influence(LINEAR, X, X[:, :3], X, X[:, :3]), rtol=1e-5
     )
-    with pytest.raises(ValueError, match="Unknown input 'v'"):
+    with pytest.raises(ValueError, match="input 'v'"):
         explain.saliency(made, feed | {"v": X}, 1, output="y")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"checkpoints": [{}]}, "Unknown weight of a checkpoint 'w'"),
-        ({"checkpoints": [{"w": W[:2]}]}, r"has the shape \[2, 3\], not \[4, 3\]"),
-        ({"learning_rates": [1, 2]}, "2 learning rates for 1 checkpoints"),
-        ({"weights": ["v"]}, "Unknown weight"),
+        ({"checkpoints": [{}]}, ["checkpoint 'w'"]),
+        ({"checkpoints": [{"w": W[:2]}]}, ["[2, 3]", "[4, 3]"]),
+        ({"learning_rates": [1, 2]}, ["2 learning rates", "1 checkpoints"]),
+        ({"weights": ["v"]}, ["weight 'v'"]),
     ],
 )
-def test_influence_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_influence_refuses(options, named):
+    with pytest.raises(ValueError, match=naming(*named)):
         explain.influence(LINEAR, X, X[:, :3], X, X[:, :3], **options)
 
 
 def test_labels_of_another_number():
-    with pytest.raises(ValueError, match="there are 5 rows"):
+    with pytest.raises(ValueError, match="5 rows"):
         explain.influence(LINEAR, X, X[:3, :3], X, X[:, :3])
 
 
@@ -430,19 +421,19 @@ def test_labels_of_another_number():
     ("call", "message"),
     [
         (lambda: explain.occlusion(LINEAR, X, 5, 0), "larger than"),
-        (lambda: explain.occlusion(LINEAR, X, 2, 0, strides=3), "leave out elements"),
-        (lambda: explain.occlusion(LINEAR, X, (1, 1), 0), "for each of the axes"),
+        (lambda: explain.occlusion(LINEAR, X, 2, 0, strides=3), "strides"),
+        (lambda: explain.occlusion(LINEAR, X, (1, 1), 0), "each"),
         (lambda: explain.fgsm(LINEAR, X, -1, 0), "positive"),
         (lambda: explain.fgsm(LINEAR, X, 1, 0, bounds=(1, 0)), "least value"),
-        (lambda: explain.fgsm(LINEAR, X, 1, 0, mask=np.ones(3)), "does not broadcast"),
-        (lambda: explain.fgsm(LINEAR, X, 1, 0, loss="log"), "Unknown loss 'log'"),
-        (lambda: explain.pgd(LINEAR, X, 1, 1, 1, 0, norm="L3"), "Unknown norm"),
-        (lambda: explain.integrated_gradients(LINEAR, X, 0, method="best"), "Unknown method"),
+        (lambda: explain.fgsm(LINEAR, X, 1, 0, mask=np.ones(3)), "broadcast"),
+        (lambda: explain.fgsm(LINEAR, X, 1, 0, loss="log"), "loss 'log'"),
+        (lambda: explain.pgd(LINEAR, X, 1, 1, 1, 0, norm="L3"), "norm 'L3'"),
+        (lambda: explain.integrated_gradients(LINEAR, X, 0, method="best"), "method 'best'"),
         (lambda: explain.integrated_gradients(LINEAR, X, 0, steps=0), "at least one"),
         (lambda: explain.smooth_grad(LINEAR, X, 0, samples=0), "at least one"),
-        (lambda: explain.saliency(LINEAR, X, 0, wrt="v"), "Unknown tensor 'v'"),
-        (lambda: explain.saliency(LINEAR, X, 0, wrt="y"), "is the output"),
-        (lambda: explain.counterfactual(LINEAR, X, 0, bounds=(-0.1, 0.1)), "outside of bounds"),
+        (lambda: explain.saliency(LINEAR, X, 0, wrt="v"), "tensor 'v'"),
+        (lambda: explain.saliency(LINEAR, X, 0, wrt="y"), "the output"),
+        (lambda: explain.counterfactual(LINEAR, X, 0, bounds=(-0.1, 0.1)), "bounds"),
         (lambda: explain.show_text(["a"], [1.0, 2.0]), "1 names"),
         (lambda: explain.show_image(np.zeros((2, 8, 8, 8))), "of one row"),
         (lambda: explain.show_image(np.full((8, 8), np.nan)), "not finite"),
@@ -457,26 +448,25 @@ def test_the_submodule_is_a_name_of_the_package():
     assert og.explain is explain
 
 
-BLOCKS = code_of("explain.md")
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_the_code_of_the_page(block, tmp_path, monkeypatch, capsys):
+def test_the_code_of_the_page(tmp_path, monkeypatch, capsys):
+    plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "explain.md", "exec"), {})
-    plt.close("all")
-    assert capsys.readouterr().out.strip()
+    blocks = code_of("explain.md")
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "explain.md", "exec"), {})
+        plt.close("all")
+        assert capsys.readouterr().out.strip()
 
 
-TIME_MAJOR = """<ir_version: 9, opset_import: ["": 20]>
-    f (float[T,N,2] x) => (float[T,N,3] y)
+TIME_MAJOR = """f (float[T,N,2] x) => (float[T,N,3] y)
     <float[2,3] w = {1.0, -2.0, 3.0, 0.5, 5.0, -6.0}, int64 first = {0}> {
       s = CumSum(x, first)  a = Tanh(s)  y = MatMul(a, w) }"""
 
 
 def test_rows_on_another_axis():
     """Step 3 of each sequence depends on the steps before it, and on no other sequence."""
-    model = onnx.parser.parse_model(TIME_MAJOR)
+    model = parse_model(TIME_MAJOR)
     x = np.random.default_rng(0).standard_normal((5, 4, 2)).astype(np.float32)
     axes = {"x": 1, "y": 1}
     found = explain.saliency(model, x, (3, 1), absolute=False, batch_axes=axes)
@@ -492,9 +482,9 @@ def test_rows_on_another_axis():
     np.testing.assert_allclose(gap, np.zeros(4), atol=1e-3)
     moved = explain.fgsm(scores, x, 0.1, (3, 1), mask=np.ones_like(x))
     assert moved.shape == x.shape
-    with pytest.raises(ValueError, match=r"another axis in common, \['N'\]: say which.*batch_axes"):
+    with pytest.raises(ValueError, match=naming("['N']", "batch_axes")):
         explain.saliency(model, x, (3, 1))
     with pytest.raises(ValueError, match=r"batch_axes\['x'\] is 3"):
         explain.saliency(model, x, (3, 1), batch_axes={"x": 3})
-    with pytest.raises(ValueError, match="Unknown input or output in batch_axes"):
+    with pytest.raises(ValueError, match=naming("batch_axes", "'z'")):
         explain.saliency(model, x, (3, 1), batch_axes={"z": 1})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-import onnx
 import pytest
 
 from onnxgrad import explain
+from tests.support.exports import export_module
 
 torch = pytest.importorskip("torch")
 captum = pytest.importorskip("captum.attr")
@@ -68,12 +66,10 @@ class Tiny(nn.Module):
         return self.head((h * mask[:, :, None]).sum(1))
 
 
-def exported(module, arguments, names, axes):
-    module.eval()
-    file = io.BytesIO()
-    options = {"input_names": names, "output_names": ["y"], "dynamic_axes": axes}
-    torch.onnx.export(module, arguments, file, opset_version=18, dynamo=False, **options)
-    return onnx.load_model_from_string(file.getvalue())
+def export_explained(module, arguments, axes):
+    """Return the model of a module, whose inputs are the names of `axes`."""
+    options = {"input_names": list(axes), "output_names": ["y"], "dynamic_axes": axes}
+    return export_module(module, arguments, opset_version=18, **options)
 
 
 def result_of(model, op_type, index=0):
@@ -82,37 +78,38 @@ def result_of(model, op_type, index=0):
 
 
 @pytest.fixture(scope="module")
-def cnn():
+def images():
     torch.manual_seed(0)
     module, x = Cnn(), torch.randn(3, 3, 12, 12)
-    return module, x, exported(module, (x,), ["x"], {"x": {0: "N"}})
+    return module, x, export_explained(module, (x,), {"x": {0: "N"}})
 
 
 @pytest.fixture(scope="module")
-def mlp():
+def two_inputs():
     torch.manual_seed(1)
     module, x = Mlp(), (torch.randn(5, 4), torch.randn(5, 2))
-    return module, x, exported(module, x, ["x", "z"], {"x": {0: "N"}, "z": {0: "N"}})
+    return module, x, export_explained(module, x, {"x": {0: "N"}, "z": {0: "N"}})
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tokens():
     torch.manual_seed(2)
     ids = torch.randint(1, 11, (3, 5))
     mask = torch.ones(3, 5)
     mask[1, 3:] = 0
     module = Tiny()
     axes = {"ids": {0: "N", 1: "T"}, "mask": {0: "N", 1: "T"}}
-    return module, (ids, mask), exported(module, (ids, mask), ["ids", "mask"], axes)
+    return module, (ids, mask), export_explained(module, (ids, mask), axes)
 
 
 TARGETS = [2, [0, 3, 1], np.array([1, 1, 0])]
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("absolute", [True, False])
-def test_saliency(cnn, target, absolute):
-    module, x, model = cnn
+@pytest.mark.parametrize(
+    ("target", "absolute"), [(TARGETS[0], True), (TARGETS[1], False), (TARGETS[2], True)], ids=str
+)
+def test_saliency(images, target, absolute):
+    module, x, model = images
     chosen = target if isinstance(target, int) else torch.tensor(target)
     theirs = captum.Saliency(module).attribute(x.clone(), chosen, abs=absolute)
     ours = explain.saliency(model, x, target, absolute=absolute)
@@ -120,8 +117,8 @@ def test_saliency(cnn, target, absolute):
     assert ours.dtype == np.float32
 
 
-def test_saliency_of_several_inputs(mlp):
-    module, x, model = mlp
+def test_saliency_of_several_inputs(two_inputs):
+    module, x, model = two_inputs
     theirs = captum.Saliency(module).attribute(tuple(a.clone() for a in x), 1)
     ours = explain.saliency(model, {"x": x[0], "z": x[1]}, 1)
     assert list(ours) == ["x", "z"]
@@ -132,8 +129,8 @@ def test_saliency_of_several_inputs(mlp):
 @pytest.mark.parametrize(
     "method", ["gausslegendre", "riemann_left", "riemann_middle", "riemann_right"]
 )
-def test_integrated_gradients(cnn, method):
-    module, x, model = cnn
+def test_integrated_gradients(images, method):
+    module, x, model = images
     baseline = torch.full_like(x[:1], 0.3)
     theirs, gap = captum.IntegratedGradients(module).attribute(
         x, baseline, 1, n_steps=17, method=method, return_convergence_delta=True
@@ -145,8 +142,8 @@ def test_integrated_gradients(cnn, method):
     np.testing.assert_allclose(ours_gap, gap, atol=2e-5)
 
 
-def test_integrated_gradients_of_an_embedding(tiny):
-    module, (ids, mask), model = tiny
+def test_integrated_gradients_of_an_embedding(tokens):
+    module, (ids, mask), model = tokens
     method = captum.LayerIntegratedGradients(module, module.embedding)
     zeros = torch.zeros_like(ids)
     theirs = method.attribute(ids, zeros, [2, 0, 1], additional_forward_args=(mask,), n_steps=20)
@@ -158,8 +155,8 @@ def test_integrated_gradients_of_an_embedding(tiny):
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
 
 
-def test_smooth_grad(cnn, monkeypatch):
-    module, x, model = cnn
+def test_smooth_grad(images, monkeypatch):
+    module, x, model = images
     rng = np.random.default_rng(3)
     noise = [rng.standard_normal(x.shape) for _ in range(4)]
     each = np.stack(noise, 1).reshape(12, *x.shape[1:])  # Captum repeats each row four times
@@ -173,16 +170,16 @@ def test_smooth_grad(cnn, monkeypatch):
 
 
 @pytest.mark.parametrize("relu", [True, False])
-def test_grad_cam(cnn, relu):
-    module, x, model = cnn
+def test_grad_cam(images, relu):
+    module, x, model = images
     theirs = captum.LayerGradCam(module, module.second).attribute(x, 2, relu_attributions=relu)
     ours = explain.grad_cam(model, x, result_of(model, "Conv", 1), 2, relu=relu)
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["conv", "second"])
-def test_layer_conductance(cnn, name):
-    module, x, model = cnn
+def test_layer_conductance(images, name):
+    module, x, model = images
     layer = result_of(model, "Conv", ["conv", "second"].index(name))
     method = captum.LayerConductance(module, getattr(module, name))
     theirs = method.attribute(x, x * 0 + 0.1, target=1, n_steps=9)
@@ -190,8 +187,8 @@ def test_layer_conductance(cnn, name):
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
 
 
-def test_layer_conductance_of_several_inputs(mlp):
-    module, x, model = mlp
+def test_layer_conductance_of_several_inputs(two_inputs):
+    module, x, model = two_inputs
     theirs = captum.LayerConductance(module, module.first).attribute(x, target=[0, 1, 2, 0, 1])
     feed = {"x": x[0], "z": x[1]}
     ours = explain.layer_conductance(model, feed, result_of(model, "Gemm"), [0, 1, 2, 0, 1])
@@ -201,15 +198,15 @@ def test_layer_conductance_of_several_inputs(mlp):
 @pytest.mark.parametrize(
     ("window", "strides"), [((3, 4, 4), (3, 3, 4)), ((1, 5, 3), (1, 3, 2)), ((2, 6, 7), 2)]
 )
-def test_occlusion(cnn, window, strides):
-    module, x, model = cnn
+def test_occlusion(images, window, strides):
+    module, x, model = images
     theirs = captum.Occlusion(module).attribute(x, window, strides, 0.5, target=[0, 3, 1])
     ours = explain.occlusion(model, x, window, [0, 3, 1], 0.5, strides=strides)
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
 
 
-def test_occlusion_of_several_inputs(mlp):
-    module, x, model = mlp
+def test_occlusion_of_several_inputs(two_inputs):
+    module, x, model = two_inputs
     theirs = captum.Occlusion(module).attribute(x, ((2,), (1,)), target=1)
     ours = explain.occlusion(model, {"x": x[0], "z": x[1]}, {"x": 2, "z": 1}, 1)
     for a, b in zip(ours.values(), theirs, strict=True):
@@ -217,10 +214,10 @@ def test_occlusion_of_several_inputs(mlp):
 
 
 @pytest.mark.parametrize("targeted", [True, False])
-def test_fgsm(cnn, mlp, targeted):
+def test_fgsm(images, two_inputs, targeted):
     from captum.robust import FGSM
 
-    module, x, model = cnn
+    module, x, model = images
     loss = nn.CrossEntropyLoss(reduction="none")
     attack = FGSM(module, loss, lower_bound=-1, upper_bound=1)
     attack.zero_thresh = 0  # Captum moves nothing where the gradient is below 1e-6
@@ -228,7 +225,7 @@ def test_fgsm(cnn, mlp, targeted):
     options = {"targeted": targeted, "bounds": (-1, 1), "loss": "cross_entropy"}
     ours = explain.fgsm(model, x, 0.1, [0, 3, 1], **options)
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
-    module, x, model = mlp
+    module, x, model = two_inputs
     mask = torch.tensor([[1.0, 0, 1, 1]])
     attack = FGSM(module)
     attack.zero_thresh = 0
@@ -240,10 +237,10 @@ def test_fgsm(cnn, mlp, targeted):
 
 
 @pytest.mark.parametrize("norm", ["Linf", "L2"])
-def test_pgd(cnn, norm):
+def test_pgd(images, norm):
     from captum.robust import PGD
 
-    module, x, model = cnn
+    module, x, model = images
     attack = PGD(module, nn.CrossEntropyLoss(reduction="none"), lower_bound=-2, upper_bound=2)
     attack.fgsm.zero_thresh = 0
     radius = 0.15 if norm == "Linf" else 1.5
@@ -256,8 +253,8 @@ def test_pgd(cnn, norm):
 
 
 @pytest.mark.parametrize("heads", ["mean", "max"])
-def test_attention_rollout(tiny, heads):
-    module, (ids, mask), model = tiny
+def test_attention_rollout(tokens, heads):
+    module, (ids, mask), model = tokens
     module(ids, mask)
     expected = np.eye(5)
     for p in module.attention:
@@ -273,7 +270,7 @@ def test_attention_rollout(tiny, heads):
     np.testing.assert_array_equal(ours, explain.attention_rollout(model, feed, names, heads=heads))
 
 
-def test_influence(mlp, tmp_path):
+def test_influence(tmp_path):
     from captum.influence import TracInCP
 
     class Small(nn.Module):
@@ -286,7 +283,7 @@ def test_influence(mlp, tmp_path):
 
     torch.manual_seed(4)
     module, x, labels = Small(), torch.randn(9, 4), torch.randint(0, 3, (9,))
-    model = exported(module, (x,), ["x"], {"x": {0: "N"}})
+    model = export_explained(module, (x,), {"x": {0: "N"}})
     files, states = [], []
     for i in range(2):
         for p in module.parameters():
