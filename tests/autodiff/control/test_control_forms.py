@@ -9,19 +9,16 @@ import pytest
 from onnxgrad import DerivativeOptions, check_gradient, get_train_initializer, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
-from tests.autodiff.control.test_control import normal
+from tests.support.control_arrays import normal_array
+from tests.support.models import operator_names, parse_model
 from tests.support.running import run_named
 
-S, W, X = normal(3), normal(3, seed=1), normal(4, 3, seed=2)
+S, W, X = normal_array(3), normal_array(3, seed=1), normal_array(4, 3, seed=2)
 TWO, FOUR, NONE = np.array(2), np.array(4), np.array(0)
-DOMAINS = '"": 20, "ai.onnx.ml": 3, "com.microsoft": 1, "my": 1'
 
 
-def parse(text: str) -> onnx.ModelProto:
-    made = onnx.parser.parse_model(f"<ir_version: 9, opset_import: [{DOMAINS}]> {text}")
-    for y in made.graph.output:
-        y.type.tensor_type.ClearField("shape")
-    return made
+def model_of_form(text: str) -> onnx.ModelProto:
+    return parse_model(text, opset=20, domains={"my": 1}, output_shapes=False)
 
 
 LOOP = """g (float[3] s, float[3] w, int64 n) => (float y) {
@@ -136,7 +133,11 @@ FORMS = {
             out = Identity(h1)  time1 = Add(time, one)  go1 = Less(time1, n) }>(
             most, any, zero, h0, h0)
         y = Transpose<perm = [1, 0, 2]>(all) }""",
-        {"x": normal(2, 4, 2), "k": normal(5, 12, seed=1), "bias": normal(12, seed=2)},
+        {
+            "x": normal_array(2, 4, 2),
+            "k": normal_array(5, 12, seed=1),
+            "bias": normal_array(12, seed=2),
+        },
     ),
 }
 
@@ -144,13 +145,13 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_gradient(name):
     text, feed = FORMS[name]
-    report = check_gradient(parse(text), feed=feed, order=2)
+    report = check_gradient(model_of_form(text), feed=feed, order=2)
     assert report.ok, str(report)
     assert report.computed.startswith("float64")
 
 
 def test_coefficients_in_bodies_are_weights():
-    model = parse(FORMS["loop-linear-regressor"][0])
+    model = model_of_form(FORMS["loop-linear-regressor"][0])
     names = ["a3.coefficients", "a3.intercepts"]
     assert list(get_train_initializer(model)) == names
     made = onnx_derivative(model, weights=names, inputs=[])
@@ -160,7 +161,7 @@ def test_coefficients_in_bodies_are_weights():
 def test_backward_bodies_write_no_whole_sequence():
     """The gradient of x in y = x[i] is that of one row: an iteration returns that and no more."""
     text, _feed = FORMS["rows"]
-    made = onnx_derivative(parse(text))
+    made = onnx_derivative(model_of_form(text))
     body = next(n for n in made.graph.node if "x_grad" not in n.output and n.output[0] == "s_grad")
     held = body.attribute[0].g
     assert not {"ScatterElements", "ScatterND", "Pad"} & {n.op_type for n in held.node}
@@ -183,7 +184,7 @@ def test_dropout_whose_mask_nobody_asked_for(form):
                 a0 = Dropout(a, half, yes)  a1 = Mul(a0, u) }}>(x, ones) }}""",
     }
     x, ones = np.linspace(1, 2, 64, dtype=np.float32), np.ones((2, 64), np.float32)
-    made = onnx_derivative(parse(texts[form]), options=DerivativeOptions.KeepOutputs)
+    made = onnx_derivative(model_of_form(texts[form]), options=DerivativeOptions.KeepOutputs)
     feed = {"x": x, "c": np.array(True), "n": TWO, "ones": ones, "y_grad": ones[0]}
     found = run_named(made, feed)
     assert 0 < np.count_nonzero(found["y"]) < 60
@@ -199,8 +200,8 @@ DEAD = """g (float[3] s, float[3] w, int64 n, bool c) => (float y) { h = Exp(s)
 
 def test_what_nobody_needs_in_bodies_is_removed():
     """A branch that is not computed reads h no more: or h, which only it reads, would stay."""
-    made = onnx_derivative(parse(DEAD), options=DerivativeOptions.KeepOutputs)
-    assert "Exp" not in {n.op_type for n in made.graph.node}
+    made = onnx_derivative(model_of_form(DEAD), options=DerivativeOptions.KeepOutputs)
+    assert "Exp" not in operator_names(made)
     bodies = [n.attribute[0].g for n in made.graph.node if n.op_type == "Loop"]
     assert len(bodies) == 2
     assert not any(n.op_type == "If" for body in bodies for n in body.node)
@@ -214,7 +215,7 @@ def test_sparse_constants(where, kept, places):
         "body": LOOP.replace("float[3] w, ", "").replace("BODY", "t = Mul(a, k)  a1 = Sin(t)"),
         "model": "g (float[3] s) => (float y) { t = Mul(s, k)  y = Sin(t) }",
     }
-    model = parse(texts[where])
+    model = model_of_form(texts[where])
     graph = model.graph.node[0].attribute[0].g if where == "body" else model.graph
     sparse = onnx.SparseTensorProto(dims=[3])
     sparse.values.CopyFrom(onnx.numpy_helper.from_array(np.float32([2, 3])))
@@ -244,9 +245,9 @@ def test_sparse_constants(where, kept, places):
     ids=["static If", "lowered"],
 )
 def test_what_replaces_an_output_stands_before_its_readers(node, outputs):
-    model = onnx.parser.parse_model(f"""<ir_version: 13, opset_import: ["": 24]>
-        g (float[3] X) => ({outputs}) <bool no = {{0}}> {{
+    text = f"""g (float[3] X) => ({outputs}) <bool no = {{0}}> {{
         {node} s = Sin(y)  z = Scan<num_scan_inputs = 1, body = b (float h) => (float k)
-        {{ k = Mul(h, h) }}>(s) }}""")
+        {{ k = Mul(h, h) }}>(s) }}"""
+    model = parse_model(text, opset=24, ir_version=13)
     onnx.checker.check_model(to_proto(prepare(model)), full_check=True)
     assert check_gradient(model).ok

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
-import onnxgrad as og
-
-HEAD = '<ir_version: 8, opset_import: ["": 18]>'
-
-
-def run(model, feed):
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options)
-    names = [y.name for y in session.get_outputs()]
-    fed = {x.name: feed[x.name] for x in session.get_inputs()}
-    return dict(zip(names, session.run(None, fed), strict=True))
+from onnxgrad import DerivativeOptions, onnx_derivative
+from tests.support.models import parse_model
+from tests.support.running import run_named
 
 
-def gradient(text):
-    model = onnx.parser.parse_model(HEAD + text)
-    return og.onnx_derivative(model, options=og.DerivativeOptions.KeepOutputs)
+def derivative_with_outputs(text: str) -> onnx.ModelProto:
+    return onnx_derivative(parse_model(text), options=DerivativeOptions.KeepOutputs)
 
 
 def backward_body(model):
@@ -41,11 +30,11 @@ def test_one_product_behind_the_loop(product, count):
             => (bool after, float[2,3] next, float[2,3] stacked) {{
                 after = Identity(before)  m = {product}  next = Tanh(m)  stacked = Mul(next, next)
             }}>(n, c, s) }}"""
-    model = gradient(text)
+    model = derivative_with_outputs(text)
     rng = np.random.default_rng(0)
     shapes = {"s": (2, 3), "w": (3, 3), "y_grad": (2, 3), "hs_grad": (count, 2, 3)}
     feed = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    ours = run(model, feed | {"n": np.array(count)})
+    ours = run_named(model, feed | {"n": np.array(count)})
     s, w = (torch.tensor(feed[k], requires_grad=True) for k in ("s", "w"))
     h, total = s, 0.0
     for i in range(count):
@@ -60,7 +49,8 @@ def test_one_product_behind_the_loop(product, count):
 
 
 def test_a_random_factor_is_that_of_the_forward_pass():
-    model = gradient("""g (float[3,4] w, int64 n) => (float[T,2,4] m, float[T,2,3] r) {
+    model = derivative_with_outputs("""
+        g (float[3,4] w, int64 n) => (float[T,2,4] m, float[T,2,3] r) {
         c = Constant<value = bool {1}>()
         m, r = Loop<body = b (int64 i, bool before)
             => (bool after, float[2,4] product, float[2,3] drawn) {
@@ -71,6 +61,6 @@ def test_a_random_factor_is_that_of_the_forward_pass():
     feed = {"w": rng.normal(size=(3, 4)).astype(np.float32), "n": np.array(5)}
     feed |= {k: np.ones((5, 2, n), np.float32) for k, n in (("m_grad", 4), ("r_grad", 3))}
     feed["m_grad"] = rng.normal(size=(5, 2, 4)).astype(np.float32)
-    result = run(model, feed)
+    result = run_named(model, feed)
     expected = np.einsum("tbi,tbo->io", result["r"], feed["m_grad"])
     np.testing.assert_allclose(result["w_grad"], expected, rtol=1e-4, atol=1e-5)

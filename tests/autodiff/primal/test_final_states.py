@@ -12,7 +12,8 @@ import pytest
 from onnxgrad import check_gradient
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
-from tests.support.cases import run
+from tests.support.models import parse_model
+from tests.support.running import run
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 TIME, ROWS = 5, 3
@@ -25,7 +26,7 @@ READS = {  # nodes behind Y (time, directions, rows, hidden), what is read, the 
 LAST, LAST_AS_VECTOR = "value_int=-1", "value_ints=[-1]"
 
 
-def layer(
+def recurrent_layer(
     kind: str,
     read: str,
     index: str = LAST,
@@ -40,27 +41,28 @@ def layer(
     x = f"N, {time}, 2" if rows_first else f"{time}, N, 2"
     sizes = f"{directions}, {GATES[kind] * 4}"
     attributes = ", ".join(filter(None, ["hidden_size=4", attributes, "layout=1" * rows_first]))
-    return onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 22]>
-        g (float[{x}] x, float[{sizes}, 2] w, float[{sizes}, 4] r, int32[N] n) => (float z) {{
+    text = f"""g (float[{x}] x, float[{sizes}, 2] w, float[{sizes}, 4] r, int32[N] n)
+        => (float z) {{
             one = Constant<value_ints=[1]>()  k = Constant<{index}>()
             y = {kind}<{attributes}>(x, w, r{", , n" * lengths})
             {between}
             e = Gather<axis={axis + rows_first}>({name}, k)
-            f = Sin(e)  z = ReduceSum<keepdims=0>(f) }}""")
+            f = Sin(e)  z = ReduceSum<keepdims=0>(f) }}"""
+    return parse_model(text, opset=22)
 
 
-def operands(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+def random_operands(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     rng, known = np.random.default_rng(0), {"T": TIME, "N": ROWS}
     made = {"n": np.array([2, 5, 1], np.int32)}
     for x in model.graph.input[:3]:
         shape = [d.dim_value or known[d.dim_param] for d in x.type.tensor_type.shape.dim]
-        made[x.name] = rng.standard_normal(shape)
+        made[x.name] = rng.standard_normal(shape).astype(np.float32)
     return made
 
 
 def reads_outputs(model: onnx.ModelProto) -> bool:
     """Return whether the outputs of all steps are read in the prepared model; check its results."""
-    prepared, arrays = to_proto(prepare(model)), operands(model)
+    prepared, arrays = to_proto(prepare(model)), random_operands(model)
     for found, expected in zip(run(prepared, arrays), run(model, arrays), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert check_gradient(model, feed=arrays).ok
@@ -71,17 +73,17 @@ def reads_outputs(model: onnx.ModelProto) -> bool:
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("read", READS)
 def test_the_last_output(kind, read):
-    assert not reads_outputs(layer(kind, read))
+    assert not reads_outputs(recurrent_layer(kind, read))
 
 
 @pytest.mark.parametrize("index", [LAST_AS_VECTOR, f"value_int={TIME - 1}"])
 def test_other_forms_of_the_index(index):
-    assert not reads_outputs(layer("GRU", "of PyTorch", index, time=str(TIME)))
+    assert not reads_outputs(recurrent_layer("GRU", "of PyTorch", index, time=str(TIME)))
 
 
 @pytest.mark.parametrize("read", ["of PyTorch", "Y"])
 def test_a_slice(read):
-    model = layer("LSTM", read, LAST_AS_VECTOR)
+    model = recurrent_layer("LSTM", read, LAST_AS_VECTOR)
     (gather,) = (n for n in model.graph.node if n.op_type == "Gather")
     values = {"starts": -1, "ends": 2**31 - 1, "axes": gather.attribute[0].i}
     for name, value in values.items():
@@ -93,7 +95,7 @@ def test_a_slice(read):
 
 
 def test_the_first_output_of_a_reversed_layer():
-    assert not reads_outputs(layer("LSTM", "Y", "value_int=0", 'direction="reverse"'))
+    assert not reads_outputs(recurrent_layer("LSTM", "Y", "value_int=0", 'direction="reverse"'))
 
 
 @pytest.mark.parametrize(
@@ -109,20 +111,22 @@ def test_the_first_output_of_a_reversed_layer():
     ids=str,
 )
 def test_outputs_that_are_no_final_state(others):
-    assert reads_outputs(layer("LSTM", "Y", **others))
+    assert reads_outputs(recurrent_layer("LSTM", "Y", **others))
 
 
 def test_another_axis():
-    model = layer("GRU", "Y")
+    model = recurrent_layer("GRU", "Y")
     gather = next(n for n in model.graph.node if n.op_type == "Gather")
     gather.attribute[0].i = 2  # the last row of the batch
     assert reads_outputs(model)
 
 
 def test_rows_first():
-    model = layer("GRU", "Y", rows_first=True)  # which onnxruntime does not run
+    model = recurrent_layer("GRU", "Y", rows_first=True)  # which onnxruntime does not run
     prepared = to_proto(prepare(model, on_demand=True))
-    x = operands(model)["x"]
-    (expected,) = run(layer("GRU", "Y"), operands(model) | {"x": x.transpose(1, 0, 2)})
-    (found,) = run(prepared, operands(model))
+    x = random_operands(model)["x"]
+    (expected,) = run(
+        recurrent_layer("GRU", "Y"), random_operands(model) | {"x": x.transpose(1, 0, 2)}
+    )
+    (found,) = run(prepared, random_operands(model))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
