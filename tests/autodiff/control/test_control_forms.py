@@ -17,7 +17,7 @@ S, W, X = normal_array(3), normal_array(3, seed=1), normal_array(4, 3, seed=2)
 TWO, FOUR, NONE = np.array(2), np.array(4), np.array(0)
 
 
-def model_of_form(text: str) -> onnx.ModelProto:
+def model_of_loops(text: str) -> onnx.ModelProto:
     return parse_model(text, opset=20, domains={"my": 1}, output_shapes=False)
 
 
@@ -145,13 +145,13 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_gradient(name):
     text, feed = FORMS[name]
-    report = check_gradient(model_of_form(text), feed=feed, order=2)
+    report = check_gradient(model_of_loops(text), feed=feed, order=2)
     assert report.ok, str(report)
     assert report.computed.startswith("float64")
 
 
 def test_coefficients_in_bodies_are_weights():
-    model = model_of_form(FORMS["loop-linear-regressor"][0])
+    model = model_of_loops(FORMS["loop-linear-regressor"][0])
     names = ["a3.coefficients", "a3.intercepts"]
     assert list(get_train_initializer(model)) == names
     made = onnx_derivative(model, weights=names, inputs=[])
@@ -161,7 +161,7 @@ def test_coefficients_in_bodies_are_weights():
 def test_backward_bodies_write_no_whole_sequence():
     """The gradient of x in y = x[i] is that of one row: an iteration returns that and no more."""
     text, _feed = FORMS["rows"]
-    made = onnx_derivative(model_of_form(text))
+    made = onnx_derivative(model_of_loops(text))
     body = next(n for n in made.graph.node if "x_grad" not in n.output and n.output[0] == "s_grad")
     held = body.attribute[0].g
     assert not {"ScatterElements", "ScatterND", "Pad"} & {n.op_type for n in held.node}
@@ -184,7 +184,7 @@ def test_dropout_whose_mask_nobody_asked_for(form):
                 a0 = Dropout(a, half, yes)  a1 = Mul(a0, u) }}>(x, ones) }}""",
     }
     x, ones = np.linspace(1, 2, 64, dtype=np.float32), np.ones((2, 64), np.float32)
-    made = onnx_derivative(model_of_form(texts[form]), options=DerivativeOptions.KeepOutputs)
+    made = onnx_derivative(model_of_loops(texts[form]), options=DerivativeOptions.KeepOutputs)
     feed = {"x": x, "c": np.array(True), "n": TWO, "ones": ones, "y_grad": ones[0]}
     found = run_named(made, feed)
     assert 0 < np.count_nonzero(found["y"]) < 60
@@ -200,7 +200,7 @@ DEAD = """g (float[3] s, float[3] w, int64 n, bool c) => (float y) { h = Exp(s)
 
 def test_what_nobody_needs_in_bodies_is_removed():
     """A branch that is not computed reads h no more: or h, which only it reads, would stay."""
-    made = onnx_derivative(model_of_form(DEAD), options=DerivativeOptions.KeepOutputs)
+    made = onnx_derivative(model_of_loops(DEAD), options=DerivativeOptions.KeepOutputs)
     assert "Exp" not in operator_names(made)
     bodies = [n.attribute[0].g for n in made.graph.node if n.op_type == "Loop"]
     assert len(bodies) == 2
@@ -215,7 +215,7 @@ def test_sparse_constants(where, kept, places):
         "body": LOOP.replace("float[3] w, ", "").replace("BODY", "t = Mul(a, k)  a1 = Sin(t)"),
         "model": "g (float[3] s) => (float y) { t = Mul(s, k)  y = Sin(t) }",
     }
-    model = model_of_form(texts[where])
+    model = model_of_loops(texts[where])
     graph = model.graph.node[0].attribute[0].g if where == "body" else model.graph
     sparse = onnx.SparseTensorProto(dims=[3])
     sparse.values.CopyFrom(onnx.numpy_helper.from_array(np.float32([2, 3])))

@@ -20,7 +20,7 @@ Y, START = np.ones((8, 1), np.float32), np.float32([[0.5], [-0.25]])
 OPTIONS = {"optimizer": "sgd", "learning_rate": RATE}
 
 
-def rounding_model(opset=18, tail="Y = Mul(r, r)") -> onnx.ModelProto:
+def model_with_ruled_function(opset=18, tail="Y = Mul(r, r)") -> onnx.ModelProto:
     body = "eight = Constant<value_float = 8.0>() m = Mul(x, eight) n = Round(m) y = Div(n, eight)"
     text = f"""g (float[N,2] X) => (float[N,1] Y) <float[2,1] W = {{0.5, -0.25}}>
         {{ m = MatMul(X, W) r = my.Round8(m) {tail} }}
@@ -61,7 +61,11 @@ def rule_of_rounding():
 def test_trainer(arguments, opset, tmp_path):
     recorder = og.Recorder(tmp_path)
     trainer = og.Trainer(
-        rounding_model(opset), "squared_error", callbacks=[recorder], **OPTIONS, **arguments
+        model_with_ruled_function(opset),
+        "squared_error",
+        callbacks=[recorder],
+        **OPTIONS,
+        **arguments,
     )
     trainer.fit(X, Y, batch_size=8)
     W = trainer.state.weights["W"]
@@ -78,7 +82,7 @@ def test_trainer(arguments, opset, tmp_path):
 
 
 def test_the_output_of_a_function_is_a_prediction():
-    made = rounding_model(tail="Y = my.Round8(r)")
+    made = model_with_ruled_function(tail="Y = my.Round8(r)")
     trainer = og.Trainer(made, "squared_error", **OPTIONS).fit(X, Y, batch_size=8)
     gradient = np.mean(2 * (rounded_products(START) - Y) * X, axis=0)[:, None]
     np.testing.assert_allclose(trainer.state.weights["W"], START - RATE * gradient, rtol=1e-5)
@@ -86,17 +90,21 @@ def test_the_output_of_a_function_is_a_prediction():
 
 def test_stack():
     rates = [RATE, 2 * RATE]
-    stack = og.TrainerStack(rounding_model(), "squared_error", optimizer="sgd", learning_rate=rates)
+    stack = og.TrainerStack(
+        model_with_ruled_function(), "squared_error", optimizer="sgd", learning_rate=rates
+    )
     stack.fit(X, Y, batch_size=8)
     for rate, W in zip(rates, stack.state.weights["W"], strict=True):
         np.testing.assert_allclose(W, weights_after_step(rate), rtol=1e-5)
 
 
 def test_loss_in_the_model_and_outside():
-    with_loss = og.add_loss_output(rounding_model(), "squared_error")
+    with_loss = og.add_loss_output(model_with_ruled_function(), "squared_error")
     arguments = {"learning_rate": RATE, "max_iter": 1, "batch_size": 8}
     inside = og.OrtGradientOptimizer(with_loss, ["W"], **arguments).fit(X, Y)
-    outside = og.OrtGradientForwardBackwardOptimizer(rounding_model(), ["W"], **arguments).fit(X, Y)
+    outside = og.OrtGradientForwardBackwardOptimizer(
+        model_with_ruled_function(), ["W"], **arguments
+    ).fit(X, Y)
     # `SquareLearningLoss` is half the square
     for trainer, rate in ((inside, RATE), (outside, RATE / 2)):
         (W,) = trainer.get_state().values()
@@ -108,7 +116,7 @@ def test_layer_of_torch():
     torch = pytest.importorskip("torch")
     from onnxgrad.torch import OnnxModule
 
-    layer = OnnxModule(rounding_model())
+    layer = OnnxModule(model_with_ruled_function())
     optimizer = torch.optim.SGD(layer.parameters(), RATE)
     torch.nn.functional.mse_loss(layer(torch.tensor(X)), torch.tensor(Y)).backward()
     optimizer.step()
@@ -117,7 +125,7 @@ def test_layer_of_torch():
 
 def test_artifacts(tmp_path):
     og.generate_artifacts(
-        rounding_model(), loss="MSELoss", optimizer="SGD", artifact_directory=tmp_path
+        model_with_ruled_function(), loss="MSELoss", optimizer="SGD", artifact_directory=tmp_path
     )
     for name in ("step", "training_model", "eval_model"):
         file = onnx.load(tmp_path / f"{name}.onnx")
@@ -129,6 +137,8 @@ def test_artifacts(tmp_path):
 
 
 def test_jacobians_of_rows():
-    found = run_named(og.jacobian(rounding_model(), ["W"], [], batched=True), {"X": X, "W": START})
+    found = run_named(
+        og.jacobian(model_with_ruled_function(), ["W"], [], batched=True), {"X": X, "W": START}
+    )
     expected = (2 * rounded_products(START) * X)[:, None, :, None]
     np.testing.assert_allclose(found["Y_W_jacobian"], expected, rtol=1e-5)
