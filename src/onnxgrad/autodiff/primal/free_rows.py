@@ -24,7 +24,7 @@ from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads
 
 _TRIED = 16  # choices of the axes of the inputs
-_STEPS = 20  # visits of a node, on average, until the search gives up
+VISITS_PER_NODE = 20  # visits of a node, on average, until the search gives up
 _STATES = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}  # operands that each row has one of
 
 Axes = dict[str, int | None]
@@ -137,7 +137,7 @@ class _Rows:
         needed = nodes_behind(self.graph.outputs)
         nodes = [node for node in self.graph if node in needed and not _is_size(node)]
         left: list[tuple[int, Iterator[Places]]] = []
-        at, steps = 0, _STEPS * len(nodes)
+        at, steps = 0, VISITS_PER_NODE * len(nodes)
         while at < len(nodes):
             node, steps = nodes[at], steps - 1
             if self.axes.keys().isdisjoint(reads(node)):
