@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import onnxgrad as og
 from onnxgrad.training import sharing
+from tests.support.errors import naming
 from tests.support.running import in_sweep, run
+from tests.support.trainings import normalized_model
 
 RNG = np.random.default_rng(0)
 X = (RNG.normal(size=(70, 3)) * 2 + 5).astype(np.float32)  # far from the statistics of the file
@@ -27,28 +28,20 @@ W = RNG.uniform(0.5, 2, 70).astype(np.float32)
 EPOCHS, HELD, SIZE = 3, slice(0, 23), 10
 
 
-def model() -> onnx.ModelProto:
-    return onnx.parser.parse_model("""
-        <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,1] y)
-        <float[3] scale = {1.0, 1.1, 1.2}, float[3] shift = {0.1, 0.2, 0.3},
-         float[3] mean = {0.5, 0.0, 0.0}, float[3] variance = {2.0, 1.0, 1.5},
-         float[3,1] w = {0.1, 0.2, 0.3}>
-        { h = BatchNormalization(x, scale, shift, mean, variance)  y = MatMul(h, w) }""")
-
-
 # -- forms of validation data ---------------------------------------------------------------------
 
 
-def batches():
-    return [(X[i : i + SIZE][: 23 - i], Y[i : i + SIZE][: 23 - i]) for i in range(0, 23, SIZE)]
+BATCHES = [(X[i : i + SIZE][: 23 - i], Y[i : i + SIZE][: 23 - i]) for i in range(0, 23, SIZE)]
 
 
-class Iterable:
+class HeldOutBatches:
+    """Batches whose number is unknown."""
+
     def __iter__(self):
-        return iter(batches())
+        return iter(BATCHES)
 
 
-def parquet(folder):
+def parquet_file(folder):
     if (file := folder / "valid.parquet").exists():
         return file, "label"
     columns = {f"c{i}": X[HELD, i] for i in range(3)} | {"label": Y[HELD, 0]}
@@ -67,12 +60,12 @@ FORMS = {
     "tuple": lambda folder: (X[HELD], Y[HELD]),
     "weighted": lambda folder: (X[HELD], Y[HELD], W[HELD]),
     "dict": lambda folder: {"x": X[HELD], "label": Y[HELD]},
-    "list": lambda folder: batches(),
-    "dicts": lambda folder: [{"x": x, "label": y} for x, y in batches()],
-    "iterable": lambda folder: Iterable(),
-    "function": lambda folder: lambda: iter(batches()),
+    "list": lambda folder: BATCHES,
+    "dicts": lambda folder: [{"x": x, "label": y} for x, y in BATCHES],
+    "iterable": lambda folder: HeldOutBatches(),
+    "function": lambda folder: lambda: iter(BATCHES),
     "loader": torch_loader,
-    "parquet": parquet,
+    "parquet": parquet_file,
 }
 AVERAGES = {
     "none": lambda: og.adam(),
@@ -84,7 +77,7 @@ AVERAGES = {
 GROUPS = {  # arguments of DataParallel
     "alone": None,
     "group": {},
-    "synchronised": {"sync_batch_norm": True},
+    "synchronized": {"sync_batch_norm": True},
     "local": {"local_steps": 3},
 }
 
@@ -92,7 +85,7 @@ GROUPS = {  # arguments of DataParallel
 # -- groups of processes --------------------------------------------------------------------------
 
 
-class Threads:
+class ThreadGroup:
     """A group whose processes are threads."""
 
     own = threading.local()
@@ -128,7 +121,7 @@ def in_threads(function, size=2):
     barrier, board = threading.Barrier(size), [b""] * size
 
     def called(rank):
-        Threads.own.group = Threads(rank, barrier, board)
+        ThreadGroup.own.group = ThreadGroup(rank, barrier, board)
         return function()
 
     with ThreadPoolExecutor(size) as pool:
@@ -143,7 +136,7 @@ def in_threads(function, size=2):
 # -- the test -------------------------------------------------------------------------------------
 
 
-class Watch(og.Callback):
+class CompareValidation(og.Callback):
     """Compares the last entry of the history with other ways to compute it."""
 
     def __init__(self, form):
@@ -159,7 +152,7 @@ class Watch(og.Callback):
         entry = {n.removeprefix("validation_"): v for n, v in state.history[-1].items()}
         given = {name: entry[name] for name in ("mse", "mae")}
         plain = run(trainer.model, x=x)[0].astype(np.float64) - y
-        expected = {n: np.average(e[:, 0], weights=w) for n, e in errors(plain).items()}
+        expected = {n: np.average(e[:, 0], weights=w) for n, e in error_terms(plain).items()}
         assert given == pytest.approx(expected, rel=1e-5)
         assert state.history[-1]["validation_loss"] == pytest.approx(expected["mse"], rel=1e-5)
         again = trainer.evaluate(x, y, sample_weight=w, batch_size=6)
@@ -170,31 +163,42 @@ class Watch(og.Callback):
         self.compared += 1
 
 
-def errors(difference):
+def error_terms(difference):
     return {"mse": difference**2, "mae": np.abs(difference)}
 
 
 EVERY = list(itertools.product(FORMS, ("frozen", "train"), AVERAGES, GROUPS))
-DRAWN = {EVERY[i] for i in np.random.default_rng(3).choice(len(EVERY), 16, replace=False)}
+CHOSEN = {
+    ("share", "train", "lookahead", "group"),
+    ("tuple", "train", "none", "local"),
+    ("weighted", "frozen", "swa", "local"),
+    ("dict", "train", "schedule_free", "alone"),
+    ("list", "train", "swa", "synchronized"),
+    ("dicts", "frozen", "none", "alone"),
+    ("iterable", "train", "ema", "alone"),
+    ("function", "frozen", "lookahead", "group"),
+    ("loader", "frozen", "schedule_free", "synchronized"),
+    ("parquet", "train", "swa", "group"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:the gradient of a batch is not proven")
 @pytest.mark.parametrize(
     ("form", "batch_norm", "average", "group"),
-    [case if case in DRAWN else in_sweep(*case) for case in EVERY],
+    [case if case in CHOSEN else in_sweep(*case) for case in EVERY],
 )
 def test_validation_is_of_the_model_as_it_is(
     form, batch_norm, average, group, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sharing, "group_of", lambda p: Threads.own.group if p else None)
+    monkeypatch.setattr(sharing, "group_of", lambda p: ThreadGroup.own.group if p else None)
     options = GROUPS[group]
     FORMS[form](tmp_path)  # which writes the file, if it is one
 
     def trained():
-        watch, stopping = Watch(form), og.EarlyStopping(patience=1)
+        watch, stopping = CompareValidation(form), og.EarlyStopping(patience=1)
         recorder = og.Recorder(tmp_path / "run", seconds=0, profile=0)
         trainer = og.Trainer(
-            model(),
+            normalized_model(),
             "mse",
             optimizer=AVERAGES[average](),
             learning_rate=0.3,
@@ -224,6 +228,22 @@ def test_validation_is_of_the_model_as_it_is(
             assert column["rmse"] == pytest.approx(watch.last["mse"] ** 0.5, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of a batch is not proven")
+def test_running_statistics_of_a_group_are_those_of_all_rows(monkeypatch):
+    """Each process has statistics of its rows; their means, by the number of rows, are kept."""
+    monkeypatch.setattr(sharing, "group_of", lambda p: ThreadGroup.own.group if p else None)
+    options = {"optimizer": "sgd", "learning_rate": 1e-6, "batch_norm": "train"}
+
+    def statistics():
+        made = og.Trainer(normalized_model(), "mse", parallel=og.DataParallel(), **options)
+        made.fit(X[:21], Y[:21], batch_size=21, shuffle=False)
+        return made.state.buffers
+
+    for buffers in in_threads(statistics):
+        expected = 0.9 * np.float32([0.5, 0, 0]) + 0.1 * X[:21].mean(axis=0)
+        np.testing.assert_allclose(buffers["mean"], expected, rtol=1e-5)
+
+
 def restored(trainer, best):
     """Return a state whose last entry is the best one."""
     (entry,) = [e for e in trainer.history if e["validation_loss"] == best][:1]
@@ -231,12 +251,12 @@ def restored(trainer, best):
 
 
 def test_a_share_that_a_fixed_batch_does_not_divide():
-    fixed = model()
+    fixed = normalized_model()
     for value in (*fixed.graph.input, *fixed.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 8
     made = og.Trainer(fixed, "mse")
     x = np.zeros((32, *(d.dim_value for d in fixed.graph.input[0].type.tensor_type.shape.dim[1:])))
     y = np.zeros((32, *(d.dim_value for d in fixed.graph.output[0].type.tensor_type.shape.dim[1:])))
     assert made.fit(x, y, validation=0.25).history[-1]["validation_loss"] >= 0
-    with pytest.raises(ValueError, match="fixed batch of 8 rows: pass a multiple of it, not 29"):
+    with pytest.raises(ValueError, match=naming("8 rows", "29")):
         made.fit(x, y, validation=0.1)
