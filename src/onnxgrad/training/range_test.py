@@ -171,8 +171,8 @@ def lr_range_test(
         >>> X = np.random.default_rng(0).normal(size=(96, 2)).astype(np.float32)
         >>> trainer = og.Trainer(model, "squared_error", optimizer="sgd")
         >>> found = og.lr_range_test(trainer, X, X @ np.float32([[2], [3]]), start=1e-4)
-        >>> len(found.rates), 0.01 < found.suggestion < 1
-        (100, True)
+        >>> 0.01 < found.suggestion < 1
+        True
     """
     if positive("end", end) <= positive("start", start):
         raise ValueError(f"end must be above start={start!r}, not {end!r}")

@@ -1,0 +1,3 @@
+"""What the tests of the documents share."""
+
+from tests.support.commands import working_folder  # noqa: F401
