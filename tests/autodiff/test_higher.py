@@ -7,7 +7,6 @@ import re
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 from onnxgrad import (
     NoGradientRule,
@@ -22,9 +21,9 @@ from onnxgrad import (
 )
 from tests.support import cases
 from tests.support.errors import naming
-from tests.support.models import initializer_arrays, operator_names, parse_model
+from tests.support.models import add_initializers, initializer_arrays, operator_names, parse_model
 from tests.support.pages import code_of
-from tests.support.running import run_named
+from tests.support.running import in_sweep, run_named
 from tests.support.signatures import input_names, output_names, output_shape
 from tests.support.table import ROWS
 
@@ -132,10 +131,9 @@ def test_other_dtypes(kind, rtol):
     dtype = initializer_arrays(made)["w"].dtype
     values = {"X": X.astype(dtype), "X_tangent": draw_normal(6, 4).astype(dtype)}
     double = wide_network()
-    for t in double.graph.initializer:
-        t.CopyFrom(
-            numpy_helper.from_array(initializer_arrays(made)[t.name].astype(np.float64), t.name)
-        )
+    exact_weights = {k: w.astype(np.float64) for k, w in initializer_arrays(made).items()}
+    del double.graph.initializer[:]
+    add_initializers(double, exact_weights)
     exact = {k: v.astype(np.float64) for k, v in values.items()}
     for one in (jvp, jacobian):
         found, expected = run_named(one(made), values), run_named(one(double), exact)
@@ -149,15 +147,6 @@ def test_shapes_are_stated():
     assert output_shape(jvp(MLP), "Y_tangent") == ["N", 3]
     assert output_shape(jacobian(MLP), "Y_X_jacobian") == ["N", 3, "N", 4]
     assert output_shape(jacobian(MLP, batched=True), "Y_X_jacobian") == ["N", 3, 4]
-
-
-def test_opset_11():
-    text = "m (double[N,3] X) => (double[N,2] Y) { a = Gemm(X, w, b)  Y = Softmax<axis=1>(a) }"
-    old = parse_model(text, opset=11, w=draw_normal(3, 2), b=draw_normal(2))
-    values = {"X": draw_normal(2, 3)}
-    for mode in ("forward", "reverse"):
-        found = run_named(jacobian(old, mode=mode), values)["Y_X_jacobian"]
-        close(found, numeric(old, values, "X"), atol=1e-7)
 
 
 # -- vjp and jvp ------------------------------------------------------------------------------
@@ -180,16 +169,6 @@ def test_jvp_of_an_mlp(name):
     v = draw_normal(*values[name].shape)
     found = run_named(jvp(MLP, *asked), values | {f"{name}_tangent": v})["Y_tangent"]
     close(found, difference(primal, values | {"Y_grad": draw_normal(6, 3)}, name, v), atol=1e-8)
-
-
-def test_jvp_by_all_at_once():
-    w = initializer_arrays(MLP)
-    v = {f"{k}_tangent": draw_normal(*x.shape) for k, x in ({"X": X} | w).items()}
-    zeros = {k: np.zeros_like(x) for k, x in v.items()}
-    made = jvp(MLP, None)
-    whole = run_named(made, {"X": X} | w | v)["Y_tangent"]
-    parts = [run_named(made, {"X": X} | w | zeros | {k: x})["Y_tangent"] for k, x in v.items()]
-    close(whole, sum(parts))
 
 
 def test_jvp_computes_nothing_else():
@@ -219,9 +198,8 @@ def test_jvp_and_vjp_are_adjoint(row, known):
     except NoGradientRule:
         assert row.needs  # more than the rank
         return
-    values = {
-        k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in cases.feed(row).items()
-    }
+    fed = cases.feed(row)
+    values = {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in fed.items()}
     ys = run_named(made, values)
     us = {f"{k}_grad": draw_normal(*y.shape, dtype=np.float32) for k, y in ys.items()}
     names = [n for n in input_names(push) if n.endswith("_tangent")]
@@ -230,11 +208,8 @@ def test_jvp_and_vjp_are_adjoint(row, known):
     pushed = run_named(push, values | vs)
     pairs = [(pulled[f"{n[:-8]}_grad"], v) for n, v in vs.items()]
     left = sum(np.vdot(g.astype(float), v) for g, v in pairs)
-    right = sum(
-        np.vdot(us[f"{k}_grad"].astype(float), pushed[f"{k}_tangent"])
-        for k in ys
-        if f"{k}_tangent" in pushed
-    )
+    reached = [k for k in ys if f"{k}_tangent" in pushed]
+    right = sum(np.vdot(us[f"{k}_grad"].astype(float), pushed[f"{k}_tangent"]) for k in reached)
     size = sum(np.abs(g * v).sum() for g, v in pairs)
     assert abs(left - right) <= 1e-3 * (size + 1e-3)
 
@@ -244,13 +219,8 @@ def test_jvp_by_a_scale_of_unknown_length():
         "m (float[N,M] X, float[M] S) => (float[N,M] Y) { Y = LayerNormalization(X, S) }"
     )
     pushed = jvp(made)
-    values = {
-        "X": draw_normal(2, 3),
-        "S": draw_normal(3),
-        "X_tangent": draw_normal(2, 3),
-        "S_tangent": draw_normal(3),
-    }
-    values = {k: x.astype(np.float32) for k, x in values.items()}
+    shapes = {"X": (2, 3), "S": (3,), "X_tangent": (2, 3), "S_tangent": (3,)}
+    values = {name: draw_normal(*n, dtype=np.float32) for name, n in shapes.items()}
     n = (values["X"] - values["X"].mean(1, keepdims=True)) / values["X"].std(1, keepdims=True)
     zero = values | {"X_tangent": np.zeros((2, 3), np.float32)}
     close(run_named(pushed, zero)["Y_tangent"], n * values["S_tangent"], rtol=1e-2, atol=1e-2)
@@ -272,9 +242,8 @@ def test_what_does_not_depend_is_zero():
         found = run_named(jacobian(two, mode=mode), TWO)
         close(found["Z_B_jacobian"], np.zeros((2, 3)))
         assert found["Z_B_jacobian"].dtype == np.float64
-    assert "B" not in "".join(
-        output_names(vjp(two, outputs=["Z"]))
-    )  # by default only what is reached
+    # by default only what is reached
+    assert output_names(vjp(two, outputs=["Z"])) == ["Z", "A_grad"]
 
 
 def test_linear_functions_have_no_hessian():
@@ -395,9 +364,15 @@ def scalar_rows() -> onnx.ModelProto:
     )
 
 
-@pytest.mark.parametrize("mode", ["forward", "reverse"])
-@pytest.mark.parametrize("batched", [True, "unchecked"])
-@pytest.mark.parametrize("inputs", [[], None])
+@pytest.mark.parametrize(
+    ("mode", "batched", "inputs"),
+    [
+        ("forward", True, None),
+        ("reverse", "unchecked", []),
+        in_sweep("forward", "unchecked", []),
+        in_sweep("reverse", True, None),
+    ],
+)
 def test_jacobians_of_rows_by_weights(mode, batched, inputs):
     values = {"X": X} | initializer_arrays(MLP)
     full = run_named(jacobian(MLP, None, inputs, mode=mode), values)
@@ -488,33 +463,23 @@ def test_no_rows(mode, batched):
     assert found["Y_X_jacobian"].shape == ((0, 3, 4) if batched else (0, 3, 0, 4))
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [((5, 2), 2), ((2, 5), 2)])
-def test_auto_takes_the_fewer(sizes, expected):
-    made = parse_model(
-        f"m (double[N,{sizes[0]}] X) => (double[N,{sizes[1]}] Y) {{ a = MatMul(X, w) Y = Sin(a) }}",
-        w=draw_normal(*sizes),
+@pytest.mark.parametrize("sizes", [(5, 2), (2, 5)])
+def test_auto_takes_the_fewer(sizes):
+    text = (
+        f"m (double[N,{sizes[0]}] X) => (double[N,{sizes[1]}] Y) {{ a = MatMul(X, w) Y = Sin(a) }}"
     )
-    made = jacobian(made, batched=True)
+    made = jacobian(parse_model(text, w=draw_normal(*sizes)), batched=True)
     (scan,) = (n for n in made.graph.node if n.op_type == "Scan")
-    (count,) = run_named(
-        onnx.ModelProto.FromString(_with_output(made, scan.input[0])),
-        {"X": draw_normal(3, sizes[0])},
-    ).values()
-    assert len(count) == expected
-
-
-def _with_output(made: onnx.ModelProto, name: str) -> bytes:
-    copy = onnx.ModelProto.FromString(made.SerializeToString())
-    del copy.graph.output[:]
-    copy.graph.output.add(name=name).type.tensor_type.elem_type = onnx.TensorProto.INT64
-    return copy.SerializeToString()
+    del made.graph.output[:]
+    made.graph.output.add(name=scan.input[0]).type.tensor_type.elem_type = onnx.TensorProto.INT64
+    (directions,) = run_named(made, {"X": draw_normal(3, sizes[0])}).values()
+    assert len(directions) == 2
 
 
 def test_the_loop_computes_what_is_needed_only():
     made = jacobian(wide_network("Exp"), mode="reverse", batched=True)
     (scan,) = (n for n in made.graph.node if n.op_type == "Scan")
-    body = [n.op_type for n in scan.attribute[0].g.node] if scan.attribute[0].g.node else []
-    body = body or [n.op_type for a in scan.attribute for n in a.g.node]
+    body = [n.op_type for a in scan.attribute for n in a.g.node]
     assert "Exp" not in body
     assert len([n for n in body if n in ("MatMul", "Gemm")]) == 2
 
@@ -707,16 +672,6 @@ def test_hvp_of_a_loss_by_its_weights(act):
     for k in names:
         expected = (moved[0][f"{k}_grad"] - moved[1][f"{k}_grad"]) / (2 * h)
         close(found[f"{k}_hvp"], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_hvp_with_fed_gradients():
-    values = {"X": X, "Y_grad": draw_normal(6, 3), "X_vector": draw_normal(6, 4)}
-    made = hvp(MLP)
-    close(
-        run_named(made, values)["X_hvp"],
-        difference(made, values, "X", values["X_vector"], "X_grad"),
-        atol=1e-8,
-    )
 
 
 def test_hessian_of_rows():
