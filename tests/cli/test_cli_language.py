@@ -77,6 +77,14 @@ def test_samples_are_shown_and_recorded(tmp_path):
     assert as_json("generate", "out", "the cat") == samples[0]
 
 
+def test_options_of_generation_are_those_of_python():
+    drawn = ("--max-new-tokens", 5, "--temperature", 2.0, "--top-p", 0.9, "--seed", 3)
+    options = {"max_new_tokens": 5, "temperature": 2.0, "top_p": 0.9, "seed": 3}
+    made = as_json("generate", "lm", "the cat", *drawn)["text"]
+    assert made == og.generate("lm", "the cat", **options)
+    assert made != og.generate("lm", "the cat", max_new_tokens=5)
+
+
 def test_adapters_and_chats(tmp_path):
     options = ("--lora", "v", "--epochs", 1, "--validation", 0, "--no-curves", "-o", "out")
     succeed("train", "lm", "chats.jsonl", *LOSS, *options)

@@ -101,6 +101,12 @@ def test_check_of_a_wrong_gradient_exits_with_1(here, monkeypatch):
     assert run_command("check", "tanh.onnx").exit_code == 1
 
 
+def test_check_to_a_relative_error(here):
+    found = run_command("check", "layers.onnx", "--rtol", 1e-30, "--json")
+    assert found.exit_code == 1
+    assert 1e-30 in {row["rtol"] for row in json.loads(found.stdout)["rows"]}
+
+
 def test_check_of_names_that_are_unknown(here):
     assert "'w'" in refusal("check", "linear.onnx", "--weights", "w")
     assert "'u'" in refusal("check", "linear.onnx", "--inputs", "u")

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from onnxgrad import Trainer
+from onnxgrad import Trainer, adamw as adamw_of_python
 from onnxgrad.cli.watch import Watch
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
 from tests.support.commands import (
@@ -313,6 +313,21 @@ def test_weights_of_classes(here, named):
 def test_balanced_classes(here):
     succeed("train", *KINDS, *FAST, *STEP, "--class-weight", "balanced")
     assert_trained(trained_in_python(class_weight="balanced"))
+
+
+def test_options_of_steps_are_those_of_python(here):
+    optimizer = ("--optimizer", "adamw", "--optimizer-option", "b1=0.8", "--weight-decay", 0.3)
+    steps = ("--accumulate", 2, "--clip-norm", 0.05, "--batch-size", 8, "--epochs", 2)
+    kept = ("--checkpoint", "state", "--checkpoint-every", 2, "--checkpoint-keep", 3)
+    succeed("train", *KINDS, *FAST, *optimizer, "--lr", 0.05, *steps, *kept, "--no-shuffle")
+    rows = np.loadtxt("kinds.csv", delimiter=",", skiprows=1, dtype=np.float32)
+    adamw = adamw_of_python(b1=0.8, weight_decay=0.3)
+    options = {"optimizer": adamw, "learning_rate": 0.05, "clip_norm": 0.05, "accumulate": 2}
+    trainer = Trainer("layers.onnx", "cross_entropy", **options)
+    data = (rows[:, :2], rows[:, 2].astype(int))
+    trainer.fit(*data, batch_size=8, epochs=2, shuffle=False)
+    assert_trained(trainer.state.weights)
+    assert len(os.listdir("state")) == 3
 
 
 # -- folders ----------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_where_graphviz_fails_or_takes_too_long(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     figure = Figure()
     FigureCanvasAgg(figure)
-    with pytest.raises(RuntimeError, match=r"dot.*out of luck"):
+    with pytest.raises(RuntimeError, match=r"dot.*luck"):
         plot_onnxs(parse_model(SEED), ax=figure.add_subplot())
     program.write_text("#!/bin/sh\nread line\nexec /bin/sleep 60\n")
     monkeypatch.setattr(figure_module, "PATIENCE", 0.1)

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
+from tests.support.models import parse_model
 
 MODEL = """<ir_version: 9, opset_import: ["": 20]>
     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1.0, 2.0}>
@@ -15,13 +16,13 @@ MODEL = """<ir_version: 9, opset_import: ["": 20]>
 NAME = "<b>w & \u202e"
 
 
-def model() -> onnx.ModelProto:
-    made = onnx.parser.parse_model(MODEL)
+def named_model() -> onnx.ModelProto:
+    made = parse_model(MODEL)
     made.graph.initializer[0].name = made.graph.node[0].input[1] = NAME
     return made
 
 
-class _Reader(HTMLParser):
+class TableReader(HTMLParser):
     def __init__(self):
         super().__init__()
         self.rows: list[list[str]] = []
@@ -45,8 +46,8 @@ class _Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def shown(value) -> _Reader:
-    reader = _Reader()
+def read_table(value) -> TableReader:
+    reader = TableReader()
     reader.feed(value._repr_html_())
     assert reader.tags <= {"table", "tr", "td", "th", "p"}
     assert len({len(row) for row in reader.rows}) <= 1
@@ -55,27 +56,27 @@ def shown(value) -> _Reader:
 
 
 def test_trainable():
-    table = og.trainable(model())
-    found = shown(table)
+    table = og.trainable(named_model())
+    found = read_table(table)
     assert found.rows[1] == [r"<b>w & \u202e", "[2, 1]", "float32", "yes", "factor of MatMul"]
     assert found.texts == [str(table).splitlines()[-1]]
 
 
 def test_gradient_report():
-    report = og.check_gradient(model())
-    found = shown(report)
+    report = og.check_gradient(named_model())
+    found = read_table(report)
     assert [row[0] for row in found.rows[1:]] == [
         row.name.replace("\u202e", r"\u202e") for row in report.rows
     ]
     assert {row[-1] for row in found.rows[1:]} == {"ok"}
     wrong = og.GradientReport((og.GradientRow("x", 2.0, 2.1, 0.05, 1e-6),), "float64")
-    assert shown(wrong).rows[1] == ["x", "1", "2", "2.1", "0.05", "WRONG"]
-    assert shown(wrong).texts == ["WRONG, float64"]
+    assert read_table(wrong).rows[1] == ["x", "1", "2", "2.1", "0.05", "WRONG"]
+    assert read_table(wrong).texts == ["WRONG, float64"]
 
 
 def test_partition():
-    parts = og.partition(model())
-    found = shown(parts)
+    parts = og.partition(named_model())
+    found = read_table(parts)
     assert [row[0] for row in found.rows[1:]] == [tensor.name for tensor in parts.saved]
     assert (
         found.texts[0] == f"{len(parts.saved)} tensors saved: {parts.bytes_per_row:,} bytes per row"
@@ -83,11 +84,11 @@ def test_partition():
 
 
 def test_trainer():
-    trainer = og.Trainer(model(), "squared_error")
-    assert shown(trainer).texts == ["1 weights train; 0 steps were made"]
+    trainer = og.Trainer(named_model(), "squared_error")
+    assert read_table(trainer).texts == ["1 weights train; 0 steps were made"]
     x = np.ones((8, 2), np.float32)
     trainer.fit(x, x[:, :1], epochs=12, batch_size=4)
-    found = shown(trainer)
+    found = read_table(trainer)
     assert len(found.rows) == 1 + 10
     assert found.texts == ["1 weights train; 24 steps were made"]
     column = found.rows[0].index("loss")
@@ -96,7 +97,7 @@ def test_trainer():
 
 
 def test_summary():
-    table = og.summary(model(), lengths={"N": 3})
-    found = shown(table)
+    table = og.summary(named_model(), lengths={"N": 3})
+    found = read_table(table)
     assert found.rows[1] == ["MatMul", "MatMul", "[3, 1]", "2", "2", "6", "12"]
     assert found.texts == ["for N=3"]

@@ -1,0 +1,3 @@
+"""What the tests of records and reports share."""
+
+from tests.support.commands import working_folder  # noqa: F401
