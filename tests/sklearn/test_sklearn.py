@@ -7,13 +7,10 @@ import warnings
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 pytest.importorskip("sklearn")
-pytest.importorskip("skl2onnx")
 
-from skl2onnx import to_onnx
 from sklearn import config_context, exceptions
 from sklearn.base import clone, is_classifier
 from sklearn.exceptions import ConvergenceWarning
@@ -37,6 +34,8 @@ from onnxgrad import (
     onnx_derivative,
     select_model_inputs_outputs,
 )
+from tests.support.errors import naming
+from tests.support.running import in_sweep, run
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((40, 3))
@@ -46,7 +45,11 @@ SEVERAL = np.digitize(X[:, 0], [-0.5, 0.5])
 WEIGHT = RNG.random(40) + 0.5
 
 
-def network(kind, y, **options):
+def convert_to_onnx(estimator, rows, **options) -> onnx.ModelProto:
+    return pytest.importorskip("skl2onnx").to_onnx(estimator, rows, **options)
+
+
+def one_epoch_network(kind, y, **options):
     """Return a network of scikit-learn after one epoch, without penalty."""
     made = kind(
         hidden_layer_sizes=(5,), activation="tanh", alpha=0.0, solver="sgd", batch_size=10,
@@ -58,10 +61,10 @@ def network(kind, y, **options):
         return made.fit(X, y)
 
 
-def scores(net) -> onnx.ModelProto:
+def score_model(net) -> onnx.ModelProto:
     """Return the raw scores of a network, in float64: what its last Add computes."""
     options = None if isinstance(net, MLPRegressor) else {"zipmap": False}
-    model = to_onnx(net, X[:1], options=options)
+    model = convert_to_onnx(net, X[:1], options=options)
     last = [node.output[0] for node in model.graph.node if node.op_type == "Add"][-1]
     made = select_model_inputs_outputs(model, [last])
     assert made.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.DOUBLE
@@ -90,23 +93,21 @@ NETWORKS = {
 def test_the_gradient_is_that_of_backprop(kind, weight):
     """By `onnx_derivative`, fed with the gradient of the loss; and by one step of training."""
     made, y, loss = NETWORKS[kind]
-    net = network(made, y)
-    model = scores(net)
+    net = one_epoch_network(made, y)
+    model = score_model(net)
     expected = by_backprop(net, y, weight)
     rows = 40 if weight is None else weight.sum()  # what scikit-learn divides by
     weights = {name: array for name, (array, _) in get_train_initializer(model).items()}
 
-    run = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run
     label = y[:, None] if kind != "three classes" else y
-    [prediction] = run(None, {"X": X})
+    [prediction] = run(model, X=X)
     loss.build_onnx_function(
         weight_name="weight", dtype=np.float64, shape=("N", prediction.shape[1])
     )
     _, start = loss.loss_gradient(label, prediction, weight)
     gradient = onnx_derivative(model, list(weights), inputs=[])
     feed = {"X": X, f"{model.graph.output[0].name}_grad": start, **weights}
-    session = ort.InferenceSession(gradient.SerializeToString(), providers=["CPUExecutionProvider"])
-    for found, wanted in zip(session.run(None, feed), expected, strict=True):
+    for found, wanted in zip(run(gradient, feed), expected, strict=True):
         np.testing.assert_allclose(found.reshape(wanted.shape) / rows, wanted, atol=1e-9)
 
     rate = LearningRateSGD(0.5, learning_rate="constant")
@@ -123,8 +124,8 @@ def test_the_gradient_is_that_of_backprop(kind, weight):
 def test_training_goes_the_way_of_scikit_learn(kind, momentum):
     """The same batches, in the same order: the same weights and losses after each epoch."""
     made, y, loss = NETWORKS[kind]
-    net = network(made, y, warm_start=True)
-    model = scores(net)
+    net = one_epoch_network(made, y, warm_start=True)
+    model = score_model(net)
     net.set_params(max_iter=3, momentum=momentum, nesterovs_momentum=True)
     options = {"learning_rate": "constant"}
     rate = (
@@ -147,29 +148,29 @@ def test_training_goes_the_way_of_scikit_learn(kind, momentum):
     np.testing.assert_allclose(trainer.train_losses_, net.loss_curve_[-3:], rtol=1e-9)
 
 
-def linear() -> onnx.ModelProto:
+def regression_model() -> onnx.ModelProto:
     net = LinearRegression().fit(X, 0 * Y)
-    return to_onnx(net, np.float32(X[:1]), black_op={"LinearRegressor"})
+    return convert_to_onnx(net, np.float32(X[:1]), black_op={"LinearRegressor"})
 
 
-def trainer(**options) -> OrtGradientForwardBackwardOptimizer:
+def regression_trainer(**options) -> OrtGradientForwardBackwardOptimizer:
     defaults = {"max_iter": 20, "learning_rate": 0.1, "random_state": 0}
-    return OrtGradientForwardBackwardOptimizer(linear(), **defaults | options)
+    return OrtGradientForwardBackwardOptimizer(regression_model(), **defaults | options)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("learning_rate", [LearningRateSGD(v) for v in (1e-6, 0.1, 1e-4)]),
-        ("learning_rate", [1e-6, 0.1, 1e-4]),
-        ("learning_rate__eta0", [1e-6, 0.1, 1e-4]),
-        ("learning_penalty", [ElasticLearningPenalty(0.0, 9.0), None, {"coef": 99}]),
-        ("learning_loss", ["elastic", "square_error", SquareLearningLoss()]),
-        ("batch_size", [5, 2]),
+        ("learning_rate", [LearningRateSGD(1e-6), 0.1]),
+        ("learning_rate__eta0", [1e-6, 0.1]),
+        ("learning_penalty", [ElasticLearningPenalty(0.0, 9.0), None]),
+        in_sweep("learning_penalty", [{"coef": 99}, None]),
+        in_sweep("learning_loss", ["elastic", "square_error", SquareLearningLoss()]),
+        in_sweep("batch_size", [5, 2]),
     ],
 )
 def test_a_search_over_parameters(name, values):
-    search = GridSearchCV(trainer(), {name: values}, cv=2, error_score="raise").fit(X, Y)
+    search = GridSearchCV(regression_trainer(), {name: values}, cv=2, error_score="raise").fit(X, Y)
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
     if name.startswith("learning_rate") or name == "learning_penalty":
         assert search.best_index_ == 1
@@ -181,7 +182,7 @@ def test_a_search_over_parameters(name, values):
 
 def test_cross_validation_in_a_pipeline():
     """Features are scaled in float64, the model takes float32; labels have one axis."""
-    pipeline = make_pipeline(StandardScaler(), trainer(learning_loss="square_error"))
+    pipeline = make_pipeline(StandardScaler(), regression_trainer(learning_loss="square_error"))
     found = cross_val_score(pipeline, 100 * X, Y, cv=3, error_score="raise")
     assert found.shape == (3,)
     assert (found > -0.5).all()
@@ -193,7 +194,9 @@ def test_cross_validation_in_a_pipeline():
 
 
 def test_clone():
-    made = trainer(learning_penalty={"coef": {"l2": 0.1}}, learning_loss="log").fit(X, CLASS)
+    made = regression_trainer(learning_penalty={"coef": {"l2": 0.1}}, learning_loss="log").fit(
+        X, CLASS
+    )
     copy = clone(made)
     assert not hasattr(copy, "trained_coef_")
     assert copy.fit(X, CLASS).train_losses_ == made.train_losses_
@@ -204,24 +207,24 @@ def test_clone():
 
 def test_how_a_trainer_shows_itself():
     """All of its arguments in their order; models, which may be large, by their size."""
-    text = repr(trainer(learning_loss="log", weights_to_train=["coef"]))
+    text = repr(regression_trainer(learning_loss="log", weights_to_train=["coef"]))
     assert text.startswith("OrtGradientForwardBackwardOptimizer(model_onnx=<ModelProto 'ONNX(")
     assert "nodes>, weights_to_train=['coef'], loss_output_name='loss', max_iter=20" in text
     assert "LearningRateSGD(eta0=0.1, alpha=0.0001, power_t=0.25, learning_rate='inv" in text
     assert "NegLogLearningLoss(eps=1e-05, probability_function='sigmoid')" in text
-    data = linear().SerializeToString()
+    data = regression_model().SerializeToString()
     assert f"(model_onnx=<{len(data)} bytes>," in repr(OrtGradientOptimizer(data))
 
 
 def test_learning_rates_of_both_trainers_are_objects():
-    made = OrtGradientOptimizer(linear())
+    made = OrtGradientOptimizer(regression_model())
     assert made.set_params(learning_rate__eta0=0.5).learning_rate.eta0 == 0.5
     assert made.set_params(learning_rate="Nesterov").learning_rate.momentum == 0.9
     assert clone(made).learning_rate.momentum == 0.9
 
 
 def test_tags_and_html():
-    made = trainer()
+    made = regression_trainer()
     assert not is_classifier(made)
     assert get_tags(made).estimator_type is None
     assert "OrtGradientForwardBackwardOptimizer" in made._repr_mimebundle_()["text/html"]
@@ -233,10 +236,10 @@ def test_tags_and_html():
 def test_sample_weights_are_routed():
     """To `fit` and to `score`, as the pipeline without routing passes them; also after cloning."""
     with pytest.raises(RuntimeError, match="enable_metadata_routing"):
-        trainer().set_fit_request(sample_weight=True)
+        regression_trainer().set_fit_request(sample_weight=True)
     with config_context(enable_metadata_routing=True):
-        made = trainer()
-        with pytest.raises(TypeError, match="fit has no metadata 'weight'"):
+        made = regression_trainer()
+        with pytest.raises(TypeError, match="'weight'"):
             made.set_fit_request(weight=True)
         assert made.set_fit_request(sample_weight=True) is made
         made = clone(made.set_score_request(sample_weight=True))
@@ -244,9 +247,9 @@ def test_sample_weights_are_routed():
         pipeline = make_pipeline(scaler, made).fit(X, Y, sample_weight=WEIGHT)
         score = pipeline.score(X, Y, sample_weight=WEIGHT)
         search = GridSearchCV(made, {"batch_size": [5]}, cv=2).fit(X, Y, sample_weight=WEIGHT)
-        unweighted = GridSearchCV(trainer(), {"batch_size": [5]}, cv=2).fit(X, Y)
+        unweighted = GridSearchCV(regression_trainer(), {"batch_size": [5]}, cv=2).fit(X, Y)
     scaled = StandardScaler().fit_transform(X)
-    alone = trainer().fit(scaled, Y, WEIGHT)
+    alone = regression_trainer().fit(scaled, Y, WEIGHT)
     assert pipeline[-1].train_losses_ == alone.train_losses_
     assert score == alone.score(scaled, Y, WEIGHT)
     assert search.best_score_ != unweighted.best_score_
@@ -254,17 +257,18 @@ def test_sample_weights_are_routed():
 
 def test_the_error_before_fit_is_also_that_of_scikit_learn():
     with pytest.raises(NotFittedError) as raised:
-        trainer().get_trained_onnx()
+        regression_trainer().get_trained_onnx()
     assert isinstance(raised.value, exceptions.NotFittedError)
     again = pickle.loads(pickle.dumps(raised.value))
     assert type(again) is type(raised.value)
-    assert str(again) == str(raised.value) == "nothing was trained yet: call fit first"
+    assert str(again) == str(raised.value)
+    assert "call fit" in str(again)
     assert issubclass(NotFittedError, (ValueError, AttributeError))
 
 
 def test_parameters_of_a_new_nested_object():
     """Those of the object that the same call sets, in any order."""
-    made = trainer().set_params(learning_rate__eta0=0.25, learning_rate="Nesterov")
+    made = regression_trainer().set_params(learning_rate__eta0=0.25, learning_rate="Nesterov")
     assert made.learning_rate.eta0 == 0.25
     assert made.learning_rate.momentum == 0.9
     with pytest.raises(ValueError, match=r"invalid parameter 'rate'; valid: \['model_onnx', "):
@@ -276,9 +280,9 @@ def test_parameters_of_a_new_nested_object():
 def test_tables():
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame(X, columns=list("abc")).assign(c=X[:, 2] > 0)  # an array of objects
-    expected = trainer().fit(np.c_[X[:, :2], X[:, 2] > 0], Y)
+    expected = regression_trainer().fit(np.c_[X[:, :2], X[:, 2] > 0], Y)
     for given in (table, table.astype({"a": "Float64", "c": "boolean"}), table.astype(object)):
-        made = trainer().fit(given, pandas.Series(Y))
+        made = regression_trainer().fit(given, pandas.Series(Y))
         assert made.train_losses_ == expected.train_losses_
         np.testing.assert_array_equal(made.predict(given), expected.predict(table.to_numpy()))
         assert list(made.feature_names_in_) == ["a", "b", "c"]
@@ -289,23 +293,23 @@ def test_tables():
     with pytest.raises(ValueError, match="no column 'c'"):
         made.predict(table[["a", "b"]])
     with pytest.raises(ValueError, match="column 0 is 'b'"):
-        trainer().fit(table, Y, X_val=swapped, y_val=Y)
+        regression_trainer().fit(table, Y, X_val=swapped, y_val=Y)
     assert made.fit(swapped, Y).predict(swapped).shape == (40,)
     made.fit(X, Y).predict(swapped)  # an array has no names
     missing = table.astype({"a": "Float64"})
     missing.loc[5, "a"] = pandas.NA
-    with pytest.raises(ValueError, match="'X' must hold numbers, not <NA> as in row 5"):
-        trainer().fit(missing, Y)
+    with pytest.raises(ValueError, match=naming("'X'", "<NA>", "row 5")):
+        regression_trainer().fit(missing, Y)
 
 
 def test_sparse_data():
     sparse = pytest.importorskip("scipy.sparse")
     with pytest.raises(ValueError, match=r"'X' is sparse.* pass its .toarray\(\)"):
-        trainer().fit(sparse.csr_array(X), Y)
+        regression_trainer().fit(sparse.csr_array(X), Y)
 
 
 def test_the_dictionaries_of_a_classifier_are_no_prediction():
-    model = to_onnx(network(MLPClassifier, CLASS), X[:1])
+    model = convert_to_onnx(one_epoch_network(MLPClassifier, CLASS), X[:1])
     with pytest.raises(ValueError, match=r"0 float outputs: keep one .* one of 'probabilities'"):
         OrtGradientForwardBackwardOptimizer(model, learning_loss="log").fit(X, CLASS)
 
@@ -313,7 +317,7 @@ def test_the_dictionaries_of_a_classifier_are_no_prediction():
 def test_a_classifier_of_one_layer():
     net = SGDClassifier(loss="log_loss", max_iter=1, tol=None, random_state=0).fit(X, CLASS)
     options = {"zipmap": False, "raw_scores": True}
-    model = to_onnx(net, np.float32(X[:1]), options=options, black_op={"LinearClassifier"})
+    model = convert_to_onnx(net, np.float32(X[:1]), options=options, black_op={"LinearClassifier"})
     model = select_model_inputs_outputs(model, ["score"])
     made = OrtGradientForwardBackwardOptimizer(
         model, learning_loss="log", learning_rate=0.1, random_state=0, weight_init="normal"
@@ -324,8 +328,8 @@ def test_a_classifier_of_one_layer():
 
 def test_probabilities_by_the_gradient_of_the_log_loss():
     """A network's probabilities, two classes in one column, judged by the cross entropy."""
-    net = network(MLPClassifier, CLASS)
-    model = to_onnx(net, X[:1], options={"zipmap": False})
+    net = one_epoch_network(MLPClassifier, CLASS)
+    model = convert_to_onnx(net, X[:1], options={"zipmap": False})
     sigmoid = [node.output[0] for node in model.graph.node if node.op_type == "Sigmoid"][-1]
     rate = LearningRateSGD(0.5, learning_rate="constant")
     made = OrtGradientForwardBackwardOptimizer(
