@@ -77,10 +77,10 @@ class Walk:
 
     def _infer(self, node: ir.Node) -> None:
         if node not in self._known or self._known[node] != self._known_of(node):
-            self._infer_anew(node)
+            self.infer_anew(node)
             self._known[node] = self._known_of(node)
 
-    def _infer_anew(self, node: ir.Node) -> None:
+    def infer_anew(self, node: ir.Node) -> None:
         op_type = "" if node.domain else node.op_type
         if op_type == "If":
             self._infer_branches(node)

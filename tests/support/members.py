@@ -1,0 +1,49 @@
+"""Models whose float inputs have a leading axis of members, and what each member is to return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxgrad.autodiff.members import MemberAxis
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
+from tests.support.cases import run_in_dtype
+
+MEMBERS = 3
+
+
+def stack_members(prepared: ir.Model, names: Sequence[str]) -> onnx.ModelProto:
+    """Return the model of all members; the inputs `names` of the prepared one get their axis."""
+    graph = prepared.graph
+    op, new = Emit(graph), {}
+    for i, x in enumerate(graph.inputs):
+        if x.name in names:
+            new[x] = ir.Value(name=x.name, type=x.type, shape=ir.Shape([MEMBERS, *(dims(x) or ())]))
+            graph.inputs[i] = new[x]
+    axis, outputs = MemberAxis(op, MEMBERS, new), list(graph.outputs)
+    axis.push(graph)
+    graph.outputs[:] = [axis.expanded(y) for y in outputs]
+    tidy(prepared)
+    return to_proto(prepared)
+
+
+def assert_own_results(
+    many: onnx.ModelProto, one: onnx.ModelProto, names: Sequence[str], feed: dict
+) -> None:
+    """Check that the model of all members returns what the one returns for each of them."""
+    members = [dict(feed) for _ in range(MEMBERS)]
+    for name in names:
+        for k, own in enumerate(members):
+            own[name] = np.asarray(feed[name] * (1 - k / 64), feed[name].dtype)
+    results = run_in_dtype(
+        many, feed | {name: np.stack([own[name] for own in members]) for name in names}
+    )
+    for k, own in enumerate(members):
+        for result, expected in zip(results, run_in_dtype(one, own), strict=True):
+            np.testing.assert_allclose(result[k], expected, rtol=1e-4, atol=1e-5)
