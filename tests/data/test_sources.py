@@ -24,7 +24,7 @@ from onnxgrad.training.batches import ReaderSource
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Plan, build_objective
-from tests.support.paths import ROOT
+from tests.support.errors import naming
 from tests.support.small_models import float32_model, outer_loss_trainer, two_column_model
 
 ROWS, SIZE = 47, 5
@@ -35,11 +35,11 @@ LINEAR = add_loss_output(two_column_model())
 CONSTANT = LearningRateSGD(0.05, learning_rate="constant")
 
 
-def fields(model=LINEAR, batch_axes=None, weights=("w",)):
+def fields_of(model=LINEAR, batch_axes=None, weights=("w",)):
     return Fields(build_objective(model, weights, Plan(None, "loss", "weight"), False), batch_axes)
 
 
-def trained(model, data, *more, **options):
+def train_once(model, data, *more, **options):
     options = {"max_iter": 1, "learning_rate": CONSTANT, "random_state": 0} | options
     return OrtGradientOptimizer(model, **options).fit(data, *more)
 
@@ -47,42 +47,44 @@ def trained(model, data, *more, **options):
 # -- every source --------------------------------------------------------------------------------
 
 
-def table():
+def numbered_table():
     return pa.table({"a": X[:, 0], "b": X[:, 1], "price": Y[:, 0]})
 
 
-def parquet(tmp_path):
-    pq.write_table(table(), tmp_path / "rows.parquet", row_group_size=6)
+def parquet_dataset(tmp_path):
+    pq.write_table(numbered_table(), tmp_path / "rows.parquet", row_group_size=6)
     return Dataset(str(tmp_path / "rows.parquet"), "price")
 
 
-def small_blocks(tmp_path):
-    pq.write_table(table(), tmp_path / "rows.parquet", row_group_size=6)
+def dataset_of_small_blocks(tmp_path):
+    pq.write_table(numbered_table(), tmp_path / "rows.parquet", row_group_size=6)
     return Dataset(arrow_dataset(tmp_path / "rows.parquet", "price", shuffle_rows=11))
 
 
-def folder(tmp_path):
+def parquet_folder(tmp_path):
     for i, start in enumerate(range(0, ROWS, 20)):
-        pq.write_table(table()[start : start + 20], tmp_path / f"{i}.parquet", row_group_size=7)
+        pq.write_table(
+            numbered_table()[start : start + 20], tmp_path / f"{i}.parquet", row_group_size=7
+        )
     return Dataset(tmp_path, "price")
 
 
 def arrow_file(tmp_path):
-    with pa.ipc.new_file(str(tmp_path / "rows.arrow"), table().schema) as writer:
-        writer.write_table(table(), max_chunksize=9)
+    with pa.ipc.new_file(str(tmp_path / "rows.arrow"), numbered_table().schema) as writer:
+        writer.write_table(numbered_table(), max_chunksize=9)
     return Dataset(tmp_path / "rows.arrow", ["price"])
 
 
-def memmap(tmp_path):
+def mapped_dataset(tmp_path):
     np.save(tmp_path / "x.npy", X)
     return Dataset(np.load(tmp_path / "x.npy", mmap_mode="r"), Y)
 
 
-def frame(name):
-    return Dataset(pytest.importorskip(name).DataFrame(table().to_pydict()), "price")
+def frame_dataset(name):
+    return Dataset(pytest.importorskip(name).DataFrame(numbered_table().to_pydict()), "price")
 
 
-class Samples:
+class NumberedSamples:
     """What a dataset of torch is: rows by number."""
 
     def __len__(self):
@@ -92,8 +94,8 @@ class Samples:
         return X[i], Y[i]
 
 
-def hugging_face(stream=False):
-    made = pytest.importorskip("datasets").Dataset.from_dict(table().to_pydict())
+def hugging_face_dataset(stream=False):
+    made = pytest.importorskip("datasets").Dataset.from_dict(numbered_table().to_pydict())
     return Dataset(made.to_iterable_dataset(num_shards=4) if stream else made, "price")
 
 
@@ -111,49 +113,49 @@ def torch_stream():
     return Dataset(Stream())
 
 
-def loader():
+def loader_dataset():
     torch = pytest.importorskip("torch")
     return Dataset(torch.utils.data.DataLoader(torch_dataset().X, batch_size=SIZE))
 
 
-def batches():
+def fixed_batches():
     return [(X[i : i + SIZE], Y[i : i + SIZE]) for i in range(0, ROWS, SIZE)]
 
 
-def generated():
-    yield from batches()
+def generated_batches():
+    yield from fixed_batches()
 
 
 SHUFFLED = {
     "arrays": lambda path: Dataset(X, Y),
-    "table": lambda path: Dataset(table(), "price"),
-    "pandas": lambda path: frame("pandas"),
-    "polars": lambda path: frame("polars"),
-    "memmap": memmap,
-    "parquet": parquet,
-    "small blocks": small_blocks,
-    "folder": folder,
+    "table": lambda path: Dataset(numbered_table(), "price"),
+    "pandas": lambda path: frame_dataset("pandas"),
+    "polars": lambda path: frame_dataset("polars"),
+    "memmap": mapped_dataset,
+    "parquet": parquet_dataset,
+    "small blocks": dataset_of_small_blocks,
+    "folder": parquet_folder,
     "arrow file": arrow_file,
-    "arrow dataset": lambda path: Dataset(pads.dataset(table()), "price"),
-    "samples": lambda path: Dataset(Samples()),
+    "arrow dataset": lambda path: Dataset(pads.dataset(numbered_table()), "price"),
+    "samples": lambda path: Dataset(NumberedSamples()),
     "torch dataset": lambda path: torch_dataset(),
-    "hugging face": lambda path: hugging_face(),
-    "hugging face stream": lambda path: hugging_face(stream=True),
+    "hugging face": lambda path: hugging_face_dataset(),
+    "hugging face stream": lambda path: hugging_face_dataset(stream=True),
 }
 FIXED = {
-    "list": lambda path: Dataset(batches()),
-    "generator function": lambda path: Dataset(generated),
+    "list": lambda path: Dataset(fixed_batches()),
+    "generator function": lambda path: Dataset(generated_batches),
     "torch stream": lambda path: torch_stream(),
-    "loader": lambda path: loader(),
+    "loader": lambda path: loader_dataset(),
 }
 KINDS = pytest.mark.parametrize("kind", [*SHUFFLED, *FIXED])
 
 
 def source_of(kind, tmp_path, **options):
-    return (SHUFFLED | FIXED)[kind](tmp_path).source(fields(), SIZE, **options)
+    return (SHUFFLED | FIXED)[kind](tmp_path).source(fields_of(), SIZE, **options)
 
 
-def drawn(source, seed=None, skip=0, most=3):
+def drawn_numbers(source, seed=None, skip=0, most=3):
     """Return the batches of an epoch as lists of the numbers of rows; check that y belongs to x."""
     rng = None if seed is None else np.random.default_rng(seed)
     found = []
@@ -174,59 +176,53 @@ def flat(batches):
 
 @KINDS
 def test_an_epoch_has_every_row_once(kind, tmp_path):
+    """Also without a thread; batches that are skipped change nothing."""
     source = source_of(kind, tmp_path)
-    first = drawn(source, seed=0)
+    first = drawn_numbers(source, seed=0)
     assert sorted(flat(first)) == list(range(ROWS))
     assert [len(batch) for batch in first] == [SIZE] * 9 + [2]
-    assert drawn(source, seed=0) == first
-    assert (flat(drawn(source, seed=1)) != flat(first)) == (kind in SHUFFLED)
-    assert flat(drawn(source)) == list(range(ROWS))
+    assert drawn_numbers(source, seed=0) == first
+    assert (flat(drawn_numbers(source, seed=1)) != flat(first)) == (kind in SHUFFLED)
+    in_order = drawn_numbers(source)
+    assert flat(in_order) == list(range(ROWS))
     assert (source.rows, source.batches) == (ROWS, 10)
-
-
-@KINDS
-@pytest.mark.parametrize("seed", [None, 3])
-def test_batches_that_are_skipped_change_nothing(kind, seed, tmp_path):
-    source = source_of(kind, tmp_path)
-    whole = drawn(source, seed)
-    for skip in (1, 4, 9, 10):
-        assert drawn(source, seed, skip, most=2) == whole[skip:]
-
-
-@KINDS
-def test_without_a_thread_the_batches_are_the_same(kind, tmp_path):
-    assert drawn(source_of(kind, tmp_path, prefetch=0), 5) == drawn(source_of(kind, tmp_path), 5)
+    for seed, whole in ((None, in_order), (0, first)):
+        for skip in (1, 4, 9, 10):
+            assert drawn_numbers(source, seed, skip, most=2) == whole[skip:]
+    assert drawn_numbers(source_of(kind, tmp_path, prefetch=0), 0) == first
 
 
 @KINDS
 def test_training_takes_all_of_them(kind, new_threads, tmp_path):
-    made = trained(LINEAR, *(lambda d: (d.X, d.y))((SHUFFLED | FIXED)[kind](tmp_path)))
+    made = train_once(LINEAR, *(lambda d: (d.X, d.y))((SHUFFLED | FIXED)[kind](tmp_path)))
     assert made.n_iter_ == 1
     assert np.isfinite(made.train_losses_[0])
-    assert not new_threads()
+    assert not any(t.name.startswith("onnxgrad") for t in new_threads())
 
 
 @KINDS
 def test_a_description_is_the_same_for_the_same_data(kind, tmp_path):
     data = (SHUFFLED | FIXED)[kind](tmp_path)
-    description = data.source(fields(), SIZE).description
-    assert json.loads(json.dumps(description)) == data.source(fields(), SIZE).description
+    description = data.source(fields_of(), SIZE).description
+    assert json.loads(json.dumps(description)) == data.source(fields_of(), SIZE).description
     assert description.get("rows", ROWS) == ROWS
 
 
 def test_descriptions_change_with_the_data(tmp_path):
     def of(data):
-        return data.source(fields(), SIZE).description
+        return data.source(fields_of(), SIZE).description
 
     changed = X.copy()
     changed[20] += 1
     assert of(Dataset(X, Y)) == of(Dataset(X.copy(), Y))
     assert of(Dataset(X, Y)) != of(Dataset(changed, Y))
-    assert of(Dataset(batches())) == of(Dataset(batches()))
-    assert of(Dataset(batches())) != of(Dataset([*batches()[:-1], (changed[45:], Y[45:])][::-1]))
-    before = of(parquet(tmp_path))
-    assert of(parquet(tmp_path))["rows"] == ROWS
-    pq.write_table(table()[:40], tmp_path / "rows.parquet")
+    assert of(Dataset(fixed_batches())) == of(Dataset(fixed_batches()))
+    assert of(Dataset(fixed_batches())) != of(
+        Dataset([*fixed_batches()[:-1], (changed[45:], Y[45:])][::-1])
+    )
+    before = of(parquet_dataset(tmp_path))
+    assert of(parquet_dataset(tmp_path))["rows"] == ROWS
+    pq.write_table(numbered_table()[:40], tmp_path / "rows.parquet")
     assert of(Dataset(tmp_path / "rows.parquet", "price")) != before
     large = np.zeros((100_000, 4), np.float32)  # of which some rows are read
     one = of(Dataset(large[:, :2], large[:, :1]))
@@ -235,28 +231,28 @@ def test_descriptions_change_with_the_data(tmp_path):
 
 
 def test_a_shuffle_reaches_beyond_a_row_group(tmp_path):
-    source = parquet(tmp_path).source(fields(), SIZE)
-    groups = [{n // 6 for n in batch} for batch in drawn(source, seed=0)]
+    source = parquet_dataset(tmp_path).source(fields_of(), SIZE)
+    groups = [{n // 6 for n in batch} for batch in drawn_numbers(source, seed=0)]
     assert max(map(len, groups)) > 3
 
 
 def test_skipped_blocks_are_not_decoded(tmp_path, monkeypatch):
-    reader = small_blocks(tmp_path).X
+    reader = dataset_of_small_blocks(tmp_path).X
     read = []
-    decoded = type(reader)._decode
+    decode = type(reader).decode
     monkeypatch.setattr(
         type(reader),
-        "_decode",
-        lambda self, *args: (read.append(len(p["a"])) or p for p in decoded(self, *args)),
+        "decode",
+        lambda self, *args: (read.append(len(p["a"])) or p for p in decode(self, *args)),
     )
     assert len(list(reader.batches(SIZE, 0, 8))) == 2
-    assert sum(read) <= 12
+    assert 0 < sum(read) <= 12
 
 
 # -- in a thread ---------------------------------------------------------------------------------
 
 
-def counted(count, seconds=0.0):
+def numbers_with_pauses(count, seconds=0.0):
     for i in range(count):
         time.sleep(seconds)
         yield i
@@ -287,7 +283,7 @@ def test_an_error_is_raised_with_its_traceback(new_threads):
 
     ahead = read_ahead(wrong_item(), 2)
     assert next(ahead) == 1
-    with pytest.raises(OSError, match="disk is gone") as caught:
+    with pytest.raises(OSError, match="disk") as caught:
         next(ahead)
     assert "wrong_item" in "".join(traceback.format_exception(caught.value))
     assert not new_threads()
@@ -298,7 +294,7 @@ def test_the_thread_ends_with_its_consumer(new_threads):
 
     def items():
         try:
-            yield from counted(1000, 0.001)
+            yield from numbers_with_pauses(1000, 0.001)
         finally:
             closed.append(True)
 
@@ -319,7 +315,7 @@ def test_no_thread_is_left_by_a_training_that_ends(new_threads, end):
 
     made = OrtGradientOptimizer(LINEAR, max_iter=2, learning_rate=CONSTANT)
     with pytest.raises(end) if end else nullcontext():
-        made.fit(lambda: iter(batches() * 20), callback=stop)
+        made.fit(lambda: iter(fixed_batches() * 20), callback=stop)
     assert not new_threads()
 
 
@@ -336,7 +332,7 @@ def test_a_change_of_shape_begins_a_slice():
         asked.append(batch)
         return 2
 
-    pieces = list(Dataset(parts).source(fields(), SIZE).epoch(None, 0, budget))
+    pieces = list(Dataset(parts).source(fields_of(), SIZE).epoch(None, 0, budget))
     assert [(p.batches, p.rows) for p in pieces] == [(2, 4), (1, 4), (2, 2), (1, 3), (1, 4)]
     assert asked == [0, 2, 3, 5, 6]
     found = np.concatenate([p.arrays["x"].reshape(-1, 2) for p in pieces])
@@ -345,8 +341,8 @@ def test_a_change_of_shape_begins_a_slice():
 
 def test_slices_are_bounded_in_memory(monkeypatch):
     monkeypatch.setattr("onnxgrad.training.batches.SLICE_BYTES", 3 * SIZE * 12)
-    for data in (Dataset(X, Y), Dataset(batches())):
-        pieces = data.source(fields(), SIZE).epoch(None, 0, lambda batch: 100)
+    for data in (Dataset(X, Y), Dataset(fixed_batches())):
+        pieces = data.source(fields_of(), SIZE).epoch(None, 0, lambda batch: 100)
         assert [p.batches for p in pieces] == [3, 3, 3, 1]
 
 
@@ -356,19 +352,19 @@ W = np.float64([[1], [2], [3]])
 R = np.random.default_rng(0)
 
 
-def transposed(x):
+def transposed_product(x):
     return x.transpose(1, 0, 2) @ W, lambda g: np.einsum("ntf,tnk->fk", x, g)
 
 
-def scaled(x, rate):
+def scaled_product(x, rate):
     return x * rate @ W, lambda g: (x * rate).T @ g
 
 
-def edges(x, edge):
+def edge_product(x, edge):
     return x[edge] @ W, lambda g: x[edge].T @ g
 
 
-def averaged(x):
+def averaged_product(x):
     return (x @ W).mean(), lambda g: x.mean(0)[:, None] * g
 
 
@@ -376,17 +372,17 @@ AS_THEY_ARE = {
     "time-major": (
         "float[N,T,3] X) => (float[T,N,1] Y) { t=Transpose<perm=[1,0,2]>(X) Y=MatMul(t,W) }",
         [{"X": (2, 5, 3), "label": (5, 2, 1)}, {"X": (3, 4, 3), "label": (4, 3, 1)}],
-        transposed,
+        transposed_product,
     ),
     "a scalar": (
         "float[N,3] X, float[] rate) => (float[N,1] Y) { t=Mul(X,rate) Y=MatMul(t,W) }",
         [{"X": (4, 3), "rate": (), "label": (4, 1)}] * 2,
-        scaled,
+        scaled_product,
     ),
     "a scalar of rank 0": (
         "float[N,3] X, float rate) => (float[N,1] Y) { t=Mul(X,rate) Y=MatMul(t,W) }",
         [{"X": (4, 3), "rate": (), "label": (4, 1)}, {"X": (2, 3), "rate": (), "label": (2, 1)}],
-        scaled,
+        scaled_product,
     ),
     "nodes and edges": (
         "float[V,3] X, int64[E] edge) => (float[E,1] Y) { t=Gather(X,edge) Y=MatMul(t,W) }",
@@ -394,12 +390,12 @@ AS_THEY_ARE = {
             {"X": (4, 3), "edge": (7,), "label": (7, 1)},
             {"X": (9, 3), "edge": (2,), "label": (2, 1)},
         ],
-        edges,
+        edge_product,
     ),
     "a prediction of rank 0": (
         "float[N,3] X) => (float Y) { t=MatMul(X,W) Y=ReduceMean<keepdims=0>(t) }",
         [{"X": (4, 3), "label": ()}, {"X": (6, 3), "label": ()}],
-        averaged,
+        averaged_product,
     ),
 }
 
@@ -417,7 +413,7 @@ def as_it_is(name):
 @pytest.mark.parametrize("name", AS_THEY_ARE)
 def test_a_dict_goes_in_as_it_is(name):
     model, fed, forward = as_it_is(name)
-    made = trained(model, fed, weights_to_train=["W"])
+    made = train_once(model, fed, weights_to_train=["W"])
     w, start = W.copy(), W.copy()
     for batch in fed:
         features = [np.asarray(a) for n, a in batch.items() if n != "label"]
@@ -431,31 +427,32 @@ def test_a_dict_goes_in_as_it_is(name):
 
 def test_dicts_that_do_not_fit():
     model, (batch, _), _ = as_it_is("nodes and edges")
-    for change, message in (
-        ({"label": np.ones((6, 1))}, "'label' has length 6 along axis 0, and 'edge', axis 0"),
-        ({"X": np.ones((4, 2))}, r"'X' must have shape \(V, 3\), not \(4, 2\): axis 1 differs"),
-        ({"X": np.full((4, 3), np.nan)}, r"NaN or infinity in 12 of 12 elements: \(0, 0\), "),
-        ({"edge": batch["edge"] + 0.5}, "'edge' must hold int64; other values in 7 of 7 rows: 0"),
-        ({"label": np.ones((0, 1)), "edge": batch["edge"][:0]}, "'label' is empty"),
-        ({"more": 1}, "Unknown input 'more'"),
+    empty = {"label": np.ones((0, 1)), "edge": batch["edge"][:0]}
+    for change, parts in (
+        ({"label": np.ones((6, 1))}, ["'label'", "length 6", "axis 0", "'edge'"]),
+        ({"X": np.ones((4, 2))}, ["'X'", "(V, 3)", "(4, 2)", "axis 1"]),
+        ({"X": np.full((4, 3), np.nan)}, ["NaN", "12 of 12", "(0, 0)"]),
+        ({"edge": batch["edge"] + 0.5}, ["'edge'", "int64", "7 of 7 rows"]),
+        (empty, ["'label'", "empty"]),
+        ({"more": 1}, ["'more'"]),
     ):
-        with pytest.raises(ValueError, match=message):
-            trained(model, [batch | change])
-    with pytest.raises(ValueError, match=r"no data for the inputs \['edge'\]"):
-        trained(model, [{"X": batch["X"], "label": batch["label"]}])
+        with pytest.raises(ValueError, match=naming(*parts)):
+            train_once(model, [batch | change])
+    with pytest.raises(ValueError, match=naming("data", "['edge']")):
+        train_once(model, [{"X": batch["X"], "label": batch["label"]}])
     fixed = add_loss_output(
         float32_model("g (float[4,3] x) => (float[4,1] y) { y = MatMul(x, W) }", W=W)
     )
-    with pytest.raises(ValueError, match=r"must have shape \(4, 3\), not \(8, 3\): axis 0"):
-        trained(fixed, [{"x": np.ones((8, 3)), "label": np.ones((8, 1))}])
+    with pytest.raises(ValueError, match=naming("(4, 3)", "(8, 3)", "axis 0")):
+        train_once(fixed, [{"x": np.ones((8, 3)), "label": np.ones((8, 1))}])
 
 
 def test_a_sum_is_divided_by_the_rows_of_the_label():
     x, y = R.random((2, 5, 3)), R.random((5, 2, 1))
     text = "g (float[N,5,3] X) => (float[5,N,1] Y) { t=Transpose<perm=[1,0,2]>(X) Y=MatMul(t,W) }"
     model = add_loss_output(float32_model(text, W=W))
-    made = trained(model, [{"X": x, "label": y}], weights_to_train=["W"])
-    found, backward = transposed(x)
+    made = train_once(model, [{"X": x, "label": y}], weights_to_train=["W"])
+    found, backward = transposed_product(x)
     expected = W - 0.05 * backward(2 * (found - y)) / 2  # of N = 2, and not of 5
     np.testing.assert_allclose(made.trained_coef_["W"], expected, rtol=1e-5)
 
@@ -466,23 +463,23 @@ def test_indices_into_tables_of_a_single_number():
     )
     model = add_loss_output(float32_model(text, T=R.random((2, 3, 1))))
     batch = {"x": np.ones((4, 3)), "which": 1, "label": np.ones((4, 1))}
-    made = trained(model, [batch], weights_to_train=["T"])
+    made = train_once(model, [batch], weights_to_train=["T"])
     assert made.n_iter_ == 1
-    with pytest.raises(ValueError, match=r"'which' must hold indices into 'T'.* elements"):
-        trained(model, [batch | {"which": 2}], weights_to_train=["T"])
+    with pytest.raises(ValueError, match=naming("'which'", "'T'", "elements")):
+        train_once(model, [batch | {"which": 2}], weights_to_train=["T"])
 
 
 # -- rows of arrays ------------------------------------------------------------------------------
 
 
 def slices_of(model, data, batch_axes=None, size=2):
-    source = Dataset(*data).source(fields(model, weights=("W",)), size, batch_axes)
+    source = Dataset(*data).source(fields_of(model, weights=("W",)), size, batch_axes)
     pieces = list(source.epoch(np.random.default_rng(0), 0, lambda batch: 2))
     order = np.random.default_rng(0).permutation(source.rows)
     return pieces, [order[i : i + size] for i in range(0, source.rows, size)]
 
 
-def checked(pieces, cut, data, axes):
+def check_batches(pieces, cut, data, axes):
     """Check that the batches are the rows of `data` along `axes`, in the order of `cut`."""
     found = [{n: a[i] for n, a in p.arrays.items()} for p in pieces for i in range(p.batches)]
     assert len(found) == len(cut)
@@ -493,26 +490,26 @@ def checked(pieces, cut, data, axes):
             np.testing.assert_array_equal(batch[name], np.float32(expected))
 
 
-def model_of(name):
+def model_as_it_is(name):
     return as_it_is(name)[0]
 
 
 def test_rows_on_another_axis():
     data = {"X": R.random((5, 4, 3)), "label": R.random((4, 5, 1))}
     for stated in ({"X": 0}, {"label": 1}, {"X": 0, "label": -2}):
-        pieces, cut = slices_of(model_of("time-major"), (data,), stated)
+        pieces, cut = slices_of(model_as_it_is("time-major"), (data,), stated)
         assert [p.rows for p in pieces] == [2, 1]
-        checked(pieces, cut, data, {"X": 0, "label": 1})
-    pieces, cut = slices_of(model_of("time-major"), (data,), {"X": 1, "label": 0})
-    checked(pieces, cut, data, {"X": 1, "label": 0})
-    with pytest.raises(ValueError, match=r"which axis is that of the rows.*batch_axes=\{'X': axis"):
-        slices_of(model_of("time-major"), (data,))
-    with pytest.raises(ValueError, match="Unknown input in batch_axes 'x'"):
-        slices_of(model_of("time-major"), (data,), {"x": 0})
-    with pytest.raises(ValueError, match=r"batch_axes\['X'\] is 3, and the input has 3 axes"):
-        slices_of(model_of("time-major"), (data,), {"X": 3})
-    with pytest.raises(ValueError, match="different numbers of rows"):
-        slices_of(model_of("time-major"), (data,), {"X": 0, "label": 0})
+        check_batches(pieces, cut, data, {"X": 0, "label": 1})
+    pieces, cut = slices_of(model_as_it_is("time-major"), (data,), {"X": 1, "label": 0})
+    check_batches(pieces, cut, data, {"X": 1, "label": 0})
+    for axes, parts in (
+        (None, ["rows", "batch_axes={'X': axis"]),
+        ({"x": 0}, ["batch_axes", "'x'"]),
+        ({"X": 3}, ["batch_axes['X']", "3 axes"]),
+        ({"X": 0, "label": 0}, ["numbers of rows"]),
+    ):
+        with pytest.raises(ValueError, match=naming(*parts)):
+            slices_of(model_as_it_is("time-major"), (data,), axes)
 
 
 STATE = """g (float[N,3] x, float[2,N,3] state, float[4,3] table, float rate) => (float[N,1] y) {
@@ -526,28 +523,28 @@ def test_what_has_no_rows_goes_into_every_batch():
     data |= {"rate": np.float32(0.5), "label": R.random((5, 1))}
     pieces, cut = slices_of(model, (data,))
     axes = {"x": 0, "state": 1, "table": None, "rate": None, "label": 0}
-    checked(pieces, cut, data, axes)
+    check_batches(pieces, cut, data, axes)
     of_four = {n: np.take(a, range(4), axes[n]) if n != "rate" and axes[n] is not None else a
                for n, a in data.items()}  # as many rows as the table has  # fmt: skip
     pieces, cut = slices_of(model, (of_four,))
-    checked(pieces, cut, of_four, axes)
-    made = trained(model, data, batch_size=5, weights_to_train=["W"])
+    check_batches(pieces, cut, of_four, axes)
+    made = train_once(model, data, batch_size=5, weights_to_train=["W"])
     inner = (data["x"] + data["state"].sum(0) + data["table"].mean(0)) * 0.5
     gradient = 2 * inner.T @ (inner @ W - data["label"]) / 5
     np.testing.assert_allclose(made.trained_coef_["W"], W - 0.05 * gradient, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"'table' must have shape \(4, 3\), not \(3, 3\)"):
+    with pytest.raises(ValueError, match=naming("'table'", "(4, 3)", "(3, 3)")):
         slices_of(model, (data | {"table": R.random((3, 3))},))
-    with pytest.raises(ValueError, match="different numbers of rows"):
+    with pytest.raises(ValueError, match=r"numbers.* rows"):
         slices_of(model, (data | {"label": R.random((4, 1))},))
 
 
 def test_an_array_of_other_rows_goes_in_whole():
     data = {"X": R.random((4, 3)), "edge": np.arange(7) % 4, "label": R.random((7, 1))}
-    pieces, cut = slices_of(model_of("nodes and edges"), (data,))
-    checked(pieces, cut, data, {"X": None, "edge": 0, "label": 0})
+    pieces, cut = slices_of(model_as_it_is("nodes and edges"), (data,))
+    check_batches(pieces, cut, data, {"X": None, "edge": 0, "label": 0})
     whole = {"X": data["X"], "edge": np.array([0, 3, 1, 1]), "label": data["label"][:4]}
-    pieces, cut = slices_of(model_of("nodes and edges"), (whole,), {"X": None})
-    checked(pieces, cut, whole, {"X": None, "edge": 0, "label": 0})
+    pieces, cut = slices_of(model_as_it_is("nodes and edges"), (whole,), {"X": None})
+    check_batches(pieces, cut, whole, {"X": None, "edge": 0, "label": 0})
 
 
 @pytest.mark.parametrize("names", ["N N", "N M", "? ?", "N ?", "? N"])
@@ -558,21 +555,23 @@ def test_rows_may_have_several_names(names):
     model = add_loss_output(float32_model(text, W=W, t=np.zeros((3, 1))))
     data = {"x": R.random((10, 3)), "k": np.arange(10) % 3}
     y = data["x"] @ [[1], [2], [4]]
-    made = trained(model, data, y, batch_size=10, weights_to_train=["W", "t"])
+    made = train_once(model, data, y, batch_size=10, weights_to_train=["W", "t"])
     slope = 2 * (data["x"] @ W - y) / 10
     np.testing.assert_allclose(made.trained_coef_["W"], W - 0.05 * data["x"].T @ slope, rtol=1e-5)
     expected = [-0.05 * slope[data["k"] == i].sum() for i in range(3)]
     np.testing.assert_allclose(made.trained_coef_["t"].ravel(), expected, rtol=1e-5)
-    with pytest.raises(ValueError, match="different numbers of rows"):
-        trained(model, data, y[:9])
+    with pytest.raises(ValueError, match=r"numbers.* rows"):
+        train_once(model, data, y[:9])
 
 
 def test_a_fixed_batch_leaves_no_row_over():
     text = "g (float[5,2] x) => (float[5,1] y) { y = MatMul(x, w) }"
     model = add_loss_output(float32_model(text, w=np.zeros((2, 1))))
-    with pytest.raises(ValueError, match="fixed batch of 5 rows: pass a multiple of it, not 47"):
-        trained(model, Samples(), batch_size=5)
-    assert trained(model, arrow_dataset(table()[:45], "price"), batch_size=5).n_iter_ == 1
+    with pytest.raises(ValueError, match=naming("5 rows", "47")):
+        train_once(model, NumberedSamples(), batch_size=5)
+    assert (
+        train_once(model, arrow_dataset(numbered_table()[:45], "price"), batch_size=5).n_iter_ == 1
+    )
 
 
 def test_rows_on_two_axes_have_to_be_said():
@@ -581,16 +580,14 @@ def test_rows_on_two_axes_have_to_be_said():
     )
     model = add_loss_output(float32_model(text, W=W))
     data = {"x": R.random((4, 3)), "pairs": R.random((4, 4)), "label": R.random((4, 1))}
-    with pytest.raises(
-        ValueError, match=r"'pairs' has the rows on several axes .*batch_axes=\{'pa"
-    ):
+    with pytest.raises(ValueError, match=naming("'pairs'", "batch_axes={'pairs'")):
         slices_of(model, (data,))
-    assert trained(model, [data], weights_to_train=["W"]).n_iter_ == 1
+    assert train_once(model, [data], weights_to_train=["W"]).n_iter_ == 1
 
 
 def test_dicts_of_other_rows_than_the_label():
-    with pytest.raises(ValueError, match=r"both are the rows of a batch .* different symbols"):
-        trained(LINEAR, [{"x": X[:6], "label": Y[:1]}])  # which onnxruntime would broadcast
+    with pytest.raises(ValueError, match=naming("rows", "symbols")):
+        train_once(LINEAR, [{"x": X[:6], "label": Y[:1]}])  # which onnxruntime would broadcast
 
 
 def test_several_labels():
@@ -607,7 +604,7 @@ def test_several_labels():
         made.arrays(np.ones((4, 3)), y | {"second": np.arange(4)})
     with pytest.raises(ValueError, match="Unknown label 'third'"):
         made.arrays(np.ones((4, 3)), y | {"third": np.arange(4)})
-    with pytest.raises(ValueError, match="several labels: pass y as a dict"):
+    with pytest.raises(ValueError, match=naming("labels", "dict")):
         made.arrays(np.ones((4, 3)), np.ones((4, 1)))
 
 
@@ -626,21 +623,21 @@ def test_lists_become_axes_and_columns_go_to_their_inputs(tmp_path):
     reader = arrow_dataset(
         tmp_path / "a.parquet", ["u", "v"], "how", columns={"x": "image", "k": ["kind"]}
     )
-    made = fields(model, weights=["t"])
+    made = fields_of(model, weights=["t"])
     (piece,) = Dataset(reader).source(made, 20).epoch(None, 0, lambda batch: 1)
     for name, expected in {"x": x, "k": k, "label": y, "weight": k + 1}.items():
         np.testing.assert_allclose(piece.arrays[name][0], expected, rtol=1e-6)
     assert made.names.columns == {"x": ["image"], "k": ["kind"]}
     assert made.names.target == ["u", "v"]
-    again = Dataset(reader).arrays(fields(model, weights=["t"]))
+    again = Dataset(reader).arrays(fields_of(model, weights=["t"]))
     np.testing.assert_array_equal(again["k"], k)
 
 
 def test_columns_with_the_names_of_inputs(tmp_path):
     pq.write_table(pa.table({"label": Y[:, 0], "x": X.tolist()}), tmp_path / "a.parquet")
     for data in (Dataset(tmp_path / "a.parquet"), Dataset(pq.read_table(tmp_path / "a.parquet"))):
-        np.testing.assert_array_equal(data.arrays(fields())["x"], X)
-        np.testing.assert_array_equal(data.arrays(fields())["label"], Y)
+        np.testing.assert_array_equal(data.arrays(fields_of())["x"], X)
+        np.testing.assert_array_equal(data.arrays(fields_of())["label"], Y)
 
 
 def test_large_integers_beside_floats_are_exact():
@@ -652,85 +649,80 @@ def test_large_integers_beside_floats_are_exact():
     )
     ids = 2**60 + np.arange(10)
     data = arrow_dataset(pa.table({"id": ids, "x": np.ones(10), "label": np.ones(10)}))
-    np.testing.assert_array_equal(Dataset(data).arrays(fields(model))["id"], ids)
+    np.testing.assert_array_equal(Dataset(data).arrays(fields_of(model))["id"], ids)
 
 
 def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "rows.parquet"
-    pq.write_table(table(), path)
-    with pytest.raises(ValueError, match=r"Unknown column 'prise'. Did you mean 'price'"):
-        trained(LINEAR, path, "prise")
-    with pytest.raises(ValueError, match=r"cannot read .*missing"):
-        trained(LINEAR, tmp_path / "missing.parquet", "price")
-    with pytest.raises(ValueError, match="files of one kind"):
-        trained(LINEAR, tmp_path / "a.csv", "price")
-    with pytest.raises(ValueError, match=r"to a file first: .*filtered"):
-        arrow_dataset(pads.dataset(path).filter(pads.field("a") > 3), "price")
-    with pytest.raises(ValueError, match="dataset has no rows"):
-        arrow_dataset(table()[:0], "price")
-    with pytest.raises(ValueError, match="y must name columns"):
-        trained(LINEAR, path, Y)
-    with pytest.raises(ValueError, match="Unknown column 'prise'"):
-        trained(LINEAR, table(), "prise")
-    with pytest.raises(ValueError, match=r"y=.* names columns, and X is no table"):
-        trained(LINEAR, X, "price")
+    pq.write_table(numbered_table(), path)
     ragged = pa.table({"x": [[1.0, 2.0]] * 8 + [[1.0]], "label": [1.0] * 9})
-    with pytest.raises(ValueError, match="lists of column 'x' differ in length"):
-        trained(LINEAR, arrow_dataset(ragged), batch_size=2)
     missing = pa.table({"a": [1.0, None], "b": [1.0, 2.0], "label": [1.0, 2.0]})
-    with pytest.raises(
-        ValueError, match=r"batch 0: 'x', as float32, holds NaN .* in 1 of 2 rows: "
+    for data, y, parts in (
+        (path, "prise", ["column", "'prise'", "'price'"]),
+        (tmp_path / "missing.parquet", "price", ["missing.parquet"]),
+        (tmp_path / "a.csv", "price", ["one kind"]),
+        (path, Y, ["y", "columns"]),
+        (numbered_table(), "prise", ["column", "'prise'"]),
+        (X, "price", ["y=['price']", "table"]),
+        (missing, None, ["batch 0", "'x'", "float32", "NaN", "1 of 2 rows"]),
     ):
-        trained(LINEAR, arrow_dataset(missing), batch_size=2)
+        with pytest.raises(ValueError, match=naming(*parts)):
+            train_once(LINEAR, arrow_dataset(data) if y is None else data, y, batch_size=2)
+    with pytest.raises(ValueError, match=naming("'x'", "length")):
+        train_once(LINEAR, arrow_dataset(ragged), batch_size=2)
+    with pytest.raises(ValueError, match=naming("file", "filtered")):
+        arrow_dataset(pads.dataset(path).filter(pads.field("a") > 3), "price")
+    with pytest.raises(ValueError, match="no rows"):
+        arrow_dataset(numbered_table()[:0], "price")
 
 
 def test_an_order_of_columns_is_kept(tmp_path):
     path = tmp_path / "rows.parquet"
-    pq.write_table(table(), path)
-    made = trained(LINEAR, path, "price")
+    pq.write_table(numbered_table(), path)
+    made = train_once(LINEAR, path, "price")
     model = made.get_trained_onnx()
     with pytest.raises(ValueError, match="column 0 is 'b', and was 'a' in fit"):
-        trained(model, arrow_dataset(path, "price", columns=["b", "a"]))
-    assert trained(model, arrow_dataset(path, "price", columns=["a", "b"])).n_iter_ == 1
+        train_once(model, arrow_dataset(path, "price", columns=["b", "a"]))
+    assert train_once(model, arrow_dataset(path, "price", columns=["a", "b"])).n_iter_ == 1
 
 
 def test_labels_beside_data_that_bring_theirs():
-    for data in (Samples(), arrow_dataset(table(), "price")):
-        with pytest.raises(ValueError, match="brings its labels"):
-            trained(LINEAR, data, Y)
+    for data in (NumberedSamples(), arrow_dataset(numbered_table(), "price")):
+        with pytest.raises(ValueError, match=naming("labels")):
+            train_once(LINEAR, data, Y)
 
 
 def test_samples_that_differ_in_shape():
-    class Ragged(Samples):
+    class Ragged(NumberedSamples):
         def __getitem__(self, i):
             return np.ones(2 + i % 2), Y[i]
 
-    with pytest.raises(ValueError, match="differ in the shape of 0: "):
-        trained(LINEAR, Ragged())
+    with pytest.raises(ValueError, match=r"shape.* 0: "):
+        train_once(LINEAR, Ragged())
 
 
 def test_samples_as_dicts_and_of_several_inputs():
-    class Dicts(Samples):
+    class Dicts(NumberedSamples):
         def __getitem__(self, i):
             return {"x": X[i], "label": Y[i]}
 
-    class Nested(Samples):
+    class Nested(NumberedSamples):
         def __getitem__(self, i):
             return {"x": X[i]}, Y[i]
 
     for data in (Dicts(), Nested()):
-        assert flat(drawn(Dataset(data).source(fields(), SIZE))) == list(range(ROWS))
+        assert flat(drawn_numbers(Dataset(data).source(fields_of(), SIZE))) == list(range(ROWS))
 
 
 def test_a_generator_is_read_once():
-    source = Dataset(generated()).source(fields(), SIZE)
-    assert flat(drawn(source)) == list(range(ROWS))
-    with pytest.raises(ValueError, match="generator can be read only once, and each epoch"):
-        drawn(source)
+    source = Dataset(generated_batches()).source(fields_of(), SIZE)
+    assert flat(drawn_numbers(source)) == list(range(ROWS))
+    with pytest.raises(ValueError, match=naming("generator", "once")):
+        drawn_numbers(source)
 
 
 def test_a_validation_set_that_is_read():
-    made = outer_loss_trainer(two_column_model()).fit(X, Y, X_val=Samples())
+    made = outer_loss_trainer(two_column_model()).fit(X, Y, X_val=NumberedSamples())
     again = outer_loss_trainer(two_column_model()).fit(X, Y, X_val=X, y_val=Y)
     assert made.validation_losses_ == again.validation_losses_
 
@@ -740,7 +732,7 @@ def test_an_order_that_is_drawn_in_the_thread_leaves_the_generator_alone():
         shuffles = True
 
     rng = np.random.default_rng(0)
-    source = ReaderSource(Watched(generated), fields(), SIZE)
+    source = ReaderSource(Watched(generated_batches), fields_of(), SIZE)
     pieces = source.epoch(rng, 0, lambda batch: 1)
     next(pieces)
     before = rng.bit_generator.state
@@ -753,13 +745,8 @@ def test_an_order_that_is_drawn_in_the_thread_leaves_the_generator_alone():
 MEMORY = """
 import sys
 from pathlib import Path
-import numpy as np
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.training.data import Dataset
-sys.path.insert(0, {tests!r})
-from tests.data.test_sources import fields
-from onnxgrad import add_loss_output
-from tests.support.small_models import float32_model
+from onnxgrad.data.columns import stack_columns
 
 
 def peak():
@@ -768,33 +755,29 @@ def peak():
     return int(status.split("VmHWM:")[1].split()[0])
 
 
-model = add_loss_output(float32_model("g (float[N,64] x) => (float[N,1] y) {{ y = MatMul(x, w) }}",
-                              w=np.zeros((64, 1))))
-data = Dataset(arrow_dataset(sys.argv[1], "y", shuffle_rows=2000))
-source = data.source(fields(model), 500)
+reader = arrow_dataset(sys.argv[1], "y", shuffle_rows=2000)
 before = peak()
-slices = source.epoch(np.random.default_rng(0), 0, lambda batch: 4)
-assert sum(piece.batches * piece.rows for piece in slices) == {rows}
-print((peak() - before) // 1024)
+rows = sum(len(stack_columns("", y)) for _, y, *_ in reader.batches(500, 0, 0))
+print(rows, (peak() - before) // 1024)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_bounded(tmp_path):
     count, path = 200_000, tmp_path / "a.parquet"  # 51 MB
-    rng = np.random.default_rng(0)
     schema = pa.schema([("x", pa.list_(pa.float32(), 64)), ("y", pa.float32())])
+    values, y = pa.array(np.ones(64 * 4000, np.float32)), pa.array(np.ones(4000, np.float32))
+    part = pa.table([pa.FixedSizeListArray.from_arrays(values, 64), y], schema=schema)
     with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
         for _ in range(count // 4000):
-            values = pa.array(rng.standard_normal(64 * 4000, np.float32))
-            x = pa.FixedSizeListArray.from_arrays(values, 64)
-            y = pa.array(np.ones(4000, np.float32))
-            writer.write_table(pa.table([x, y], schema=schema))
+            writer.write_table(part)
     assert path.stat().st_size > 50e6
-    code = MEMORY.format(tests=str(ROOT), rows=count)
-    run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    command = [sys.executable, "-c", MEMORY, str(path)]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert not run.returncode, run.stderr
-    assert int(run.stdout) < 30, "MB more than at the beginning"
+    rows, more = map(int, run.stdout.split())
+    assert rows == count
+    assert more < 30, "MB more than at the beginning"
 
 
 def test_arrays_of_bfloat16_have_a_digest():
@@ -812,25 +795,25 @@ def test_arrays_of_bfloat16_have_a_digest():
 LABELED = "path,paths,table,arrow dataset,batches,dicts,generator function,samples".split(",")
 
 
-def labeled(tmp_path):
+def labeled_data(tmp_path):
     """Return data of every kind that has labels in it, and what to pass as y."""
-    pq.write_table(table(), tmp_path / "rows.parquet", row_group_size=6)
-    dicts = [{"x": x.tolist(), "label": y.tolist()} for x, y in batches()]
+    pq.write_table(numbered_table(), tmp_path / "rows.parquet", row_group_size=6)
+    dicts = [{"x": x.tolist(), "label": y.tolist()} for x, y in fixed_batches()]
     return {
         "path": (tmp_path / "rows.parquet", "price"),
         "paths": ([tmp_path / "rows.parquet"], "price"),
-        "table": (table(), "price"),
-        "arrow dataset": (pads.dataset(table()), "price"),
-        "batches": (batches(), None),
+        "table": (numbered_table(), "price"),
+        "arrow dataset": (pads.dataset(numbered_table()), "price"),
+        "batches": (fixed_batches(), None),
         "dicts": (dicts, None),
-        "generator function": (generated, None),
-        "samples": (Samples(), None),
+        "generator function": (generated_batches, None),
+        "samples": (NumberedSamples(), None),
     }
 
 
 @pytest.mark.parametrize("kind", LABELED)
 def test_labels_in_data_for_predictions_are_not_read(kind, tmp_path):
-    data, y = labeled(tmp_path)[kind]
+    data, y = labeled_data(tmp_path)[kind]
     trainer = Trainer(two_column_model(), "squared_error", learning_rate=0.01)
     trainer.fit(data, y, batch_size=SIZE, shuffle=False)
     expected = Trainer(two_column_model(), "squared_error", learning_rate=0.01)
@@ -839,16 +822,18 @@ def test_labels_in_data_for_predictions_are_not_read(kind, tmp_path):
 
 
 def test_the_trainer_refuses_another_order_of_columns(tmp_path):
-    trainer = Trainer(two_column_model(), "squared_error").fit(table(), "price")
-    other = table().select(["b", "price", "a"])
+    trainer = Trainer(two_column_model(), "squared_error").fit(numbered_table(), "price")
+    other = numbered_table().select(["b", "price", "a"])
     pq.write_table(other, tmp_path / "b.parquet")
+    fresh = Trainer(trainer.model, "squared_error")
     for data in (other, tmp_path / "b.parquet"):
-        with pytest.raises(ValueError, match="column 0 is 'b', and was 'a' in fit"):
-            trainer.predict(data)
-        with pytest.raises(ValueError, match="column 0 is 'b', and was 'a' in fit"):
-            trainer.evaluate(data, "price")
-        with pytest.raises(ValueError, match="column 0 is 'b', and was 'a' in fit"):
-            Trainer(trainer.model, "squared_error").fit(data, "price")
+        for call, *arguments in (
+            (trainer.predict, data),
+            (trainer.evaluate, data, "price"),
+            (fresh.fit, data, "price"),
+        ):
+            with pytest.raises(ValueError, match=naming("column 0", "'b'", "'a'")):
+                call(*arguments)
     assert trainer.predict(X).shape == (ROWS, 1)
 
 
@@ -856,13 +841,13 @@ def test_columns_of_a_training_that_failed_are_forgotten():
     trainer = Trainer(two_column_model(), "squared_error")
     with pytest.raises(ValueError, match="holds NaN"):
         trainer.fit(pa.table({"u": [np.nan], "v": [1.0], "price": [1.0]}), "price")
-    assert trainer.fit(table(), "price").state.step == 2
+    assert trainer.fit(numbered_table(), "price").state.step == 2
 
 
 # -- Parquet -------------------------------------------------------------------------------------
 
 
-def decoded(path, **options):
+def decoded_rows(path, **options):
     """Return the rows of all batches, in order."""
     read = list(arrow_dataset(path, "price", **options).batches(7, None, 0))
     return [np.concatenate([stack_columns("", part[i]) for part in read]) for i in (0, 1)]
@@ -870,45 +855,45 @@ def decoded(path, **options):
 
 def test_files_of_a_folder_may_differ(tmp_path):
     """In the order of columns, their types, their row groups; and one has no rows."""
-    pq.write_table(table()[:0], tmp_path / "0.parquet")
-    with pq.ParquetWriter(tmp_path / "1.parquet", table().schema) as writer:
-        for part in (table()[:0], table()[:9], table()[9:20]):
+    pq.write_table(numbered_table()[:0], tmp_path / "0.parquet")
+    with pq.ParquetWriter(tmp_path / "1.parquet", numbered_table().schema) as writer:
+        for part in (numbered_table()[:0], numbered_table()[:9], numbered_table()[9:20]):
             writer.write_table(part)
-    other = table()[20:].select(["price", "b", "a"])
+    other = numbered_table()[20:].select(["price", "b", "a"])
     other = other.set_column(1, "b", other["b"].cast(pa.float64()))
     pq.write_table(other, tmp_path / "2.parquet")
-    x, y = decoded(tmp_path)
+    x, y = decoded_rows(tmp_path)
     np.testing.assert_array_equal(x, X)
     np.testing.assert_array_equal(y, Y)
 
 
 def test_columns_that_a_file_lacks(tmp_path):
     """A label may be missing, where the loss ignores NaN, but no input."""
-    pq.write_table(table()[:20], tmp_path / "0.parquet")
-    pq.write_table(table()[20:].select(["a", "b"]), tmp_path / "1.parquet")
-    x, y = decoded(tmp_path)
+    pq.write_table(numbered_table()[:20], tmp_path / "0.parquet")
+    pq.write_table(numbered_table()[20:].select(["a", "b"]), tmp_path / "1.parquet")
+    x, y = decoded_rows(tmp_path)
     np.testing.assert_array_equal(np.isnan(y).ravel(), NUMBERS >= 20)
     np.testing.assert_array_equal(x, X)
-    pq.write_table(table()[20:].select(["a", "price"]), tmp_path / "1.parquet")
-    with pytest.raises(ValueError, match=r"1.parquet' has no column 'b', which other files"):
-        decoded(tmp_path)
+    pq.write_table(numbered_table()[20:].select(["a", "price"]), tmp_path / "1.parquet")
+    with pytest.raises(ValueError, match=naming("1.parquet", "column 'b'")):
+        decoded_rows(tmp_path)
 
 
 def test_partitions_are_columns(tmp_path):
-    pads.write_dataset(table(), tmp_path, format="parquet", partitioning=["b"],
+    pads.write_dataset(numbered_table(), tmp_path, format="parquet", partitioning=["b"],
                        partitioning_flavor="hive")  # fmt: skip
-    x, y = decoded(tmp_path, columns=["a", "b"])
+    x, y = decoded_rows(tmp_path, columns=["a", "b"])
     order = np.argsort(x[:, 0])
     np.testing.assert_array_equal(x[order], X)
     np.testing.assert_array_equal(y[order], Y)
 
 
 def test_row_groups_that_were_selected(tmp_path):
-    pq.write_table(table(), tmp_path / "rows.parquet", row_group_size=6)
+    pq.write_table(numbered_table(), tmp_path / "rows.parquet", row_group_size=6)
     (fragment,) = pads.dataset(tmp_path / "rows.parquet").get_fragments()
     chosen = [fragment.subset(row_group_ids=[1, 3])]
-    dataset = pads.FileSystemDataset(chosen, table().schema, pads.ParquetFileFormat())
-    np.testing.assert_array_equal(decoded(dataset)[0], X[[*range(6, 12), *range(18, 24)]])
+    dataset = pads.FileSystemDataset(chosen, numbered_table().schema, pads.ParquetFileFormat())
+    np.testing.assert_array_equal(decoded_rows(dataset)[0], X[[*range(6, 12), *range(18, 24)]])
 
 
 def test_numbers_of_several_types_and_with_nulls(tmp_path):
@@ -920,13 +905,13 @@ def test_numbers_of_several_types_and_with_nulls(tmp_path):
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=2)
     expected = [[1, 0.5, 1], [2, 0.5, 0], [np.nan, 1.5, 1], [4, 1.5, 0]]
-    np.testing.assert_array_equal(decoded(tmp_path / "rows.parquet")[0], expected)
+    np.testing.assert_array_equal(decoded_rows(tmp_path / "rows.parquet")[0], expected)
 
 
 def test_missing_lists_are_named(tmp_path):
     pq.write_table(pa.table({"x": [[1.0, 2.0], None], "price": [1.0, 2.0]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="column 'x' has missing lists"):
-        decoded(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=naming("column 'x'", "missing")):
+        decoded_rows(tmp_path / "a.parquet")
 
 
 def test_tensors_of_a_fixed_shape_become_axes(tmp_path):
@@ -939,10 +924,10 @@ def test_tensors_of_a_fixed_shape_become_axes(tmp_path):
 
 def test_a_folder_of_arrow_files(tmp_path):
     arrow_file(tmp_path)
-    np.testing.assert_array_equal(decoded(tmp_path)[0], X)
-    pq.write_table(table(), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="files of one kind"):
-        decoded(tmp_path)
+    np.testing.assert_array_equal(decoded_rows(tmp_path)[0], X)
+    pq.write_table(numbered_table(), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="one kind"):
+        decoded_rows(tmp_path)
 
 
 def test_a_loader_is_iterated_once_an_epoch():

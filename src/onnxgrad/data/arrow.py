@@ -146,7 +146,7 @@ class ArrowReader(Reader):
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
             raise ValueError("the dataset has no rows")
-        with closing(self._decode(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
+        with closing(self.decode(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
             sampled = sum(array.nbytes for array in next(parts).values())
         self._row_bytes = max(1, sampled // min(self.rows, _SAMPLED))
         default = min(_BUFFER_ROWS, _BUFFER_BYTES // self._row_bytes)
@@ -182,7 +182,7 @@ class ArrowReader(Reader):
         left = self.rows - start
         block = Block(groups, min(size, left))
         step = min(size, max(1, _READ_BYTES // self._row_bytes))
-        with closing(self._decode(order, start, step)) as parts:
+        with closing(self.decode(order, start, step)) as parts:
             for part in parts:
                 at, count = 0, len(next(iter(part.values())))
                 while at < count:
@@ -195,7 +195,7 @@ class ArrowReader(Reader):
                         block = Block(groups, min(size, left))
         yield block
 
-    def _decode(
+    def decode(
         self, order: np.ndarray, start: int, size: int
     ) -> Generator[dict[str, np.ndarray], None, None]:
         """Yield arrays of up to `size` rows, from row `start` of the pieces in this order."""
