@@ -17,7 +17,6 @@ from onnxgrad import (
     hvp,
     jacobian,
     onnx_derivative,
-    select_model_inputs_outputs,
 )
 from onnxgrad.reporting import warn_once
 from tests.support.errors import naming
@@ -71,35 +70,6 @@ def test_exported_transformer_encoder_as_torch(tmp_path):
         np.testing.assert_allclose(
             found[f"{name}_grad"] / scale, expected / scale, atol=2e-5, err_msg=name
         )
-
-
-@pytest.mark.filterwarnings("ignore")  # not converged
-@pytest.mark.parametrize("kind", [in_sweep("logistic"), in_sweep("ridge"), "mlp"])
-def test_scikit_learn_pipelines(kind):
-    skl2onnx = pytest.importorskip("skl2onnx")
-    from sklearn.linear_model import LogisticRegression, Ridge
-    from sklearn.neural_network import MLPClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import Normalizer, StandardScaler
-
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((60, 4)).astype(np.float32)
-    y = (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 1)
-    last = {
-        "logistic": LogisticRegression(),
-        "ridge": Ridge(),
-        "mlp": MLPClassifier((5,), max_iter=20),
-    }[kind]
-    pipeline = make_pipeline(StandardScaler(), Normalizer(), last)
-    with np.errstate(all="ignore"):
-        pipeline.fit(x, y)
-    options = {} if kind == "ridge" else {"options": {id(last): {"zipmap": False}}}
-    model = skl2onnx.to_onnx(pipeline, x[:1], target_opset={"": 18, "ai.onnx.ml": 3}, **options)
-    output = model.graph.output[-1].name
-    model = select_model_inputs_outputs(model, [output])
-    report = check_gradient(model, feed={"X": x[:5]})
-    assert report.ok, str(report)
-    assert len(report.rows) > 2
 
 
 def test_zipmap_names_the_tensor_to_use():

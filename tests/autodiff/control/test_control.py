@@ -9,7 +9,6 @@ import onnx
 import pytest
 
 from onnxgrad import (
-    DerivativeOptions,
     NoGradientRule,
     OrtGradientOptimizer,
     add_loss_output,
@@ -182,34 +181,6 @@ def test_forward_mode(name):
     right = [float(np.sum(v * pulled[f"{n}_grad"])) for n, v in vs.items() if f"{n}_grad" in pulled]
     size = 1e-6 + sum(map(abs, (*left, *right)))
     assert abs(sum(left) - sum(right)) < 1e-5 * size
-
-
-def test_random_numbers_are_those_of_the_forward_pass():
-    """Seen by what arrives at x where y is x times a mask: the mask, which y shows too."""
-    drop = "half = Constant<value = float {0.5}>()  t = Constant<value = bool {1}>()"
-    branch = f"(p) {{ {drop} p, m = Dropout(h, half, t) }}"
-    texts = [
-        f"""g (float[N] x, bool c) => (float y) {{ h = Mul(x, x)
-            y = If(c) <then_branch = a () => {branch}, else_branch = b () => (q) {{ q = Neg(h) }}>
-        }}""",
-        f"""g (float[N] x, bool c) => (float y) {{ n = Constant<value = int64 {{2}}>()
-            y = Loop<body = b (int64 i, bool d, h) => (e, p) {{
-                e = Identity(d) {drop} p, m = Dropout(h, half, t) }}>(n, , x) }}""",
-    ]
-    x = np.linspace(1, 2, 64, dtype=np.float32)
-    for text, degree in zip(texts, (2, 1), strict=True):
-        made = onnx_derivative(model_of_text(text), options=DerivativeOptions.KeepOutputs)
-        found = run_named(made, {"x": x, "c": YES, "y_grad": np.ones_like(x)})
-        assert 0 < np.count_nonzero(found["y"]) < 60
-        np.testing.assert_allclose(found["x_grad"], degree * found["y"] / x, rtol=1e-6)
-    scan = f"""g (float[T,N] x, float[N] s) => (float y, float z) {{
-        y, z = Scan<num_scan_inputs = 1, body = b (a, u) => (a1, p) {{
-            a1 = Identity(a) {drop} p, m = Dropout(u, half, t) }}>(s, x) }}"""
-    made = onnx_derivative(model_of_text(scan), options=DerivativeOptions.KeepOutputs)
-    stack = np.stack([x, 2 * x])
-    ones = {"y_grad": np.ones_like(x), "z_grad": np.ones_like(stack)}
-    found = run_named(made, {"x": stack, "s": x, **ones})
-    np.testing.assert_allclose(found["x_grad"], found["z"] / stack, rtol=1e-6)
 
 
 def test_random_numbers_two_graphs_deep_are_refused():

@@ -167,21 +167,27 @@ def test_backward_bodies_write_no_whole_sequence():
     assert not {"ScatterElements", "ScatterND", "Pad"} & {n.op_type for n in held.node}
 
 
-@pytest.mark.parametrize("form", ["loop", "then", "else", "scan"])
-def test_dropout_whose_mask_nobody_asked_for(form):
+@pytest.mark.parametrize("mask", ["", ", m"])
+@pytest.mark.parametrize("form", ["loop", "then", "else", "scan", "scan input"])
+def test_dropout_draws_what_the_forward_pass_drew(form, mask):
+    """Seen by the gradient at x where y is x times a mask, whether the mask is asked for or not."""
     draw = """half = Constant<value = float {0.5}>()  yes = Constant<value = bool {1}>()"""
-    branches = "t () => (p) { p = Dropout(x, half, yes) }", "e () => (q) { q = Neg(x) }"
+    branches = f"t () => (p) {{ p{mask} = Dropout(x, half, yes) }}", "e () => (q) { q = Neg(x) }"
     texts = {
         "loop": f"""g (float[N] x, bool c, int64 n) => (float y) {{ {draw}
             y = Loop<body = b (int64 i, bool d, a) => (e, a1) {{ e = Identity(d)
-                a1 = Dropout(a, half, yes) }}>(n, , x) }}""",
+                a1{mask} = Dropout(a, half, yes) }}>(n, , x) }}""",
         "then": f"""g (float[N] x, bool c) => (float y) {{ {draw}
             y = If(c) <then_branch = {branches[0]}, else_branch = {branches[1]}> }}""",
         "else": f"""g (float[N] x, bool c) => (float y) {{ {draw}  d = Not(c)
             y = If(d) <then_branch = {branches[1]}, else_branch = {branches[0]}> }}""",
         "scan": f"""g (float[N] x, float[T,N] ones) => (float y) {{ {draw}
             y = Scan<num_scan_inputs = 1, body = b (a, u) => (a1) {{
-                a0 = Dropout(a, half, yes)  a1 = Mul(a0, u) }}>(x, ones) }}""",
+                a0{mask} = Dropout(a, half, yes)  a1 = Mul(a0, u) }}>(x, ones) }}""",
+        "scan input": f"""g (float[N] x, float[T,N] ones) => (float y) {{ {draw}
+            row = Constant<value = int64[1] {{0}}>()  rows = Unsqueeze(x, row)
+            z = Scan<num_scan_inputs = 1, body = b (u) => (p) {{
+                p{mask} = Dropout(u, half, yes) }}>(rows)  y = Squeeze(z, row) }}""",
     }
     x, ones = np.linspace(1, 2, 64, dtype=np.float32), np.ones((2, 64), np.float32)
     made = onnx_derivative(model_of_loops(texts[form]), options=DerivativeOptions.KeepOutputs)

@@ -22,12 +22,7 @@ from tests.support.body_cases import BODIES, SPARSE, W
 from tests.support.function_cases import ATTRIBUTES, CALLS, FUNCTIONS
 from tests.support.models import parse_model
 from tests.support.running import in_sweep
-from tests.support.witness import (
-    LEVELS,
-    loadable_optimized_model,
-    mismatches,
-    unoptimized_session,
-)
+from tests.support.witness import LEVELS, loadable_optimized_model, mismatches, unoptimized_session
 
 RNG = np.random.default_rng(0)
 SIZES = {"X": (2, 3), "Z": (2, 3), "s": (3,), "r": (3,)}
@@ -120,8 +115,7 @@ PASSED = [(kind, call, level) for kind in ATTRIBUTES for call in CALLS for level
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "level"),
-    [p if i % 15 == 0 else in_sweep(*p) for i, p in enumerate(PASSED)],
+    ("kind", "call", "level"), [p if i % 15 == 0 else in_sweep(*p) for i, p in enumerate(PASSED)]
 )
 def test_attributes_of_functions(kind, call, level):
     verify_gradients(attribute_model(kind, call), level)
@@ -249,22 +243,6 @@ def test_lengths_that_are_no_lengths_are_unknown(length):
     if length < 0:
         trained = OrtGradientOptimizer(add_loss_output(model), max_iter=2).fit(X, y)
         assert len(trained.train_losses_) == 2
-
-
-def test_inputs_of_one_symbol_and_two_lengths():
-    """onnxruntime runs them: the gradient has the shape of what is fed, or an error says no."""
-    model = parse_model("g (float[N,3] X, float[N,3] Z) => (float[A,B] Y) { Y = Mul(X, Z) }")
-    X, Z = np.float32(RNG.normal(size=(2, 3))), np.float32(RNG.normal(size=(1, 3)))
-    feed, message = {"X": X, "Z": Z, "Y_grad": np.ones_like(X)}, ""
-    try:
-        (found,) = unoptimized_session(onnx_derivative(model)).run(["Z_grad"], feed)
-    except Exception as error:
-        message = str(error)
-    if message:
-        assert "axis 0" in message
-        assert "'Z'" in message
-    else:
-        np.testing.assert_allclose(found, X.sum(0, keepdims=True), rtol=1e-5)
 
 
 def test_an_output_that_declares_another_shape():

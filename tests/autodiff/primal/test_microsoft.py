@@ -197,28 +197,6 @@ def test_gradient_of_an_optimized_transformer(level):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-CNN = """g (float[B,3,6,6] x) => (float[B,4] y) {
-    a = Conv<pads=[1, 1, 1, 1]>(x, w1, b1) b = Relu(a) c = MaxPool<kernel_shape=[2, 2]>(b)
-    d = Conv<pads=[1, 1, 1, 1]>(c, w2, b2) e = Add(d, c) f = Sigmoid(e) h = GlobalAveragePool(f)
-    i = Flatten(h) j = Gemm(i, w3, b3) k = Tanh(j) y = Gemm(k, w4, b4) }"""
-
-
-def test_gradient_of_an_optimized_cnn():
-    rng = np.random.default_rng(0)
-    shapes = {"w1": (8, 3, 3, 3), "b1": (8,), "w2": (8, 8, 3, 3), "b2": (8,)}
-    shapes |= {"w3": (8, 5), "b3": (5,), "w4": (5, 4), "b4": (4,)}
-    arrays = {n: (rng.standard_normal(s) / 2).astype(np.float32) for n, s in shapes.items()}
-    plain = parse_model(CNN, opset=17, **arrays)
-    fused = optimized_model(plain, "extended")
-    assert {"FusedConv", "FusedGemm"} <= set(operator_names(fused))
-    feed = {"x": np.random.default_rng(2).standard_normal((2, 3, 6, 6)).astype(np.float32)}
-    y_grad = np.ones((2, 4), np.float32)
-    expected, found = (gradients_by_weight(m, feed, y_grad) for m in (plain, fused))
-    assert expected.keys() == found.keys()
-    for name, g in expected.items():
-        np.testing.assert_allclose(found[name], g, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
 def test_the_trained_model_is_the_optimized_one():
     fused = optimized_model(encoder_of_opset_12(1), "extended")
     training = OrtGradientOptimizer(
