@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from onnx import numpy_helper
 from torch.utils.data import DataLoader, TensorDataset
 
 import onnxgrad as og
 from onnxgrad import optimizers as of
 from onnxgrad.optimizers import Chain, Optimizer, ParamGroup, clip, clip_by_norm
+from tests.support.models import add_initializers, parse_model
 
 Arrays = dict[str, np.ndarray]
 EPS = 1e-3  # of the optimizers that divide: without, they magnify the rounding of small gradients
@@ -72,7 +72,7 @@ UNWEIGHTED = ("dicts", "tuple of dicts")
 
 @dataclass(frozen=True)
 class Options:
-    """One draw; what its fields may be is in `drawn`."""
+    """One draw; what its fields may be is in `draw_options`."""
 
     optimizer: str
     wrapper: str
@@ -106,20 +106,20 @@ class Options:
         return [f"w{rank}" for rank in self.ranks] + normalized
 
     @property
-    def refused(self) -> str | None:
-        """Return the error that these options must give, as far as they cannot go together."""
+    def refused(self) -> tuple[str, ...]:
+        """Return what the error must name, where these options cannot go together."""
         if self.carry and self.shuffle and self.kind in IN_MEMORY:
-            return "shuffle=True reorders the rows"
+            return ("shuffle=True",)
         if self.carry and self.validation == "share":
-            return "carry needs the order of the rows"
+            return "carry", "order"
         if self.validation == "share" and self.kind not in ("arrays", "dict"):
-            return "validation=<share> needs arrays, tables or texts in memory"
+            return "validation", "memory"
         if self.carry and self.accumulate > 1:
-            return "carry and accumulate"
-        return None
+            return "carry", "accumulate"
+        return ()
 
 
-def drawn(number: int) -> Options:
+def draw_options(number: int) -> Options:
     """Return the options of a draw."""
     rng = np.random.default_rng([29, number])
 
@@ -169,15 +169,10 @@ def drawn(number: int) -> Options:
     )
 
 
-def differences(options: Options) -> str:
-    """Return what a draw asks for, on a line."""
-    return " ".join(f"{f.name}={getattr(options, f.name)!r}" for f in fields(options))
-
-
 # -- the model ------------------------------------------------------------------------------------
 
 
-def weights(options: Options) -> Arrays:
+def drawn_weights(options: Options) -> Arrays:
     """Return all weights of the model; those that do not train are constants."""
     rng, single = np.random.default_rng(0), options.dtype == "float"
     shapes = SHAPES | (KERNELS if single else {})
@@ -187,7 +182,7 @@ def weights(options: Options) -> Arrays:
     return {name: np.asarray(a, np.float32).astype(dtype) for name, a in arrays.items()}
 
 
-def model(options: Options) -> onnx.ModelProto:
+def drawn_model(options: Options) -> onnx.ModelProto:
     """Return a network with a normalization, and with weights of each rank.
 
     Those whose rank is not among `ranks` are there, and do not train.
@@ -213,12 +208,9 @@ def model(options: Options) -> onnx.ModelProto:
         {"rows": "y = Add(z, state)  new = Tanh(y)", "": "y = Identity(z)"}.get(options.carry)
         or "y = Add(z, state)  t = Tanh(y)  new = ReduceMean(t, first)",
     ]
-    body, opset = " ".join(lines), '<ir_version: 9, opset_import: ["": 20]>'
-    made = onnx.parser.parse_model(f"{opset} g ({inputs}) => ({outputs}) {{ {body} }}")
+    made = parse_model(f"g ({inputs}) => ({outputs}) {{ {' '.join(lines)} }}", opset=20)
     read = {name for node in made.graph.node for name in node.input}
-    for name, array in weights(options).items():
-        if name in read:
-            made.graph.initializer.append(numpy_helper.from_array(array, name))
+    add_initializers(made, {n: a for n, a in drawn_weights(options).items() if n in read})
     return made
 
 
@@ -228,7 +220,7 @@ RATE = 0.05
 CLASS_WEIGHT = {0: 1.0, 1: 2.0, 2: 0.5}
 
 
-def optimizer(options: Options) -> Optimizer:
+def drawn_optimizer(options: Options) -> Optimizer:
     """Return the optimizer, with its groups, clipping and average."""
     made, first = OPTIMIZERS[options.optimizer](), options.trained[0]
     groups: dict[str, dict[str, Optimizer | ParamGroup]] = {
@@ -248,7 +240,7 @@ def optimizer(options: Options) -> Optimizer:
     return made
 
 
-def schedule(options: Options, steps: int) -> Any:
+def drawn_schedule(options: Options, steps: int) -> Any:
     """Return the learning rate: a number, or a schedule that knows its `steps` or learns them."""
     if options.schedule == "constant":
         return RATE
@@ -256,15 +248,15 @@ def schedule(options: Options, steps: int) -> Any:
     return og.cosine(RATE, steps=steps if known else None, warmup=2)
 
 
-def trainer(options: Options, steps: int, *callbacks: og.Callback) -> og.Trainer:
+def drawn_trainer(options: Options, steps: int, *callbacks: og.Callback) -> og.Trainer:
     """Return a trainer of the model for a run of so many steps."""
     metric = "mae" if options.loss == "squared_error" else "accuracy"
     class_weight: Any = CLASS_WEIGHT if options.weighting == "classes" else None
     return og.Trainer(
-        model(options),
+        drawn_model(options),
         {"y": options.loss} if options.carry else options.loss,
-        optimizer=optimizer(options),
-        learning_rate=schedule(options, steps),
+        optimizer=drawn_optimizer(options),
+        learning_rate=drawn_schedule(options, steps),
         train=options.trained,
         clip_norm=0.2 if options.clipping == "norm" else None,
         accumulate=options.accumulate,
@@ -284,7 +276,7 @@ def trainer(options: Options, steps: int, *callbacks: og.Callback) -> og.Trainer
 
 
 @dataclass(frozen=True)
-class Rows:
+class DrawnRows:
     """Rows with labels and weights, in all forms that `fit` takes.
 
     With `cast`, they have another dtype than the inputs of the model.

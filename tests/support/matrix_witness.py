@@ -14,7 +14,15 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import onnxgrad as og
 from onnxgrad.training.run.runner import micro_batches
-from tests.support.matrix_options import CLASS_WEIGHT, EPS, RATE, Arrays, Options, Rows, weights
+from tests.support.matrix_options import (
+    CLASS_WEIGHT,
+    EPS,
+    RATE,
+    Arrays,
+    DrawnRows,
+    Options,
+    drawn_weights,
+)
 
 Step = Callable[[float], None]
 
@@ -141,12 +149,12 @@ class Witness:
     """The training of a draw in PyTorch."""
 
     options: Options
-    validated: Rows | None = None
+    validated: DrawnRows | None = None
     history: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         options = self.options
-        self.values = {n: torch.tensor(np.float64(a)) for n, a in weights(options).items()}
+        self.values = {n: torch.tensor(np.float64(a)) for n, a in drawn_weights(options).items()}
         self.updates = {}
         wrapper = "" if options.groups == "average" else options.wrapper
         for i, name in enumerate(options.trained):
@@ -237,7 +245,7 @@ class Witness:
             update(rate)
         return sums, totals, self.carried(y, state)
 
-    def fit(self, rows: Rows, steps: int) -> Witness:
+    def fit(self, rows: DrawnRows, steps: int) -> Witness:
         """Train as the options say."""
         options, done = self.options, 0
         rates = og.cosine(RATE, steps=steps, warmup=2)
@@ -268,7 +276,7 @@ class Witness:
 
     @torch.no_grad()
     def evaluate(
-        self, rows: Rows, values: dict[str, Tensor]
+        self, rows: DrawnRows, values: dict[str, Tensor]
     ) -> tuple[dict[str, float], np.ndarray]:
         """Return the loss and the metric for rows, and the predictions."""
         sums, totals, state, predictions, metric = 0.0, 0.0, None, [], []
