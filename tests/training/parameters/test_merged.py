@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import logging
 import warnings
 
 import numpy as np
 import onnx
 import pytest
-from onnx import parser
 
 import onnxgrad as og
-from tests.support.adapter_cases import constant_arrays as arrays
-from tests.support.running import run
+from tests.support.adapter_cases import constant_arrays
+from tests.support.errors import naming
+from tests.support.exports import export_module
+from tests.support.models import parse_model
+from tests.support.optimized_models import optimized_model
+from tests.support.running import in_sweep, run
 
 RNG = np.random.default_rng(0)
 
 
-def parse(text: str, producer: str = "") -> onnx.ModelProto:
-    model = parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> {text}')
-    model.producer_name = producer
+def checked_opset_20_model(text: str) -> onnx.ModelProto:
+    model = parse_model(text, opset=20)
     onnx.checker.check_model(model, full_check=True)
     return model
 
 
-def separated(model: onnx.ModelProto) -> list[str]:
+def names_of_separated(model: onnx.ModelProto) -> list[str]:
     """Return the names of the new tensors; the model computes the same, and is separated once."""
     new = og.separate_merged(model)
     onnx.checker.check_model(new, full_check=True)
     assert og.separate_merged(new) is new
-    feed = {
-        x.name: RNG.normal(size=[d.dim_value or 3 for d in x.type.tensor_type.shape.dim]).astype(
-            "f"
-        )
-        for x in model.graph.input
-    }
-    np.testing.assert_array_equal(run(new, feed)[0], run(model, feed)[0])
+    x = RNG.normal(size=(3, 2)).astype("f")
+    np.testing.assert_array_equal(run(new, x=x)[0], run(model, x=x)[0])
     before = {t.name for t in model.graph.initializer}
     return [t.name for t in new.graph.initializer if t.name not in before]
 
@@ -82,26 +76,26 @@ CASES = {
 
 @pytest.mark.parametrize("body", CASES)
 def test_roles_tell_fresh_parameters_apart(body):
-    model = parse(f"m (float[N,2] x) => (float[N,2] y) {body}")
-    assert separated(model) == CASES[body]
+    model = checked_opset_20_model(f"m (float[N,2] x) => (float[N,2] y) {body}")
+    assert names_of_separated(model) == CASES[body]
 
 
 def test_operands_of_calls_are_told_apart():
-    model = parser.parse_model(
-        f"""<ir_version: 9, opset_import: ["": 20, "l": 1]> m (float[N,2] x) => (float[N,2] y)
-        <{ONES}, {TWO}> {{ a = l.norm(x, one) b = MatMul(a, v) y = l.norm(b, one) }}
-        <domain: "l", opset_import: ["": 20]> norm (x, s) => (z) {{
+    model = checked_opset_20_model(
+        f"""m (float[N,2] x) => (float[N,2] y)
+        <{ONES}, {TWO}> {{ a = local.norm(x, one) b = MatMul(a, v) y = local.norm(b, one) }}
+        <domain: "local", opset_import: ["": 20]> norm (x, s) => (z) {{
         z = LayerNormalization(x, s) }}"""
     )
-    assert separated(model) == ["y.weight"]
+    assert names_of_separated(model) == ["y.weight"]
     trainer = og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.1)
     X = RNG.normal(size=(4, 2)).astype("f")
-    trained = arrays(trainer.fit(X, X, batch_size=4).model)
+    trained = constant_arrays(trainer.fit(X, X, batch_size=4).model)
     assert not np.array_equal(trained["one"], trained["y.weight"])
 
 
 def test_what_does_not_train_stays_merged():
-    model = parse(
+    model = checked_opset_20_model(
         f"m (float[N,2] x) => (float[N,2] y) <{ONES}, {TWO}> {{ a = LayerNormalization(x, one) "
         "b = MatMul(a, v) c = LayerNormalization(b, one) y = MatMul(c, w) }"
     )
@@ -112,13 +106,13 @@ def test_what_does_not_train_stays_merged():
         adapted = og.add_lora(model, "v", rank=1)
     assert [t.name for t in frozen.model.graph.initializer] == ["one", "zero", "v", "w"]
     assert og.merge_lora(adapted) == model
-    with pytest.warns(UserWarning, match=r"'c.weight': the exporter stored"):
+    with pytest.warns(UserWarning, match=naming("'c.weight'", "stored")):
         og.Trainer(model, "mse")
-    with pytest.warns(UserWarning, match=r"'c.weight': .*; they train as one"):
+    with pytest.warns(UserWarning, match=naming("'c.weight'", "as one")):
         og.OrtGradientForwardBackward(model)
     with pytest.warns(UserWarning, match=r"'c.weight'"):
         second = og.Trainer(model, "mse", train="c.weight").fit(X, X)
-    stored = arrays(second.model)
+    stored = constant_arrays(second.model)
     assert (stored["one"] == 1).all()
     assert (stored["c.weight"] != 1).all()
     assert [t.name for t in og.trainable(model)] == ["one", "zero", "v", "w", "c.weight"]
@@ -127,7 +121,7 @@ def test_what_does_not_train_stays_merged():
 # -- networks of PyTorch -----------------------------------------------------------------------
 
 
-def network():
+def fresh_network():
     torch = pytest.importorskip("torch")
     from torch import nn
 
@@ -156,44 +150,28 @@ def network():
     return Network()
 
 
-def exported(net, dynamo: bool) -> onnx.ModelProto:
+def export_fresh(net, dynamo: bool) -> onnx.ModelProto:
     import torch
 
-    for name in ("torch.onnx", "onnxscript"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    x, buffer = torch.zeros((4, 3), dtype=torch.int64), io.BytesIO()
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if dynamo:
-            shapes = ({0: torch.export.Dim("N")},)
-            return torch.onnx.export(
-                net.eval(), (x,), dynamic_shapes=shapes, dynamo=True, verbose=False
-            ).model_proto
-        axes = {"x": {0: "N"}}
-        torch.onnx.export(
-            net.eval(), (x,), buffer, input_names=["x"], dynamic_axes=axes, dynamo=False
+    examples = (torch.zeros((4, 3), dtype=torch.int64),)
+    if dynamo:
+        return export_module(
+            net, examples, dynamo=True, dynamic_shapes=({0: torch.export.Dim("N")},)
         )
-    return onnx.load_from_string(buffer.getvalue())
+    return export_module(net, examples, input_names=["x"], dynamic_axes={"x": {0: "N"}})
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("optimized", [False, True])
-@pytest.mark.parametrize("dynamo", [False, True])
-def test_a_fresh_network_trains_as_in_pytorch(dynamo, optimized, tmp_path):
-    net = network()
-    import onnxruntime as ort
+@pytest.mark.parametrize("dynamo", [False, in_sweep(True)])
+def test_a_fresh_network_trains_as_in_pytorch(dynamo, optimized):
+    net = fresh_network()
     import torch
 
     if optimized and not dynamo:  # such a file does not tell equal copies from what is shared
         net.shared.weight = copy.deepcopy(net.norm.weight)
         torch.nn.init.normal_(net.second.weight)
-    model = exported(net, dynamo)
-    if optimized:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-        ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-        model = onnx.load(tmp_path / "optimized.onnx")
+    model = optimized_model(export_fresh(net, dynamo), "basic" if optimized else "plain")
     names = [t.alias or t.name for t in og.trainable(model).trained]
     x, y = torch.randint(0, 7, (20, 3)), torch.randint(0, 7, (20,))
     # the exporters store the tied embedding twice: compare without training it
@@ -214,31 +192,26 @@ def test_a_fresh_network_trains_as_in_pytorch(dynamo, optimized, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoints_and_saved_files_of_separated_models(tmp_path):
-    model = exported(network(), dynamo=False)
+    model = export_fresh(fresh_network(), dynamo=False)
     x, y = RNG.integers(0, 7, (20, 3)), RNG.integers(0, 7, 20)
 
     def trainer(callbacks=()):
-        return og.Trainer(
-            model,
-            "cross_entropy",
-            train=["*norm*", "*bias"],
-            callbacks=callbacks,
-            freeze="norm.bias",
-        )
+        options = {"train": ["*norm*", "*bias"], "freeze": "norm.bias", "callbacks": callbacks}
+        return og.Trainer(model, "cross_entropy", **options)
 
     whole = trainer().fit(x, y, epochs=3, batch_size=5)
     trainer([og.Checkpoint(tmp_path / "run")]).fit(x, y, epochs=2, batch_size=5)
     again = trainer([og.Checkpoint(tmp_path / "run")])
     again.fit(x, y, epochs=3, batch_size=5, resume=tmp_path / "run")
     whole.save(tmp_path / "trained.onnx")
-    stored = arrays(onnx.load(tmp_path / "trained.onnx"))
+    stored = constant_arrays(onnx.load(tmp_path / "trained.onnx"))
     assert set(again.trained) <= stored.keys()
     for name in again.trained:
         np.testing.assert_array_equal(again.state.weights[name], stored[name])
     assert (stored["norm.bias"] == 0).all()
     assert (stored["norm_2.bias"] != 0).all()
     og.generate_artifacts(model, None, None, "CrossEntropyLoss", "AdamW", tmp_path / "files")
-    merged = arrays(og.merge_artifacts(tmp_path / "files"))
+    merged = constant_arrays(og.merge_artifacts(tmp_path / "files"))
     assert merged.keys() >= set(og.Trainer(model, "cross_entropy").trained)
     stack = og.TrainerStack(model, "cross_entropy", learning_rate=[1e-3, 1e-2])
     stack.fit(x, y, batch_size=5)

@@ -8,7 +8,6 @@ from itertools import groupby
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 pytest.importorskip("sklearn")
@@ -69,7 +68,8 @@ from sklearn.svm import SVC, SVR, LinearSVC, NuSVC
 
 from onnxgrad import Trainer, check_gradient, trainable
 from onnxgrad.model.weights import constant_refs, replace
-from tests.support.running import in_sweep
+from tests.support.errors import naming
+from tests.support.running import in_sweep, run
 
 RNG = np.random.default_rng(0)
 X = np.abs(RNG.standard_normal((60, 4))).astype(np.float32)
@@ -80,36 +80,39 @@ SHIFTED = {"y": Y + 0.5, "class": np.where(np.arange(60) % 5, CLASS, 1 - CLASS)}
 KERNEL = RBF() + DotProduct()
 
 
-def exported(estimator, y, x=X, **options) -> onnx.ModelProto:
+def fitted_model(estimator, y, x=X, **options) -> onnx.ModelProto:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return to_onnx(estimator.fit(x, y), x[:1], **options)
 
 
-def short(names) -> list[str]:
+def short_names(names) -> list[str]:
     """Return the parts behind the dot, without numbers, each once."""
     parts = (re.sub(r"\d*$", "", name.rpartition(".")[2]) for name in names)
     return sorted(name for name, _ in groupby(sorted(parts)))
 
 
-def without(proto: onnx.ModelProto, names) -> bytes:
+def without_weights(proto: onnx.ModelProto, names) -> bytes:
     """Return the model with zeros for the weights of these names."""
     zeros = {r.name: np.zeros_like(r.array()) for r in constant_refs(proto) if r.name in names}
     return replace(proto, zeros).SerializeToString(deterministic=True)
 
 
-def trains(proto, y, expected, loss, rate=1e-2, x=X) -> None:
+def assert_trains(proto, y, expected, loss, rate=1e-2, x=X) -> None:
     """Train for 20 steps: the loss falls, the weights move, and nothing else changes."""
     trainer = Trainer(proto, loss, learning_rate=rate)
-    assert short(trainer.trained) == sorted(expected)
+    assert short_names(trainer.trained) == sorted(expected)
     before = trainer.evaluate(x, y)["loss"]
     trainer.fit(x, y, epochs=5, batch_size=15)
     assert trainer.evaluate(x, y)["loss"] < before
     old, new = ({r.name: r.array() for r in constant_refs(m)} for m in (proto, trainer.model))
     assert not any(np.array_equal(old[n], new[n]) for n in trainer.trained)
-    assert without(proto, trainer.trained) == without(trainer.model, trainer.trained)
+    assert without_weights(proto, trainer.trained) == without_weights(
+        trainer.model, trainer.trained
+    )
 
 
+LAYERS = {"hidden_layer_sizes": (5,), "max_iter": 3}
 LINEAR = {"coefficients", "intercepts"}
 MODELS = {  # and what trains
     "BayesianRidge": (BayesianRidge(), LINEAR),
@@ -119,7 +122,7 @@ MODELS = {  # and what trains
     "MultinomialNB": (MultinomialNB(), {"feature_log_prob", "class_log_prior"}),
     "CategoricalNB": (CategoricalNB(), {"feature_log_proba", "class_log_prior"}),
     "LogisticRegression": (LogisticRegression(), LINEAR),
-    "MLPClassifier": (MLPClassifier((5,), max_iter=3), {"coefficient", "intercepts"}),
+    "MLPClassifier": (MLPClassifier(**LAYERS), {"coefficient", "intercepts"}),
     "SVR": (SVR(), {"coefficients", "rho"}),
     "SVC": (SVC(probability=True), {"coefficients", "rho", "prob_a", "prob_b"}),
     "VotingClassifier": (
@@ -139,7 +142,7 @@ def test_models(name):
     estimator, expected = MODELS[name]
     target, labels = ("y", Y) if is_regressor(estimator) else ("class", CLASS)
     loss = "mse" if target == "y" else "cross_entropy"
-    trains(exported(estimator, labels), SHIFTED[target], expected, loss, 3e-3)
+    assert_trains(fitted_model(estimator, labels), SHIFTED[target], expected, loss, 3e-3)
 
 
 TRANSFORMERS = [
@@ -153,10 +156,7 @@ TRANSFORMERS = [
 LAST = {
     "LogisticRegression": (LogisticRegression(), LINEAR),
     "SGDClassifier": (SGDClassifier(loss="log_loss"), {"coef", "intercept"}),
-    "MLPRegressor": (
-        MLPRegressor(hidden_layer_sizes=(5,), max_iter=3),
-        {"coefficient", "intercepts"},
-    ),
+    "MLPRegressor": (MLPRegressor(**LAYERS), {"coefficient", "intercepts"}),
     "GaussianNB": (GaussianNB(), {"theta", "sigma", "jointi", "sigma_sum_log"}),
     "forest": (RandomForestClassifier(3), set()),
     "neighbors": (KNeighborsRegressor(), set()),
@@ -167,14 +167,16 @@ LAST = {
 @pytest.mark.parametrize("transformer", TRANSFORMERS, ids=str)
 def test_transformers_in_front_stay(transformer, last):
     model, expected = LAST[last]
-    proto = exported(make_pipeline(transformer, model), CLASS)
-    assert short(t.name for t in trainable(proto) if t.trains) == sorted(expected)
+    proto = fitted_model(make_pipeline(transformer, model), CLASS)
+    assert short_names(t.name for t in trainable(proto) if t.trains) == sorted(expected)
 
 
 def test_logistic_regression_trains_to_the_optimum_of_scikit_learn():
     """Its default export holds both classes, as opposite numbers, and they stay opposite."""
     y = SHIFTED["class"]
-    trainer = Trainer(exported(LogisticRegression(C=0.01), y), "cross_entropy", learning_rate=0.1)
+    trainer = Trainer(
+        fitted_model(LogisticRegression(C=0.01), y), "cross_entropy", learning_rate=0.1
+    )
     trainer.fit(X, y, epochs=400, batch_size=60)
     best = LogisticRegression(C=1e9).fit(X, y)
     found = trainer.evaluate(X, y)["loss"]
@@ -184,19 +186,20 @@ def test_logistic_regression_trains_to_the_optimum_of_scikit_learn():
     for array in arrays:
         first, second = np.split(array, 2)
         np.testing.assert_allclose(first, -second, rtol=1e-5)
-    session = ort.InferenceSession(trainer.model.SerializeToString())
-    label, maps = session.run(None, {"X": X})
+    label, maps = run(trainer.model, X=X)
     p = np.array([row[1] for row in maps])
     assert found == pytest.approx(log_loss(y, p), abs=1e-5)
     np.testing.assert_array_equal(label, p > 0.5)
 
 
-@pytest.mark.parametrize("optim", [None, "cdist"])
-@pytest.mark.parametrize("kernel", [None, RBF(), Matern(nu=1.5), KERNEL], ids=str)
+@pytest.mark.parametrize("optim", [None, in_sweep("cdist")])
+@pytest.mark.parametrize(
+    "kernel", [RBF(), KERNEL, in_sweep(None), in_sweep(Matern(nu=1.5))], ids=str
+)
 def test_gaussian_processes_train_their_dual_coefficients(kernel, optim):
     options = {"options": {GaussianProcessRegressor: {"optim": optim}}} if optim else {}
-    proto = exported(GaussianProcessRegressor(kernel, alpha=0.1), Y, X, **options)
-    trains(proto, SHIFTED["y"], {"gpr_MatMulcst", "gpr_Addcst"}, "mse", 1e-4)
+    proto = fitted_model(GaussianProcessRegressor(kernel, alpha=0.1), Y, X, **options)
+    assert_trains(proto, SHIFTED["y"], {"gpr_MatMulcst", "gpr_Addcst"}, "mse", 1e-4)
     # that of a length scale is 1e-9 here, next to a term of 0.7
     report = check_gradient(proto, feed={"X": X[:3] + 0.1}, rtol=1e-5)
     assert report.ok, str(report)
@@ -205,18 +208,18 @@ def test_gaussian_processes_train_their_dual_coefficients(kernel, optim):
 @pytest.mark.parametrize(
     ("estimator", "why"),
     [
-        (RandomForestClassifier(3), "TreeEnsembleClassifier .* thresholds, which have no gradient"),
+        (RandomForestClassifier(3), "TreeEnsembleClassifier .* thresholds"),
         (AdaBoostRegressor(n_estimators=2), "TreeEnsembleRegressor .* thresholds"),
-        (KNeighborsRegressor(), "TopK .* selects the nearest of stored rows"),
-        (KNeighborsClassifier(), "TopK .* selects the nearest of stored rows"),
-        (KMeans(3), "stored rows, of which Gemm .* computes distances"),
-        (GaussianProcessClassifier(), r"Solve .* onnxruntime does not have.* select outputs in"),
+        (KNeighborsRegressor(), "TopK .* stored rows"),
+        (KNeighborsClassifier(), "TopK .* stored rows"),
+        (KMeans(3), "stored rows,.* Gemm"),
+        (GaussianProcessClassifier(), r"Solve .* onnxruntime .*select"),
     ],
     ids=str,
 )
 def test_refused(estimator, why):
     with pytest.raises(ValueError, match=why):
-        Trainer(exported(estimator, CLASS), "mse").fit(X, CLASS)
+        Trainer(fitted_model(estimator, CLASS), "mse").fit(X, CLASS)
 
 
 THREE = np.digitize(Y, np.quantile(Y, [0.3, 0.7]))
@@ -249,26 +252,26 @@ def test_labels_follow_what_trains(case):
     y = CLASS if classes == 2 else THREE
     shifted = np.where(np.arange(60) % 5, y, (y + 1) % classes)
     try:
-        proto = exported(clone(model), y, options={"zipmap": False})
+        proto = fitted_model(clone(model), y, options={"zipmap": False})
     except NameError:  # without this option
-        proto = exported(clone(model), y)
-    before = run(proto)[1].reshape(60, -1)
+        proto = fitted_model(clone(model), y)
+    before = run(proto, X=X)[1].reshape(60, -1)
     svm, one = isinstance(model, SVC | NuSVC), before.shape[1] == 1
     loss = "binary_cross_entropy" if one else "cross_entropy"
     trainer = Trainer(proto, loss, learning_rate=1e-2)
     if svm and classes == 2 and model.probability is not True:
-        with pytest.raises(ValueError, match=r"SVMClassifier .* opposite to its labels.*OnnxCla"):
+        with pytest.raises(ValueError, match=naming("SVMClassifier", "labels", "OnnxCla")):
             trainer.evaluate(X, shifted)
         return
     if isinstance(model, AdaBoostClassifier):  # it counts votes, whose weights do not train
-        with pytest.raises(ValueError, match="no differentiable path"):
+        with pytest.raises(ValueError, match="path"):
             trainer.fit(X, shifted)
         return
     first = trainer.evaluate(X, shifted)["loss"]
     trainer.fit(X, shifted, epochs=10, batch_size=60)
     last = trainer.evaluate(X, shifted)["loss"]
     assert last < first
-    label, scores = run(trainer.model)
+    label, scores = run(trainer.model, X=X)
     scores = scores.reshape(60, -1)
     largest = scores[:, 0] > 0 if one else scores.argmax(axis=1)
     assert (label.ravel() == largest).mean() > (0.9 if svm else 0.999)  # votes may differ
@@ -278,12 +281,6 @@ def test_labels_follow_what_trains(case):
         if not isinstance(model, OneVsOneClassifier) and p.min() > 1e-6:
             # onnxruntime couples the probabilities of pairs within 0.005
             assert last == pytest.approx(-np.log(p).mean(), abs=1e-2 if svm else 1e-4)
-
-
-def run(proto):
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    return ort.InferenceSession(proto.SerializeToString(), options).run(None, {"X": X})
 
 
 def test_large_scores_of_several_classes_train():
@@ -312,30 +309,30 @@ def test_large_scores_of_several_classes_train():
     ],
 )
 def test_what_trains_otherwise_than_it_looks_is_said(model, y, why, caplog):
-    proto = exported(clone(model), y, options={"zipmap": False})
+    proto = fitted_model(clone(model), y, options={"zipmap": False})
     Trainer(proto, "cross_entropy").evaluate(X, y)
     assert re.search(why, caplog.text)
 
 
 def test_scores_of_pairs_are_refused():
-    proto = exported(SVC(decision_function_shape="ovo"), THREE, options={"zipmap": False})
-    with pytest.raises(ValueError, match=r"each pair of the 3 classes, by SVMClassifier .*'ovr'"):
+    proto = fitted_model(SVC(decision_function_shape="ovo"), THREE, options={"zipmap": False})
+    with pytest.raises(ValueError, match=naming("3 classes", "SVMClassifier", "'ovr'")):
         Trainer(proto, "cross_entropy").fit(X, THREE)
-    two = Trainer(exported(SVC(), CLASS), "cross_entropy", loss_options={"from_logits": True})
+    two = Trainer(fitted_model(SVC(), CLASS), "cross_entropy", loss_options={"from_logits": True})
     before = two.evaluate(X, 1 - SHIFTED["class"])["loss"]
     two.fit(X, 1 - SHIFTED["class"], epochs=5, batch_size=60)
     assert two.evaluate(X, 1 - SHIFTED["class"])["loss"] < before
 
 
 def test_one_score_is_no_softmax():
-    proto = exported(LinearSVC(), CLASS)
-    with pytest.raises(ValueError, match=r"holds one score, .* use 'binary_cross_entropy'"):
+    proto = fitted_model(LinearSVC(), CLASS)
+    with pytest.raises(ValueError, match=naming("score", "'binary_cross_entropy'")):
         Trainer(proto, "cross_entropy").fit(X, CLASS)
-    trains(proto, CLASS, LINEAR, "binary_cross_entropy")
+    assert_trains(proto, CLASS, LINEAR, "binary_cross_entropy")
 
 
 def test_binary_features_of_a_naive_bayes():
-    trains(exported(BernoulliNB(binarize=0.5), CLASS), SHIFTED["class"],
+    assert_trains(fitted_model(BernoulliNB(binarize=0.5), CLASS), SHIFTED["class"],
            {"feature_log_prob", "class_log_prior"}, "cross_entropy", 1e-4)  # fmt: skip
 
 
@@ -348,7 +345,7 @@ def test_a_layer_behind_the_trees_of_lightgbm():
     trees = tools.convert_lightgbm(model, initial_types=types, target_opset=15)
     with pytest.raises(ValueError, match=r"TreeEnsembleRegressor .* thresholds"):
         Trainer(trees, "mse").fit(X, Y)
-    trains(with_layer(trees), SHIFTED["y"], {"scale", "bias"}, "mse")
+    assert_trains(with_linear_layer(trees), SHIFTED["y"], {"scale", "bias"}, "mse")
 
 
 def test_the_trees_of_xgboost():
@@ -362,7 +359,7 @@ def test_the_trees_of_xgboost():
             Trainer(trees, "mse").fit(X, CLASS)
 
 
-def with_layer(trees: onnx.ModelProto) -> onnx.ModelProto:
+def with_linear_layer(trees: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with a linear layer behind its output."""
     made = onnx.ModelProto()
     made.CopyFrom(trees)

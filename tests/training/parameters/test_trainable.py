@@ -2,94 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
-import warnings
-from pathlib import Path
-
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
+
+from tests.support.optimized_models import optimized_model
+from tests.support.running import in_sweep
+from tests.support.trainable_exports import NETWORK_NAMES, exported_network, random_network
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 from onnxgrad import trainable  # noqa: E402
 from onnxgrad.model.weights import constant_refs  # noqa: E402
-from tests.support.networks_more import NETWORKS  # noqa: E402
 
-LEVELS = {
-    "plain": None,
-    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-}
+LEVELS = ("plain", "basic", "extended")
 SCALARS = {  # learned ones, under all of their names
     "logit_scale", "exp", "/Exp_output_0", "temperature", "logit_bias", "scale", "alpha",
     "alphas.0", "alphas.1",
 }  # fmt: skip
 NAMELESS = {"query_embed.weight", "cls_token", "bn1.bias"}  # expanded or folded
-FIXED_LENGTH = {"alibi table", "lstm", "gru", "gru, learned state", "rnn"}  # of their second axis
+ONE_OF_EACH_KIND = (  # of these, one export is tested by default
+    "cnn", "depthwise", "vit", "rotary decoder", "encoder", "gru", "scaled logits",
+    "point detector", "cosine attention", "scaled", "weight norm",
+)  # fmt: skip
 
 
-def network(name):
-    """Return a network whose parameters are all random, and its inputs."""
-    torch.manual_seed(0)
-    net, inputs = NETWORKS[name]()
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(0.3 * torch.randn(p.shape) + (0.7 if p.numel() < 3 else 0.0))
-    return net.eval(), inputs
-
-
-@functools.cache
-def exported(name: str, dynamo: bool) -> bytes:
-    net, inputs = network(name)
-    names = [f"x{i}" for i in range(len(inputs))]
-    moving = [
-        {0: "N", 1: "T"} if x.dtype == torch.int64 and x.ndim > 1 and name not in FIXED_LENGTH
-        else {0: "N"}
-        for x in inputs
-    ]  # fmt: skip
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        if not dynamo:
-            file = io.BytesIO()
-            axes = dict(zip(names, moving, strict=True))
-            torch.onnx.export(net, inputs, file, dynamo=False, input_names=names, dynamic_axes=axes)
-            return file.getvalue()
-        sizes = tuple(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in moving)
-        program = torch.onnx.export(
-            net, inputs, dynamo=True, verbose=False, input_names=names, dynamic_shapes=sizes
-        )
-        return program.model_proto.SerializeToString()
-
-
-def optimized(model: bytes, level: str, folder: Path) -> onnx.ModelProto:
-    if LEVELS[level] is None:
-        return onnx.load_from_string(model)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = LEVELS[level]
-    options.optimized_model_filepath = str(folder / f"{level}.onnx")
-    options.log_severity_level = 4
-    ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return onnx.load(options.optimized_model_filepath)
-
-
-def elements(tensors) -> set[float]:
+def elements_of(tensors) -> set[float]:
     return {x for t in tensors if t.is_floating_point() for x in t.detach().ravel().tolist()}
 
 
-def learned(net, model: onnx.ModelProto) -> set[str]:
+def learned_names(net, model: onnx.ModelProto) -> set[str]:
     """Return the names of what the parameters of `net` became in `model`.
 
     They are random: what holds one number only, whole numbers, or elements of buffers, is of none.
     Single numbers are parameters, or their e^p.
     """
-    buffers = elements(net.buffers())
+    buffers = elements_of(net.buffers())
     single = [p.detach() for p in net.parameters() if p.numel() == 1]
-    single = elements(single) | elements(p.exp() for p in single)
+    single = elements_of(single) | elements_of(p.exp() for p in single)
     names = set()
     for site in constant_refs(model):
         array = site.array()
@@ -102,14 +53,11 @@ def learned(net, model: onnx.ModelProto) -> set[str]:
     return names
 
 
-def exports() -> list:
+def exports_of_networks() -> list:
     """Return every network with both exporters; most of them are of the sweep."""
-    marks = pytest.mark.sweep
-    return [
-        pytest.param(name, dynamo, id=f"{name}-{exporter}", marks=[marks] * (i % rare != 0))
-        for exporter, dynamo, rare in (("legacy", False, 2), ("dynamo", True, 4))
-        for i, name in enumerate(NETWORKS)
-    ]
+    default = {(name, False) for name in ONE_OF_EACH_KIND} | {("cnn", True), ("gpt", True)}
+    both = [(name, dynamo) for dynamo in (False, True) for name in NETWORK_NAMES]
+    return [case if case in default else in_sweep(*case) for case in both]
 
 
 def wrong_aliases(net, model: onnx.ModelProto, complete: bool) -> dict[str, str]:
@@ -135,13 +83,13 @@ def wrong_aliases(net, model: onnx.ModelProto, complete: bool) -> dict[str, str]
     return wrong
 
 
-@pytest.mark.parametrize(("name", "dynamo"), exports())
-def test_as_named_parameters(name, dynamo, tmp_path):
-    net, _ = network(name)
-    model = exported(name, dynamo)
+@pytest.mark.parametrize(("name", "dynamo"), exports_of_networks())
+def test_as_named_parameters(name, dynamo):
+    net, _ = random_network(name)
+    model = exported_network(name, dynamo)
     for level in LEVELS:
-        rows = trainable(proto := optimized(model, level, tmp_path))
-        expected = learned(net, proto)
+        rows = trainable(proto := optimized_model(model, level))
+        expected = learned_names(net, proto)
         trained = {t.name for t in rows if t.trains}
         sizes = {t.name: t.size for t in rows}
         why = {t.name: t.why for t in rows if t.name in trained ^ expected}

@@ -29,6 +29,7 @@ from onnxgrad import trainable
 PAGE = DOCS / "trainable.md"
 LAYERS = {"hidden_layer_sizes": (5,), "max_iter": 5, "random_state": 0}
 LINEAR = {"coefficients", "intercepts"}
+OF_LAYERS = {"coefficient", "intercepts", "coefficient1", "intercepts1"}
 
 ESTIMATORS = {  # and the parts of names, behind the last dot, of what trains
     "StandardScaler": (StandardScaler(), set()),
@@ -40,30 +41,22 @@ ESTIMATORS = {  # and the parts of names, behind the last dot, of what trains
     "LogisticRegression": (LogisticRegression(), LINEAR),
     "SGDClassifier": (SGDClassifier(loss="log_loss"), {"coef", "intercept"}),
     "StandardScaler, LogisticRegression": (
-        make_pipeline(StandardScaler(), LogisticRegression()),
-        LINEAR,
+        make_pipeline(StandardScaler(), LogisticRegression()), LINEAR,
     ),
-    "MLPRegressor": (
-        MLPRegressor(**LAYERS),
-        {"coefficient", "intercepts", "coefficient1", "intercepts1"},
-    ),
-    "MLPClassifier": (
-        MLPClassifier(**LAYERS),
-        {"coefficient", "intercepts", "coefficient1", "intercepts1"},
-    ),
+    "MLPRegressor": (MLPRegressor(**LAYERS), OF_LAYERS),
+    "MLPClassifier": (MLPClassifier(**LAYERS), OF_LAYERS),
     "LinearSVC": (LinearSVC(), LINEAR),
     "SVR": (SVR(), {"coefficients", "rho"}),
     "SVC": (SVC(), {"coefficients", "rho"}),
     "KNeighborsRegressor": (KNeighborsRegressor(3), set()),
     "KNeighborsClassifier": (KNeighborsClassifier(3), set()),
     "GaussianProcessRegressor": (
-        GaussianProcessRegressor(RBF()),
-        {"gpr_MatMulcst", "gpr_Addcst"},
+        GaussianProcessRegressor(RBF()), {"gpr_MatMulcst", "gpr_Addcst"},
     ),
-}
+}  # fmt: skip
 
 
-def rows_of(name):
+def rows_of_estimator(name):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 4)).astype(np.float32)
     y = x @ [1.0, -2.0, 0.5, 1.0] + 3
@@ -77,14 +70,14 @@ def rows_of(name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_sklearn(name):
-    rows = rows_of(name)
+    rows = rows_of_estimator(name)
     assert {t.name.rpartition(".")[2] for t in rows if t.trains} == ESTIMATORS[name][1], rows
     text = PAGE.read_text()
-    for line in table(name, rows):
+    for line in table_lines(name, rows):
         assert line in text, f"{PAGE.name} lacks: {line}"
 
 
-def table(name, rows):
+def table_lines(name, rows):
     """Return the lines of the table about one estimator; names of nodes are counted up."""
     for t in rows:
         why = re.sub(r" '[^']*'", "", t.why)
