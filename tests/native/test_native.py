@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad import native
@@ -16,15 +15,15 @@ from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
 from onnxgrad.native.phases import PLAIN
 from onnxgrad.training.step import epoch
-from tests.support.models import parse_model
+from tests.support.models import initializer_arrays, parse_model
+from tests.support.running import in_sweep
 
 DOMAIN = blocked_layout.DOMAIN
-needs_blocks = pytest.mark.skipif(
-    not blocked_layout.block_size(), reason="this onnxruntime has no blocked convolution here"
-)
+needs_blocks = pytest.mark.usefixtures("blocked_convolutions")
+Shape = tuple[int, ...]
 
 
-class Case(NamedTuple):
+class BlockedConvolution(NamedTuple):
     """`y = nodes` of x (N, C, H, W), after a convolution, so that the gradient of x counts.
 
     `native` are the convolutions in blocks after each other: forward, of x, of the weight.
@@ -32,115 +31,70 @@ class Case(NamedTuple):
 
     id: str
     nodes: str
-    x: tuple[int, ...]
-    shapes: dict[str, tuple[int, ...]]
+    x: Shape
+    shapes: dict[str, Shape]
     native: int = 3
 
 
+def convolution(
+    id: str, attributes: str, x: Shape, w: Shape = (32, 32, 3, 3), native: int = 3, b: int = 0
+) -> BlockedConvolution:
+    """Return the case of one convolution, transposed if its name says so; `b`: of its bias."""
+    kind = "ConvTranspose" if "transposed" in id else "Conv"
+    nodes = f"y = {kind}<{attributes}>(x, w{', b' if b else ''})"
+    return BlockedConvolution(id, nodes, x, {"w": w} | ({"b": (b,)} if b else {}), native)
+
+
+def by_channel(id: str, attributes: str, x: Shape, w: Shape, native: int = 3, b: int = 0):
+    """Return the case of a convolution of each of 32 channels."""
+    own = f"group=32, {attributes}".removesuffix(", ")
+    return convolution(f"by channel, {id}", own, x, (32, 1, *w), native, b)
+
+
 SQUARE = {"w": (32, 32, 3, 3)}
+ODD_PADS = "strides=[2,3], pads=[1,0,0,1], output_padding=[1,0]"
+DILATED = "dilations=[2,1], pads=[2,1,2,1]"
+DENSE = convolution("dense", "pads=[1,1,1,1]", (32, 9, 6))
+STRIDED = convolution("strided", "strides=[2,2], pads=[1,1,1,1]", (32, 8, 8))
+STRIDED_CHANNELS = by_channel("strided", "strides=[2,2], pads=[1,1,1,1]", (32, 8, 9), (3, 3))
 CASES = [
-    Case("dense", "y = Conv<pads=[1,1,1,1]>(x, w)", (32, 9, 6), SQUARE),
-    Case("bias", "y = Conv<pads=[1,1,1,1]>(x, w, b)", (32, 6, 9), SQUARE | {"b": (32,)}),
-    Case("more channels", "y = Conv<pads=[1,1,1,1]>(x, w)", (32, 9, 6), {"w": (64, 32, 3, 3)}),
-    Case("without padding", "y = Conv(x, w)", (32, 9, 6), SQUARE),
-    Case("uneven padding", "y = Conv<pads=[2,0,1,2]>(x, w)", (32, 7, 6), SQUARE),
-    Case("uneven kernel", "y = Conv<pads=[0,1,1,2]>(x, w)", (32, 7, 6), {"w": (32, 32, 2, 4)}),
-    Case("5 x 5", "y = Conv<pads=[2,2,2,2]>(x, w)", (32, 5, 7), {"w": (32, 32, 5, 5)}),
-    Case("strided", "y = Conv<strides=[2,2], pads=[1,1,1,1]>(x, w)", (32, 8, 8), SQUARE),
-    Case("strided, odd", "y = Conv<strides=[2,2], pads=[1,1,1,1]>(x, w)", (32, 9, 9), SQUARE),
-    Case("uneven strides", "y = Conv<strides=[3,2], pads=[1,0,1,1]>(x, w)", (32, 14, 9), SQUARE),
-    Case("one stride", "y = Conv<strides=[1,2], pads=[1,0,1,1]>(x, w)", (32, 7, 9), SQUARE),
-    Case("stride beyond", "y = Conv<strides=[4,4]>(x, w)", (32, 18, 19), SQUARE),
-    Case("dilated", "y = Conv<dilations=[2,3], pads=[2,3,2,3]>(x, w)", (32, 8, 9), SQUARE),
-    Case("dilated, no pads", "y = Conv<dilations=[2,1]>(x, w)", (32, 9, 7), SQUARE),
-    Case(
+    DENSE,
+    STRIDED_CHANNELS,
+    convolution("bias", "pads=[1,1,1,1]", (32, 6, 9), b=32),
+    convolution("uneven padding", "pads=[2,0,1,2]", (32, 7, 6)),
+    convolution("uneven strides", "strides=[3,2], pads=[1,0,1,1]", (32, 14, 9)),
+    convolution("dilated, no pads", "dilations=[2,1]", (32, 9, 7)),
+    convolution(
         "dilated and strided",
-        "y = Conv<dilations=[2,1], strides=[1,2], pads=[2,1,2,1]>(x, w)",
+        "dilations=[2,1], strides=[1,2], pads=[2,1,2,1]",
         (32, 9, 8),
-        SQUARE,
-        2,
+        native=2,
     ),
-    Case("same upper", 'y = Conv<auto_pad="SAME_UPPER", strides=[2,2]>(x, w)', (32, 9, 8), SQUARE),
-    Case("same lower", 'y = Conv<auto_pad="SAME_LOWER">(x, w)', (32, 9, 8), {"w": (32, 32, 2, 4)}),
-    Case(
-        "by channel", "y = Conv<group=32, pads=[1,1,1,1]>(x, w)", (32, 8, 7), {"w": (32, 1, 3, 3)}
-    ),
-    Case(
-        "by channel, strided",
-        "y = Conv<group=32, strides=[2,2], pads=[1,1,1,1]>(x, w)",
-        (32, 8, 9),
-        {"w": (32, 1, 3, 3)},
-    ),
-    Case(
-        "by channel, dilated",
-        "y = Conv<group=32, dilations=[1,2], pads=[0,2,1,2]>(x, w)",
-        (32, 8, 9),
-        {"w": (32, 1, 3, 2)},
-    ),
-    Case("groups", "y = Conv<group=2, pads=[1,1,1,1]>(x, w)", (32, 6, 6), {"w": (32, 16, 3, 3)}, 0),
-    Case("odd channels", "y = Conv<pads=[1,1,1,1]>(x, w)", (32, 6, 6), {"w": (7, 32, 3, 3)}, 0),
-    Case("odd input", "y = Conv<pads=[1,1,1,1]>(x, w)", (20, 6, 6), {"w": (32, 20, 3, 3)}, 1),
-    Case("few input", "y = Conv<pads=[1,1,1,1]>(x, w)", (3, 6, 6), {"w": (32, 3, 3, 3)}, 2),
-    Case(
-        "few input, strided", "y = Conv<strides=[2,2]>(x, w)", (3, 11, 10), {"w": (32, 3, 3, 3)}, 2
-    ),
-    Case("1 x 1", "y = Conv(x, w)", (32, 6, 6), {"w": (32, 32, 1, 1)}, 0),
-    Case("few pixels", "y = Conv<pads=[1,1,1,1]>(x, w)", (32, 3, 3), SQUARE, 0),
-    Case(
-        "1 x 1 in blocks",
-        "h = Conv(x, w)  y = Conv(h, v)",
-        (32, 6, 6),
-        SQUARE | {"v": (32, 32, 1, 1)},
-        4,
-    ),
-    Case(
+    convolution("same upper", 'auto_pad="SAME_UPPER", strides=[2,2]', (32, 9, 8)),
+    by_channel("dilated", "dilations=[1,2], pads=[0,2,1,2]", (32, 8, 9), (3, 2)),
+    convolution("groups", "group=2, pads=[1,1,1,1]", (32, 6, 6), (32, 16, 3, 3), 0),
+    convolution("odd channels", "pads=[1,1,1,1]", (32, 6, 6), (7, 32, 3, 3), 0),
+    convolution("odd input", "pads=[1,1,1,1]", (20, 6, 6), (32, 20, 3, 3), 1),
+    convolution("few input, strided", "strides=[2,2]", (3, 11, 10), (32, 3, 3, 3), 2),
+    convolution("few pixels", "pads=[1,1,1,1]", (32, 3, 3), native=0),
+    convolution("transposed, bias", ODD_PADS, (32, 5, 4), b=32),
+    by_channel("transposed, bias", "strides=[2,2]", (32, 5, 4), (3, 3), b=32),
+    convolution("transposed, disjoint", "strides=[2,2]", (32, 5, 4), (32, 64, 2, 2)),
+    convolution("three dimensions", "kernel_shape=[2,2,2]", (32, 4, 5, 4), (32, 32, 2, 2, 2), 0),
+    by_channel("line, padded", "pads=[1,2]", (32, 40), (4,)),
+    by_channel("line, transposed", "strides=[2], output_padding=[1]", (32, 40), (4,)),
+    by_channel("line, few windows", "strides=[3]", (32, 40), (4,), 1),
+    BlockedConvolution(
         "1 x 1, strided",
         "h = Conv(x, w)  y = Conv<strides=[2,2]>(h, v)",
         (32, 11, 10),
         SQUARE | {"v": (32, 32, 1, 1)},
         4,
     ),
-    Case("transposed", "y = ConvTranspose(x, w)", (32, 6, 5), SQUARE),
-    Case(
-        "transposed, strided",
-        "y = ConvTranspose<strides=[2,3], pads=[1,0,0,1], output_padding=[1,0]>(x, w)",
-        (32, 5, 4),
-        SQUARE,
+    BlockedConvolution(
+        "shared", "h = Conv<pads=[1,1,1,1]>(x, w)  y = Conv(h, w)", (32, 8, 7), SQUARE, 6
     ),
-    Case(
-        "transposed, bias",
-        "y = ConvTranspose<strides=[2,3], pads=[1,0,0,1], output_padding=[1,0]>(x, w, b)",
-        (32, 5, 4),
-        SQUARE | {"b": (32,)},
-    ),
-    Case(
-        "transposed by channel, bias",
-        "y = ConvTranspose<group=32, strides=[2,2]>(x, w, b)",
-        (32, 5, 4),
-        {"w": (32, 1, 3, 3), "b": (32,)},
-        3,
-    ),
-    Case(
-        "transposed, disjoint",
-        "y = ConvTranspose<strides=[2,2]>(x, w)",
-        (32, 5, 4),
-        {"w": (32, 64, 2, 2)},
-    ),
-    Case("one dimension", "y = Conv<pads=[1,1]>(x, w)", (32, 40), {"w": (32, 32, 3)}, 0),
-    *(
-        Case(f"one dimension by channel, {id}", f"y = {nodes}", (32, 40), {"w": (32, 1, 4)}, n)
-        for id, nodes, n in (
-            ("padded", "Conv<group=32, pads=[1,2]>(x, w)", 3),
-            ("strided", "Conv<group=32, strides=[2], pads=[2,1], kernel_shape=[4]>(x, w)", 3),
-            ("dilated", "Conv<group=32, dilations=[2], pads=[3,3]>(x, w)", 3),
-            ("transposed", "ConvTranspose<group=32, strides=[2], output_padding=[1]>(x, w)", 3),
-            ("of the file", 'Conv<group=32, auto_pad="SAME_UPPER">(x, w)', 2),
-            ("few windows", "Conv<group=32, strides=[3]>(x, w)", 1),
-        )
-    ),
-    Case("three dimensions", "y = Conv(x, w)", (32, 4, 5, 4), {"w": (32, 32, 2, 2, 2)}, 0),
-    Case("shared", "h = Conv<pads=[1,1,1,1]>(x, w)  y = Conv(h, w)", (32, 8, 7), SQUARE, 6),
-    Case(
+    BlockedConvolution(
         "read twice",
         "h = Conv(x, w)  k = Conv(x, v)  y = Add(h, k)",
         (32, 8, 7),
@@ -148,43 +102,54 @@ CASES = [
         5,
     ),
 ]
-
-
+MORE_CASES = [
+    STRIDED,
+    convolution("more channels", "pads=[1,1,1,1]", (32, 9, 6), (64, 32, 3, 3)),
+    convolution("without padding", "kernel_shape=[3,3]", (32, 9, 6)),
+    convolution("uneven kernel", "pads=[0,1,1,2]", (32, 7, 6), (32, 32, 2, 4)),
+    convolution("5 x 5", "pads=[2,2,2,2]", (32, 5, 7), (32, 32, 5, 5)),
+    convolution("strided, odd", "strides=[2,2], pads=[1,1,1,1]", (32, 9, 9)),
+    convolution("one stride", "strides=[1,2], pads=[1,0,1,1]", (32, 7, 9)),
+    convolution("stride beyond", "strides=[4,4]", (32, 18, 19)),
+    convolution("dilated", "dilations=[2,3], pads=[2,3,2,3]", (32, 8, 9)),
+    convolution("same lower", 'auto_pad="SAME_LOWER"', (32, 9, 8), (32, 32, 2, 4)),
+    by_channel("dense", "pads=[1,1,1,1]", (32, 8, 7), (3, 3)),
+    convolution("few input", "pads=[1,1,1,1]", (3, 6, 6), (32, 3, 3, 3), 2),
+    convolution("1 x 1", "kernel_shape=[1,1]", (32, 6, 6), (32, 32, 1, 1), 0),
+    BlockedConvolution(
+        "1 x 1 in blocks",
+        "h = Conv(x, w)  y = Conv(h, v)",
+        (32, 6, 6),
+        SQUARE | {"v": (32, 32, 1, 1)},
+        4,
+    ),
+    convolution("transposed", "kernel_shape=[3,3]", (32, 6, 5)),
+    convolution("transposed, strided", ODD_PADS, (32, 5, 4)),
+    convolution("line", "pads=[1,1]", (32, 40), (32, 32, 3), 0),
+    by_channel("line, strided", "strides=[2], pads=[2,1], kernel_shape=[4]", (32, 40), (4,)),
+    by_channel("line, dilated", "dilations=[2], pads=[3,3]", (32, 40), (4,)),
+    by_channel("line, of the file", 'auto_pad="SAME_UPPER"', (32, 40), (4,), 2),
+]
+FEW_W = (7, 5, 3, 3)
 FEW = [
-    Case("few", "y = Conv<pads=[1,1,1,1]>(x, w)", (5, 3, 4), {"w": (7, 5, 3, 3)}, 2),
-    Case("bias", "y = Conv<pads=[0,0,1,1]>(x, w, b)", (5, 3, 4), {"w": (7, 5, 3, 3), "b": (7,)}, 2),
-    Case(
-        "strided",
-        "y = Conv<strides=[2,2], pads=[1,1,1,1]>(x, w)",
-        (5, 3, 4),
-        {"w": (7, 5, 3, 3)},
-        2,
-    ),
-    Case("odd", "y = Conv<strides=[3,2], pads=[1,1,1,1]>(x, w)", (5, 3, 3), {"w": (7, 5, 3, 3)}, 2),
-    Case("1 x 1", "y = Conv(x, w)", (5, 3, 3), {"w": (7, 5, 1, 1)}, 2),
-    Case("1 x 1, strided", "y = Conv<strides=[2,2]>(x, w)", (5, 3, 3), {"w": (7, 5, 1, 1)}, 1),
-    Case("uneven", "y = Conv<pads=[0,2,1,0]>(x, w)", (5, 3, 3), {"w": (7, 5, 3, 4)}, 2),
-    Case("wide pads", "y = Conv<pads=[1,2,1,2]>(x, w)", (5, 3, 3), {"w": (7, 5, 3, 3)}, 2),
-    Case(
-        "dilated",
-        "y = Conv<dilations=[1,2], pads=[1,2,1,2]>(x, w)",
-        (5, 3, 3),
-        {"w": (7, 5, 3, 3)},
-        2,
-    ),
-    Case("of the file", 'y = Conv<auto_pad="SAME_UPPER">(x, w)', (5, 3, 3), {"w": (7, 5, 3, 3)}, 1),
-    Case(
-        "transposed",
-        "y = ConvTranspose<strides=[2,3], pads=[1,0,0,1], output_padding=[1,2]>(x, w)",
-        (5, 3, 2),
-        {"w": (5, 7, 3, 3)},
-        1,
-    ),
+    convolution("bias", "pads=[0,0,1,1]", (5, 3, 4), FEW_W, 2, 7),
+    convolution("strided", "strides=[2,2], pads=[1,1,1,1]", (5, 3, 4), FEW_W, 2),
+    convolution("1 x 1, strided", "strides=[2,2]", (5, 3, 3), (7, 5, 1, 1), 1),
+    convolution("uneven", "pads=[0,2,1,0]", (5, 3, 3), (7, 5, 3, 4), 2),
+    convolution("dilated", "dilations=[1,2], pads=[1,2,1,2]", (5, 3, 3), FEW_W, 2),
+    convolution("of the file", 'auto_pad="SAME_UPPER"', (5, 3, 3), FEW_W, 1),
+    convolution("transposed", ODD_PADS.replace("[1,0]", "[1,2]"), (5, 3, 2), (5, 7, 3, 3), 1),
+]
+MORE_FEW = [
+    convolution("few", "pads=[1,1,1,1]", (5, 3, 4), FEW_W, 2),
+    convolution("odd", "strides=[3,2], pads=[1,1,1,1]", (5, 3, 3), FEW_W, 2),
+    convolution("1 x 1", "kernel_shape=[1,1]", (5, 3, 3), (7, 5, 1, 1), 2),
+    convolution("wide pads", "pads=[1,2,1,2]", (5, 3, 3), FEW_W, 2),
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("rows", [5, in_sweep(1)])
+@pytest.mark.parametrize("case", [*FEW, *map(in_sweep, MORE_FEW)], ids=lambda case: case.id)
 def test_images_side_by_side(case, rows, monkeypatch):
     seen = []
     monkeypatch.setattr(native, "PHASES", [PLAIN])
@@ -195,8 +160,8 @@ def test_images_side_by_side(case, rows, monkeypatch):
 
 
 @pytest.fixture
-def operators(monkeypatch):
-    """Return the operators of the steps that are built, counted."""
+def step_operators(monkeypatch):
+    """Return the operators of the steps that are built, counted by domain and name."""
     counts: Counter[tuple[str, str]] = Counter()
     see_steps(
         monkeypatch, lambda graph: counts.update((n.domain, n.op_type) for n in all_nodes(graph))
@@ -214,7 +179,7 @@ def see_steps(monkeypatch, see):
     monkeypatch.setattr(epoch, "to_native", seen)
 
 
-def changes(case: Case, rows: int, batch: int, others=()) -> dict[str, np.ndarray]:
+def weight_changes(case, rows: int, batch: int, others=()) -> dict[str, np.ndarray]:
     """Return what steps on batches of random rows add to each weight."""
     rng = np.random.default_rng(0)
     weights = {k: (rng.standard_normal(s) / 8).astype("f4") for k, s in case.shapes.items()}
@@ -228,16 +193,16 @@ def changes(case: Case, rows: int, batch: int, others=()) -> dict[str, np.ndarra
     X = rng.standard_normal((rows, *case.x)).astype("f4")
     labels = np.full((rows, 1), 3, np.float32)
     trainer.fit(X, labels, batch_size=batch, epochs=1, shuffle=False)
-    after = {t.name: numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
+    after = initializer_arrays(trainer.model)
     return {k: after[k] - weights[k] for k in weights}
 
 
-def assert_same_as_plain(case: Case, monkeypatch, rows: int, batch: int, others=()) -> None:
+def assert_same_as_plain(case, monkeypatch, rows: int, batch: int, others=()) -> None:
     """Assert that the native form changes the weights as the plain one does."""
-    mine = changes(case, rows, batch, others)
+    mine = weight_changes(case, rows, batch, others)
     with monkeypatch.context() as plain:
         plain.setattr(epoch, "to_native", lambda graph, target: None)
-        wanted = changes(case, rows, batch, others)
+        wanted = weight_changes(case, rows, batch, others)
     for name, want in wanted.items():
         scale = np.abs(want).max()
         assert scale > 1e-6, name
@@ -245,15 +210,23 @@ def assert_same_as_plain(case: Case, monkeypatch, rows: int, batch: int, others=
 
 
 @needs_blocks
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_convolutions_in_blocks(case, monkeypatch, operators):
+@pytest.mark.parametrize("case", [*CASES, *map(in_sweep, MORE_CASES)], ids=lambda case: case.id)
+def test_convolutions_in_blocks(case, monkeypatch, step_operators):
     assert_same_as_plain(case, monkeypatch, 6, 4)  # the last batch is shorter
-    assert operators[DOMAIN, "Conv"] == case.native
+    assert step_operators[DOMAIN, "Conv"] == case.native
 
 
 @needs_blocks
-@pytest.mark.parametrize("rows", [1, 16, 34])
-@pytest.mark.parametrize("case", CASES[:1] + CASES[7:8] + CASES[17:19], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        (DENSE, 34),
+        (STRIDED_CHANNELS, 1),
+        *(in_sweep(DENSE, n) for n in (1, 16)),
+        *(in_sweep(STRIDED, n) for n in (1, 16, 34)),
+        *(in_sweep(STRIDED_CHANNELS, n) for n in (16, 34)),
+    ],
+)
 def test_batches_of_any_size(case, rows, monkeypatch):
     assert_same_as_plain(case, monkeypatch, rows, rows)
 
@@ -280,52 +253,46 @@ BETWEEN = {
 }
 SHAPES = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "u": (32, 64, 3, 3), "c": (32, 1, 1)}
 SHAPES |= {"d": (1, 32, 1, 1), "s0": (32,), "b0": (32,)}
-OTHERS = {
-    "low": np.float32(-0.2),
-    "high": np.float32(0.5),
-    "m0": np.linspace(-1, 1, 32, dtype="f4"),
-}
-OTHERS |= {
-    "v0": np.linspace(1, 2, 32, dtype="f4"),
-    "pixels": [2, 3],
-    "start": [0, 0],
-    "end": [8, 8],
-}
+OTHERS = {"low": -0.2, "high": 0.5, "pixels": [2, 3], "start": [0, 0], "end": [8, 8]}
+OTHERS |= {"axis": [2, 3], "m0": list(np.linspace(-1, 1, 32)), "v0": list(np.linspace(1, 2, 32))}
+
+
+ALIKE = ("activation", "leaky", "below", "less per channel", "normalized", "mean of pixels")
 
 
 @needs_blocks
-@pytest.mark.parametrize("name", BETWEEN)
-def test_between_convolutions(name, monkeypatch, operators):
+@pytest.mark.parametrize("name", [in_sweep(n) if n in ALIKE else n for n in BETWEEN])
+def test_between_convolutions(name, monkeypatch, step_operators):
     words = set(re.findall(r"\w+", BETWEEN[name]))
     shapes = {k: s for k, s in SHAPES.items() if k in words}
-    others = {k: np.asarray(a) for k, a in (OTHERS | {"axis": [2, 3]}).items() if k in words}
-    case = Case(name, BETWEEN[name], (32, 10, 10), shapes)
+    others = {k: a for k, a in OTHERS.items() if k in words}
+    case = BlockedConvolution(name, BETWEEN[name], (32, 10, 10), shapes)
     assert_same_as_plain(case, monkeypatch, 6, 4, others)
-    assert operators[DOMAIN, "Conv"] >= 3
+    assert step_operators[DOMAIN, "Conv"] >= 3
 
 
 @needs_blocks
 def test_two_threads(monkeypatch):
     monkeypatch.setattr("onnxgrad.runtime.session.threads", lambda work: 2)
-    for case in CASES[0], CASES[7], CASES[18]:
+    for case in DENSE, STRIDED_CHANNELS:
         assert_same_as_plain(case, monkeypatch, 6, 4)
 
 
 @needs_blocks
-def test_frozen_weights_are_left_to_the_optimizer_of_onnxruntime(operators):
+def test_frozen_weights_are_left_to_the_optimizer_of_onnxruntime(step_operators):
     weights = {k: np.full((32, 32, 3, 3), 0.01, "f4") for k in "vw"}
     text = """g (float[N,32,9,9] x) => (float[N,800] o) {
         h = Conv(x, w)  y = Conv(h, v)  o = Flatten(y) }"""
     trainer = og.Trainer(parse_model(text, **weights), "squared_error", freeze=["w"])
     trainer.fit(np.ones((4, 32, 9, 9), "f4"), np.ones((4, 800), "f4"), epochs=1)
-    assert operators["", "Conv"] == 1
-    assert operators[DOMAIN, "Conv"] == 2  # the second one, and its weight's gradient
+    assert step_operators["", "Conv"] == 1
+    assert step_operators[DOMAIN, "Conv"] == 2  # the second one, and its weight's gradient
 
 
-def test_without_blocks_convolutions_stay(monkeypatch, operators):
+def test_without_blocks_convolutions_stay(monkeypatch, step_operators):
     monkeypatch.setattr("onnxgrad.native.blocked_layout.block_size", lambda: 0)
-    assert_same_as_plain(CASES[0], monkeypatch, 4, 4)
-    assert not operators[DOMAIN, "Conv"]
+    assert_same_as_plain(DENSE, monkeypatch, 4, 4)
+    assert not step_operators[DOMAIN, "Conv"]
 
 
 def test_a_failing_session_means_no_blocks(monkeypatch):
@@ -337,7 +304,7 @@ def test_a_failing_session_means_no_blocks(monkeypatch):
 
 
 def test_wrong_numbers_mean_no_blocks(monkeypatch):
-    monkeypatch.setattr(blocked_layout, "_both", lambda x, w, block: [x, x + 1])
+    monkeypatch.setattr(blocked_layout.Layout, "plain", lambda layout, y: layout.op.Neg(y))
     assert blocked_layout.block_size.__wrapped__() == 0
 
 
@@ -358,8 +325,8 @@ NORMALIZED = {
 
 
 @needs_blocks
-@pytest.mark.parametrize("name", NORMALIZED)
-def test_statistics_of_the_batch_in_blocks(name, monkeypatch, operators):
+@pytest.mark.parametrize("name", [*map(in_sweep, list(NORMALIZED)[:2]), *list(NORMALIZED)[2:]])
+def test_statistics_of_the_batch_in_blocks(name, monkeypatch, step_operators):
     words = set(re.findall(r"\w+", NORMALIZED[name]))
     shapes = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "far": (32,)}
     shapes |= {f"{k}{i}": (32,) for k in "sbmv" for i in (0, 1)}
@@ -372,18 +339,14 @@ def test_statistics_of_the_batch_in_blocks(name, monkeypatch, operators):
     x = rng.standard_normal((6, 32, 10, 10)).astype("f4")
 
     def trained() -> dict[str, np.ndarray]:
-        trainer = og.Trainer(
-            parse_model(text, axes=np.int64([1]), **weights),
-            "squared_error",
-            optimizer="sgd",
-            learning_rate=0.1,
-            batch_norm="train",
-        )
+        model = parse_model(text, axes=np.int64([1]), **weights)
+        options = {"optimizer": "sgd", "learning_rate": 0.1, "batch_norm": "train"}
+        trainer = og.Trainer(model, "squared_error", **options)
         trainer.fit(x, np.ones((6, 1), "f4"), batch_size=4, epochs=1, shuffle=False)
-        return {t.name: numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
+        return initializer_arrays(trainer.model)
 
     mine = trained()
-    assert operators["", "BatchNormalization"] == 0
+    assert step_operators["", "BatchNormalization"] == 0
     with monkeypatch.context() as plain:
         plain.setattr(epoch, "to_native", lambda graph, target: None)
         wanted = trained()

@@ -7,14 +7,15 @@ from collections import Counter
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad import native
 from onnxgrad.runtime import session
+from tests.support.models import initializer_arrays, parse_model
+from tests.support.running import in_sweep
 
 
-def trained(model, x, label, monkeypatch, phases):
+def train_in_phases(model, x, label, monkeypatch, phases):
     """Return the weights after three steps in these phases, and the operators that ran."""
     ran: list[onnx.ModelProto] = []
     load = session.ort.InferenceSession
@@ -29,24 +30,18 @@ def trained(model, x, label, monkeypatch, phases):
     monkeypatch.setattr(session.ort, "InferenceSession", recorded)
     trainer = og.Trainer(model, "squared_error", optimizer=og.momentum(0.9), learning_rate=0.01)
     trainer.fit(x, label, epochs=3, batch_size=len(x), shuffle=False)
-    bodies = [
-        a.g
-        for proto in ran
-        for node in proto.graph.node
-        for a in node.attribute
-        if a.name == "body"
-    ]
-    weights = {t.name: numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
-    return weights, [node for body in bodies for node in body.node]
+    attributes = [a for proto in ran for node in proto.graph.node for a in node.attribute]
+    bodies = [a.g for a in attributes if a.name == "body"]
+    return initializer_arrays(trainer.model), [node for body in bodies for node in body.node]
 
 
-def compare(model, x, label, monkeypatch, atol=1e-6):
+def compare_forms(model, x, label, monkeypatch, atol=1e-6):
     """Return the operators of the step without and with the native form; weights must agree."""
     phases = native.PHASES
     with monkeypatch.context() as patched:
-        plain, before = trained(model, x, label, patched, ())
-    other, after = trained(model, x, label, monkeypatch, phases)
-    start = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+        plain, before = train_in_phases(model, x, label, patched, ())
+    other, after = train_in_phases(model, x, label, monkeypatch, phases)
+    start = initializer_arrays(model)
     assert plain.keys() == other.keys()
     for name, w in plain.items():
         np.testing.assert_allclose(other[name], w, rtol=1e-4, atol=atol)
@@ -54,20 +49,17 @@ def compare(model, x, label, monkeypatch, atol=1e-6):
     return before, after
 
 
-@pytest.mark.parametrize("layers", [33, 80])
+@pytest.mark.parametrize("layers", [33, in_sweep(80)])
 def test_packed_weights_are_split_and_joined_in_trees(layers, monkeypatch):
     rng = np.random.default_rng(0)
     lines = [f"h{i + 1} = Tanh(a{i})" for i in range(layers)]
     body = " ".join(f"a{i} = Gemm(h{i}, w{i}, b{i}) {line}" for i, line in enumerate(lines))
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,3] h0) => (float[N,3] h{layers}) {{ {body} }}""")
-    for i in range(layers):
-        w, b = rng.normal(0, 0.5, (3, 3)), rng.normal(0, 0.1, 3)
-        for name, array in ((f"w{i}", w), (f"b{i}", b)):
-            tensor = numpy_helper.from_array(array.astype(np.float32), name)
-            model.graph.initializer.append(tensor)
+    weights = {f"w{i}": np.float32(rng.normal(0, 0.5, (3, 3))) for i in range(layers)}
+    weights |= {f"b{i}": np.float32(rng.normal(0, 0.1, 3)) for i in range(layers)}
+    text = f"g (float[N,3] h0) => (float[N,3] h{layers}) {{ {body} }}"
+    model = parse_model(text, **weights)
     x = rng.normal(size=(4, 3)).astype(np.float32)
-    before, after = compare(model, x, x[:, ::-1].copy(), monkeypatch)
+    before, after = compare_forms(model, x, x[:, ::-1].copy(), monkeypatch)
     assert max(len(node.output) for node in before) == 2 * layers
     assert max(max(len(n.input), len(n.output)) for n in after) <= 64
 
@@ -77,30 +69,29 @@ def test_a_wide_split_is_a_tree(sizes, monkeypatch):
     n = 70
     parts = ", ".join(f"s{i}" for i in range(n))
     count = "" if sizes else f", num_outputs = {n}"
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,{n}] x) => (float[N,1] y) <int64[{n}] sizes = {{{", ".join(["1"] * n)}}}> {{
-          h = Mul(x, w)  {parts} = Split<axis = -1{count}>(h{sizes})  y = Sum({parts}) }}""")
     rng = np.random.default_rng(0)
     w = rng.normal(size=n).astype(np.float32)
-    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    ones = ", ".join(["1"] * n)
+    text = f"""g (float[N,{n}] x) => (float[N,1] y) <int64[{n}] sizes = {{{ones}}}> {{
+          h = Mul(x, w)  {parts} = Split<axis = -1{count}>(h{sizes})  y = Sum({parts}) }}"""
+    model = parse_model(text, w=w)
     x = rng.normal(size=(4, n)).astype(np.float32)
-    before, after = compare(model, x, x[:, :1], monkeypatch)
+    before, after = compare_forms(model, x, x[:, :1], monkeypatch)
     assert max(len(node.output) for node in before) == n
     assert max(len(node.output) for node in after) <= 64
 
 
 def test_two_pools_of_one_map(monkeypatch):
-    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,1,8,8] x) => (float[N,384] y) {
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(8, 1, 3, 3)).astype(np.float32)
+    text = """g (float[N,1,8,8] x) => (float[N,384] y) {
           c = Conv<pads = [1, 1, 1, 1]>(x, w)  a = Relu(c)
           p = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(a)
           q = MaxPool<kernel_shape = [2, 1], strides = [2, 1]>(a)
-          r = Flatten(p)  s = Flatten(q)  y = Concat<axis = 1>(r, s) }""")
-    rng = np.random.default_rng(0)
-    w = rng.normal(size=(8, 1, 3, 3)).astype(np.float32)
-    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+          r = Flatten(p)  s = Flatten(q)  y = Concat<axis = 1>(r, s) }"""
+    model = parse_model(text, w=w)
     x = rng.normal(size=(4, 1, 8, 8)).astype(np.float32)
-    compare(model, x, np.zeros((4, 384), np.float32), monkeypatch)
+    compare_forms(model, x, np.zeros((4, 384), np.float32), monkeypatch)
 
 
 RESIZES = [
@@ -113,7 +104,7 @@ RESIZES = [
 
 
 @pytest.mark.parametrize(("attributes", "scales", "size"), [r[1:] for r in RESIZES])
-@pytest.mark.parametrize("by_size", [False, True])
+@pytest.mark.parametrize("by_size", [False, in_sweep(True)])
 def test_cubic_resize_by_products(attributes, scales, size, by_size, monkeypatch):
     rng = np.random.default_rng(0)
     factors = [float(s) for s in scales.split(",")]
@@ -124,14 +115,13 @@ def test_cubic_resize_by_products(attributes, scales, size, by_size, monkeypatch
     else:
         operands = f"s = Constant<value_floats=[{scales}]>() y = Resize"
         operands, batch = f'{operands}<mode="cubic"{attributes}>(c, , s)', "N"
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
-        g (float[{batch},2,{size[0]},{size[1]}] x) => (float[{batch},4,{high},{wide}] y) {{
-            c = Conv(x, w)  {operands} }}""")
     w = rng.normal(size=(4, 2, 1, 1)).astype(np.float32)
-    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    text = f"""g (float[{batch},2,{size[0]},{size[1]}] x) => (float[{batch},4,{high},{wide}] y) {{
+            c = Conv(x, w)  {operands} }}"""
+    model = parse_model(text, w=w)
     x = rng.normal(size=(2, 2, *size)).astype(np.float32)
     label = rng.normal(size=(2, 4, high, wide)).astype(np.float32)
-    before, after = compare(model, x, label, monkeypatch)
+    before, after = compare_forms(model, x, label, monkeypatch)
     resizes = [Counter(node.op_type for node in nodes)["Resize"] for nodes in (before, after)]
     assert resizes[0] > resizes[1]
 
@@ -147,14 +137,10 @@ MASKS = {
 
 
 def small_convolutions(nodes, rng, **more):
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,2,7,6] x) => (float[N,3,3,2] y) {{ c = Conv(x, w)  {nodes} }}""")
+    text = f"g (float[N,2,7,6] x) => (float[N,3,3,2] y) {{ c = Conv(x, w)  {nodes} }}"
     weights = {"w": (5, 2, 3, 3), "u": (3, 5, 3, 3), "v": (5, 5, 3, 3), "s": (5, 1, 1)}
     arrays = {n: rng.normal(0, 0.3, s) for n, s in weights.items() if f" {n})" in nodes + " w)"}
-    for name, array in (arrays | more).items():
-        tensor = numpy_helper.from_array(np.asarray(array, np.float32), name)
-        model.graph.initializer.append(tensor)
-    return model
+    return parse_model(text, **{name: np.float32(a) for name, a in (arrays | more).items()})
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -165,7 +151,7 @@ def test_masks_as_factors(name, monkeypatch):
     x = np.round(rng.normal(size=(4, 2, 7, 6)), 1).astype(np.float32)
     x[1] = 0  # so that c is 0
     label = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
-    before, after = compare(model, x, label, monkeypatch)
+    before, after = compare_forms(model, x, label, monkeypatch)
     wheres = [Counter(node.op_type for node in nodes)["Where"] for nodes in (before, after)]
     assert wheres[1] < wheres[0] or "Clip" not in name
     assert ("HardSigmoid" in {node.op_type for node in after}) == (name == "Relu")
@@ -178,8 +164,8 @@ def test_a_mask_of_an_infinite_gradient_stays(monkeypatch):
     x = rng.normal(size=(4, 2, 7, 6)).astype(np.float32)
     phases = native.PHASES
     label = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
-    plain, _ = trained(model, x, label, monkeypatch, ())
-    other, _ = trained(model, x, label, monkeypatch, phases)
+    plain, _ = train_in_phases(model, x, label, monkeypatch, ())
+    other, _ = train_in_phases(model, x, label, monkeypatch, phases)
     for weight, same in zip(plain.values(), other.values(), strict=True):
         assert np.isfinite(weight).all()
         np.testing.assert_allclose(weight, same, rtol=1e-4, atol=1e-6)
@@ -199,11 +185,12 @@ POOLS = {
     "same": ('kernel_shape=[2,2], strides=[2,2], auto_pad="SAME_UPPER"', (9, 9)),
     "line": ("kernel_shape=[4], strides=[4]", (40,)),
 }
+REPEATED = ("2 x 2", "3 x 2", "padding at the beginning")
 KEPT = ("overlapping", "dilated", "same", "column major", "line")
 
 
-@pytest.mark.parametrize("channels", [20, 32])
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("channels", [20, in_sweep(32)])
+@pytest.mark.parametrize("name", [in_sweep(n) if n in REPEATED else n for n in POOLS])
 def test_max_pools_without_indices(name, channels, monkeypatch):
     rng = np.random.default_rng(0)
     attributes, lengths = POOLS[name]
@@ -211,23 +198,19 @@ def test_max_pools_without_indices(name, channels, monkeypatch):
     ends = ",".join(["2"] * len(lengths))
     kernel = ",".join(["3"] * len(lengths))
     pads = ",".join(["1"] * 2 * len(lengths))
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,2,{spatial}] x) => (float[N,4] y) {{
+    text = f"""g (float[N,2,{spatial}] x) => (float[N,4] y) {{
             c = Conv<kernel_shape=[{kernel}], pads=[{pads}]>(x, w)  h = Relu(c)
             p = MaxPool<{attributes}>(h)  t = Mul(p, p)
             q = Conv<kernel_shape=[{ends}], pads=[{pads}]>(t, u)
-            e = GlobalAveragePool(q)  y = Flatten(e) }}""")
-    ones = [1] * len(lengths)
-    shapes = {
-        "w": (channels, 2, *[3 * n for n in ones]),
-        "u": (4, channels, *[2 * n for n in ones]),
-    }
-    for weight, shape in shapes.items():  # numbers with many equal sums
-        array = rng.integers(-1, 2, shape).astype(np.float32) / 8
-        model.graph.initializer.append(numpy_helper.from_array(array, weight))
+            e = GlobalAveragePool(q)  y = Flatten(e) }}"""
+    axes = len(lengths)
+    shapes = {"w": (channels, 2, *[3] * axes), "u": (4, channels, *[2] * axes)}
+    # numbers with many equal sums
+    weights = {n: np.float32(rng.integers(-1, 2, shape) / 8) for n, shape in shapes.items()}
+    model = parse_model(text, **weights)
     x = rng.integers(-1, 2, (5, 2, *lengths)).astype(np.float32)
     label = rng.normal(size=(5, 4)).astype(np.float32)
-    before, after = compare(model, x, label, monkeypatch, atol=1e-5)
+    before, after = compare_forms(model, x, label, monkeypatch, atol=1e-5)
     indices = [sum(len(n.output) > 1 for n in k if n.op_type == "MaxPool") for k in (before, after)]
     assert (indices[1] > 0) == (name in KEPT)
     assert indices[0] > 0

@@ -20,9 +20,9 @@ from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import all_nodes, reads
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.native import Target, max_pools, products, wide
-from onnxgrad.native.blocked_layout import block_size
 from onnxgrad.native.phases import PHASES
 from onnxgrad.runtime.device import CPU
+from tests.support.models import parse_model
 from tests.support.running import in_sweep, run_named
 
 FLOAT = ir.DataType.FLOAT
@@ -35,26 +35,22 @@ def small_things_are_rewritten(monkeypatch):
     monkeypatch.setattr(max_pools, "_LEAST", 1)
 
 
-def parsed(inputs: dict[str, str], nodes: str, constants: str = "") -> onnx.ModelProto:
+def rankless_model(inputs: dict[str, str], nodes: str, constants: str = "") -> onnx.ModelProto:
+    """Return the model of nodes that compute y, of unknown rank."""
     listed = ", ".join(f"{shape} {name}" for name, shape in inputs.items())
-    return onnx.parser.parse_model(
-        f"""<ir_version: 9, opset_import: ["": 20]>
-        g ({listed}) => (float y) <{constants}> {{ {nodes} }}"""
-    )
+    text = f"g ({listed}) => (float y) <{constants}> {{ {nodes} }}"
+    return parse_model(text, opset=20, output_shapes=False)
 
 
 def forward(inputs: dict[str, str], nodes: str, constants: str = "") -> ir.Model:
-    model = to_ir(parsed(inputs, nodes, constants))
-    model.graph.outputs[0].shape = None
+    model = to_ir(rankless_model(inputs, nodes, constants))
     infer(model)
     return model
 
 
 def with_gradients(inputs: dict[str, str], nodes: str) -> ir.Model:
     """Return the model with the gradients of sum y^2 / 2 as further outputs."""
-    proto = parsed(inputs, nodes)
-    proto.graph.output[0].type.tensor_type.ClearField("shape")
-    model = prepare(proto)
+    model = prepare(rankless_model(inputs, nodes))
     graph, op = model.graph, Emit(model.graph)
     (y,) = graph.outputs
     wrt = [x for x in graph.inputs if is_real(x)]
@@ -82,12 +78,12 @@ def assert_ordered(graph: ir.Graph, known: frozenset[ir.Value] = frozenset()) ->
     assert seen.issuperset(graph.outputs)
 
 
-def check(model: ir.Model, feeds: list[dict[str, np.ndarray]], threads: int = 1) -> ir.Graph:
+def rewrite_and_compare(model: ir.Model, feed: dict[str, np.ndarray]) -> ir.Graph:
     """Apply all phases; assert that the order is right and the numbers stay after each of them."""
     names = [str(y.name) for y in model.graph.outputs]
-    before = [run_named(to_proto(model), feed) for feed in feeds]
+    before = run_named(to_proto(model), feed)
     for phase in (GRADIENT, *PHASES):
-        if not rewrite(model.graph, GROUPS[phase], Target(CPU, threads, 4)):
+        if not rewrite(model.graph, GROUPS[phase], Target(CPU, 1, 4)):
             continue
         assert_ordered(model.graph)
         proto = to_proto(model)
@@ -95,11 +91,10 @@ def check(model: ir.Model, feeds: list[dict[str, np.ndarray]], threads: int = 1)
         if standard and all(y.shape is not None for y in model.graph.outputs):
             onnx.checker.check_model(proto)
         assert [y.name for y in model.graph.outputs] == names
-        for feed, wanted in zip(feeds, before, strict=True):
-            for name, value in run_named(proto, feed).items():
-                scale = np.abs(wanted[name]).max(initial=1e-3)
-                close = {"rtol": 1e-4, "atol": 2e-5 * scale, "err_msg": f"{phase}: {name}"}
-                np.testing.assert_allclose(value, wanted[name], **close)
+        for name, value in run_named(proto, feed).items():
+            scale = np.abs(before[name]).max(initial=1e-3)
+            close = {"rtol": 1e-4, "atol": 2e-5 * scale, "err_msg": f"{phase}: {name}"}
+            np.testing.assert_allclose(value, before[name], **close)
     return model.graph
 
 
@@ -109,18 +104,21 @@ def random(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.nd
     return {k: rng.integers(-3, 4, s).astype(np.float32) / 4 for k, s in shapes.items()}
 
 
-def operators(graph: ir.Graph) -> set[str]:
+def operators_of_graph(graph: ir.Graph) -> set[str]:
+    """Return the operators of a graph and its subgraphs."""
     return {node.op_type for node in all_nodes(graph)}
 
 
 READ = pytest.mark.parametrize("read", [False, True], ids=["read once", "read again"])
-LENGTH = pytest.mark.parametrize("n", [0, 1, 3])
+ROWS = pytest.mark.parametrize(  # of the graph, and of the feed
+    ("rows", "n"),
+    [("N", 3), ("static", 0), *(in_sweep(*pair) for pair in (("N", 0), ("N", 1), ("static", 1)))],
+)
 
 
 @READ
-@LENGTH
-@pytest.mark.parametrize("rows", ["N", "static"])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 10, in_sweep(28), in_sweep(70)])
+@ROWS
+@pytest.mark.parametrize("count", [1, 3, 10, *map(in_sweep, (2, 4, 9, 28, 70))])
 @pytest.mark.parametrize("operator", ["Concat", "Split"])
 def test_trees(operator, count, rows, n, read):
     shape, x = f"float[{n if rows == 'static' else rows},{count}]", ", ".join
@@ -133,27 +131,25 @@ def test_trees(operator, count, rows, n, read):
     model = forward({"x": shape}, nodes)
     if read:
         read_again(model)
-    graph = check(model, [random({"x": (n, count)})])
+    graph = rewrite_and_compare(model, random({"x": (n, count)}))
     assert max(max(len(m.inputs), len(m.outputs)) for m in graph if m.op_type == operator) <= 3 or (
         operator == "Split" and read
     )
 
 
 @READ
-@LENGTH
-@pytest.mark.parametrize("rows", ["N", "static"])
+@ROWS
 def test_wide_products(rows, n, read):
     r = n if rows == "static" else rows
     model = forward({"a": f"float[{r},3]", "b": f"float[{r},2]"}, "y = Gemm<transA = 1>(a, b)")
     if read:
         read_again(model)
-    graph = check(model, [random({"a": (n, 3), "b": (n, 2)})])
-    assert "Transpose" in operators(graph)
+    graph = rewrite_and_compare(model, random({"a": (n, 3), "b": (n, 2)}))
+    assert "Transpose" in operators_of_graph(graph)
 
 
 @READ
-@LENGTH
-@pytest.mark.parametrize("rows", ["N", "static"])
+@ROWS
 def test_slopes_and_scattered_rows(rows, n, read):
     r = n if rows == "static" else rows
     nodes = """j = Reshape(i, c)  u = Relu(x)  s = Shape(u)
@@ -164,21 +160,20 @@ def test_slopes_and_scattered_rows(rows, n, read):
     if read:
         read_again(model)
     feed = random({"x": (n, 3), "w": (4, 3)}) | {"i": np.arange(n) % 2}
-    graph = check(model, [feed])
-    assert {"HardSigmoid", "ScatterND"} <= operators(graph)
+    graph = rewrite_and_compare(model, feed)
+    assert {"HardSigmoid", "ScatterND"} <= operators_of_graph(graph)
 
 
 @READ
-@pytest.mark.parametrize("rows", ["N", "static"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("rows", "n"), [("N", 3), in_sweep("static", 1)])
 def test_cubic(rows, n, read):
     shape = f"float[{n if rows == 'static' else rows},2,4,6]"
     nodes = 'c = Relu(x)  y = Resize<mode = "cubic">(c, , s)'
     model = forward({"x": shape}, nodes, "float[4] s = {1.0, 1.0, 2.0, 1.5}")
     if read:
         read_again(model)
-    graph = check(model, [random({"x": (n, 2, 4, 6)})])
-    assert "Resize" not in operators(graph)
+    graph = rewrite_and_compare(model, random({"x": (n, 2, 4, 6)}))
+    assert "Resize" not in operators_of_graph(graph)
 
 
 BLOCKED = {  # the convolutions in blocks of channels and what is between them, with gradients
@@ -202,10 +197,9 @@ SHAPES = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "k": (32, 1, 1), "p": (32, 3
 SCALARS = {"low": np.float32(-0.5), "high": np.float32(0.5)}
 
 
-@pytest.mark.skipif(not block_size(), reason="this onnxruntime has no blocked convolution here")
-@READ
-@pytest.mark.parametrize("rows", ["N", in_sweep("static")])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.usefixtures("blocked_convolutions")
+@pytest.mark.parametrize("read", [in_sweep(False), True], ids=["read once", "read again"])
+@pytest.mark.parametrize(("rows", "n"), [("N", 3), in_sweep("N", 1), in_sweep("static", 3)])
 @pytest.mark.parametrize("name", BLOCKED)
 def test_blocks(name, n, rows, read):
     shapes = {"x": (n, 32, 9, 8)} | {k: s for k, s in SHAPES.items() if f" {k})" in BLOCKED[name]}
@@ -215,8 +209,8 @@ def test_blocks(name, n, rows, read):
     model = with_gradients(kinds | dict.fromkeys(given, "float"), BLOCKED[name])
     if read:
         read_again(model)
-    graph = check(model, [random(shapes) | given])
-    assert {"ReorderInput", "ReorderOutput"} <= operators(graph)
+    graph = rewrite_and_compare(model, random(shapes) | given)
+    assert {"ReorderInput", "ReorderOutput"} <= operators_of_graph(graph)
 
 
 PLAIN = {
@@ -228,8 +222,7 @@ PLAIN = {
 
 
 @READ
-@pytest.mark.parametrize("rows", ["N", "static"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("rows", "n"), [("static", 3), in_sweep("N", 3), in_sweep("N", 1)])
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_not_in_blocks(name, n, rows, read):
     nodes, pixels, weight = PLAIN[name]
@@ -237,13 +230,13 @@ def test_what_is_not_in_blocks(name, n, rows, read):
     model = with_gradients(kinds | {"w": f"float[{','.join(map(str, weight))}]"}, nodes)
     if read:
         read_again(model)
-    check(model, [random({"x": (n, 4, *pixels), "w": weight})])
+    rewrite_and_compare(model, random({"x": (n, 4, *pixels), "w": weight}))
 
 
 # -- graphs that are dense in patterns ------------------------------------------------------------
 
 
-class Draw:
+class DenseDraw:
     """A random graph of few values that are read often: the nodes, with shapes as they are."""
 
     def __init__(self, seed: int) -> None:
@@ -328,7 +321,7 @@ class Draw:
 
 def check_draw(seed: int) -> int:
     """Check one draw, with or without its gradient; return how many nodes it has."""
-    draw = Draw(seed)
+    draw = DenseDraw(seed)
     model = draw.model()
     if seed % 2:
         graph = model.graph
@@ -336,7 +329,7 @@ def check_draw(seed: int) -> int:
         gradients = sweep(draw.op, {y: draw.op.copy_of(y)}, list(graph.inputs))
         draw.op.give([y, *others, *gradients.values()])
     feed = random({"x": (draw.batch, 4), "w": (4, 4)}, seed)
-    return check(model, [feed]).num_nodes()
+    return rewrite_and_compare(model, feed).num_nodes()
 
 
 @pytest.mark.parametrize("first", [0, *(in_sweep(n) for n in range(40, 2000, 40))])

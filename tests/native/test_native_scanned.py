@@ -1,17 +1,19 @@
 """Nodes that move out of the bodies of Scans in the native form: the numbers stay the same."""
 
+from collections import Counter
+
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.device import CPU
+from tests.support.models import parse_model
+from tests.support.running import run
 
 MODEL = """
-    <ir_version: 8, opset_import: ["": 18]>
     f (float[N,3] s, float[T,N,3] a, float[T,N,3] b, float[T,N,6] c, float[3] w)
         => (float[N,3] last, float[T,N,{width}] all) {{
         last, all = Scan<num_scan_inputs = 3{more}, body = g (
@@ -66,24 +68,23 @@ DIRECTIONS = {
 
 
 def scan_of(model):
+    """Return the Scan of a model."""
     return next(n for n in model.graph.node if n.op_type == "Scan")
 
 
-def counts(model):
+def operators_of_body(model):
+    """Return how many nodes of each operator the body of the Scan has."""
     body = next(a.g for a in scan_of(model).attribute if a.name == "body")
-    kinds = [n.op_type for n in body.node]
-    return {kind: kinds.count(kind) for kind in kinds if kind not in ("Constant", "Identity")}
+    kinds = Counter(n.op_type for n in body.node)
+    return {kind: n for kind, n in kinds.items() if kind not in ("Constant", "Identity")}
 
 
-def run(model):
-    rng = np.random.default_rng(0)
-    shapes = {"s": (4, 3), "a": (5, 4, 3), "b": (5, 4, 3), "c": (5, 4, 6), "w": (3,)}
-    if any(a.name == "scan_input_axes" and any(a.ints) for a in scan_of(model).attribute):
-        shapes |= {name: (4, 5, *shapes[name][2:]) for name in "abc"}
-    fed = {name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()}
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    return ort.InferenceSession(model.SerializeToString(), options).run(None, fed)
+def with_scan_in_native_form(text, rows=4):
+    """Return the model of a text, and the model in the native form for batches of `rows`."""
+    before = parse_model(text)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
+    to_native(model.graph, Target(CPU, 1, rows))
+    return before, to_proto(model)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -91,52 +92,42 @@ def run(model):
 def test_the_numbers_stay_the_same(name, direction):
     nodes, expected = BODIES[name]
     text = MODEL.format(nodes=nodes, more=DIRECTIONS[direction], width=WIDTHS.get(name, 3))
+    shapes = {"s": (4, 3), "a": (5, 4, 3), "b": (5, 4, 3), "c": (5, 4, 6), "w": (3,)}
     if direction == "second axis":
         text = text.replace("[T,N,3] a", "[N,T,3] a").replace("[T,N,3] b", "[N,T,3] b")
         text = text.replace("[T,N,6] c", "[N,T,6] c")
-    before = onnx.parser.parse_model(text)
-    model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
-    to_native(model.graph, Target(CPU, 1, 4))
-    after = to_proto(model)
-    for ours, original in zip(run(after), run(before), strict=True):
+        shapes |= {name: (4, 5, *shapes[name][2:]) for name in "abc"}
+    before, after = with_scan_in_native_form(text)
+    rng = np.random.default_rng(0)
+    feed = {name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()}
+    for ours, original in zip(run(after, feed), run(before, feed), strict=True):
         np.testing.assert_allclose(ours, original, 1e-5, 1e-6)
     if direction in ("both", "second axis"):
-        assert counts(after) == counts(before)
+        assert operators_of_body(after) == operators_of_body(before)
     elif expected is not None:
-        assert counts(after) == expected
+        assert operators_of_body(after) == expected
 
 
 def test_large_values_stay_inside():
-    nodes, _ = BODIES["slopes"]
-    text = MODEL.format(nodes=nodes, more="", width=3)
-    before = onnx.parser.parse_model(text)
-    model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
-    to_native(model.graph, Target(CPU, 1, 100_000))
-    assert counts(to_proto(model)) == counts(before)
+    text = MODEL.format(nodes=BODIES["slopes"][0], more="", width=3)
+    before, after = with_scan_in_native_form(text, 100_000)
+    assert operators_of_body(after) == operators_of_body(before)
 
 
 @pytest.mark.parametrize("read", ["abc", "a", "c", "b", "ac", ""])
 @pytest.mark.parametrize("direction", [0, 1])
 def test_results_that_nothing_reads_are_not_stacked(read, direction):
     directions = [0, direction, 1 - direction]
-    text = f"""
-        <ir_version: 8, opset_import: ["": 18]>
+    before, after = with_scan_in_native_form(f"""
         f (float[3] s, float[4,3] x)
             => (float[3] last{"".join(f", float[4,3] {v}_" for v in read)}) {{
             last, a, b, c = Scan<num_scan_inputs = 1, scan_output_directions = {directions},
                 body = g (float[3] h, float[3] v)
                     => (float[3] new, float[3] p, float[3] q, float[3] r) {{
                 new = Add(h, v)  p = Neg(v)  q = Exp(v)  r = Mul(v, v) }}>(s, x)
-            {" ".join(f"{v}_ = Identity({v})" for v in read)} }}
-        """
-    before = onnx.parser.parse_model(text)
-    model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
-    to_native(model.graph, Target(CPU, 1, 4))
-    after = to_proto(model)
+            {" ".join(f"{v}_ = Identity({v})" for v in read)} }}""")
     rng = np.random.default_rng(0)
-    fed = {"s": rng.normal(size=3).astype("f"), "x": rng.normal(size=(4, 3)).astype("f")}
-    results = [ort.InferenceSession(m.SerializeToString()).run(None, fed) for m in (after, before)]
-    for ours, original in zip(*results, strict=True):
+    feed = {"s": rng.normal(size=3).astype("f"), "x": rng.normal(size=(4, 3)).astype("f")}
+    for ours, original in zip(run(after, feed), run(before, feed), strict=True):
         np.testing.assert_allclose(ours, original, 1e-6)
-    (scan,) = (n for n in after.graph.node if n.op_type == "Scan")
-    assert len(scan.output) == 1 + len(read)
+    assert len(scan_of(after).output) == 1 + len(read)

@@ -10,22 +10,19 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.device import Device
+from tests.support.models import operator_names, parse_model
 from tests.support.running import run
 
 ADD = """rows = Reshape(i, column)  shape = Shape(u)  indices = Expand(rows, shape)
     y = ScatterElements<axis=0, reduction="add">(x, indices, u)"""
 
 
-def native(text: str, threads: int = 1) -> onnx.ModelProto:
-    proto = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
-    model = to_ir(proto)
+def native_scatter(text: str, threads: int = 1) -> onnx.ModelProto:
+    """Return the native form of a model for a number of threads."""
+    model = to_ir(parse_model(text))
     infer(model)
     to_native(model.graph, Target(Device.of("cpu"), threads))
     return to_proto(model)
-
-
-def operators(model: onnx.ModelProto) -> list[str]:
-    return [node.op_type for node in model.graph.node]
 
 
 def scatter(x: str, u: str, column: str, dtype: str = "float", body: str = ADD) -> str:
@@ -37,9 +34,9 @@ def scatter(x: str, u: str, column: str, dtype: str = "float", body: str = ADD) 
 @pytest.mark.parametrize("width", ["3", "2, 3"])
 def test_rows_are_added_where_indices_repeat_and_are_negative(width):
     column = ", ".join(["-1"] + ["1"] * (width.count(",") + 1))
-    model = native(scatter(f"5, {width}", f"M, {width}", column))
-    assert "ScatterND" in operators(model)
-    assert "ScatterElements" not in operators(model)
+    model = native_scatter(scatter(f"5, {width}", f"M, {width}", column))
+    assert "ScatterND" in operator_names(model)
+    assert "ScatterElements" not in operator_names(model)
     rng = np.random.default_rng(0)
     shape = tuple(map(int, width.split(",")))
     x, i = rng.standard_normal((5, *shape)).astype(np.float32), np.array([4, 0, -1, 4, -5, 2])
@@ -62,4 +59,4 @@ def test_rows_are_added_where_indices_repeat_and_are_negative(width):
     ],
 )
 def test_what_is_no_sum_of_rows_on_one_thread_is_left_alone(text, threads):
-    assert "ScatterElements" in operators(native(text, threads))
+    assert "ScatterElements" in operator_names(native_scatter(text, threads))

@@ -12,13 +12,14 @@ import onnxgrad as og
 from onnxgrad.native.order import Lives, Memory, depth_first, eager, order, peak
 from onnxgrad.runtime.session import ordered_session
 from onnxgrad.training.run import sessions
+from tests.support.models import parse_model
+from tests.support.running import in_sweep
 
 
-def graph() -> ir.Graph:
+def masked_layers_graph() -> ir.Graph:
     """Masks of two layers that the file computes first, and weights whose gradients come last."""
     return ir.from_proto(
-        onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[64,64] x, float[64,64] w) => (float[1] a, float[1] b) <
+        parse_model("""g (float[64,64] x, float[64,64] w) => (float[1] a, float[1] b) <
             float[64,64] h, float[64,64] k, float[64,64] p, float[64,64] q,
             float[64,64] mh, float[64,64] nh, float[64,64] mk, float[64,64] s,
             float[64,64] t, float[1] a, float[1] b > {
@@ -33,7 +34,7 @@ def graph() -> ir.Graph:
 
 @pytest.mark.parametrize("form", [depth_first, lambda g: eager(Memory(g), depth_first(g))])
 def test_an_order_has_every_node_behind_what_it_reads(form):
-    g = graph()
+    g = masked_layers_graph()
     nodes = form(g)
     assert len(nodes) == len(g) == len(set(nodes))
     done = set(g.inputs)
@@ -43,7 +44,7 @@ def test_an_order_has_every_node_behind_what_it_reads(form):
 
 
 def test_values_that_are_read_late_are_computed_late():
-    g = graph()
+    g = masked_layers_graph()
     before = peak(Memory(g), list(g))
     assert before >= 5 * 64 * 64 * 4  # mh, nh, k, mk, p
     order(g)
@@ -89,21 +90,23 @@ def by_all_gains(memory: Memory, nodes: list[ir.Node]) -> list[ir.Node]:
     return result
 
 
-def mlp() -> onnx.ModelProto:
+def tanh_network_model() -> onnx.ModelProto:
+    """Return a network of three matrices."""
     rng = np.random.default_rng(0)
-    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,40] x) => (float[N,3] y) {
-            h = MatMul(x, w1)  r = Relu(h)  s = MatMul(r, w2)  t = Tanh(s)  y = MatMul(t, w3) }""")
-    for name, shape in {"w1": (40, 50), "w2": (50, 50), "w3": (50, 3)}.items():
-        array = rng.normal(size=shape).astype(np.float32) / 7
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    return model
+    shapes = {"w1": (40, 50), "w2": (50, 50), "w3": (50, 3)}
+    weights = {n: np.float32(rng.normal(size=shape)) / 7 for n, shape in shapes.items()}
+    return parse_model(
+        """g (float[N,40] x) => (float[N,3] y) {
+            h = MatMul(x, w1)  r = Relu(h)  s = MatMul(r, w2)  t = Tanh(s)  y = MatMul(t, w3) }""",
+        **weights,
+    )
 
 
-def trained(rows: int, call: str, **options) -> dict[str, np.ndarray]:
+def trained_weights_of_layers(rows: int, call: str, **options) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     X, y = rng.normal(size=(rows, 40)).astype(np.float32), rng.integers(0, 3, rows)
-    trainer = og.Trainer(mlp(), "cross_entropy", optimizer=og.adam(), learning_rate=1e-3, **options)
+    options |= {"optimizer": og.adam(), "learning_rate": 1e-3}
+    trainer = og.Trainer(tanh_network_model(), "cross_entropy", **options)
     for _ in range(2):
         if call == "fit":
             trainer.fit(X, y, epochs=2, batch_size=400, shuffle=False)
@@ -112,14 +115,23 @@ def trained(rows: int, call: str, **options) -> dict[str, np.ndarray]:
     return trainer.state.weights
 
 
-@pytest.mark.parametrize("call", ["fit", "partial_fit"])
-@pytest.mark.parametrize("rows", [800, 900, 250])  # a shorter last batch, one shorter batch
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize(  # 900: a shorter last batch; 250: one shorter batch
+    ("call", "rows", "recompute"),
+    [
+        ("fit", 900, "all"),
+        ("fit", 250, "none"),
+        ("partial_fit", 900, "none"),
+        *(in_sweep("fit", rows, "none") for rows in (800, 900)),
+        *(in_sweep("fit", rows, "all") for rows in (800, 250)),
+        *(in_sweep("partial_fit", rows, "none") for rows in (800, 250)),
+        *(in_sweep("partial_fit", rows, "all") for rows in (800, 900, 250)),
+    ],
+)
 def test_sessions_for_fixed_lengths_train_alike(rows, call, recompute, monkeypatch):
-    own = trained(rows, call, recompute=recompute)
+    own = trained_weights_of_layers(rows, call, recompute=recompute)
     # one session for all lengths
     monkeypatch.setattr(sessions.Sessions, "expect", lambda self, arrays: None)
-    plain = trained(rows, call, recompute=recompute)
+    plain = trained_weights_of_layers(rows, call, recompute=recompute)
     for name in ("w1", "w2", "w3"):
         np.testing.assert_allclose(own[name], plain[name], rtol=2e-5, atol=1e-6)
 
@@ -132,7 +144,7 @@ def test_sessions_for_fixed_lengths_run_in_the_order_that_saves_memory(monkeypat
         return ordered[-1]
 
     monkeypatch.setattr(sessions, "ordered_session", recorded)
-    trained(800, "fit")
+    trained_weights_of_layers(800, "fit")
     assert ordered
 
 
@@ -141,7 +153,7 @@ def test_only_announced_lengths_get_a_session(monkeypatch):
     monkeypatch.setattr(
         ort, "InferenceSession", lambda *a, **k: created.append(a) or loaded(*a, **k)
     )
-    trainer = og.Trainer(mlp(), "cross_entropy", learning_rate=1e-3)
+    trainer = og.Trainer(tanh_network_model(), "cross_entropy", learning_rate=1e-3)
     rng = np.random.default_rng(1)
     trainer.partial_fit(np.float32(rng.normal(size=(5, 40))), np.zeros(5, int))
     first = len(created)
