@@ -11,13 +11,14 @@ from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Plan, build_objective
+from tests.support.errors import naming
 from tests.support.small_models import float32_model
 
 Image = pytest.importorskip("PIL.Image")
 COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
 
-def model(shape="N,3,6,8", perm=None):
+def color_classifier(shape="N,3,6,8", perm=None):
     """Return a classifier of three classes by the mean color."""
     move = f"m = Transpose<perm=[{perm}]>(x)" if perm else "m = Identity(x)"
     text = f"""g (float[{shape}] x) => (float[N,3] y)
@@ -27,7 +28,7 @@ def model(shape="N,3,6,8", perm=None):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder_of_colors(tmp_path):
     """Return a folder of 3 x 4 images of 10 x 12 pixels; the darkness tells them apart."""
     for name, color in COLORS.items():
         (tmp_path / name / "deep").mkdir(parents=True)
@@ -42,46 +43,52 @@ def folder(tmp_path):
 
 def source(reader, made=None, size=5):
     return Dataset(reader).source(
-        Fields(build_objective(made or model(), ["w"], Plan(None, "loss", ""), False)), size
+        Fields(build_objective(made or color_classifier(), ["w"], Plan(None, "loss", ""), False)),
+        size,
     )
 
 
-def drawn(data, seed=None, skip=0):
+def batches_of_epoch(data, seed=None, skip=0):
     """Return the images and labels of an epoch, batch by batch."""
     rng = None if seed is None else np.random.default_rng(seed)
     pieces = data.epoch(rng, skip, lambda batch: 1)
     return [(p.arrays["x"][0], p.arrays["label"][0]) for p in pieces]
 
 
-def test_classes_are_folders(folder):
-    reader = image_folder(folder, (6, 8))
+def test_classes_are_folders(folder_of_colors):
+    reader = image_folder(folder_of_colors, (6, 8))
     assert reader.classes == ["blue", "green", "red"]
     assert reader.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert [file.name for file in reader.files[:4]] == ["0.png", "1.png", "2.png", "3.png"]
     data = source(reader)
     assert (data.rows, data.batches) == (12, 3)
-    x, y = (np.concatenate(parts) for parts in zip(*drawn(data), strict=True))
+    x, y = (np.concatenate(parts) for parts in zip(*batches_of_epoch(data), strict=True))
     assert y.tolist() == reader.labels.tolist()
     for image, label, i in zip(x, y, list(range(4)) * 3, strict=True):
         shade = np.float32([c * (10 - i) // 10 / 255 for c in list(COLORS.values())[label]])
         np.testing.assert_allclose(image, np.broadcast_to(shade[:, None, None], (3, 6, 8)))
 
 
-def test_an_order_that_the_seed_decides(folder):
+def test_an_order_that_the_seed_decides(folder_of_colors):
     transforms = [images.random_crop(7), images.random_flip(), images.normalize([0.5] * 3, [2] * 3)]
     noise = np.random.default_rng(0).integers(0, 255, (12, 10, 12, 3), np.uint8)
-    reader = image_folder(folder, (6, 8), transforms)
+    reader = image_folder(folder_of_colors, (6, 8), transforms)
     for file, pixels in zip(reader.files, noise, strict=True):
         Image.fromarray(pixels).save(file)
     data = source(reader)
-    whole = drawn(data, 3)
+    whole = batches_of_epoch(data, 3)
     assert len({x.tobytes() for batch, _ in whole for x in batch}) == 12
     for skip in (0, 1, 2):
-        for (x, y), (again, label) in zip(whole[skip:], drawn(data, 3, skip), strict=True):
+        for (x, y), (again, label) in zip(
+            whole[skip:], batches_of_epoch(data, 3, skip), strict=True
+        ):
             np.testing.assert_array_equal(x, again)
             np.testing.assert_array_equal(y, label)
-    assert any((x != other).any() for (x, _), (other, _) in zip(whole, drawn(data, 4), strict=True))
-    first, second = drawn(data), drawn(data)  # in order, nothing is random
+    assert any(
+        (x != other).any()
+        for (x, _), (other, _) in zip(whole, batches_of_epoch(data, 4), strict=True)
+    )
+    first, second = batches_of_epoch(data), batches_of_epoch(data)  # in order, nothing is random
     for (x, y), (again, label) in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, again)
         np.testing.assert_array_equal(y, label)
@@ -96,21 +103,23 @@ def test_an_order_that_the_seed_decides(folder):
         ("N,c,h,w", None, {"layout": "NCHW", "channels": 3}, "first"),
     ],
 )
-def test_the_layout_of_the_input(folder, shape, perm, options, channels):
-    made = model(shape, perm)
-    ((x, y), *_) = drawn(source(image_folder(folder, (6, 8), **options), made, 12))
+def test_the_layout_of_the_input(folder_of_colors, shape, perm, options, channels):
+    made = color_classifier(shape, perm)
+    ((x, y), *_) = batches_of_epoch(
+        source(image_folder(folder_of_colors, (6, 8), **options), made, 12)
+    )
     x = np.moveaxis(x, -1, 1) if channels == "last" else x
     assert x.shape == (12, 3, 6, 8)
     np.testing.assert_array_equal(x.mean((2, 3)).argmax(1), 2 - y)
-    trained = OrtGradientOptimizer(made, max_iter=20, learning_rate=1.0, random_state=0)
-    trained.fit(image_folder(folder, (6, 8), **options))
+    trained = OrtGradientOptimizer(made, max_iter=5, learning_rate=1.0, random_state=0)
+    trained.fit(image_folder(folder_of_colors, (6, 8), **options))
     assert trained.train_losses_[-1] < trained.train_losses_[0]
 
 
-def test_gray_images(folder):
+def test_gray_images(folder_of_colors):
     text = "g (float[N,1,6,8] x) => (float[N,3] y) { f = Flatten(x)  y = MatMul(f, w) }"
     made = add_loss_output(float32_model(text, w=np.zeros((48, 3))), "cross_entropy")
-    ((x, _), *_) = drawn(source(image_folder(folder, (6, 8)), made, 12))
+    ((x, _), *_) = batches_of_epoch(source(image_folder(folder_of_colors, (6, 8)), made, 12))
     expected = np.asarray(Image.new("RGB", (1, 1), (0, 0, 255)).convert("L"))[0, 0] / 255
     np.testing.assert_allclose(x[0], expected, rtol=1e-6)
 
@@ -123,7 +132,7 @@ def test_transforms():
     np.testing.assert_array_equal(images.center_crop((4, 6))(image, None), pixels[3:7, 3:9])
     np.testing.assert_array_equal(images.random_crop((4, 6))(image, None), pixels[3:7, 3:9])
     found = set()
-    for _ in range(100):
+    for _ in range(60):
         crop = np.asarray(images.random_crop((8, 11))(image, rng))
         top, left = divmod(int(crop[0, 0]), 12)
         np.testing.assert_array_equal(crop, pixels[top : top + 8, left : left + 11])
@@ -145,7 +154,7 @@ def test_sizes_that_differ_are_resized_and_cropped(tmp_path):
         pixels = np.zeros((size[1], size[0], 3), np.uint8)
         pixels[size[1] // 2 - 1 : size[1] // 2 + 1, size[0] // 2 - 1 : size[0] // 2 + 1] = 255
         Image.fromarray(pixels).save(tmp_path / str(i) / "a.png")
-    ((x, _),) = drawn(source(image_folder(tmp_path, (6, 8)), size=3))
+    ((x, _),) = batches_of_epoch(source(image_folder(tmp_path, (6, 8)), size=3))
     assert (x[:, :, 2:4, 3:5] > 0.3).all()  # what is in the middle stays there
     assert (x[:, :, 0, 0] == 0).all()
 
@@ -159,41 +168,39 @@ def test_rotated_photographs_are_upright(tmp_path):
     exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
     image.save(tmp_path / "a" / "a.png", exif=exif)
     reader = image_folder(tmp_path, (6, 8), classes=["a", "b", "c"])
-    ((x, _),) = drawn(source(reader, size=1))
+    ((x, _),) = batches_of_epoch(source(reader, size=1))
     np.testing.assert_array_equal(x[0, 0], np.float32([[0] * 7 + [1]] * 6))
 
 
-def test_folders_that_cannot_be_used(folder, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="is no folder"):
-        image_folder(folder / "none", 8)
-    with pytest.raises(ValueError, match="has no folder: it takes one for each class"):
-        image_folder(folder / "red" / "deep", 8)
-    with pytest.raises(ValueError, match="normalize must be the last"):
-        image_folder(folder, 8, [images.normalize([0], [1]), images.resize(3)])
-    with pytest.raises(ValueError, match="Unknown layout 'HWC'"):
-        image_folder(folder, 8, layout="HWC")
-    with pytest.raises(ValueError, match="channels=2 must be one of 1, 3, 4"):
-        image_folder(folder, 8, channels=2)
-    with pytest.raises(ValueError, match=r"std=\[0\] must be above 0"):
-        images.normalize([0], [0])
-    with pytest.raises(ValueError, match="does not say where the channels are"):
-        source(image_folder(folder, 8), model("N,c,h,w"))
-    with pytest.raises(ValueError, match="takes images of 6 x 8 pixels, not 8 x 8: change size="):
-        drawn(source(image_folder(folder, 8)))
+def test_folders_that_cannot_be_used(folder_of_colors, monkeypatch):
+    folder = folder_of_colors
+    wrong_order = [images.normalize([0], [1]), images.resize(3)]
+    for call, parts in (
+        (lambda: image_folder(folder / "none", 8), ["none", "folder"]),
+        (lambda: image_folder(folder / "red" / "deep", 8), ["deep", "class"]),
+        (lambda: image_folder(folder, 8, wrong_order), ["normalize", "last"]),
+        (lambda: image_folder(folder, 8, layout="HWC"), ["layout", "'HWC'"]),
+        (lambda: image_folder(folder, 8, channels=2), ["channels=2", "1, 3, 4"]),
+        (lambda: images.normalize([0], [0]), ["std=[0]", "above 0"]),
+        (lambda: source(image_folder(folder, 8), color_classifier("N,c,h,w")), ["channels"]),
+        (lambda: batches_of_epoch(source(image_folder(folder, 8))), ["6 x 8", "8 x 8", "size="]),
+    ):
+        with pytest.raises(ValueError, match=naming(*parts)):
+            call()
     (folder / "green" / "1.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"cannot read the image '.*1.png'"):
-        drawn(source(image_folder(folder, (6, 8))))
+    with pytest.raises(ValueError, match=naming("image", "1.png")):
+        batches_of_epoch(source(image_folder(folder, (6, 8))))
     (folder / "empty" / "empty").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"no image in '.*empty'"):
+    with pytest.raises(ValueError, match=naming("image", "empty")):
         image_folder(folder / "empty", 8)
-    with pytest.warns(UserWarning, match=r"no image in '.*empty'"):
+    with pytest.warns(UserWarning, match=naming("image", "empty")):
         assert image_folder(folder, 8).classes == sorted([*COLORS, "empty"])
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"pip install 'onnxgrad\[images\]'"):
+    with pytest.raises(ImportError, match=naming("pip install", "onnxgrad[images]")):
         image_folder(folder, 8)
 
 
-def blocks(folder, names):
+def folders_of_blocks(folder, names):
     """Write an image into a folder of each name; its brightness is the number of the name."""
     for number, name in enumerate(names):
         (folder / name).mkdir()
@@ -202,39 +209,39 @@ def blocks(folder, names):
 
 
 def test_names_that_are_whole_numbers_are_those_classes(tmp_path):
-    reader = image_folder(blocks(tmp_path, map(str, range(12))), (6, 8))
+    reader = image_folder(folders_of_blocks(tmp_path, map(str, range(12))), (6, 8))
     x, labels = reader.take(np.arange(12), None)
     np.testing.assert_array_equal(labels, (x.mean((1, 2, 3)) * 25.5).round())
     assert reader.classes == list(map(str, range(12)))
 
 
 def test_the_order_of_classes(tmp_path):
-    blocks(tmp_path, ["8", "3", "5"])
+    folders_of_blocks(tmp_path, ["8", "3", "5"])
     named = image_folder(tmp_path, 8, classes=[3, 5, 8])
     assert (named.labels.tolist(), named.classes) == ([0, 1, 2], ["3", "5", "8"])
     assert image_folder(tmp_path, 8).labels.tolist() == [3, 5, 8]
     ninth = image_folder(tmp_path, 8, classes=list("abcdefghi"))
     assert ninth.labels.tolist() == [3, 5, 8]
-    with pytest.raises(ValueError, match=r"'3' of '.*' is none of the classes a, b.*classes=\['3'"):
+    with pytest.raises(ValueError, match=naming("'3'", "a, b", "classes=['3'")):
         image_folder(tmp_path, 8, classes=list("ab"))
     (tmp_path / "03").mkdir()
-    with pytest.raises(ValueError, match="two classes are the same number: 03, 3, 5, 8"):
+    with pytest.raises(ValueError, match="03, 3, 5, 8"):
         image_folder(tmp_path, 8)
     (tmp_path / "03").rename(tmp_path / "20261128")
-    with pytest.raises(ValueError, match=r"'20261128' is a whole number.*classes=\['20261128'"):
+    with pytest.raises(ValueError, match=naming("classes=['20261128'")):
         image_folder(tmp_path, 8)
 
 
 def test_folders_of_data_sets_are_no_classes(tmp_path):
     for part in ("train", "Val"):
         (tmp_path / part).mkdir()
-        blocks(tmp_path / part, ["cat", "dog"])
-    with pytest.raises(ValueError, match=r"several data sets: name one of '.*Val' and '.*train'"):
+        folders_of_blocks(tmp_path / part, ["cat", "dog"])
+    with pytest.raises(ValueError, match=naming("Val'", "train'")):
         image_folder(tmp_path, 8)
     # these are classes: their images are in them
     other = tmp_path / "other"
     other.mkdir()
-    assert image_folder(blocks(other, ["test", "train"]), 8).classes == ["test", "train"]
+    assert image_folder(folders_of_blocks(other, ["test", "train"]), 8).classes == ["test", "train"]
 
 
 @pytest.mark.parametrize(("scale", "most"), [(1.0, 1.0), (255, 255.0), (2, 2.0)])
@@ -248,62 +255,64 @@ def test_the_value_of_white(tmp_path, scale, most):
     y = np.moveaxis(normal.take(np.arange(1), None)[0], 1, -1)
     np.testing.assert_allclose(y, (x - 3) / 2, rtol=1e-6)
     assert (image_folder(tmp_path, (6, 8)).describe() == reader.describe()) == (scale == 1)
-    with pytest.raises(ValueError, match="scale=0 must be above 0"):
+    with pytest.raises(ValueError, match="scale=0"):
         image_folder(tmp_path, 8, scale=0)
 
 
-def test_an_input_of_bytes_gets_those_of_the_files(folder):
+def test_an_input_of_bytes_gets_those_of_the_files(folder_of_colors):
     text = """g (uint8[N,3,6,8] x) => (float[N,3] y)
         { f = Cast<to=1>(x)  p = ReduceMean<keepdims=0>(f, axes)  y = MatMul(p, w) }"""
     made = float32_model(text, w=np.zeros((3, 3)), axes=np.array([2, 3]))
     made = add_loss_output(made, "cross_entropy")
-    reader = image_folder(folder, (6, 8))
+    reader = image_folder(folder_of_colors, (6, 8))
     for (raw, label), (x, other) in zip(
-        drawn(source(reader, made)), drawn(source(reader)), strict=True
+        batches_of_epoch(source(reader, made)), batches_of_epoch(source(reader)), strict=True
     ):
         assert raw.dtype == np.uint8
         np.testing.assert_allclose(raw / np.float32(255), x, rtol=1e-6)
         np.testing.assert_array_equal(label, other)
-    with pytest.raises(ValueError, match="is uint8, of images as they are: leave out scale="):
-        source(image_folder(folder, (6, 8), scale=255), made)
-    with pytest.raises(ValueError, match="leave out normalize="):
-        source(image_folder(folder, (6, 8), [images.normalize([0], [1])]), made)
+    with pytest.raises(ValueError, match=naming("uint8", "scale=")):
+        source(image_folder(folder_of_colors, (6, 8), scale=255), made)
+    with pytest.raises(ValueError, match="normalize="):
+        source(image_folder(folder_of_colors, (6, 8), [images.normalize([0], [1])]), made)
 
 
-def test_images_without_labels(folder):
-    every = image_folder(folder, (6, 8), labels=False)
+def test_images_without_labels(folder_of_colors):
+    every = image_folder(folder_of_colors, (6, 8), labels=False)
     assert every.rows == 12
     assert every.labels is None
     x = every.take(np.arange(12), None)
-    np.testing.assert_array_equal(x, image_folder(folder, (6, 8)).take(np.arange(12), None)[0])
+    np.testing.assert_array_equal(
+        x, image_folder(folder_of_colors, (6, 8)).take(np.arange(12), None)[0]
+    )
     one = image_folder(every.files[3], (6, 8), labels=False)
     np.testing.assert_array_equal(one.take(np.arange(1), None)[0], x[3])
-    with pytest.raises(ValueError, match=r"no image in '.*none'"):
-        image_folder(folder / "none", 8, labels=False)
+    with pytest.raises(ValueError, match=naming("image", "none")):
+        image_folder(folder_of_colors / "none", 8, labels=False)
 
 
 def test_other_numbers_of_classes_are_refused_before_training(tmp_path):
-    blocks(tmp_path, ["cat", "dog"])
-    with pytest.raises(ValueError, match=r"2 classes \(cat, dog\), and the output .* has 3: .*cat"):
+    folders_of_blocks(tmp_path, ["cat", "dog"])
+    with pytest.raises(ValueError, match=naming("2 classes", "(cat, dog)", "3", "classes=")):
         source(image_folder(tmp_path, (6, 8)))
     part = image_folder(tmp_path, (6, 8), classes=["dog", "cat", "bird"])
-    assert drawn(source(part))[0][1].tolist() == [1, 0]
+    assert batches_of_epoch(source(part))[0][1].tolist() == [1, 0]
     for name in ("cat", "dog"):
         (tmp_path / name).rename(tmp_path / {"cat": "1", "dog": "3"}[name])
-    with pytest.raises(ValueError, match=r"4 classes.* has 3: .*classes=\['1', '3'\]"):
+    with pytest.raises(ValueError, match=naming("4 classes", "3", "classes=['1', '3']")):
         source(image_folder(tmp_path, (6, 8)))
     (tmp_path / "3").rename(tmp_path / "2")
-    assert drawn(source(image_folder(tmp_path, (6, 8))))[0][1].tolist() == [1, 2]
+    assert batches_of_epoch(source(image_folder(tmp_path, (6, 8))))[0][1].tolist() == [1, 2]
 
 
-def test_descriptions(folder):
+def test_descriptions(folder_of_colors):
     def of(*transforms):
-        return source(image_folder(folder, (6, 8), transforms)).description
+        return source(image_folder(folder_of_colors, (6, 8), transforms)).description
 
     assert of(images.random_flip()) == of(images.random_flip())
     assert of(images.random_flip()) != of(images.random_flip(0.1))
     before = of()
-    Image.new("RGB", (2, 2)).save(folder / "red" / "0.png")
+    Image.new("RGB", (2, 2)).save(folder_of_colors / "red" / "0.png")
     assert of() != before
 
 
@@ -317,9 +326,9 @@ def test_images_of_more_than_eight_bits(tmp_path):
         image_folder(tmp_path, 8, layout="NCHW").take(np.array([1]), None)
 
 
-def test_a_share_is_held_out_without_random_transforms(folder):
-    reader = image_folder(folder, (6, 8), transforms=[images.random_crop((6, 8))])
-    own = Trainer(model(), train=["w"], seed=3)
+def test_a_share_is_held_out_without_random_transforms(folder_of_colors):
+    reader = image_folder(folder_of_colors, (6, 8), transforms=[images.random_crop((6, 8))])
+    own = Trainer(color_classifier(), train=["w"], seed=3)
     own.fit(reader, validation=0.4, epochs=1, batch_size=2)
     order, count = np.random.default_rng([3, 1]).permutation(reader.rows), round(reader.rows * 0.4)
     loss = own.evaluate(reader.subset(np.sort(order[:count])))["loss"]
@@ -353,7 +362,7 @@ class Vision:
         return image.rotate(90 * int(torch.randint(4, ())), expand=True)
 
 
-def photos(folder, size=8):
+def folder_of_noise(folder, size=8):
     """Return a folder of two classes with images that show how they were turned."""
     rng = np.random.default_rng(0)
     for name in "ab":
@@ -373,7 +382,7 @@ def derived(kind):
 def test_transforms_of_other_libraries_are_drawn_by_seed_and_row(tmp_path, kind):
     if kind is Vision:
         pytest.importorskip("torch")
-    plain = image_folder(photos(tmp_path), 8, channels=3)
+    plain = image_folder(folder_of_noise(tmp_path), 8, channels=3)
     reader = image_folder(tmp_path, 8, [kind()], channels=3)
     rows = np.arange(12)
     still = reader.take(rows, None)[0]
@@ -391,7 +400,7 @@ def test_transforms_of_other_libraries_are_drawn_by_seed_and_row(tmp_path, kind)
 
 def test_global_generators_stay_as_they_were(tmp_path):
     torch = pytest.importorskip("torch")
-    reader = image_folder(photos(tmp_path), 8, [Vision()], channels=3)
+    reader = image_folder(folder_of_noise(tmp_path), 8, [Vision()], channels=3)
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -407,8 +416,8 @@ def test_results_that_are_no_images_are_refused(tmp_path, result):
         def __call__(self, *, image):
             return {"image": result}
 
-    reader = image_folder(photos(tmp_path), 8, [Wrong()], channels=3)
-    with pytest.raises(ValueError, match="Wrong returns an array"):
+    reader = image_folder(folder_of_noise(tmp_path), 8, [Wrong()], channels=3)
+    with pytest.raises(ValueError, match="Wrong returns"):
         reader.take(np.arange(2), 1)
 
     class Tensor(Vision):
@@ -417,7 +426,7 @@ def test_results_that_are_no_images_are_refused(tmp_path, result):
 
     pytest.importorskip("torch")
     reader = image_folder(tmp_path, 8, [Tensor()], channels=3)
-    with pytest.raises(ValueError, match="Tensor returns a ndarray"):
+    with pytest.raises(ValueError, match=naming("Tensor", "ndarray")):
         reader.take(np.arange(2), 1)
 
 
@@ -435,7 +444,7 @@ def test_models_get_no_transforms_that_only_augment():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_transforms_of_albumentations(tmp_path, channels):
     albumentations = pytest.importorskip("albumentations")
-    photos(tmp_path)
+    folder_of_noise(tmp_path)
     transform = albumentations.Compose(
         [albumentations.HorizontalFlip(p=0.5), albumentations.RandomBrightnessContrast(p=0.8)]
     )
@@ -454,7 +463,7 @@ def test_transforms_of_albumentations(tmp_path, channels):
 
 def test_transforms_of_torchvision(tmp_path):
     v2 = pytest.importorskip("torchvision.transforms.v2", exc_type=Exception)
-    photos(tmp_path)
+    folder_of_noise(tmp_path)
     transform = v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.4, 0.4)])
     reader = image_folder(tmp_path, 8, [transform], channels=3)
     rows = np.arange(12)
