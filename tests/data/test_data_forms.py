@@ -165,7 +165,7 @@ def squares_trainer(**options):
 OPTIONS = {"batch_size": SIZE, "shuffle": False}
 
 
-def results_of(data, y, accumulate):
+def results_of_training(data, y, accumulate):
     """Return weights, history, metrics and predictions of a training that is validated."""
     made = squares_trainer(accumulate=accumulate)
     given = data if y is None else (data, y)
@@ -180,7 +180,7 @@ def results_of(data, y, accumulate):
 @pytest.fixture(scope="module")
 def array_results():
     """Results of arrays for each number of micro-batches."""
-    return {accumulate: results_of(X, Y, accumulate) for accumulate in (1, 2)}
+    return {accumulate: results_of_training(X, Y, accumulate) for accumulate in (1, 2)}
 
 
 TWICE = ("filled arrays", "filled rows", "parquet", "generator of frames")  # in micro-batches
@@ -196,7 +196,7 @@ TWICE = ("filled arrays", "filled rows", "parquet", "generator of frames")  # in
 )
 def test_results_are_those_of_arrays(form, accumulate, array_results, tmp_path):
     data, y = FORMS[form](tmp_path)
-    weights, history, metrics, predicted = results_of(data, y, accumulate)
+    weights, history, metrics, predicted = results_of_training(data, y, accumulate)
     expected = array_results[accumulate]
     for name, w in expected[0].items():
         np.testing.assert_allclose(weights[name], w, rtol=1e-6)

@@ -14,6 +14,8 @@ import onnxgrad as og
 from onnxgrad.data.arrays import DataError
 from onnxgrad.language.chat import ChatTemplate
 from onnxgrad.language.tokenizer import Tokenizer
+from tests.support.errors import naming
+from tests.support.running import in_sweep
 from tests.support.text_models import CHAT, IM, bpe_tokenizer, text_beginnings, token_model
 
 pytest.importorskip("tokenizers")
@@ -75,7 +77,7 @@ PHI = (
 )
 
 
-def rows(source, *arguments, **options):
+def rows_of_texts(source, *arguments, **options):
     """Return ids and labels of each row, in order, without padding."""
     reader = og.texts(source, *arguments, **options)
     found = []
@@ -86,7 +88,7 @@ def rows(source, *arguments, **options):
     return found
 
 
-def learned(tok: Tokenizer, row) -> str:
+def learned_text(tok: Tokenizer, row) -> str:
     """Return the text of the tokens that are learned."""
     return tok.backend.decode([i for i in row[1] if i != -100], skip_special_tokens=False)
 
@@ -97,7 +99,7 @@ def learned(tok: Tokenizer, row) -> str:
 def test_texts_end_and_prompts_are_not_learned():
     tok = bpe_tokenizer()
     prompt, completion = "what is the capital of France?", " It is\n\n Paris. "
-    made = rows(
+    made = rows_of_texts(
         [SENTENCES[0], {"text": "a</s>"}, {"prompt": prompt, "completion": completion}], tok
     )
     ids, labels = made[0]
@@ -105,11 +107,11 @@ def test_texts_end_and_prompts_are_not_learned():
     assert made[1][0] == tok.backend.encode("a</s>").ids
     ids, labels = made[2]
     assert ids == [*tok.backend.encode(prompt + completion).ids, tok.eos_id]
-    assert learned(tok, made[2]) == completion + "</s>"
+    assert learned_text(tok, made[2]) == completion + "</s>"
     count = len(tok.backend.encode(prompt).ids)
     assert labels[:count] == [-100] * count
     whole = {"prompt": prompt, "completion": completion}
-    (all_learned,) = rows([whole], tok, completion_only=False)
+    (all_learned,) = rows_of_texts([whole], tok, completion_only=False)
     assert all_learned == (ids, ids)
 
 
@@ -119,14 +121,14 @@ def test_trimmed_offsets_do_not_hide_spaces():
     tok = bpe_tokenizer()
     tok.backend.post_processor = processors.ByteLevel(trim_offsets=True)
     completion = "  \n \n it   is  "
-    (row,) = rows([{"prompt": "what", "completion": completion}], tok)
-    assert learned(tok, row) == completion + "</s>"
+    (row,) = rows_of_texts([{"prompt": "what", "completion": completion}], tok)
+    assert learned_text(tok, row) == completion + "</s>"
 
 
 def test_a_token_across_the_edge_is_learned_and_said():
-    with pytest.warns(UserWarning, match="in 1 rows, one token has the end of the prompt"):
-        (row,) = rows([{"prompt": "the ca", "completion": "t sat"}], bpe_tokenizer())
-    assert learned(bpe_tokenizer(), row) in ("at sat</s>", " cat sat</s>")
+    with pytest.warns(UserWarning, match=naming("1 rows", "prompt")):
+        (row,) = rows_of_texts([{"prompt": "the ca", "completion": "t sat"}], bpe_tokenizer())
+    assert learned_text(bpe_tokenizer(), row) in ("at sat</s>", " cat sat</s>")
 
 
 @pytest.mark.parametrize(
@@ -144,20 +146,20 @@ def test_a_token_across_the_edge_is_learned_and_said():
 )
 def test_only_the_assistant_is_learned(template, expected):
     tok = bpe_tokenizer(template)
-    (row,) = rows([{"messages": CHAT}], tok)
-    assert learned(tok, row) == expected
+    (row,) = rows_of_texts([{"messages": CHAT}], tok)
+    assert learned_text(tok, row) == expected
     assert tok.backend.decode(row[0], skip_special_tokens=False) == tok.chat_template.render(CHAT)
-    (row,) = rows([{"prompt": CHAT[:3], "completion": CHAT[3:]}], tok)
-    assert learned(tok, row) in expected
-    assert "sat" not in learned(tok, row)
-    (row,) = rows([{"messages": CHAT}], tok, completion_only=False)
+    (row,) = rows_of_texts([{"prompt": CHAT[:3], "completion": CHAT[3:]}], tok)
+    assert learned_text(tok, row) in expected
+    assert "sat" not in learned_text(tok, row)
+    (row,) = rows_of_texts([{"messages": CHAT}], tok, completion_only=False)
     assert row[0] == row[1]
 
 
 @pytest.mark.parametrize(
     "template", [LLAMA, QWEN, GEMMA, PHI], ids=["llama", "qwen", "gemma", "phi"]
 )
-@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("prompt", [True, in_sweep(False)])
 def test_templates_render_as_in_transformers(template, prompt):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(
@@ -175,7 +177,7 @@ def test_templates_render_as_in_transformers(template, prompt):
 
 
 def test_templates_are_in_a_sandbox_and_may_refuse():
-    with pytest.raises(ValueError, match="refuses the conversation: System role not supported"):
+    with pytest.raises(ValueError, match="System role"):
         ChatTemplate(GEMMA, {"bos": ""}).render([{"role": "system", "content": "x"}])
     for attack in (
         "{{ messages.__class__.__mro__ }}",
@@ -183,14 +185,20 @@ def test_templates_are_in_a_sandbox_and_may_refuse():
         "{{ messages.append(1) }}",
         "{{ raise_exception.__globals__['os'] }}",
     ):
-        with pytest.raises(ValueError, match="refuses the conversation"):
+        with pytest.raises(ValueError, match="conversation"):
             ChatTemplate(attack).render(CHAT)
-    with pytest.raises(ValueError, match="is no template of jinja2"):
+    with pytest.raises(ValueError, match="jinja2"):
         ChatTemplate("{% for")
 
 
-@pytest.mark.parametrize("around", [{}, {"add_bos_token": True}, {"add_eos_token": True}])
-@pytest.mark.parametrize("processor", [False, True])
+@pytest.mark.parametrize(
+    ("processor", "around"),
+    [
+        (True, {}),
+        (False, {"add_eos_token": True}),
+        *(in_sweep(p, {"add_bos_token": True}) for p in (False, True)),
+    ],
+)
 def test_a_folder_encodes_as_transformers(around, processor, tmp_path):
     transformers = pytest.importorskip("transformers")
     from tokenizers import processors
@@ -214,30 +222,30 @@ def test_a_folder_encodes_as_transformers(around, processor, tmp_path):
     found = [ids.tolist() for ids, _ in ours.encode(SENTENCES)]
     assert found == [theirs(text)["input_ids"] for text in SENTENCES]
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (0, 1, 2)
-    assert rows(SENTENCES, theirs) == rows(SENTENCES, ours)
+    assert rows_of_texts(SENTENCES, theirs) == rows_of_texts(SENTENCES, ours)
 
 
 # -- rows ---------------------------------------------------------------------------------------
 
 
 def test_long_rows_are_cut_and_counted():
-    with pytest.warns(UserWarning, match="3 texts are longer than max_length=12, and cut"):
-        made = rows(SENTENCES, bpe_tokenizer(), 12)
+    with pytest.warns(UserWarning, match=naming("3 texts", "max_length=12")):
+        made = rows_of_texts(SENTENCES, bpe_tokenizer(), 12)
     lengths = [len(ids) for ids, _ in made]
     assert max(lengths) == 12
-    with pytest.raises(DataError, match=r"row 0: what comes before the first token to learn fills"):
+    with pytest.raises(DataError, match="row 0"):
         og.texts([{"prompt": SENTENCES[0], "completion": " x"}], bpe_tokenizer(), 4)
 
 
 def test_packing_loses_nothing():
     tok = bpe_tokenizer()
     prompt = {"prompt": "the cat", "completion": " sat"}
-    single = rows([*SENTENCES, prompt], tok)
-    packed = rows([*SENTENCES, prompt], tok, 8, packing=True)
+    single = rows_of_texts([*SENTENCES, prompt], tok)
+    packed = rows_of_texts([*SENTENCES, prompt], tok, 8, packing=True)
     for part in (0, 1):
         assert [*chain(*(row[part] for row in packed))] == [*chain(*(row[part] for row in single))]
     assert {len(row[0]) for row in packed[:-1]} == {8}
-    stream = rows(lambda: iter([*SENTENCES, prompt]), tok, 8, packing=True)
+    stream = rows_of_texts(lambda: iter([*SENTENCES, prompt]), tok, 8, packing=True)
     assert stream == packed
 
 
@@ -247,7 +255,7 @@ def test_sources_hold_the_same(tmp_path):
 
     tok = bpe_tokenizer(IM)
     lines = [*SENTENCES[:3], "x y"]
-    expected = rows(lines, tok)
+    expected = rows_of_texts(lines, tok)
     (tmp_path / "a.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8-sig")
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in lines) + "\n\n")
     (tmp_path / "a.json").write_text(json.dumps([{"text": t} for t in lines]))
@@ -257,25 +265,27 @@ def test_sources_hold_the_same(tmp_path):
     same = [tmp_path / f"a.{kind}" for kind in ("txt", "jsonl", "json", "parquet")]
     same += [table, frame, frame["text"], frame.to_dict("list"), lambda: lines]
     for source in same:
-        assert rows(source, tok) == expected
-    assert rows(frame.rename(columns={"text": "said"}), tok, column="said") == expected
+        assert rows_of_texts(source, tok) == expected
+    assert rows_of_texts(frame.rename(columns={"text": "said"}), tok, column="said") == expected
     halves = [tmp_path / "a.txt", tmp_path / "a.jsonl"]
-    assert rows(halves, tok) == expected + expected
-    (whole,) = rows(tmp_path / "a.txt", tok, by_line=False)
-    assert whole[0] == rows(["\n\n".join(lines) + "\n"], tok)[0][0]
+    assert rows_of_texts(halves, tok) == expected + expected
+    (whole,) = rows_of_texts(tmp_path / "a.txt", tok, by_line=False)
+    assert whole[0] == rows_of_texts(["\n\n".join(lines) + "\n"], tok)[0][0]
     chats = pandas.DataFrame({"messages": [CHAT, CHAT[:2]]})
-    assert rows(chats, tok) == rows([{"messages": CHAT}, {"messages": CHAT[:2]}], tok)
+    assert rows_of_texts(chats, tok) == rows_of_texts(
+        [{"messages": CHAT}, {"messages": CHAT[:2]}], tok
+    )
     parquet.write_table(pyarrow.Table.from_pandas(chats), tmp_path / "chats.parquet")
-    assert rows(tmp_path / "chats.parquet", tok) == rows(chats, tok)
+    assert rows_of_texts(tmp_path / "chats.parquet", tok) == rows_of_texts(chats, tok)
 
 
 def test_datasets_of_hugging_face(tmp_path):
     datasets = pytest.importorskip("datasets")
     tok = bpe_tokenizer()
     made = datasets.Dataset.from_dict({"text": SENTENCES})
-    assert rows(made, tok) == rows(SENTENCES, tok)
+    assert rows_of_texts(made, tok) == rows_of_texts(SENTENCES, tok)
     stream = og.texts(made.to_iterable_dataset(), tok)
-    assert rows(made.to_iterable_dataset(), tok) == rows(SENTENCES, tok)
+    assert rows_of_texts(made.to_iterable_dataset(), tok) == rows_of_texts(SENTENCES, tok)
 
     def passed(seed, skip=0):
         return [X["input_ids"].tolist() for X, _, _ in stream.batches(1, seed, skip)]
@@ -287,7 +297,7 @@ def test_datasets_of_hugging_face(tmp_path):
 # -- training -----------------------------------------------------------------------------------
 
 
-def trainer(**options) -> og.Trainer:
+def token_trainer(**options) -> og.Trainer:
     return og.Trainer(
         token_model(),
         {"logits": "cross_entropy"},
@@ -299,11 +309,11 @@ def trainer(**options) -> og.Trainer:
 
 def test_perplexity_is_of_all_tokens():
     own, data = (
-        trainer(metrics=["perplexity"]).fit(og.texts(text_beginnings(), bpe_tokenizer())),
+        token_trainer(metrics=["perplexity"]).fit(og.texts(text_beginnings(), bpe_tokenizer())),
         text_beginnings(),
     )
     sums, count = 0.0, 0
-    for ids, labels in rows(data, bpe_tokenizer()):
+    for ids, labels in rows_of_texts(data, bpe_tokenizer()):
         logits = own.predict({"input_ids": [ids], "attention_mask": [[1] * len(ids)]})[0, :-1]
         logits = logits.astype(np.float64)
         p = logits[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(axis=-1))
@@ -316,7 +326,9 @@ def test_perplexity_is_of_all_tokens():
 
 def test_a_training_goes_on_bit_for_bit(tmp_path):
     def fit(epochs, **more):
-        made = trainer(callbacks=[og.Checkpoint(tmp_path / "c", every_steps=3)] if more else [])
+        made = token_trainer(
+            callbacks=[og.Checkpoint(tmp_path / "c", every_steps=3)] if more else []
+        )
         return made.fit(
             og.texts(text_beginnings(), bpe_tokenizer()), epochs=epochs, batch_size=4, **more
         )
@@ -328,11 +340,11 @@ def test_a_training_goes_on_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(weight, resumed.state.weights[name])
     other = og.texts([*text_beginnings()[:-1], "else"], bpe_tokenizer())
     with pytest.raises(ValueError, match="data"):
-        trainer().fit(other, epochs=4, batch_size=4, resume=tmp_path / "c")
+        token_trainer().fit(other, epochs=4, batch_size=4, resume=tmp_path / "c")
 
 
 def test_a_share_is_held_out():
-    own = trainer().fit(
+    own = token_trainer().fit(
         og.texts(text_beginnings(), bpe_tokenizer()), validation=0.2, epochs=2, batch_size=4
     )
     assert own.state.step == 2 * 5  # of 18 rows
@@ -340,20 +352,22 @@ def test_a_share_is_held_out():
     held = [text_beginnings()[i] for i in np.sort(order[:5])]
     loss = own.evaluate(og.texts(held, bpe_tokenizer()))["loss"]
     assert own.history[-1]["validation_loss"] == pytest.approx(loss, rel=1e-6)
-    with pytest.raises(ValueError, match="needs arrays, tables or texts in memory"):
-        trainer().fit(og.texts(lambda: text_beginnings(), bpe_tokenizer()), validation=0.2)
+    with pytest.raises(ValueError, match="in memory"):
+        token_trainer().fit(og.texts(lambda: text_beginnings(), bpe_tokenizer()), validation=0.2)
 
 
 def test_a_stream_trains_and_tells_once():
     stream = og.texts(lambda: ["", *text_beginnings()], bpe_tokenizer(), 12)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        own = trainer().fit(stream, epochs=3, batch_size=4)
-    texts = [str(w.message) for w in told if "texts are" in str(w.message)]
-    assert sorted(re.sub(r"\d+", "n", t) for t in texts) == [
-        "n texts are left out: they have no token to learn",
-        "n texts are longer than max_length=n, and cut",
-    ]
+        own = token_trainer().fit(stream, epochs=3, batch_size=4)
+    texts = sorted(
+        re.sub(r"\d+", "n", str(w.message))
+        for w in told
+        if "n texts" in str(w.message) or " texts " in str(w.message)
+    )
+    assert len(texts) == 2  # what is left out, and what is cut
+    assert "max_length=n" in texts[1]
     assert own.state.step == 18
 
 
@@ -361,43 +375,43 @@ def test_a_stream_trains_and_tells_once():
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "parts"),
     [
-        ({"input_ids": [1, 2], "labels": [1, 2, 3]}, "has 2 input_ids and 3 labels: each token"),
-        ({"input_ids": ["a"]}, "must be lists of whole numbers"),
-        ({"content": "x"}, "has ['content']: expected 'text', 'prompt' and 'completion'"),
-        ({"text": None}, "'text' must be a text, not None"),
-        ({"prompt": "x", "completion": 3}, "'completion' must be a text, not 3"),
-        (5, "is int, not a text or an object"),
-        ({"messages": CHAT}, "has messages, and the tokenizer has no chat template"),
+        ({"input_ids": [1, 2], "labels": [1, 2, 3]}, ["2 input_ids", "3 labels"]),
+        ({"input_ids": ["a"]}, ["whole numbers"]),
+        ({"content": "x"}, ["['content']", "'text'", "'prompt'", "'completion'"]),
+        ({"text": None}, ["'text'", "None"]),
+        ({"prompt": "x", "completion": 3}, ["'completion'", "3"]),
+        (5, ["int", "text"]),
+        ({"messages": CHAT}, ["messages", "chat template"]),
     ],
 )
-def test_records_of_other_forms(record, message):
-    with pytest.raises(DataError, match=f"row 1.*{re.escape(message)}"):
+def test_records_of_other_forms(record, parts):
+    with pytest.raises(DataError, match=naming("row 1", *parts)):
         og.texts(["first", record], bpe_tokenizer())
 
 
 def test_chats_of_other_forms():
     tok = bpe_tokenizer(IM)
-    with pytest.raises(DataError, match="row 0 has no message of the assistant"):
+    with pytest.raises(DataError, match=naming("row 0", "assistant")):
         og.texts([{"messages": CHAT[:1]}], tok)
-    with pytest.raises(DataError, match="a message has 'role' and 'content', not"):
+    with pytest.raises(DataError, match=naming("'role'", "'content'")):
         og.texts([{"messages": [{"from": "human", "value": "x"}]}], tok)
 
 
 def test_files_of_other_forms(tmp_path):
     tok = bpe_tokenizer()
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"text": \n')
-    with pytest.raises(DataError, match=r"line 3 of '.*a\.jsonl' is no JSON"):
+    with pytest.raises(DataError, match=naming("line 3", "a.jsonl", "JSON")):
         og.texts(tmp_path / "a.jsonl", tok)
     for text in ("", "\n \n"):
         (tmp_path / "b.txt").write_text(text)
-        with pytest.raises(DataError, match=r"b\.txt' has no text to learn"):
+        with pytest.raises(DataError, match=naming("b.txt", "text")):
             og.texts(tmp_path / "b.txt", tok)
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(DataError, match="is not UTF-8"):
+    with pytest.raises(DataError, match=naming("c.txt", "UTF-8")):
         og.texts(tmp_path / "c.txt", tok)
-    with pytest.raises(DataError, match="No such file or directory; texts themselves are passed"):
+    with pytest.raises(DataError, match=naming("No such", "texts")):
         og.texts("Once upon a time", tok)
 
 
@@ -412,17 +426,17 @@ def test_options_of_other_models(tmp_path):
     config = {"vocab_size": 200, "max_position_embeddings": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tok.backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"the tokenizer gives the id \d+, and the model has 200"):
+    with pytest.raises(DataError, match=naming("tokenizer", "200")):
         og.texts(SENTENCES, tmp_path)
-    with pytest.raises(ValueError, match="max_length=32, and the model takes 16 tokens"):
+    with pytest.raises(ValueError, match=naming("max_length=32", "16 tokens")):
         og.texts(SENTENCES, og.load_folder(tmp_path), 32)
-    with pytest.raises(ValueError, match="a tokenizer is that of a folder"):
+    with pytest.raises(ValueError, match="tokenizer"):
         og.texts(SENTENCES, 5)
 
 
 def test_without_the_library(monkeypatch, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json' cannot be read"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
         Tokenizer.of_folder(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install 'onnxgrad\[text\]'"):
