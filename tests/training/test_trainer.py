@@ -34,62 +34,17 @@ def perceptron_trainer(model=None, loss="cross_entropy", **options):
     return og.Trainer(model or two_layer_model((4, 8, 3)), loss, **options)
 
 
-# -- against PyTorch -----------------------------------------------------------------------------
+# -- steps: `test_matrix.py` compares whole trainings with PyTorch --------------------------------
 
 
-def train_by_torch(X, y, epochs, batch_size, clip=None, weight=None, class_weight=None):
-    """Return weights and losses of PyTorch's loop, in the order in which `Trainer` draws rows."""
-    torch = pytest.importorskip("torch")
-    start = initializer_arrays(two_layer_model((4, 8, 3), dtype=np.float64))
-    w = {n: torch.tensor(a.copy(), requires_grad=True) for n, a in start.items()}
-    optimizer = torch.optim.AdamW(w.values(), 0.05)
-    factor = None if class_weight is None else torch.tensor(class_weight, dtype=torch.float64)
-    losses = []
-    for epoch in range(epochs):
-        order = np.random.default_rng([0, epoch]).permutation(len(X))
-        sums = counts = 0.0
-        for first in range(0, len(X), batch_size):
-            rows = order[first : first + batch_size]
-            h = torch.tanh(torch.tensor(X[rows]) @ w["w0"] + w["b0"]) @ w["w1"] + w["b1"]
-            labels = torch.tensor(y[rows])
-            each = torch.nn.functional.cross_entropy(h, labels, factor, reduction="none")
-            n = torch.ones(len(rows)) if factor is None else factor[labels]
-            if weight is not None:
-                each, n = each * torch.tensor(weight[rows]), n * torch.tensor(weight[rows])
-            optimizer.zero_grad()
-            (each.sum() / n.sum()).backward()
-            if clip:
-                torch.nn.utils.clip_grad_norm_(w.values(), clip)
-            optimizer.step()
-            sums, counts = sums + each.sum().item(), counts + n.sum().item()
-        losses.append(sums / counts)
-    return {name: value.detach().numpy() for name, value in w.items()}, losses
-
-
-@pytest.mark.parametrize(
-    ("weighted", "options", "torch_options"),
-    [
-        (False, {}, {}),
-        (True, {"clip_norm": 0.1}, {"clip": 0.1}),
-        (True, {"accumulate": 4}, {}),
-        (False, {"accumulate": 3, "clip_norm": 0.1}, {"clip": 0.1}),
-        (True, {"class_weight": [0.2, 1.0, 3.0]}, {"class_weight": [0.2, 1.0, 3.0]}),
-        (
-            False,
-            {"class_weight": {0: 0.2, 2: 3.0}, "accumulate": 2},
-            {"class_weight": [0.2, 1.0, 3.0]},
-        ),
-    ],
-    ids=str,
-)
-def test_training_is_that_of_pytorch(weighted, options, torch_options):
-    X, y = rows_of_three_classes(np.float64)
-    weight = np.random.default_rng(5).random(ROWS) if weighted else None
-    expected, losses = train_by_torch(X, y, 3, 20, weight=weight, **torch_options)
-    made = perceptron_trainer(two_layer_model((4, 8, 3), dtype=np.float64), **options)
-    made.fit(X, y, sample_weight=weight, epochs=3, batch_size=20)
-    assert_close_arrays(made.state.weights, expected, rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose([entry["loss"] for entry in made.history], losses, rtol=1e-9)
+def test_weights_of_classes_are_a_list_or_a_dict():
+    X, y = rows_of_three_classes()
+    listed = perceptron_trainer(class_weight=[0.2, 1.0, 3.0]).fit(X, y)
+    named = perceptron_trainer(class_weight={0: 0.2, 2: 3.0}).fit(X, y)
+    assert_equal_trainings(listed, named)
+    rows = np.array([0.2, 1.0, 3.0])[y]
+    weighted = perceptron_trainer().fit(X, y, sample_weight=rows)
+    assert_close_arrays(weighted.state.weights, listed.state.weights, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_and_update_as_two_models_are_the_fused_step():
@@ -501,65 +456,19 @@ def test_batches_as_the_model_takes_them(model, shapes):
     np.testing.assert_allclose(trained.predict([features]).reshape(after.shape), after, rtol=1e-5)
 
 
-def test_rows_on_another_axis():
+def test_rows_on_another_axis_must_be_named():
     text = (
         "g (float[N,T,3] X) => (float[T,N,1] Y) { t = Transpose<perm=[1,0,2]>(X) Y = MatMul(t, W) }"
     )
     model = parse_model(text, W=[[1.0], [2.0], [3.0]])
     X = np.random.default_rng(0).normal(size=(9, 5, 3)).astype(np.float32)
     y = X.transpose(1, 0, 2).sum(axis=2, keepdims=True)  # rows on axis 1
-    axes = {"batch_axes": {"X": 0, "label": 1}}
-    one, two = (
-        og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.1, accumulate=n, **axes)
-        for n in (1, 3)
-    )
-    for made in (one, two):
-        made.fit(X, y, epochs=2, batch_size=6)
-    np.testing.assert_allclose(one.state.weights["W"], two.state.weights["W"], rtol=1e-5)
-    whole = one.predict(X, batch_size=9)
-    assert whole.shape == (5, 9, 1)
-    np.testing.assert_allclose(one.predict(X, batch_size=2), whole, rtol=1e-5)
-    weighted = og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.1, **axes)
-    weighted.fit(X, y, sample_weight=np.ones(9), epochs=2, batch_size=6)
-    np.testing.assert_allclose(weighted.state.weights["W"], one.state.weights["W"], rtol=1e-5)
     with pytest.raises(ValueError, match=naming("'X' (N, T, 3)", "'label' (T, N")):
         og.Trainer(model, "mse").fit(X, y)
-    for value in (*model.graph.input, *model.graph.output):
-        for d in value.type.tensor_type.shape.dim:
-            d.dim_param = d.dim_param.replace("N", "batch_size")
-    named = og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.1)
-    named.fit(X, y, epochs=2, batch_size=6)
-    np.testing.assert_array_equal(named.state.weights["W"], one.state.weights["W"])
-    np.testing.assert_allclose(named.predict(X, batch_size=2), named.predict(X, batch_size=9))
-
-
-def test_states_that_are_carried_from_batch_to_batch():
-    model = parse_model(
-        """f (double[N,2] x, double[N,1] h) => (double[N,1] y, double[N,1] new) {
-            a = MatMul(x, w) b = MatMul(h, u) c = Add(a, b) new = Tanh(c) y = Mul(new, new) }""",
-        w=np.array([[0.5], [-0.3]]),
-        u=np.array([[0.9]]),
-    )
-    rng = np.random.default_rng(0)
-    batches = [
-        {"x": rng.normal(size=(3, 2)), "h": np.full((3, 1), 0.1), "label": rng.random((3, 1))}
-        for _ in range(5)
-    ]
-    made = og.Trainer(
-        model, {"y": "mse"}, optimizer="sgd", learning_rate=0.1, carry={"h": "new"}
-    ).fit(batches, epochs=2)
-    w, u = np.float64([[0.5], [-0.3]]), 0.9
-    for _ in range(2):
-        h = np.full((3, 1), 0.1)
-        for batch in batches:
-            new = np.tanh(batch["x"] @ w + h * u)
-            slope = 2 * (new**2 - batch["label"]) / 3 * 2 * new * (1 - new**2)
-            w, u, h = w - 0.1 * batch["x"].T @ slope, u - 0.1 * (h * slope).sum(), new
-    np.testing.assert_allclose(made.state.weights["w"], w, rtol=1e-10)
-    np.testing.assert_allclose(made.state.weights["u"], [[u]], rtol=1e-10)
-    arrays, y = {"x": np.ones((8, 2)), "h": np.zeros((8, 1))}, np.ones((8, 1))
-    with pytest.raises(ValueError, match=naming("carry", "order")):
-        made.fit(arrays, y, validation=0.5, shuffle=False)
+    trained = og.Trainer(model, "mse", batch_axes={"X": 0, "label": 1}).fit(X, y, batch_size=6)
+    whole = trained.predict(X, batch_size=9)
+    assert whole.shape == (5, 9, 1)
+    np.testing.assert_allclose(trained.predict(X, batch_size=2), whole, rtol=1e-5)
 
 
 def test_the_two_estimators_say_that_running_statistics_stay():

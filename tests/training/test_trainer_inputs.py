@@ -125,6 +125,8 @@ def test_states_are_not_carried_through_shuffled_rows():
     trainer = recurrent_trainer()
     with pytest.raises(ValueError, match="shuffle=False"):
         trainer.fit(X, label, batch_size=2)
+    with pytest.raises(ValueError, match=naming("carry", "order")):
+        trainer.fit(X, label, validation=0.5, shuffle=False)
     assert trainer.state.step == 0
 
 

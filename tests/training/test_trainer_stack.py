@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.optimizers import Chain, clip_by_norm
 from tests.support.errors import naming
 from tests.support.exports import export_module
 from tests.support.models import initializer_arrays
@@ -40,36 +39,6 @@ def compare_members(model, X, y, atol, weight=None, **options):
     options = {"validation": validation, "epochs": 2, "batch_size": 16} | weighted
     fit_all(stack, trainers, X[:60], y[:60], **options)
     assert_equal_members(stack, trainers, X, y, atol, rtol=1e-5)
-
-
-OPTIMIZERS = [  # `test_stack_features.py` has others
-    *("adam", "radam", "rprop", "adafactor"),
-    *map(in_sweep, "sgd momentum nesterov adamw adamax nadam adagrad adadelta rmsprop".split()),
-    *map(in_sweep, "lion lamb muon schedule_free".split()),
-]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("dtype", "atol"), [(np.float64, 1e-12), in_sweep(np.float32, 1e-5)])
-def test_every_optimizer(optimizer, dtype, atol):
-    own = {"optimizer": optimizer, "metrics": ["accuracy"]}
-    compare_members(relu_model(dtype), *features_and_classes(dtype), atol, **own)
-
-
-@pytest.mark.parametrize("options", [
-    {"clip_norm": 0.2},
-    {"optimizer": Chain((clip_by_norm(0.1), og.adam()))},
-    {"learning_rate": [og.cosine(0.01, warmup=3), og.plateau(0.01, patience=1), og.constant(0.1)]},
-    in_sweep({"learning_rate": 0.01}),
-    in_sweep({"optimizer": [og.adamw(weight_decay=d) for d in (0.0, 0.1, 1.0)]}),
-    {"optimizer": [og.momentum(d) for d in (0.5, 0.9, 0.5)], "clip_norm": 0.5},
-    {"optimizer": ["adam", "lamb", og.sgd()]},
-    {"optimizer": og.ema(og.adam(), 0.9)},
-    {"optimizer": og.param_groups({"b*": og.sgd()}, og.adam())},
-    {"train": ["w1", "b1"], "class_weight": {1: 3.0}, "init": "glorot", "seed": 5},
-], ids=lambda options: ",".join(options))  # fmt: skip
-def test_every_argument(options):
-    compare_members(relu_model(np.float64), *features_and_classes(np.float64), 1e-12, **options)
 
 
 def test_large_weights_have_an_update_of_their_own():
