@@ -15,13 +15,14 @@ import onnxgrad as og
 from onnxgrad.artifacts import models
 from onnxgrad.artifacts.former import FORMER_OPTIMIZERS
 from onnxgrad.model import external
-from tests.support.commands import refused, succeed
+from tests.support.commands import refusal, succeed
+from tests.support.errors import naming
+from tests.support.models import initializer_arrays, operator_names, parse_model
 from tests.support.pages import code_of
 from tests.support.paths import DOCS, ROOT
-from tests.support.running import run
+from tests.support.running import in_sweep, run
 
 STEPS, ROWS, RATE = 24, 8, 0.02
-HEADER = '<ir_version: 10, opset_import: ["": {}]>\n'
 MLP = """
     f (float[N,4] x) => (float[N,3] y) {
         h = MatMul(x, w1)  hb = Add(h, b1)  r = Gelu(hb)  z = MatMul(r, w2)  y = Add(z, b2)
@@ -58,17 +59,18 @@ OPTIMIZERS = {
 }
 
 
-def model_of(name: str, opset: int = 20) -> onnx.ModelProto:
+def artifact_model(name: str, opset: int = 20) -> onnx.ModelProto:
     rng = np.random.default_rng(3)
-    model = onnx.parser.parse_model(HEADER.format(opset) + TEXTS[name])
-    for weight, shape in WEIGHTS[name].items():
-        array = rng.normal(size=shape, scale=0.4).astype(np.float32)
-        array = np.abs(array) + 0.5 if weight == "var" else array
-        model.graph.initializer.append(numpy_helper.from_array(array, weight))
-    return model
+    arrays = {
+        weight: rng.normal(size=shape, scale=0.4).astype(np.float32)
+        for weight, shape in WEIGHTS[name].items()
+    }
+    if "var" in arrays:
+        arrays["var"] = np.abs(arrays["var"]) + 0.5
+    return parse_model(TEXTS[name], opset=opset, ir_version=10, **arrays)
 
 
-def data_of(name: str) -> tuple[np.ndarray, np.ndarray]:
+def named_data(name: str) -> tuple[np.ndarray, np.ndarray]:
     rng, rows = np.random.default_rng(7), STEPS * ROWS
     if name == "transformer":
         x = rng.integers(0, 11, (rows, 5))
@@ -77,13 +79,13 @@ def data_of(name: str) -> tuple[np.ndarray, np.ndarray]:
     return x, rng.integers(0, 3, rows)
 
 
-def loss_of(name: str) -> dict:
+def named_loss(name: str) -> dict:
     if name == "transformer":  # (N, 5, classes)
         return {"loss": "cross_entropy", "loss_options": {"axis": -1}}
     return {"loss": "cross_entropy"}
 
 
-class Client:
+class ArtifactClient:
     """A folder of artifacts, trained by nothing but onnxruntime."""
 
     def __init__(self, folder, suffix=".onnx"):
@@ -126,27 +128,33 @@ class Client:
         return [(step or self.step)(number, batch) for number, batch in enumerate(batches)]
 
 
-def batches_of(x, y):
+def labeled_batches(x, y):
     for i in range(0, len(x), ROWS):
         yield {"x": x[i : i + ROWS], "label": y[i : i + ROWS]}
 
 
-def generated(name, folder, optimizer="SGD", **more):
+def generate_client(name, folder, optimizer="SGD", **more):
     og.generate_artifacts(
-        model_of(name), optimizer=optimizer, artifact_directory=folder,
-        **{**loss_of(name), **MODES.get(name, {}), **more},
+        artifact_model(name), optimizer=optimizer, artifact_directory=folder,
+        **{**named_loss(name), **MODES.get(name, {}), **more},
     )  # fmt: skip
-    return Client(folder)
+    return ArtifactClient(folder)
 
 
-def trainer_of(name, optimizer="sgd", **more):
+@pytest.fixture(scope="module")
+def mlp_folder(tmp_path_factory):
+    """The folder of the artifacts of the MLP, which no test changes."""
+    return generate_client("mlp", tmp_path_factory.mktemp("mlp")).folder
+
+
+def named_trainer(name, optimizer="sgd", **more):
     return og.Trainer(
-        model_of(name), optimizer=optimizer, learning_rate=RATE,
-        **{**loss_of(name), **MODES.get(name, {}), **more},
+        artifact_model(name), optimizer=optimizer, learning_rate=RATE,
+        **{**named_loss(name), **MODES.get(name, {}), **more},
     )  # fmt: skip
 
 
-def assert_state(client, trainer, tolerance=1e-6):
+def assert_state_of_trainer(client, trainer, tolerance=1e-6):
     """Assert that all weights, slots and buffers are equal, and that there are no others."""
     values = trainer.state.values
     expected = values.weights | values.buffers
@@ -160,28 +168,42 @@ def assert_state(client, trainer, tolerance=1e-6):
 # -- the same numbers as Trainer -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("halves", [False, True], ids=["step", "halves"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", TEXTS)
-def test_training_equals_the_trainer(name, optimizer, halves, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        *[("mlp", "clipped"), ("cnn", "adamw"), ("transformer", "sgd")],
+        *[in_sweep("mlp", "sgd"), in_sweep("mlp", "adamw"), in_sweep("cnn", "sgd")],
+        *[in_sweep("cnn", "clipped"), in_sweep("transformer", "adamw")],
+        in_sweep("transformer", "clipped"),
+    ],
+)
+def test_training_equals_the_trainer(name, optimizer, tmp_path):
+    """By whole steps, and by two halves of each."""
     chosen, more = OPTIMIZERS[optimizer]
-    client, (x, y) = generated(name, tmp_path, chosen, **more), data_of(name)
-    before = client.state
-    losses = client.train(batches_of(x, y), client.step_by_halves if halves else None)
-    trainer = trainer_of(name, chosen, **more)
+    client, (x, y) = generate_client(name, tmp_path, chosen, **more), named_data(name)
+    by_halves, before = ArtifactClient(tmp_path), client.state
+    losses = client.train(labeled_batches(x, y))
+    halved = by_halves.train(labeled_batches(x, y), by_halves.step_by_halves)
+    trainer = named_trainer(name, chosen, **more)
     trainer.fit(x, y, batch_size=ROWS, shuffle=False)
-    assert_state(client, trainer)
+    for one, made in ((client, losses), (by_halves, halved)):
+        assert_state_of_trainer(one, trainer)
+        np.testing.assert_allclose(np.mean(made), trainer.history[-1]["loss"], 1e-6)
+        assert made[-1] != made[0]
     assert all(np.abs(client.state[n] - before[n]).max() > 1e-4 for n in client.names("weights"))
     assert bool(client.names("buffers")) == (name == "cnn")
-    np.testing.assert_allclose(np.mean(losses), trainer.history[-1]["loss"], 1e-6)
-    assert losses[-1] != losses[0]
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_evaluation_and_merged_model_equal_the_trainer(name, tmp_path):
-    client, (x, y) = generated(name, tmp_path, "adamw"), data_of(name)
-    client.train(batches_of(x, y))
-    trainer = trainer_of(name, "adamw").fit(x, y, batch_size=ROWS, shuffle=False)
+    client, (x, y) = generate_client(name, tmp_path, "adamw"), named_data(name)
+    for key in ("step", "training", "optimizer", "eval", "model"):
+        model = onnx.load(tmp_path / client.manifest["files"][key])
+        onnx.checker.check_model(model, full_check=True)
+        assert not any(node.domain for node in model.graph.node)
+        assert [o.domain for o in model.opset_import] == [""]  # standard operators only
+    client.train(labeled_batches(x, y))
+    trainer = named_trainer(name, "adamw").fit(x, y, batch_size=ROWS, shuffle=False)
     out = client.run("eval", {**client.state, "x": x, "label": y})
     np.testing.assert_allclose(out["loss"], trainer.evaluate(x, y)["loss"], 1e-6)
     assert out["loss"].shape == ()
@@ -193,14 +215,14 @@ def test_evaluation_and_merged_model_equal_the_trainer(name, tmp_path):
     merged = og.merge_artifacts(tmp_path, tmp_path / "later.safetensors")
     (own,) = run(merged, {"x": x})
     np.testing.assert_allclose(own, prediction, 1e-5, 1e-6)
-    assert [n.op_type for n in merged.graph.node] == [n.op_type for n in model_of(name).graph.node]
+    assert operator_names(merged) == operator_names(artifact_model(name))
     first = og.merge_artifacts(tmp_path)  # the weights at the beginning
-    np.testing.assert_array_equal(run(first, {"x": x})[0], run(model_of(name), {"x": x})[0])
+    np.testing.assert_array_equal(run(first, {"x": x})[0], run(artifact_model(name), {"x": x})[0])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_other_dtypes(dtype, tmp_path):
-    model = model_of("mlp", 18)
+    model = artifact_model("mlp", 18)
     kind = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}[dtype]
     model.graph.node[2].op_type = "Tanh"
     for value in (*model.graph.input, *model.graph.output):
@@ -209,57 +231,60 @@ def test_other_dtypes(dtype, tmp_path):
         array = numpy_helper.to_array(tensor).astype(dtype)
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     og.generate_artifacts(model, None, None, "CrossEntropyLoss", "sgd", tmp_path)
-    client, (x, y) = Client(tmp_path), data_of("mlp")
+    client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
     x = x.astype(dtype)
     wide = "float64" if dtype == "float64" else "float32"  # rates are never rounded to 16 bits
     assert client.manifest["scalars"][0]["dtype"] == wide
-    client.train(batches_of(x, y))
+    client.train(labeled_batches(x, y))
     trainer = og.Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=RATE)
     trainer.fit(x, y, batch_size=ROWS, shuffle=False)
-    assert_state(client, trainer, 1e-12 if dtype == "float64" else 1e-3)
+    assert_state_of_trainer(client, trainer, 1e-12 if dtype == "float64" else 1e-3)
 
 
 def test_dropout_draws_the_masks_of_the_trainer(tmp_path):
-    client, (x, y) = generated("mlp", tmp_path, dropout={"r": 0.5}, seed=5), data_of("mlp")
+    client, (x, y) = generate_client("mlp", tmp_path, dropout={"r": 0.5}, seed=5), named_data("mlp")
     assert client.names("scalars") == ["minus_learning_rate", "draw"]
-    client.train(batches_of(x, y))
-    trainer = trainer_of("mlp", dropout={"r": 0.5}, seed=5)
-    assert_state(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
-    other = trainer_of("mlp").fit(x, y, batch_size=ROWS, shuffle=False)
+    client.train(labeled_batches(x, y))
+    trainer = named_trainer("mlp", dropout={"r": 0.5}, seed=5)
+    assert_state_of_trainer(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
+    other = named_trainer("mlp").fit(x, y, batch_size=ROWS, shuffle=False)
     assert np.abs(other.state.weights["w2"] - client.state["w2"]).max() > 1e-4
 
 
 def test_sample_weights(tmp_path):
-    client, (x, y) = generated("mlp", tmp_path, sample_weight=True), data_of("mlp")
+    client, (x, y) = generate_client("mlp", tmp_path, sample_weight=True), named_data("mlp")
     weight = np.random.default_rng(1).uniform(0, 3, len(x)).astype(np.float32)
     roles = {entry["name"]: entry["role"] for entry in client.manifest["inputs"]}
     assert roles == {"x": "data", "label": "label", "weight": "weight_of_rows"}
-    for number, batch in enumerate(batches_of(x, y)):
+    for number, batch in enumerate(labeled_batches(x, y)):
         client.step(number, batch | {"weight": weight[number * ROWS :][:ROWS]})
-    trainer = trainer_of("mlp")
+    trainer = named_trainer("mlp")
     trainer.fit(x, y, sample_weight=weight, batch_size=ROWS, shuffle=False)
-    assert_state(client, trainer)
+    assert_state_of_trainer(client, trainer)
 
 
 def test_labels_that_are_nan_and_weights_of_labels(tmp_path):
     options = {"loss": "bce", "loss_options": {"ignore_nan": True, "from_logits": True}}
-    client = generated("mlp", tmp_path, sample_weight="element", **options)
-    (x, _), rng = data_of("mlp"), np.random.default_rng(1)
-    trainer = trainer_of("mlp", **options)
+    client = generate_client("mlp", tmp_path, sample_weight="element", **options)
+    (x, _), rng = named_data("mlp"), np.random.default_rng(1)
+    trainer = named_trainer("mlp", **options)
     y = rng.integers(0, 2, (len(x), trainer.predict(x[:1]).shape[1])).astype(np.float32)
     y[rng.random(y.shape) < 0.4] = np.nan
     weight = rng.uniform(0, 3, y.shape).astype(np.float32)
-    for number, batch in enumerate(batches_of(x, y)):
+    for number, batch in enumerate(labeled_batches(x, y)):
         client.step(number, batch | {"weight": weight[number * ROWS :][:ROWS]})
     trainer.fit(x, y, sample_weight=weight, batch_size=ROWS, shuffle=False)
-    assert_state(client, trainer)
+    assert_state_of_trainer(client, trainer)
     y[0, 0] = 2
-    with pytest.raises(Exception, match="labels in 'label' are between 0 and 1, or NaN"):
+    with pytest.raises(Exception, match=r"labels in 'label'.* 0 and 1, or NaN"):
         client.step(0, {"x": x[:ROWS], "label": y[:ROWS], "weight": weight[:ROWS]})
 
 
 def test_a_batch_whose_labels_are_all_ignored_changes_nothing(tmp_path):
-    client, (x, _) = generated("mlp", tmp_path, loss_options={"ignore_index": 2}), data_of("mlp")
+    client, (x, _) = (
+        generate_client("mlp", tmp_path, loss_options={"ignore_index": 2}),
+        named_data("mlp"),
+    )
     before = client.state
     assert client.step(0, {"x": x[:ROWS], "label": np.full(ROWS, 2)}) == 0
     assert all(np.array_equal(before[n], a) for n, a in client.state.items())
@@ -277,13 +302,13 @@ LABELS = {  # of three classes or elements: right ones, and wrong ones
 @pytest.mark.parametrize("kind", LABELS)
 def test_labels_that_a_trainer_refuses_are_refused(tmp_path, kind):
     options, right, wrong = LABELS[kind]
-    client, (x, y) = generated("mlp", tmp_path, **options), data_of("mlp")
+    client, (x, y) = generate_client("mlp", tmp_path, **options), named_data("mlp")
     if "loss" in options:  # labels are elements
         y = np.zeros((len(x), 3), np.float32)
+    trainer = named_trainer("mlp", **options)
     for label in (*right, *wrong):
         own = y[:ROWS].copy()
         own.flat[3] = label
-        trainer = trainer_of("mlp", **options)
         if label in right:
             assert np.isfinite(client.step(0, {"x": x[:ROWS], "label": own}))
             trainer.fit(x[:ROWS], own)
@@ -291,37 +316,37 @@ def test_labels_that_a_trainer_refuses_are_refused(tmp_path, kind):
         with pytest.raises(ValueError, match="'label'"):
             trainer.fit(x[:ROWS], own)
         for key in ("step", "training", "eval"):
-            with pytest.raises(Exception, match="labels in 'label' are"):
+            with pytest.raises(Exception, match="labels in 'label'"):
                 client.run(key, {**client.state, "x": x[:ROWS], "label": own, **client.scalars(0)})
 
 
 @pytest.mark.parametrize("form", [{"opset": 19, "ir_version": 9}, {"ort_format": True}], ids=str)
 def test_older_runtimes_refuse_labels_too(tmp_path, form):
-    client, (x, _) = generated("transformer", tmp_path, **form), data_of("transformer")
+    client, (x, _) = generate_client("transformer", tmp_path, **form), named_data("transformer")
     client.suffix = ".ort" if "ort_format" in form else ".onnx"
     y = x[:ROWS].copy()
     client.step(0, {"x": x[:ROWS], "label": y})
     y[2, 3] = -1
-    with pytest.raises(Exception, match="labels in 'label' are 0 to 10"):
+    with pytest.raises(Exception, match=r"labels in 'label'.* 0 to 10"):
         client.step(1, {"x": x[:ROWS], "label": y})
 
 
 def test_a_loss_inside_of_the_model(tmp_path):
-    whole = og.add_loss_output(model_of("mlp"), "squared_error")
+    whole = og.add_loss_output(artifact_model("mlp"), "squared_error")
     og.generate_artifacts(whole, optimizer="SGD", artifact_directory=tmp_path)
-    client, (x, _) = Client(tmp_path), data_of("mlp")
+    client, (x, _) = ArtifactClient(tmp_path), named_data("mlp")
     y = np.random.default_rng(1).normal(size=(len(x), 3)).astype(np.float32)
-    client.train(batches_of(x, y))
+    client.train(labeled_batches(x, y))
     trainer = og.Trainer(whole, optimizer="sgd", learning_rate=RATE)
-    assert_state(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
+    assert_state_of_trainer(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
 
 
 def test_adapters_train(tmp_path):
-    adapted = og.add_lora(model_of("mlp"), ["w1"], rank=2)
+    adapted = og.add_lora(artifact_model("mlp"), ["w1"], rank=2)
     og.generate_artifacts(adapted, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
-    client, (x, y) = Client(tmp_path), data_of("mlp")
+    client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
     assert all("lora" in name for name in client.names("weights"))
-    client.train(batches_of(x, y))
+    client.train(labeled_batches(x, y))
     save_file(client.state, tmp_path / "checkpoint.safetensors")
     merged = og.merge_lora(og.merge_artifacts(tmp_path))
     out = client.run("eval", {**client.state, "x": x, "label": y})
@@ -340,9 +365,9 @@ def test_adapters_train(tmp_path):
     ],
 )
 def test_former_losses(former, ours, tmp_path):
-    client, (x, _) = generated("mlp", tmp_path, loss=former), data_of("mlp")
+    client, (x, _) = generate_client("mlp", tmp_path, loss=former), named_data("mlp")
     y = np.random.default_rng(1).integers(0, 2, (len(x), 3)).astype(np.float32)
-    (f,) = run(model_of("mlp"), {"x": x})
+    (f,) = run(artifact_model("mlp"), {"x": x})
     losses = {
         "MSELoss": (f - y) ** 2,
         "L1Loss": np.abs(f - y),
@@ -353,13 +378,11 @@ def test_former_losses(former, ours, tmp_path):
 
 
 def test_former_losses_of_several_outputs(tmp_path):
-    model, (x, y) = model_of("mlp"), data_of("mlp")
-    model.graph.output.add().CopyFrom(
-        onnx.parser.parse_graph("g () => (float[N,8] r) {}").output[0]
-    )
+    model, (x, y) = artifact_model("mlp"), named_data("mlp")
+    model.graph.output.extend(onnx.parser.parse_graph("g () => (float[N,8] r) {}").output)
     losses = {"y": "CrossEntropyLoss", "r": "MSELoss"}
     og.generate_artifacts(model, None, None, losses, "SGD", tmp_path)
-    client, z = Client(tmp_path), np.ones((len(x), 8), np.float32)
+    client, z = ArtifactClient(tmp_path), np.ones((len(x), 8), np.float32)
     out = client.run("eval", {**client.state, "x": x, "label_y": y, "label_r": z})
     f, r = (out[name].astype(np.float64) for name in ("y", "r"))
     entropy = np.log(np.exp(f).sum(1)) - f[np.arange(len(y)), y]
@@ -368,8 +391,8 @@ def test_former_losses_of_several_outputs(tmp_path):
 
 
 def test_the_former_adamw_adds_eps_before_the_correction(tmp_path):
-    og.generate_artifacts(model_of("mlp"), ["b2"], None, "MSELoss", "AdamW", tmp_path)
-    client, m, v = Client(tmp_path), 0.0, 0.0
+    og.generate_artifacts(artifact_model("mlp"), ["b2"], None, "MSELoss", "AdamW", tmp_path)
+    client, m, v = ArtifactClient(tmp_path), 0.0, 0.0
     w = client.state["b2"].astype(np.float64)
     for number in range(5):
         g = np.array([1e-7, 1e-6, 1e-3]) * (number + 1)
@@ -383,13 +406,13 @@ def test_the_former_adamw_adds_eps_before_the_correction(tmp_path):
 
 
 def test_requires_grad_and_frozen_params(tmp_path):
-    client = generated("mlp", tmp_path, requires_grad=["w*"], frozen_params=["w1"])
+    client = generate_client("mlp", tmp_path, requires_grad=["w*"], frozen_params=["w1"])
     assert client.names("weights") == ["w2"]
     assert client.state.keys() == {"w2"}
 
 
 def test_without_an_optimizer_there_is_no_step(tmp_path):
-    client, (x, y) = generated("cnn", tmp_path, None), data_of("cnn")
+    client, (x, y) = generate_client("cnn", tmp_path, None), named_data("cnn")
     assert client.manifest["files"].keys() == {"training", "eval", "checkpoint", "model"}
     assert client.names("slots") == client.names("scalars") == []
     assert not (tmp_path / "step.onnx").exists()
@@ -399,46 +422,40 @@ def test_without_an_optimizer_there_is_no_step(tmp_path):
 
 def test_additional_outputs_and_prefix(tmp_path):
     names = ["hb", "y"]
-    og.generate_artifacts(
-        model_of("mlp"),
-        None,
-        None,
-        "CrossEntropyLoss",
-        "SGD",
-        tmp_path,
-        "a_",
-        additional_output_names=names,
-    )
+    arguments = (None, None, "CrossEntropyLoss", "SGD", tmp_path, "a_")
+    og.generate_artifacts(artifact_model("mlp"), *arguments, additional_output_names=names)
     assert {path.name for path in tmp_path.iterdir()} == {
         *("a_training.json", "a_checkpoint.safetensors", "a_model.onnx", "a_step.onnx"),
         *("a_training_model.onnx", "a_eval_model.onnx", "a_optimizer_model.onnx"),
     }
     session = ort.InferenceSession(tmp_path / "a_eval_model.onnx")
     assert [y.name for y in session.get_outputs()] == ["loss", "y", "hb"]
-    x, y = data_of("mlp")
+    x, y = named_data("mlp")
     fed = load_file(tmp_path / "a_checkpoint.safetensors") | {"x": x, "label": y}
     out = session.run(["hb"], fed)[0]
-    weights = {t.name: numpy_helper.to_array(t) for t in model_of("mlp").graph.initializer}
+    weights = initializer_arrays(artifact_model("mlp"))
     np.testing.assert_allclose(out, x @ weights["w1"] + weights["b1"], 1e-5, 1e-5)
     (own,) = run(og.merge_artifacts(tmp_path, prefix="a_"), {"x": x})
-    np.testing.assert_array_equal(own, run(model_of("mlp"), {"x": x})[0])
-    with pytest.raises(FileNotFoundError, match=r"prefix of one of \['a_training.json'\]"):
+    np.testing.assert_array_equal(own, run(artifact_model("mlp"), {"x": x})[0])
+    succeed("merge", tmp_path, "--prefix", "a_", "-o", tmp_path / "merged.onnx")
+    np.testing.assert_array_equal(run(tmp_path / "merged.onnx", {"x": x})[0], own)
+    with pytest.raises(FileNotFoundError, match=naming("prefix", "a_training.json")):
         og.merge_artifacts(tmp_path)
 
 
 # -- the files -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", ["mlp", in_sweep("cnn"), in_sweep("transformer")])
 def test_older_runtimes(name, tmp_path):
     """The Gelu of the MLP exists from opset 20 on; the models state opset 23."""
     (tmp_path / "new").mkdir()
-    newest = generated(name, tmp_path / "new", "adamw")
+    newest = generate_client(name, tmp_path / "new", "adamw")
     og.generate_artifacts(
-        model_of(name, 23), None, None, optimizer="adamw", artifact_directory=tmp_path / "old",
-        opset=19, ir_version=9, **loss_of(name), **MODES.get(name, {}),
+        artifact_model(name, 23), optimizer="adamw", artifact_directory=tmp_path / "old", opset=19,
+        ir_version=9, **named_loss(name), **MODES.get(name, {}),
     )  # fmt: skip
-    client, (x, y) = Client(tmp_path / "old"), data_of(name)
+    client, (x, y) = ArtifactClient(tmp_path / "old"), named_data(name)
     files = [tmp_path / "old" / f for f in client.manifest["files"].values() if "onnx" in f]
     assert len(files) == 5
     for file in files:
@@ -450,37 +467,27 @@ def test_older_runtimes(name, tmp_path):
         }
         assert not any(node.domain for node in model.graph.node)
     assert client.manifest["weights"] == newest.manifest["weights"]
-    client.train(batches_of(x, y))
-    newest.train(batches_of(x, y))
+    client.train(labeled_batches(x, y))
+    newest.train(labeled_batches(x, y))
     for key, array in newest.state.items():
         np.testing.assert_allclose(client.state[key], array, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_standard_operators_only(name, tmp_path):
-    client = generated(name, tmp_path, "adamw")
-    for key in ("step", "training", "optimizer", "eval", "model"):
-        model = onnx.load(tmp_path / client.manifest["files"][key])
-        onnx.checker.check_model(model, full_check=True)
-        assert not any(node.domain for node in model.graph.node)
-        assert [o.domain for o in model.opset_import] == [""]
-
-
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", ["cnn", in_sweep("mlp"), in_sweep("transformer")])
 def test_ort_format(name, tmp_path):
-    client = generated(name, tmp_path, "adamw", ort_format=True)
-    other, (x, y) = Client(tmp_path, ".ort"), data_of(name)
+    client = generate_client(name, tmp_path, "adamw", ort_format=True)
+    other, (x, y) = ArtifactClient(tmp_path, ".ort"), named_data(name)
     assert client.manifest["ort_files"]["eval"] == "eval_model.ort"
-    batches = list(batches_of(x, y))
+    batches = list(labeled_batches(x, y))
     np.testing.assert_allclose(client.train(batches), other.train(batches), 1e-5)
     out = other.run("eval", {**other.state, "x": x, "label": y})
     expected = client.run("eval", {**client.state, "x": x, "label": y})
     np.testing.assert_allclose(out["loss"], expected["loss"], 1e-4)
-    Client(tmp_path, ".ort").train(batches[:2], client.step_by_halves)
+    ArtifactClient(tmp_path, ".ort").train(batches[:2], client.step_by_halves)
 
 
 def test_the_manifest(tmp_path):
-    client = generated("cnn", tmp_path, "adamw", learning_rate=0.5)
+    client = generate_client("cnn", tmp_path, "adamw", learning_rate=0.5)
     manifest, state = client.manifest, client.state
     assert manifest["format"] == 1
     assert manifest["learning_rate"] == 0.5
@@ -511,13 +518,13 @@ def test_large_frozen_weights_are_external_data(tmp_path, monkeypatch):
     monkeypatch.setattr(external, "SMALL", 100)
     folder = tmp_path / "files"
     for _ in range(2):  # the second replaces the first
-        client = generated("mlp", folder, "adamw", requires_grad=["w2", "b2"])
+        client = generate_client("mlp", folder, "adamw", requires_grad=["w2", "b2"])
     assert (folder / "step.onnx.1.data").exists()
     folder.rename(tmp_path / "moved")
-    client, (x, y) = Client(tmp_path / "moved"), data_of("mlp")
-    client.train(batches_of(x, y))
-    trainer = trainer_of("mlp", "adamw", train=["w2", "b2"])
-    assert_state(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
+    client, (x, y) = ArtifactClient(tmp_path / "moved"), named_data("mlp")
+    client.train(labeled_batches(x, y))
+    trainer = named_trainer("mlp", "adamw", train=["w2", "b2"])
+    assert_state_of_trainer(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
     save_file(client.state, tmp_path / "c.safetensors")
     og.save(og.merge_artifacts(tmp_path / "moved", tmp_path / "c.safetensors"), tmp_path / "m.onnx")
     (own,) = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x})
@@ -528,52 +535,52 @@ def test_large_frozen_weights_are_external_data(tmp_path, monkeypatch):
 
 
 def test_the_command_merges_a_folder(tmp_path):
-    client, (x, y) = generated("cnn", tmp_path / "a", "adamw"), data_of("cnn")
-    client.train(batches_of(x, y))
+    client, (x, y) = generate_client("cnn", tmp_path / "a", "adamw"), named_data("cnn")
+    client.train(labeled_batches(x, y))
     save_file(client.state, tmp_path / "c.safetensors")
     output, options = tmp_path / "m.onnx", ["--checkpoint", tmp_path / "c.safetensors"]
     assert "wrote" in succeed("merge", tmp_path / "a", *options, "-o", output).stdout
     out = client.run("eval", {**client.state, "x": x, "label": y})
     np.testing.assert_allclose(run(onnx.load(output), {"x": x})[0], out["y"], 1e-5, 1e-6)
     own = tmp_path / "a" / "model.onnx"
-    assert "is the input file" in refused("merge", tmp_path / "a", "-o", own, "--overwrite")
-    assert "a folder of generate_artifacts" in refused("merge", own, *options, "-o", tmp_path / "n")
-    assert "holds no artifacts" in refused("merge", tmp_path, "-o", tmp_path / "n.onnx")
+    assert "model.onnx" in refusal("merge", tmp_path / "a", "-o", own, "--overwrite")
+    assert "generate_artifacts" in refusal("merge", own, *options, "-o", tmp_path / "n")
+    assert "no artifacts" in refusal("merge", tmp_path, "-o", tmp_path / "n.onnx")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("w1"), "it has no 'w1'"),
-        (lambda state: state.update(other=state["w1"]), r"this one has no \['other'\]"),
+        (lambda state: state.pop("w1"), "no 'w1'"),
+        (lambda state: state.update(other=state["w1"]), r"no \['other'\]"),
         (lambda state: state.update(w1=state["w2"]), r"its 'w1' is float32 \(8, 3\), not"),
         (lambda state: state.update(b1=state["b1"].astype("float64")), "its 'b1' is float64"),
         (lambda state: state.update(b1=state["b1"] * np.nan), "'b1' holds NaN"),
     ],
 )
-def test_checkpoints_of_other_models_are_refused(change, message, tmp_path):
-    client = generated("mlp", tmp_path)
+def test_checkpoints_of_other_models_are_refused(change, message, mlp_folder, tmp_path):
+    client = ArtifactClient(mlp_folder)
     change(client.state)
     save_file(client.state, tmp_path / "c.safetensors")
     with pytest.raises(ValueError, match=message):
-        og.merge_artifacts(tmp_path, tmp_path / "c.safetensors")
+        og.merge_artifacts(mlp_folder, tmp_path / "c.safetensors")
 
 
 def test_a_checkpoint_of_equal_names_but_another_backbone_is_refused(tmp_path):
-    generated("mlp", tmp_path / "a", requires_grad=["w2"])
-    other = model_of("mlp")
+    generate_client("mlp", tmp_path / "a", requires_grad=["w2"])
+    other = artifact_model("mlp")
     other.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((4, 8), np.float32), "w1"))
     og.generate_artifacts(other, ["w2"], None, "CrossEntropyLoss", "SGD", tmp_path / "b")
-    with pytest.raises(ValueError, match="other weights that do not train"):
+    with pytest.raises(ValueError, match="other weights"):
         og.merge_artifacts(tmp_path / "a", tmp_path / "b" / "checkpoint.safetensors")
 
 
 def test_damaged_files_are_refused(tmp_path):
-    generated("mlp", tmp_path)
+    generate_client("mlp", tmp_path)
     (tmp_path / "c.safetensors").write_bytes(b"no safetensors at all")
-    with pytest.raises(ValueError, match="no file of safetensors"):
+    with pytest.raises(ValueError, match="safetensors"):
         og.merge_artifacts(tmp_path, tmp_path / "c.safetensors")
-    with pytest.raises(FileNotFoundError, match="name a checkpoint"):
+    with pytest.raises(FileNotFoundError, match="checkpoint"):
         og.merge_artifacts(tmp_path, tmp_path / "none.safetensors")
     (tmp_path / "training.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="format 2"):
@@ -586,8 +593,8 @@ def test_damaged_files_are_refused(tmp_path):
 def test_a_weight_larger_than_a_file_can_hold_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "LARGEST", 128)
     with pytest.raises(ValueError, match=r"the weight 'w1' has 128 bytes.*frozen_params"):
-        generated("mlp", tmp_path)
-    generated("mlp", tmp_path, frozen_params=["w1"])
+        generate_client("mlp", tmp_path)
+    generate_client("mlp", tmp_path, frozen_params=["w1"])
 
 
 # -- the page -----------------------------------------------------------------------------------
@@ -606,9 +613,8 @@ def test_the_code_of_the_page(tmp_path, monkeypatch):
     assert np.mean(losses[-10:]) < 0.4
     scores = ort.InferenceSession("trained.onnx").run(None, {"image": images})[0]
     assert (scores.argmax(1) == labels).mean() > 0.85
-    for file in json.loads((tmp_path / "artifacts" / "training.json").read_text())[
-        "files"
-    ].values():
+    manifest = json.loads((tmp_path / "artifacts" / "training.json").read_text())
+    for file in manifest["files"].values():
         assert f"| `{file}` |" in page
 
 
@@ -618,62 +624,61 @@ def test_the_code_of_the_page(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"requires_grad": ["w11"]}, "'w11'.*Did you mean 'w1'"),
-        ({"frozen_params": ["b3"]}, "'b3'.*Did you mean"),
+        ({"requires_grad": ["w11"]}, "'w11'.*'w1'"),
+        ({"frozen_params": ["b3"]}, "'b3'"),
         (
             {"requires_grad": ["w1", "w2"], "frozen_params": ["w1"]},
-            r"\['w1'\] are in requires_grad",
+            r"'w1'.*requires_grad",
         ),
-        ({"loss": "MSELos"}, "'MSELos'.*Did you mean 'MSELoss'"),
-        ({"optimizer": "AdanW"}, "'AdanW'.*Did you mean"),
-        ({"optimizer": og.ema(og.sgd())}, "averages of weights"),
+        ({"loss": "MSELos"}, "'MSELos'.*'MSELoss'"),
+        ({"optimizer": "AdanW"}, "'AdanW'.*'adamw'"),
+        ({"optimizer": og.ema(og.sgd())}, "averages"),
         ({"additional_output_names": ["hbb"]}, "'hbb'"),
         ({"prefix": "a/b"}, "prefix='a/b'"),
-        ({"learning_rate": og.cosine(0.1)}, "learning_rate must be a number"),
-        ({"learning_rate": -1.0}, "learning_rate must be a number"),
+        ({"learning_rate": og.cosine(0.1)}, "learning_rate"),
+        ({"learning_rate": -1.0}, "learning_rate.*-1.0"),
         ({"class_weight": "balanced"}, "needs labels"),
-        ({"opset": 17}, "opset 18 or newer"),
+        ({"opset": 17}, "opset 18"),
         ({"ir_version": 8}, "ir_version=8: the opsets .* need 9"),
         ({"batch_norm": "on"}, "batch_norm"),
-        ({"acumulate": 2}, "Unknown option of generate_artifacts 'acumulate'"),
-        ({"learning_rates": 2}, "Did you mean 'learning_rate'"),
+        ({"acumulate": 2}, "generate_artifacts 'acumulate'"),
+        ({"learning_rates": 2}, "'learning_rate'"),
     ],
 )
-def test_errors_leave_the_folder_as_it_was(options, message, tmp_path):
-    generated("mlp", tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+def test_errors_leave_the_folder_as_it_was(options, message, mlp_folder):
+    before = {path.name: path.read_bytes() for path in mlp_folder.iterdir()}
     with pytest.raises(ValueError, match=message):
-        generated("mlp", tmp_path, **options)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert [path.name for path in tmp_path.parent.glob("*.partial")] == []
+        generate_client("mlp", mlp_folder, **options)
+    assert {path.name: path.read_bytes() for path in mlp_folder.iterdir()} == before
+    assert [path.name for path in mlp_folder.parent.glob("*.partial")] == []
 
 
 def test_a_failure_while_writing_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
     folder = tmp_path / "files"
-    generated("mlp", folder)
+    generate_client("mlp", folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / "training_model.ort").mkdir()  # after others have been moved
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        generated("cnn", folder, ort_format=True)
+    with pytest.raises(IsADirectoryError, match=r"training_model\.ort"):
+        generate_client("cnn", folder, ort_format=True)
     (folder / "training_model.ort").rmdir()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["files"]
     file = tmp_path / "file"
     file.write_text("text")
-    with pytest.raises(NotADirectoryError, match="name a folder"):
-        generated("mlp", file)
+    with pytest.raises(NotADirectoryError, match="folder"):
+        generate_client("mlp", file)
 
 
 def test_data_of_another_model_are_not_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(external, "IN_MODEL", 0)
     monkeypatch.setattr(external, "SMALL", 100)
-    onnx.save(model_of("mlp"), tmp_path / "big.onnx", save_as_external_data=True, location="w.bin",
-              size_threshold=0)  # fmt: skip
+    options = {"save_as_external_data": True, "location": "w.bin", "size_threshold": 0}
+    onnx.save(artifact_model("mlp"), tmp_path / "big.onnx", **options)
     home = tmp_path / "home"
     home.mkdir()
     (home / "w.bin").write_bytes(b"of another model")
     arguments = (["w2"], None, "CrossEntropyLoss", "SGD", home)
-    with pytest.raises(FileExistsError, match="choose another folder"):
+    with pytest.raises(FileExistsError, match="another folder"):
         og.generate_artifacts(tmp_path / "big.onnx", *arguments)
     assert [path.name for path in home.iterdir()] == ["w.bin"]
 
@@ -684,7 +689,7 @@ def test_data_of_another_model_are_not_replaced(tmp_path, monkeypatch):
 )
 def test_names_that_the_files_need(old, new, tmp_path):
     """A name that means two things is an error, or an existing result gives way."""
-    model = model_of("mlp")
+    model = artifact_model("mlp")
     for node in model.graph.node:
         node.input[:] = [new if name == old else name for name in node.input]
     for value in (*model.graph.input, *model.graph.initializer):
@@ -692,34 +697,34 @@ def test_names_that_the_files_need(old, new, tmp_path):
     arguments = (model, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
     if new == "label.m":
         og.generate_artifacts(*arguments)
-        assert "label.m.v" in Client(tmp_path).names("slots")
+        assert "label.m.v" in ArtifactClient(tmp_path).names("slots")
         return
-    with pytest.raises(ValueError, match=f"needs the name '{new}'"):
+    with pytest.raises(ValueError, match=f"'{new}'"):
         og.generate_artifacts(*arguments)
 
 
 def test_results_give_way_to_the_names_of_slots(tmp_path):
-    model = model_of("mlp")
+    model = artifact_model("mlp")
     names = {"h": "w1.m", "hb": "step", "r": "loss", "z": "w2.new"}
     for node in model.graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
     og.generate_artifacts(model, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
-    client, (x, y) = Client(tmp_path), data_of("mlp")
-    client.train(batches_of(x, y))
-    trainer = trainer_of("mlp", FORMER_OPTIMIZERS["AdamW"])
-    assert_state(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
+    client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
+    client.train(labeled_batches(x, y))
+    trainer = named_trainer("mlp", FORMER_OPTIMIZERS["AdamW"])
+    assert_state_of_trainer(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
 
 
 def test_an_output_called_loss_that_is_none(tmp_path):
-    model = model_of("mlp")
+    model = artifact_model("mlp")
     model.graph.output[0].name = model.graph.node[-1].output[0] = "loss"
-    with pytest.raises(ValueError, match="the output 'loss' of the model is not the loss"):
+    with pytest.raises(ValueError, match="output 'loss'"):
         og.generate_artifacts(model, None, None, "CrossEntropyLoss", "SGD", tmp_path)
 
 
 def test_weights_that_the_loss_does_not_reach(tmp_path):
-    model = model_of("mlp")
+    model = artifact_model("mlp")
     extra = onnx.parser.parse_graph(
         "g (float[N,4] x) => (float[N,8] other) { other = MatMul(x, w3) }"
     )
@@ -727,12 +732,10 @@ def test_weights_that_the_loss_does_not_reach(tmp_path):
     model.graph.output.extend(extra.output)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 8), np.float32), "w3"))
     arguments = (None, {"y": "cross_entropy"}, "SGD", tmp_path)
-    with pytest.warns(
-        UserWarning, match=r"does not depend on \['w3'\]: they do not train"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"depend on \['w3'\]") as caught:
         og.generate_artifacts(model, ["w1", "w3"], *arguments, additional_output_names=["other"])
     assert caught[0].filename == __file__  # where the user has called it
-    client, (x, y) = Client(tmp_path), data_of("mlp")
+    client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
     assert client.names("weights") == ["w1"]
     out = client.run("eval", {**client.state, "x": x, "label": y})
     np.testing.assert_allclose(out["other"], x.sum(1, keepdims=True) * np.ones(8), 1e-4, 1e-4)

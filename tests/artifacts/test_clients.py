@@ -17,13 +17,13 @@ from safetensors import safe_open
 
 import onnxgrad as og
 from tests.support.paths import ROOT
-from tests.support.running import PATIENCE
+from tests.support.running import PATIENCE, in_sweep
 
 CLIENT = ROOT / "clients" / "javascript"
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH")
 
 
-def _run(*command: str, **variables: str) -> str:
+def printed_by(*command: str, **variables: str) -> str:
     """Run a command in the folder of the client; return what it prints."""
     done = subprocess.run(
         command,
@@ -40,28 +40,44 @@ def _run(*command: str, **variables: str) -> str:
     return printed
 
 
+def install_packages() -> None:
+    """Install what package-lock.json names, if it is not there."""
+    wanted, installed = CLIENT / "package-lock.json", CLIENT / "node_modules" / "installed.json"
+    if not installed.exists() or installed.read_text() != wanted.read_text():
+        printed_by("npm", "ci", "--no-audit", "--no-fund")
+        shutil.copy(wanted, installed)
+
+
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="needs Node and npm")
 @pytest.mark.timeout(600)
-def test_javascript(tmp_path: Path) -> None:
-    """`npm test` passes, and Python reads the states and models that the client wrote.
+@pytest.mark.parametrize("browser", [False, in_sweep(True)])
+def test_javascript(browser: bool, tmp_path: Path) -> None:
+    """The client's own tests pass, and Python reads the states and models that the client wrote.
 
-    One test, as several processes cannot install packages into one folder. Without Chromium, the
-    tests of the browser skip themselves.
+    Only one process at a time can install packages into the folder. Without Chromium, the tests of
+    the browser skip themselves.
     """
     pytest.importorskip("pyarrow")
-    if int(_run("node", "--version").lstrip("v").split(".")[0]) < 20:
+    filelock = pytest.importorskip("filelock")
+    if int(printed_by("node", "--version").lstrip("v").split(".")[0]) < 20:
         pytest.skip("needs Node 20")
     data, out, page = (str(tmp_path / name) for name in ("data", "out", "page"))
-    _run(sys.executable, "test/make_data.py", data)
-    _run(sys.executable, "example/make_artifacts.py", page)
-    _run("npm", "ci", "--no-audit", "--no-fund")
     variables = {"ONNXGRAD_TEST_DATA": data, "ONNXGRAD_TEST_OUT": out, "ONNXGRAD_ARTIFACTS": page}
-    _run("npm", "test", **variables)
+    printed_by(sys.executable, "test/make_data.py", data)
+    (ROOT / ".pytest_cache").mkdir(exist_ok=True)
+    with filelock.FileLock(ROOT / ".pytest_cache" / "javascript.lock", timeout=PATIENCE):
+        install_packages()
+        if browser:
+            printed_by("npm", "test", **variables)
+        else:
+            printed_by("npm", "run", "page", **variables)
+            tests = ("test/node.test.mjs", "test/files.test.mjs")
+            printed_by("node", "--test", "--test-concurrency=1", *tests, **variables)
     for name in ("mlp", "cnn", "normalized"):
-        _require_same(Path(data, name), Path(out), name)
+        assert_same_state(Path(data, name), Path(out), name)
 
 
-def _require_same(folder: Path, out: Path, name: str) -> None:
+def assert_same_state(folder: Path, out: Path, name: str) -> None:
     """Compare what the client wrote with what Python makes of its state."""
     with safe_open(out / f"{name}.safetensors", "numpy") as state:
         assert state.metadata()["step"] == "200"
