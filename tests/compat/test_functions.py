@@ -15,7 +15,7 @@ from onnxgrad import (
     function_onnx_graph,
     get_supported_functions,
 )
-from tests.support.running import run_named
+from tests.support.running import in_sweep, run_named
 
 RNG = np.random.default_rng(0)
 X1, X2, G = RNG.standard_normal((3, 10, 4))
@@ -26,7 +26,7 @@ DTYPES = [np.float16, np.float32, np.float64]
 RTOL = {np.float16: 1e-2, np.float32: 1e-5, np.float64: 1e-12}
 
 
-def check(found: dict, dtype, **expected) -> None:
+def assert_outputs(found: dict, dtype, **expected) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert found[name].dtype == dtype
@@ -34,12 +34,12 @@ def check(found: dict, dtype, **expected) -> None:
         np.testing.assert_allclose(found[name], value, rtol=RTOL[dtype], atol=RTOL[dtype])
 
 
-def softmax(x):
+def row_softmax(x):
     e = np.exp(x)
     return e / e.sum(axis=1, keepdims=True)
 
 
-def penalty(x, a, b):
+def elastic_penalty(x, a, b):
     return a * abs(x).sum() + b * (x * x).sum()
 
 
@@ -61,9 +61,15 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("opset", [14, 18, 26])
 @pytest.mark.parametrize("weight", [None, "weight"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "opset"),
+    [
+        (dtype, opset) if opset == default else in_sweep(dtype, opset)
+        for dtype, default in zip(DTYPES, [26, 14, 18], strict=True)
+        for opset in (14, 18, 26)
+    ],
+)
 @pytest.mark.parametrize("case", SUMS)
 def test_errors_and_their_gradients(case, dtype, weight, opset):
     options, loss, slope = SUMS[case]
@@ -74,15 +80,15 @@ def test_errors_and_their_gradients(case, dtype, weight, opset):
     gradient = slope(y.astype(float), f.astype(float)) * column
     feed = {"X1": y, "X2": f} | ({"weight": w} if weight else {})
     both = function_onnx_graph(f"grad_loss_{kind}_error", opset, dtype, weight, **options)
-    check(run_named(both, **feed), dtype, Y=total, Y_grad=gradient)
+    assert_outputs(run_named(both, **feed), dtype, Y=total, Y_grad=gradient)
     value = function_onnx_graph(f"{kind}_error", opset, dtype, weight, **options)
-    check(run_named(value, **feed), dtype, Y=total)
+    assert_outputs(run_named(value, **feed), dtype, Y=total)
     if kind == "square":
         alone = function_onnx_graph("grad_square_error", opset, dtype, weight, **options)
-        check(run_named(alone, **feed), dtype, Y_grad=gradient)
+        assert_outputs(run_named(alone, **feed), dtype, Y_grad=gradient)
         if not options:
             mean = function_onnx_graph("reduce_mean_square", opset, dtype, weight)
-            check(run_named(mean, **feed), dtype, Y=total / f.size)
+            assert_outputs(run_named(mean, **feed), dtype, Y=total / f.size)
     for model in (both, value):
         onnx.checker.check_model(model, full_check=True)
         assert model.opset_import[0].version == opset
@@ -111,39 +117,50 @@ def test_classes(dtype, weight):
         "grad_sigmoid_neg_log_loss_error", None, dtype, weight_name=weight, eps=0.2
     )
     total = (-np.log(clipped) * column).sum()
-    check(run_named(model, X1=LABELS, **feed), dtype, Y=total, Y_grad=(p - LABELS) * column)
-    p, hit = softmax(f.astype(float)), np.eye(4)[CLASSES]
+    assert_outputs(
+        run_named(model, X1=LABELS, **feed), dtype, Y=total, Y_grad=(p - LABELS) * column
+    )
+    p, hit = row_softmax(f.astype(float)), np.eye(4)[CLASSES]
     model = function_onnx_graph("grad_softmax_neg_log_loss_error", None, dtype, weight, eps=0.0)
     total = (-np.log(p) * hit * column).sum()
-    check(run_named(model, X1=CLASSES, **feed), dtype, Y=total, Y_grad=(p - hit) * column)
+    assert_outputs(run_named(model, X1=CLASSES, **feed), dtype, Y=total, Y_grad=(p - hit) * column)
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (3, 2), (2, 1, 3, 2)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), in_sweep((5,)), in_sweep((3, 2)), (2, 1, 3, 2)])
+@pytest.mark.parametrize("dtype", [np.float64, in_sweep(np.float32), np.float16])
 def test_updates_of_weights_of_any_shape(dtype, shape):
     x, w, g = (np.resize(a, shape).astype(dtype) for a in (X1, X2, G))
     a, b = np.array([-0.25], dtype), np.array([0.75], dtype)
     for declared in (None, shape):
         options = {"shape": declared}
         model = function_onnx_graph("axpy", None, dtype, **options)
-        check(run_named(model, X1=x, X2=w, alpha=a), dtype, Y=w - 0.25 * x)
+        assert_outputs(run_named(model, X1=x, X2=w, alpha=a), dtype, Y=w - 0.25 * x)
         z = 0.75 * g - 0.25 * x
         model = function_onnx_graph("axpyw", None, dtype, **options)
-        check(run_named(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=w + z, Z=z)
+        assert_outputs(run_named(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=w + z, Z=z)
         model = function_onnx_graph("axpyw2", None, dtype, **options)
         ahead = w + 0.75 * z - 0.25 * x
-        check(run_named(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=ahead, Z=z)
+        assert_outputs(run_named(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=ahead, Z=z)
         assert [i.name for i in model.graph.input] == ["X1", "X2", "G", "alpha", "beta"]
-        check(run_named(function_onnx_graph("copy", None, dtype, **options), X=x), dtype, Y=x)
+        assert_outputs(
+            run_named(function_onnx_graph("copy", None, dtype, **options), X=x), dtype, Y=x
+        )
         nan = np.full_like(x, np.nan)
-        check(run_named(function_onnx_graph("zero", None, dtype, **options), X=nan), dtype, Y=0 * x)
+        assert_outputs(
+            run_named(function_onnx_graph("zero", None, dtype, **options), X=nan), dtype, Y=0 * x
+        )
         model = function_onnx_graph(
             "grad_penalty_elastic_error", None, dtype, l1_weight=0.5, l2_weight=0.25, **options
         )
         slope = 0.5 * np.sign(w) + 0.5 * w
-        check(run_named(model, X=w), dtype, Y=penalty(w.astype(float), 0.5, 0.25), Y_grad=slope)
+        assert_outputs(
+            run_named(model, X=w),
+            dtype,
+            Y=elastic_penalty(w.astype(float), 0.5, 0.25),
+            Y_grad=slope,
+        )
         model = function_onnx_graph("update_penalty_elastic_error", None, dtype, l1=0.1, **options)
-        check(run_named(model, X=w), dtype, Y=w - 0.1 * np.sign(w) - 2e-4 * w)
+        assert_outputs(run_named(model, X=w), dtype, Y=w - 0.1 * np.sign(w) - 2e-4 * w)
     onnx.checker.check_model(model, full_check=True)
 
 
@@ -156,14 +173,16 @@ def test_a_loss_and_the_penalties_of_several_weights(loss):
             **options,
         )  # fmt: skip
         found = run_named(model, loss=loss, **weights)
-        check(found, np.float64, Y=3 + sum(penalty(w, 0.1, 0.9) for w in weights.values()))
+        assert_outputs(
+            found, np.float64, Y=3 + sum(elastic_penalty(w, 0.1, 0.9) for w in weights.values())
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_regression(dtype):
     x, a, b = X1.astype(dtype), X2[:4].astype(dtype), G[:1].astype(dtype)
     model = function_onnx_graph("linear_regression", 20, dtype)
-    check(run_named(model, X=x, A=a, B=b), dtype, Y=x.astype(float) @ a.astype(float) + b)
+    assert_outputs(run_named(model, X=x, A=a, B=b), dtype, Y=x.astype(float) @ a.astype(float) + b)
 
 
 def test_the_list_of_functions():
@@ -181,15 +200,15 @@ def test_the_list_of_functions():
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("axpi", {}, r"Unknown function 'axpi'\. Did you mean 'axpy"),
-        ("axpy", {"weight_name": "w"}, r"option of function 'axpy' 'weight_name'\. .*'shape'"),
-        ("square_error", {"l1": 1}, r"Unknown option of function 'square_error' 'l1'\."),
-        ("copy", {"target_opset": 13}, "opset 13: give one from 14 to 26"),
-        ("copy", {"target_opset": 27}, "opset 27: give one from 14 to 26"),
-        ("copy", {"dtype": np.int32}, "dtype int32: give one of floats"),
-        ("square_error", {"weight_name": "X1"}, "the name 'X1' is taken"),
-        ("n_penalty_elastic_error", {"n_tensors": 0}, "n_tensors=0: give the number of weights"),
-        ("update_penalty_elastic_error", {"l1": 0, "l2": 0}, "the penalty of 'X' is zero"),
+        ("axpi", {}, "'axpi'.*'axpy'"),
+        ("axpy", {"weight_name": "w"}, "'axpy' 'weight_name'.*'shape'"),
+        ("square_error", {"l1": 1}, "'square_error' 'l1'"),
+        ("copy", {"target_opset": 13}, "opset 13.* 14 to 26"),
+        ("copy", {"target_opset": 27}, "opset 27.* 14 to 26"),
+        ("copy", {"dtype": np.int32}, "dtype int32"),
+        ("square_error", {"weight_name": "X1"}, "'X1'"),
+        ("n_penalty_elastic_error", {"n_tensors": 0}, "n_tensors=0"),
+        ("update_penalty_elastic_error", {"l1": 0, "l2": 0}, "penalty of 'X'"),
     ],
 )
 def test_what_cannot_be_written(name, options, text):
