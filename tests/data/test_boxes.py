@@ -82,11 +82,11 @@ def test_reading_yolo(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"category_id": 5}, "annotation 0 .id 1.: no category has the id 5"),
-        ({"image_id": 9}, "annotation 0 .id 1.: no image has the id 9"),
-        ({"bbox": [40, 10, 24, 20]}, "annotation 0 .id 1.: the box is outside"),
-        ({"bbox": [4, 10, 0, 20]}, "annotation 0 .id 1.: the box is empty"),
-        ({"bbox": [4, 10]}, "annotation 0 .id 1.: 'bbox' must be"),
+        ({"category_id": 5}, r"annotation 0 .id 1.: .*category.* 5"),
+        ({"image_id": 9}, r"annotation 0 .id 1.: .*image.* 9"),
+        ({"bbox": [40, 10, 24, 20]}, r"annotation 0 .id 1.: .*outside"),
+        ({"bbox": [4, 10, 0, 20]}, r"annotation 0 .id 1.: .*empty"),
+        ({"bbox": [4, 10]}, r"annotation 0 .id 1.: 'bbox'"),
     ],
 )
 def test_broken_annotations_of_coco_name_the_row(tmp_path, changed, message):
@@ -98,8 +98,8 @@ def test_broken_annotations_of_coco_name_the_row(tmp_path, changed, message):
     ("lines", "message"),
     [
         ("0 .5 .5 .2 .2\n7 .5 .5 .2 .2", r"a.txt', line 2: class 7"),
-        ("0 .5 .5 .2", r"a.txt', line 1: must be class"),
-        ("0 .95 .5 .2 .2", r"a.txt', line 1: the box is outside"),
+        ("0 .5 .5 .2", r"a.txt', line 1: .*class"),
+        ("0 .95 .5 .2 .2", r"a.txt', line 1: .*outside"),
     ],
 )
 def test_broken_labels_of_yolo_name_the_line(tmp_path, lines, message):

@@ -119,7 +119,7 @@ def test_description_changes_with_the_data():
         ((X, LABELS, 2, 1), "rows=1"),
         ((X, LABELS[:5], 2, 2), "24 rows"),
         ((X, LABELS + 0.5, 2, 2), "one integer"),
-        ((X, None, 2, 2), "have no labels"),
+        ((X, None, 2, 2), "no labels"),
     ],
 )
 def test_refuses(arguments, message):

@@ -184,9 +184,9 @@ def spoil_mask(root, image):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda r: spoil_mask(r, Image.new("RGB", (14, 12))), r"2\.png' has the mode 'RGB'"),
+        (lambda r: spoil_mask(r, Image.new("RGB", (14, 12))), r"2\.png'.*'RGB'"),
         (lambda r: spoil_mask(r, Image.new("L", (14, 13))), r"2\.png'.* size \(14, 13\)"),
-        (lambda r: spoil_mask(r, Image.new("L", (14, 12), 9)), r"2\.png' has the value 9"),
+        (lambda r: spoil_mask(r, Image.new("L", (14, 12), 9)), r"2\.png'.* 9"),
         (lambda r: (r / "masks" / "2.png").unlink(), r"\['2'\].*mask"),
         (lambda r: (r / "masks").rename(r / "labels"), "folder 'masks'"),
         (lambda r: (r / "images" / "2.png").write_bytes(b"x"), r"image '.*2\.png'"),

@@ -1,6 +1,7 @@
 """Sequences of different length: padding, masks, and batches of similar length."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -65,15 +66,15 @@ def test_padding():
     assert pad_sequences([[1], [2, 3]], length=4)[0].tolist() == [[1, 0, 0, 0], [2, 3, 0, 0]]
     assert pad_sequences([[], [2, 3]])[0].dtype == np.int64
     for arguments, message in (
-        (([],), "no sequence to pad"),
-        (([[1, 2, 3], [1]], 0, 2), "length=2, and sequence 0 has 3 elements"),
-        (([[1], [2]], 0.5), "hold int64, which cannot represent the value 0.5"),
+        (([],), "sequence"),
+        (([[1, 2, 3], [1]], 0, 2), r"length=2.*sequence 0.* 3"),
+        (([[1], [2]], 0.5), r"int64.* 0\.5"),
         (
             ([np.ones((2, 3)), np.ones((2, 4))],),
-            r"in other axes than the first: \[\(3,\), \(4,\)\]",
+            r"\[\(3,\), \(4,\)\]",
         ),
-        (([3, 4],), "sequence 0 is a single number"),
-        ((["ab"],), "must hold numbers"),
+        (([3, 4],), r"sequence 0.*single"),
+        ((["ab"],), "numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             pad_sequences(*arguments)
@@ -171,11 +172,11 @@ def test_other_inputs_and_weights():
 
 def test_sequences_that_do_not_fit():
     for arguments, options, message in (
-        ((IDS, Y), {"mask": "mask"}, "inputs beside X: pass X as"),
-        (({"ids": IDS, "mask": IDS}, Y), {"mask": "mask"}, "has the input 'mask' already"),
-        ((IDS, Y[:5]), {}, "different numbers of rows: {'X': 203, 'y': 5}"),
-        ((np.ones((4, 3)), Y[:4]), {}, "X has no sequences"),
-        (({"a": IDS[:3], "b": [*IDS[:2], [1]]}, Y[:3]), {}, "row 2 has 1 elements of 'b', and"),
+        ((IDS, Y), {"mask": "mask"}, "pass X"),
+        (({"ids": IDS, "mask": IDS}, Y), {"mask": "mask"}, "input 'mask'"),
+        ((IDS, Y[:5]), {}, "{'X': 203, 'y': 5}"),
+        ((np.ones((4, 3)), Y[:4]), {}, "no sequences"),
+        (({"a": IDS[:3], "b": [*IDS[:2], [1]]}, Y[:3]), {}, r"row 2 .*'b'"),
     ):
         with pytest.raises(ValueError, match=message):
             by_length(*arguments, **options)
@@ -250,7 +251,7 @@ def test_lengths_that_have_to_agree():
     most = [*OTHERS[:-1], np.append(OTHERS[-1], 0)]
     data = {"ids": OTHERS, "others": most}
     n = len(OTHERS[-1])
-    with pytest.raises(ValueError, match=f"row 202 has {n + 1} elements of 'others', and {n} of"):
+    with pytest.raises(ValueError, match=naming("row 202", f"{n + 1}", "'others'", f"{n}")):
         by_length(data)
     with pytest.raises(ValueError, match="same_length=False"):
         by_length({"ids": IDS, "others": OTHERS}, same_length=True)
@@ -258,15 +259,15 @@ def test_lengths_that_have_to_agree():
     np.testing.assert_array_equal(X["others"], pad_with(most, 0))
     both = {"ids": IDS, "others": OTHERS}
     for X, options, message in (
-        (both, {"mask": "m"}, r"differ in length: say of which 'm' is, mask=\{'ids': 'm'\}"),
-        (both, {"lengths": {"idz": "m"}}, "Unknown sequences in lengths 'idz'"),
-        (both, {"mask": {"ids": "m", "others": "m"}}, "has the input 'm' already"),
-        (both, {"value": {"idz": 1}}, "Unknown input in value 'idz'"),
-        (both, {"axis": {"idz": 1}}, "Unknown input in axis 'idz'"),
-        ({"a": WIDE}, {"mask": "m"}, "mask of 'a': say along which axis"),
-        (WIDE, {"axis": 1}, "'X' differ in length along axis 2 beside axis 1"),
-        ([np.ones((2, 3)), np.ones((3, 2))], {}, "along axis 1 beside axis 0"),
-        ([np.ones((2, 3)), np.ones(3)], {}, r"different numbers of axes: \[1, 2\]"),
+        (both, {"mask": "m"}, r"length.*'m'.*mask=\{'ids': 'm'\}"),
+        (both, {"lengths": {"idz": "m"}}, r"lengths.*'idz'"),
+        (both, {"mask": {"ids": "m", "others": "m"}}, "input 'm'"),
+        (both, {"value": {"idz": 1}}, r"value.*'idz'"),
+        (both, {"axis": {"idz": 1}}, r"axis.*'idz'"),
+        ({"a": WIDE}, {"mask": "m"}, r"mask of 'a'.*axis"),
+        (WIDE, {"axis": 1}, r"'X'.*axis 2.*axis 1"),
+        ([np.ones((2, 3)), np.ones((3, 2))], {}, r"axis 1.*axis 0"),
+        ([np.ones((2, 3)), np.ones(3)], {}, r"axes.*\[1, 2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             by_length(X, **options)
@@ -342,7 +343,7 @@ def test_a_network_without_mask_sees_no_padding(caplog):
         assert entry["validation_loss"] == pytest.approx(loss, rel=1e-5)
         assert entry["step"] == entry["epoch"] * data.count_batches(8)
     assert [r.message for r in caplog.records].count(caplog.records[0].message) == 1
-    assert "'ids': batches have rows of one length" in caplog.text
+    assert re.search(naming("'ids'", "length"), caplog.text)
     padded = by_length({"ids": IDS}, Y / 100, value=0)
     assert abs(Trainer(recurrent_model(), "squared_error").predict(padded) - expected).max() > 0.1
 

@@ -66,9 +66,9 @@ def test_lists(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("b.wav,x,,", r"list\.csv', row 1: there is no file .*b\.wav"),
-        ("a.wav,x,late,", "row 1: .*late.*in seconds"),
-        ("a.wav,x,2,1", "end=1.0 is before 2.0"),
+        ("b.wav,x,,", r"list\.csv', row 1: .*b\.wav"),
+        ("a.wav,x,late,", r"row 1: .*late.*seconds"),
+        ("a.wav,x,2,1", r"end=1\.0.* 2\.0"),
     ],
 )
 def test_lists_that_are_wrong(tmp_path, row, message):

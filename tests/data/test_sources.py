@@ -506,7 +506,7 @@ def test_rows_on_another_axis():
         (None, ["rows", "batch_axes={'X': axis"]),
         ({"x": 0}, ["batch_axes", "'x'"]),
         ({"X": 3}, ["batch_axes['X']", "3 axes"]),
-        ({"X": 0, "label": 0}, ["numbers of rows"]),
+        ({"X": 0, "label": 0}, ["numbers", "rows"]),
     ):
         with pytest.raises(ValueError, match=naming(*parts)):
             slices_of(model_as_it_is("time-major"), (data,), axes)

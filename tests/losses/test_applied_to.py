@@ -118,7 +118,7 @@ AXES = {
     "two axes": ("y = MatMul(x, w)", "float[N,3] x", 1),
 }  # fmt: skip
 REFUSED = {
-    "attention": ("t = Transpose <perm = [0, 2, 1]>(x) y = MatMul(x, t)", LAST, "no matrix of"),
+    "attention": ("t = Transpose <perm = [0, 2, 1]>(x) y = MatMul(x, t)", LAST, "no matrix"),
     "weights in front": ("y = MatMul(row, x)", "float[N,3,T] x", "(node '"),
     "split classes": (
         "o = Constant <value_ints = [2, 3, 2, 3]>() a = Conv(x, k2) y = Reshape(a, o)",
@@ -139,7 +139,7 @@ REFUSED = {
     "sorted": (
         "a = MatMul(x, w) o = Constant <value_ints = [2]>() y, i = TopK(a, o)", LAST, "TopK",
     ),
-    "no operator": ("y = Mul(x, x)", LAST, "no linear operator"),
+    "no operator": ("y = Mul(x, x)", LAST, "linear operator"),
 }  # fmt: skip
 
 

@@ -366,7 +366,7 @@ def test_distillation_with_a_hard_loss_of_options():
         ({"output": "z"}, "z"),
         ({"teacher": "features"}, "inputs={"),
         ({"teacher_output": "h", "axis": 5}, "axis=5"),
-        ({"teacher": None, "teacher_output": "h"}, "teacher that is"),
+        ({"teacher": None, "teacher_output": "h"}, "teacher"),
         ({"teacher": "t (double[N,3] x) => (double[N,3] y) { y = Exp(x) }"}, "shape"),
     ],
 )
@@ -444,7 +444,7 @@ def test_a_function_of_outputs():
         (lambda: OutputLoss("info_nce", ["y", "h", "t"]), "takes 2 outputs"),
         (lambda: OutputLoss("info_nce"), r"needs \(N, 2, D\)"),
         (lambda: OutputLoss("info_nce", ["y", "z"]), "Unknown output 'z'"),
-        (lambda: OutputLoss(lambda op, y: op.ReduceSum(y, keepdims=0)), "for every row"),
+        (lambda: OutputLoss(lambda op, y: op.ReduceSum(y, keepdims=0)), "every row"),
     ],
 )
 def test_outputs_without_labels_refuse(make, message):

@@ -272,8 +272,8 @@ def test_what_does_not_fit(folder_of_lines):
     task = TextRecognition(recognizer(), dictionary=ABC)
     (folder_of_lines / "0.txt").write_text("Zürich")
     for data, words in (
-        (folder_of_lines, r"0\.png' has the characters \['Z', 'h', 'i', 'r', 'ü'\].*extend=True"),
-        ([(image, "aabb")], "4 time steps, and its text 'aabb' needs 6"),
+        (folder_of_lines, r"0\.png'.*\['Z', 'h', 'i', 'r', 'ü'\].*extend=True"),
+        ([(image, "aabb")], r"4 time.*'aabb'.* 6"),
         ([(image, "a\nb")], "several lines"),
         ([], "no rows"),
         ([(np.zeros((4, 4), np.int32), "a")], "8 bits"),
@@ -300,14 +300,14 @@ def test_what_does_not_fit(folder_of_lines):
 def test_models_and_options_that_do_not_fit():
     two_inputs = float32_model("f (float[N,2] x, float[N,2] z) => (float[N,2] y) { y = Add(x, z) }")
     for model, options, words in (
-        (two_inputs, {"dictionary": ABC}, r"one input \(N, channels, height, width\)"),
+        (two_inputs, {"dictionary": ABC}, r"\(N, channels, height, width\)"),
         (recognizer(), {}, "no metadata 'character'"),
         (recognizer(), {"dictionary": ["a"]}, "dictionary has.* 1 "),
         (recognizer(), {"dictionary": [*ABC, "ß"]}, "7 characters.*blank"),
         (recognizer(), {"dictionary": ABC, "blank": 7}, "blank=7.* 7 classes"),
         (recognizer(), {"dictionary": ABC, "height": 32}, "height= contradicts"),
         (recognizer(), {"dictionary": ABC, "colors": "RGB"}, "colors= contradicts"),
-        (recognizer(), {"dictionary": ABC, "colors": "gray"}, "must be 'BGR', 'RGB' or 'L'"),
+        (recognizer(), {"dictionary": ABC, "colors": "gray"}, "'BGR', 'RGB' or 'L'"),
         (recognizer(), {"dictionary": ABC, "extend": True}, "extend=True"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -448,10 +448,10 @@ def test_a_trained_model_knows_its_classes(trained_yolox, square_pictures):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"head": "ssd"}, "give one of 'yolov8'"),
-        ({"head": "yolox", "image_size": 64}, "image_size=64: pictures in 'images' are 32 x 32"),
-        ({"head": "yolox", "loss": {"box": "diou"}}, "box is 'ciou' or 'giou'"),
-        ({"head": "yolox", "loss": {"gains": {"l1": 1}}}, "have no 'l1'"),
+        ({"head": "ssd"}, "'yolov8'"),
+        ({"head": "yolox", "image_size": 64}, r"image_size=64.*'images'.*32 x 32"),
+        ({"head": "yolox", "loss": {"box": "diou"}}, "'ciou' or 'giou'"),
+        ({"head": "yolox", "loss": {"gains": {"l1": 1}}}, "'l1'"),
     ],
 )
 def test_arguments_that_mean_nothing(arguments, message):

@@ -383,8 +383,8 @@ def test_refuses(folder_of_encoder):
     linear, data = random_encoder(LINEAR, w=(6, 6), v=(6, 4)), clouds()
     refused = [  # model, data, options, what the message names
         (model, pairs, {"output": "z"}, ["output='z'"]),
-        (model, pairs, {"loss": "arcface"}, ["data with classes"]),
-        (linear, None, {"loss": "arcface"}, ["data with classes"]),
+        (model, pairs, {"loss": "arcface"}, ["classes"]),
+        (linear, None, {"loss": "arcface"}, ["classes"]),
         (model, pairs, {"loss": "cosine_similarity"}, ["scores"]),
         (model, scored, {}, ["row 1", "'high'"]),
         (model, gap, {}, ["row 2", "'positive'"]),

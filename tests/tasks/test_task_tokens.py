@@ -123,7 +123,7 @@ def test_files_are_read_alike(tmp_path):
     for data in (tmp_path / "a.conll", str(tmp_path / "b.jsonl"), numbered, spans):
         other = Tokens(token_encoder(), data, wordpiece(), at="hidden", classes=NAMES)
         for (X, y, _), (Z, t, _) in zip(
-            reader_batches(first.data), batches_of(other.data), strict=True
+            reader_batches(first.data), reader_batches(other.data), strict=True
         ):
             np.testing.assert_array_equal(X["input_ids"], Z["input_ids"])
             np.testing.assert_array_equal(y, t)
@@ -213,7 +213,7 @@ def test_tokenizers_beside_the_model(tmp_path):
     wordpiece().save(str(tmp_path / "tokenizer.json"))
     by_json = Tokens(str(tmp_path / "m.onnx"), ROWS, at="hidden")
     for (X, _, _), (Z, _, _) in zip(
-        reader_batches(by_vocab.data), batches_of(by_json.data), strict=True
+        reader_batches(by_vocab.data), reader_batches(by_json.data), strict=True
     ):
         np.testing.assert_array_equal(X["input_ids"], Z["input_ids"])
 
