@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER.parent / "tests"))
+sys.path.insert(0, str(FOLDER.parent))
 
-import covered
 import onnx
-from microsoft_rows import CASES
-from test_control import CASES as SUBGRAPH_CASES
 
 from onnxgrad.autodiff.primal.function_bodies import has_body
 from onnxgrad.graph.operators import OPERATORS, Operator
+from tests.autodiff.control.test_control import CASES as SUBGRAPH_CASES
+from tests.support import covered
+from tests.support.microsoft_rows import CASES
 
 FLOATS = {"tensor(float)", "tensor(double)", "seq(tensor(float))"}
 HEAD = """# Operators
@@ -59,10 +59,12 @@ WHY = {
 
 def text() -> str:
     """Return the page."""
-    rows, shipped = covered.counts(covered.rows()), covered.counts(covered.shipped())
+    rows, shipped = map(
+        covered.models_by_operator, (covered.row_models(), covered.shipped_models())
+    )
     kinks = _kinks()
-    answers, parts = covered.by_input(), {title: list[str]() for title in TABLES}
-    for schema in covered.operators():
+    answers, parts = covered.answers_by_input(), {title: list[str]() for title in TABLES}
+    for schema in covered.newest_schemas():
         key = (schema.domain, schema.name)
         name = f"`{schema.name}`" + (f" ({schema.domain})" if schema.domain else "")
         if why := _operator(key).no_gradient:

@@ -12,41 +12,45 @@ from onnx import defs, helper
 
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.autodiff.registry import Unsupported, taken_gradients
-from onnxgrad.graph.operators import OPERATORS, add
-from tests.autodiff.rules.test_convolution import model as model_of_convolution
-from tests.autodiff.rules.test_shipped import FROZEN, NOT_IN_FLOAT32, NOT_RUN, but_for
-from tests.support.cases import model
-from tests.support.convolution_cases import CASES
+from onnxgrad.graph.operators import OPERATORS, add as add_operator
+from tests.support.cases import row_model
+from tests.support.convolution_cases import CONVOLUTIONS, convolution_model
+from tests.support.packs import side_by_side
+from tests.support.shipped import NOT_IN_FLOAT32, NOT_RUN, but_for, cases_of, module_names
 from tests.support.table import ROWS
 
 Key = tuple[str, str]  # domain, operator
 
 
 @cache
-def rows() -> list[onnx.ModelProto]:
+def row_models() -> list[onnx.ModelProto]:
     """Return the model of every row of the table."""
-    return [model(row) for row in ROWS] + [model_of_convolution(case, "all") for case in CASES]
+    return [row_model(row) for row in ROWS] + [
+        convolution_model(case, "all") for case in CONVOLUTIONS
+    ]
 
 
-def shipped() -> list[onnx.ModelProto]:
+@cache
+def shipped_models() -> list[onnx.ModelProto]:
     """Return the shipped cases that are checked."""
-    return [case.model for case in but_for(FROZEN, NOT_RUN, NOT_IN_FLOAT32)]
+    cases = (case for module in module_names() for case in cases_of(module, frozen=True))
+    return [case.model for case in but_for(cases, NOT_RUN, NOT_IN_FLOAT32)]
 
 
-def counts(models: list[onnx.ModelProto]) -> Counter[Key]:
+def models_by_operator(models: list[onnx.ModelProto]) -> Counter[Key]:
     """Return how many of the models hold an operator."""
     return Counter(
         key for made in models for key in {(n.domain, n.op_type) for n in made.graph.node}
     )
 
 
-def attributes() -> dict[Key, dict[str, list[Any]]]:
+def attribute_values() -> dict[Key, dict[str, list[Any]]]:
     """Return the values that the attributes of every operator have in the tests.
 
     Where one is left out that is its default, or None.
     """
     found: dict[Key, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for made in (*rows(), *shipped()):
+    for made in (*row_models(), *shipped_models()):
         opset = next((o.version for o in made.opset_import if not o.domain), 0)
         for node in made.graph.node:
             given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -63,36 +67,52 @@ def attributes() -> dict[Key, dict[str, list[Any]]]:
     return found
 
 
-def in_gradients() -> dict[Key, set[str]]:
+def operators_in_gradients() -> dict[Key, set[str]]:
     """Return the operators in the gradients of the rows, each with the operators of such rows."""
     return _differentiated()[0]
 
 
-def by_input() -> dict[Key, dict[int, set[str]]]:
+def answers_by_input() -> dict[Key, dict[int, set[str]]]:
     """Return what rules answered for each input: "value", "none", or "refused"."""
     return _differentiated()[1]
 
 
 @cache
 def _differentiated() -> tuple[dict[Key, set[str]], dict[Key, dict[int, set[str]]]]:
-    """Return what `in_gradients` and `by_input` do: every row is differentiated once."""
+    """Return the results of the two functions above: every row is differentiated once."""
     found: dict[Key, set[str]] = defaultdict(set)
     answers: dict[Key, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     before = dict(OPERATORS)
     for key, operator in before.items():
         if operator.rule is not None:
-            add(*key, rule=_recorded(operator.rule, answers[key]))
+            add_operator(*key, rule=_recorded(operator.rule, answers[key]))
     try:
-        for made in rows():
-            try:
-                gradient = onnx_derivative(made, weights=[])
-            except NoGradientRule:
-                continue
-            for node in gradient.graph.node:
-                found[node.domain, node.op_type].add(made.graph.node[-1].op_type)
+        for models in _packs(row_models()):
+            for gradient in _gradients(models):
+                for node in gradient.graph.node:
+                    names = (m.graph.node[-1].op_type for m in models)
+                    found[node.domain, node.op_type].update(names)
     finally:
         OPERATORS.update(before)
     return found, answers
+
+
+def _packs(models: list[onnx.ModelProto]) -> list[list[onnx.ModelProto]]:
+    """Return models of one opset that are differentiated together."""
+    opsets: dict[int, list[onnx.ModelProto]] = defaultdict(list)
+    for made in models:
+        opsets[made.opset_import[0].version].append(made)
+    return [same[i : i + 32] for same in opsets.values() for i in range(0, len(same), 32)]
+
+
+def _gradients(models: list[onnx.ModelProto]) -> Iterator[onnx.ModelProto]:
+    """Yield the gradient of models side by side, or of each half where one has none."""
+    try:
+        yield onnx_derivative(side_by_side(models), weights=[])
+    except NoGradientRule:
+        if len(models) > 1:
+            yield from _gradients(models[: len(models) // 2])
+            yield from _gradients(models[len(models) // 2 :])
 
 
 def _recorded(function: Any, answers: dict[int, set[str]]) -> Any:
@@ -107,7 +127,7 @@ def _recorded(function: Any, answers: dict[int, set[str]]) -> Any:
     return recorded
 
 
-def operators() -> Iterator[Any]:
+def newest_schemas() -> Iterator[Any]:
     """Yield the newest schema of every operator of ai.onnx and ai.onnx.ml."""
     names = {(s.domain, s.name) for s in defs.get_all_schemas() if s.domain in ("", "ai.onnx.ml")}
     for domain, name in sorted(names):

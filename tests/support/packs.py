@@ -7,7 +7,7 @@ parts run singly, so that the message names those that are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx import TensorProto
 
 from onnxgrad import DerivativeOptions, onnx_derivative
-from onnxgrad.autodiff.check.runtimes import on_either, on_onnxruntime, on_reference
+from onnxgrad.autodiff.check.runtimes import NoKernelError, on_either, on_onnxruntime, on_reference
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import in_precision, to_proto
 from onnxgrad.model.weights import is_setting
@@ -111,9 +111,12 @@ class Pack:
             for name, a in part.feed.items()
         }
         self.function = self.runtime.load(self.model)
-        self.outputs = [
-            y.name for y in self.model.graph.output if y.type.tensor_type.elem_type in FLOATS
-        ]
+        self.outputs = self._float_names(self.model)
+
+    @staticmethod
+    def _float_names(model: onnx.ModelProto) -> list[str]:
+        """Return the names of the outputs that runtimes return."""
+        return [y.name for y in model.graph.output if y.type.tensor_type.elem_type in FLOATS]
 
     @cached_property
     def gradient(self) -> onnx.ModelProto:
@@ -147,7 +150,7 @@ class Pack:
             for name, y in ys.items()
         }
         cotangents = {f"{name}_grad": u for name, u in factors.items()}
-        names = [y.name for y in self.gradient.graph.output]
+        names = self._float_names(self.gradient)
         run = on_either(self.gradient, self.runtime.load_gradient or self.runtime.load)
         results = dict(zip(names, run(self.feed | cotangents), strict=True))
         sums = [Objective(f"r{i}_", factors, ys) for i in range(len(self.parts))]
@@ -268,17 +271,40 @@ def _dot(u: np.ndarray, y: np.ndarray) -> float:
     return float(np.dot(u[counted].astype(np.float64), y[counted].astype(np.float64)))
 
 
-def failures(parts: Sequence[Part], check: Callable[[Sequence[Part]], Iterator[str]]) -> list[str]:
-    """Return what is wrong with each part, singly where all together fail in any way."""
-    together = _outcome(parts, check)
-    if not together:
-        return []
-    singly = [line for part in parts for line in _outcome([part], check)]
+def failures(parts: Sequence[Part], check: Callable[[Sequence[Part]], Iterable[str]]) -> list[str]:
+    """Return what is wrong with each part, singly where all together fail in any way.
+
+    Of parts that no runtime computes together, each half is checked by itself.
+    """
+    try:
+        together = list(check(parts))
+    except NoKernelError as error:
+        if len(parts) > 1:
+            halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+            return [line for half in halves for line in failures(half, check)]
+        together = [_line(parts, error)]
+    except Exception as error:  # of any kind: it fails the test
+        together = [_line(parts, error)]
+    if not together or len(parts) == 1:
+        return together
+    singly = [line for part in parts for line in failures([part], check)]
     return singly or [f"all together, and no part singly: {line}" for line in together]
 
 
-def _outcome(parts: Sequence[Part], check: Callable) -> list[str]:
-    try:
-        return list(check(parts))
-    except Exception as error:  # of any kind: it fails the test
-        return [f"{', '.join(part.name for part in parts)}: {type(error).__name__}: {error}"]
+def gradients_on(*runtimes: str) -> Callable[[Sequence[Part]], list[str]]:
+    """Return the check of gradients: of many parts on the first runtime, of one on any."""
+
+    def check(parts: Sequence[Part]) -> list[str]:
+        for runtime in runtimes:
+            try:
+                return list(Pack(parts, runtime).check_gradients())
+            except NoKernelError:
+                if len(parts) > 1 or runtime == runtimes[-1]:
+                    raise
+        return []
+
+    return check
+
+
+def _line(parts: Sequence[Part], error: Exception) -> str:
+    return f"{', '.join(part.name for part in parts)}: {type(error).__name__}: {error}"

@@ -13,8 +13,8 @@ import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.graph.operators import OPERATORS
-from tests.support import convolution_cases
 from tests.support.cases import FLOAT, Row, row_feed, row_model, run_in_dtype, typed
+from tests.support.convolution_cases import CONVOLUTIONS
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.row_packs import operators_of
@@ -90,7 +90,7 @@ def test_bfloat16_stays(row):
 
 
 def test_every_rule_has_a_row():
-    rows = [row.body for row in ROWS] + [case.node for case in convolution_cases.CASES]
+    rows = [row.body for row in ROWS] + [case.node for case in CONVOLUTIONS]
     tested = set().union(*map(operators_of, rows))
     assert {
         name for (domain, name), operator in OPERATORS.items() if operator.rule and not domain

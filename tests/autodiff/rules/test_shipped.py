@@ -6,27 +6,28 @@ Twice: with the operands that are no variables as constants, and with all operan
 from __future__ import annotations
 
 import re
-import warnings
+from collections import defaultdict
 
 import numpy as np
-import onnx
 import pytest
-from onnx.backend.test.loader import load_model_tests
 
 from onnxgrad import check_gradient
 from onnxgrad.graph.operators import OPERATORS, Operator
-from tests.support.shipped import FLOATS, Case, cases, errors
-
-PREVIEW = {"ai.onnx.preview", "ai.onnx.preview.training"}
+from tests.support.packs import Part, failures, gradients_on
+from tests.support.row_packs import WITHOUT_FLOAT64
+from tests.support.shipped import (
+    FLOATS,
+    NOT_IN_FLOAT32,
+    NOT_RUN,
+    ShippedCase,
+    but_for,
+    cases_of,
+    module_names,
+    raw_cases,
+    relative_errors,
+)
 
 # patterns of names, and why
-NOT_RUN = {
-    "test_scan_sum": "of opset 8, refused: onnx converts it into another function",
-    "mod_float_edge_cases_fmod_0": "by numbers near zero: a jump lies within every step",
-    "dequantizelinear_float4e2m1": "onnxruntime has no kernel for this type",
-    "dequantizelinear_(u?int[24]|e4m3fn.*|e5m2)-fed": "numpy arrays of this type cannot be fed",
-}
-NOT_IN_FLOAT32 = {"^test_softmax_large_number": "a step that float32 resolves at 10000 is too long"}
 NOT_IN_FLOAT64 = {
     "training_dropout": "random",
     "convtranspose_(output|kernel)_shape": "wrong in onnx.reference; no kernel in onnxruntime",
@@ -42,65 +43,90 @@ NOT_TWICE = {
 }
 
 
-def differentiable(node: onnx.NodeProto) -> bool:
-    operator = OPERATORS.get((node.domain, node.op_type), Operator())
-    return not operator.no_gradient and node.domain not in PREVIEW
+SINGLY = {"causal_conv_with_state", "linear_attention"}  # without a kernel in float64
+MODULES = [name for name in module_names() if name not in SINGLY]
+FEWER = {"GlobalMaxPool", "RoiAlign", "Upsample", "Swish"}  # float64 in older opsets only
+NO_FLOAT64 = WITHOUT_FLOAT64 | FEWER
 
 
-FROZEN, FED = (cases(frozen, differentiable) for frozen in (True, False))
-
-
-def but_for(chosen: list[Case], *excepted: dict[str, str]) -> list[Case]:
-    patterns = [p for patterns in excepted for p in patterns]
-    return [c for c in chosen if not any(re.search(p, name(c)) for p in patterns)]
-
-
-def name(case: Case) -> str:
-    return f"{case.name}-{'frozen' if case.frozen else 'fed'}"
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("case", but_for(FROZEN + FED, NOT_RUN, NOT_IN_FLOAT32), ids=name)
-def test_gradient_on_onnxruntime(case):
-    found = errors(case)
-    assert max(found.values()) < 0.02, found
-
-
-TWICE = set(map(name, but_for(FROZEN, NOT_TWICE)))
-
-
-@pytest.mark.parametrize("case", but_for(FROZEN, NOT_RUN, NOT_IN_FLOAT64, LONG), ids=name)
-def test_gradient_of_every_case(case):
-    """Of the first order, where every other input is a constant: the rest are below."""
-    found = report(case, 1)
-    assert found.ok, str(found)
-    assert found.computed.startswith("float64")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("case", but_for(FROZEN + FED, NOT_RUN, NOT_IN_FLOAT64), ids=name)
-def test_gradient_in_float64(case):
-    """Of the first order and, where every other input is a constant, of the second one."""
-    found = report(case, 2 if name(case) in TWICE else 1)
-    assert found.ok, str(found)
-    if name(case) in TWICE and not found.computed.startswith("float64"):
-        # onnx.reference knows no negative pads, which gradients of the second order have
-        found = report(case, 1)
-        assert found.ok, str(found)
-    assert found.computed.startswith("float64")
-
-
-def report(case: Case, order: int):
+def shipped_part(case: ShippedCase) -> Part:
     taken = {x.name for x in case.model.graph.input}
-    feed = {n: a for n, a in case.arrays.items() if n in taken}
-    return check_gradient(case.model, case.variables, weights=[], feed=feed, order=order)
+    feed = {name: a for name, a in case.arrays.items() if name in taken}
+    return Part(case.id, case.model, feed, tuple(case.variables))
+
+
+MANY = 24  # modules of a pack
+
+
+@pytest.mark.parametrize("first", range(0, len(MODULES), MANY), ids=lambda i: f"from {MODULES[i]}")
+def test_gradient_of_every_case(first):
+    """Of the first order, where every other input is a constant: the rest are below."""
+    packs = defaultdict(list)
+    for module in MODULES[first : first + MANY]:
+        for case in but_for(cases_of(module, frozen=True), NOT_RUN, NOT_IN_FLOAT64, LONG):
+            opsets = tuple((o.domain, o.version) for o in case.model.opset_import)
+            packs[opsets, runtime_of(case)].append(shipped_part(case))
+    wrong = []
+    for (_, runtime), parts in packs.items():
+        wrong += failures(parts, gradients_on(runtime, "reference", "mixed", "float32"))
+    assert wrong == []
+
+
+def runtime_of(case: ShippedCase) -> str:
+    """Return where most cases of an operator run."""
+    name = case.node.op_type
+    if name in NO_FLOAT64:
+        return "reference"
+    return "mixed" if name == "LayerNormalization" else "float64"
+
+
+@pytest.mark.parametrize(
+    ("module", "step"), [("causal_conv_with_state", 1), ("linear_attention", 5)]
+)
+def test_gradient_of_cases_without_a_kernel_in_float64(module, step):
+    for case in cases_of(module, frozen=True)[::step]:
+        found = gradient_report(case, 1)
+        assert found.ok, f"{case.id}: {found}"
+
+
+def gradient_report(case: ShippedCase, order: int):
+    part = shipped_part(case)
+    return check_gradient(case.model, case.variables, weights=[], feed=part.feed, order=order)
+
+
+def cases_twice(module: str) -> list[ShippedCase]:
+    return [*cases_of(module, frozen=True), *cases_of(module, frozen=False)]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("chosen", "bar"), [(FROZEN, 770), (FED, 762)], ids=["frozen", "fed"])
-def test_enough_agree(chosen, bar):
-    """Every case not excepted has a test of its own above; here they are counted."""
-    agreeing = but_for(chosen, NOT_RUN, NOT_IN_FLOAT32)
+@pytest.mark.parametrize("module", module_names())
+def test_gradient_on_onnxruntime(module):
+    for case in but_for(cases_twice(module), NOT_RUN, NOT_IN_FLOAT32):
+        found = relative_errors(case)
+        assert max(found.values()) < 0.02, (case.id, found)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("module", module_names())
+def test_gradient_in_float64(module):
+    """Of the first order and, where every other input is a constant, of the second one."""
+    for case in but_for(cases_twice(module), NOT_RUN, NOT_IN_FLOAT64):
+        twice = case.frozen and case in but_for([case], NOT_TWICE)
+        found = gradient_report(case, 2 if twice else 1)
+        assert found.ok, f"{case.id}: {found}"
+        if twice and not found.computed.startswith("float64"):
+            # onnx.reference knows no negative pads, which gradients of the second order have
+            found = gradient_report(case, 1)
+            assert found.ok, f"{case.id}: {found}"
+        assert found.computed.startswith("float64"), case.id
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("frozen", "bar"), [(True, 770), (False, 762)], ids=["frozen", "fed"])
+def test_enough_agree(frozen, bar):
+    """Every case not excepted is compared above; here they are counted."""
+    every = (case for module in module_names() for case in cases_of(module, frozen))
+    agreeing = but_for(every, NOT_RUN, NOT_IN_FLOAT32)
     on_onnxruntime = sum(c.forward[1] for c in agreeing)
     assert on_onnxruntime >= bar
     assert len(agreeing) >= bar + 45  # the others agree on the reference of onnx
@@ -109,20 +135,14 @@ def test_enough_agree(chosen, bar):
 # -- function bodies ----------------------------------------------------------------------------
 
 
-def expanded() -> list:
-    """Return the cases that are the function body of another one, made of operators with rules."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = load_model_tests(kind="node")
-    return [c for c in found if "_expanded" in c.name and applies(c)]
-
-
-def applies(case) -> bool:
+def is_body_of_rules(case) -> bool:
+    """Return whether a case is the function body of another one, of operators with rules."""
     graph, arrays = case.model.graph, case.data_sets[0][0]
     operators = [OPERATORS.get((n.domain, n.op_type), Operator()) for n in graph.node]
     types = [[v.type.tensor_type.elem_type for v in vs] for vs in (graph.input, graph.output)]
     return (
-        all(one.rule or one.no_gradient for one in operators)
+        "_expanded" in case.name
+        and all(one.rule or one.no_gradient for one in operators)
         and any(one.rule for one in operators)
         and not any(FLOATS.isdisjoint(of) for of in types)
         and all(isinstance(a, (np.ndarray, np.generic)) for a in arrays)
@@ -132,12 +152,13 @@ def applies(case) -> bool:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", expanded(), ids=lambda c: c.name)
-def test_function_body(case):
-    names, rng = [x.name for x in case.model.graph.input], np.random.default_rng(0)
-    arrays = {n: np.asarray(a) for n, a in zip(names, case.data_sets[0][0], strict=True)}
-    for name, a in arrays.items():  # away from kinks and ties
-        if np.issubdtype(a.dtype, np.floating):
-            arrays[name] = np.asarray(a + 0.01 * (1 + rng.random(a.shape)), a.dtype)
-    found = check_gradient(case.model, feed=arrays)
-    assert found.ok, str(found)
+@pytest.mark.parametrize("module", module_names())
+def test_function_bodies(module):
+    for case in filter(is_body_of_rules, raw_cases(module)):
+        names, rng = [x.name for x in case.model.graph.input], np.random.default_rng(0)
+        arrays = {n: np.asarray(a) for n, a in zip(names, case.data_sets[0][0], strict=True)}
+        for name, a in arrays.items():  # away from kinks and ties
+            if np.issubdtype(a.dtype, np.floating):
+                arrays[name] = np.asarray(a + 0.01 * (1 + rng.random(a.shape)), a.dtype)
+        found = check_gradient(case.model, feed=arrays)
+        assert found.ok, f"{case.name}: {found}"

@@ -113,21 +113,23 @@ def _products(op, x, g, windows: Windows, shape: Shape, group: int):
     """Return the gradient as products of matrices, in the form that is fastest."""
     have, counts = lengths(x), lengths(g)
     if windows.pads is None or have is None or counts is None or 0 in counts:
-        return _columns(op, x, g, windows, shape, group)
+        return write_columns(op, x, g, windows, shape, group)
     strided, overlapping = max(windows.strides) > 1, prod(windows.kernel) > 1
     if shape[:2] == (group, 1) and overlapping and (strided or prod(counts) < _LONG):
         return _sums(op, x, g, windows, shape, counts)
     if strided and overlapping:
-        splits = group == 1 and _splits(x, windows) and _pays_to_split(windows, shape, counts)
-        return (_split_products if splits else _columns)(op, x, g, windows, shape, group)
+        splits = group == 1 and _splits(x, windows) and pays_to_split(windows, shape, counts)
+        return (_split_products if splits else write_columns)(op, x, g, windows, shape, group)
     if strided or (any(windows.pads) and not overlapping):  # only the elements that are in windows
         x = _part(op, with_padding(op, x, windows), (0,) * len(counts), windows, counts)
         windows = _unit_windows(windows.kernel)
-    times = _times(windows, shape, counts, group)
+    times = times_of_forms(windows, shape, counts, group)
     return min(times, key=lambda form: times[form])(op, x, g, windows, shape, group)
 
 
-def _times(windows: Windows, shape: Shape, counts: Shape, group: int) -> dict[Callable, float]:
+def times_of_forms(
+    windows: Windows, shape: Shape, counts: Shape, group: int
+) -> dict[Callable, float]:
     """Return the ns that each form takes for an image, for windows of stride 1.
 
     They are within a third of those measured for 3 to 128 channels, 4 to 64 rows and kernels of
@@ -147,22 +149,22 @@ def _times(windows: Windows, shape: Shape, counts: Shape, group: int) -> dict[Ca
     inputs = _COPY * copies + _MULTIPLY * multiplied + added
 
     whole = _time_of_columns(shape, size, group, _SLICE)
-    return {_shifted_cotangents: cotangents, _shifted_inputs: inputs, _columns: whole}
+    return {shifted_cotangents: cotangents, shifted_inputs: inputs, write_columns: whole}
 
 
 def _time_of_columns(shape: Shape, size: int, group: int, slicing: float) -> float:
-    """Return the ns that `_columns` takes for an image of `size` windows."""
+    """Return the ns that `write_columns` takes for an image of `size` windows."""
     m, channels, elements = shape[0], shape[1] * group, prod(shape[2:])
     copies = channels + m + (elements > 1) * channels * (1 + elements)
     sliced = (elements > 1) * slicing * channels * elements
     return (_SLICE * copies + sliced + 1.3 * _MULTIPLY * m * shape[1] * elements) * size
 
 
-def _pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
-    """Return whether `_split_products` is faster than `_columns`."""
+def pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
+    """Return whether `_split_products` is faster than `write_columns`."""
     whole, kernel = _of_phases(windows, shape)
     elements = whole[1] * prod(n + k - 1 for n, k in zip(counts, kernel, strict=True))
-    times = _times(_unit_windows(kernel), whole, counts, 1)
+    times = times_of_forms(_unit_windows(kernel), whole, counts, 1)
     split = _SPLIT * elements + min(times.values())
     return split < _time_of_columns(shape, prod(counts), 1, _STRIDED_SLICE)
 
@@ -198,7 +200,7 @@ def _part(op, x, offset: Shape, windows: Windows, counts: Shape):
 # -- one product for each image and channel group ------------------------------------------------
 
 
-def _shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
+def shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
     """Return the gradient with g copied for each element of the first axis of the kernel.
 
     Each copy begins a row later, between rows of zeros, so that a product with all rows of x is one
@@ -226,7 +228,7 @@ def _shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
     return op.Reshape(op.Transpose(dw, perm=[0, 2, 1, 3]) if first > 1 else dw, list(shape))
 
 
-def _shifted_inputs(op, x, g, windows: Windows, shape: Shape, group: int):
+def shifted_inputs(op, x, g, windows: Windows, shape: Shape, group: int):
     """Return the gradient with x copied for each element of the kernel but for its first axis.
 
     Along the first axis, the copies are sliced, which leaves whole rows.
@@ -324,7 +326,7 @@ def _sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
 # -- any windows -----------------------------------------------------------------------------------
 
 
-def _columns(op, x, g, windows: Windows, shape: Shape, group: int):
+def write_columns(op, x, g, windows: Windows, shape: Shape, group: int):
     """Return the gradient as one product of g and a matrix of all windows, or for large images one
     for each element of the kernel, channels first.
     """

@@ -16,8 +16,8 @@ import onnx_ir as ir
 from onnxgrad.autodiff.registry import Unsupported
 from onnxgrad.graph.shapes import dims, rank, static
 
-_LARGE = 2**19  # elements of all windows of an image, from which they exceed the cache
-_HEAVY = 2**18  # elements of a weight, from which it exceeds the cache
+LARGE = 2**19  # elements of all windows of an image, from which they exceed the cache
+HEAVY = 2**18  # elements of a weight, from which it exceeds the cache
 _FEW = 64  # windows of an image, up to which the copies of all images are small
 _NARROW = 8  # channels, below which a product takes longer than copying its operands
 _LAST = 2**63 - 1  # end of a Slice up to the last element
@@ -198,7 +198,7 @@ def is_large(shape: tuple[int, ...] | None, counts: tuple[int, ...] | None) -> b
     """
     if shape is None or counts is None or shape[1] < _NARROW:
         return False
-    return prod(shape[1:]) * prod(counts) >= _LARGE
+    return prod(shape[1:]) * prod(counts) >= LARGE
 
 
 def _prefers_convolution(weight, counts: tuple[int, ...], group: int) -> bool:
@@ -223,7 +223,7 @@ def _is_heavy(weight, counts: tuple[int, ...]) -> bool:
     shape = static(dims(weight))
     if shape is None or prod(shape[2:]) == 1:
         return False
-    return prod(shape) >= _HEAVY and prod(counts) <= _FEW
+    return prod(shape) >= HEAVY and prod(counts) <= _FEW
 
 
 def _as_one_product(op, g, weight, windows: Windows, shape, counts: tuple[int, ...]):
