@@ -127,6 +127,7 @@ FORMS = {  # data, and the columns of labels
     "tensors": lambda path: ((torch.from_numpy(X), torch.from_numpy(Y)), None),
     "memmap": lambda path: ((mapped_array(path), Y), None),
     "parquet": lambda path: (write_parquet(path), "price"),
+    "paths": lambda path: ([write_parquet(path)], "price"),
     "arrow dataset": lambda path: (pads.dataset(price_table()), "price"),
     "list": lambda path: (PAIRS, None),
     "tuple": lambda path: (tuple(PAIRS), None),
@@ -154,6 +155,7 @@ FORMS = {  # data, and the columns of labels
     "tuple of a loader": lambda path: (tuple(tensor_loader()), None),
     "loader of batches": lambda path: (loader_of_batches(), None),
     "hugging face": lambda path: (hugging_face_table(), "price"),
+    "hugging face stream": lambda path: (hugging_face_table().to_iterable_dataset(), "price"),
 }
 
 

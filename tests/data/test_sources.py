@@ -25,7 +25,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Plan, build_objective
 from tests.support.errors import naming
-from tests.support.small_models import float32_model, outer_loss_trainer, two_column_model
+from tests.support.small_models import float32_model, two_column_model
 
 ROWS, SIZE = 47, 5
 NUMBERS = np.arange(ROWS)
@@ -190,14 +190,6 @@ def test_an_epoch_has_every_row_once(kind, tmp_path):
         for skip in (1, 4, 9, 10):
             assert drawn_numbers(source, seed, skip, most=2) == whole[skip:]
     assert drawn_numbers(source_of(kind, tmp_path, prefetch=0), 0) == first
-
-
-@KINDS
-def test_training_takes_all_of_them(kind, new_threads, tmp_path):
-    made = train_once(LINEAR, *(lambda d: (d.X, d.y))((SHUFFLED | FIXED)[kind](tmp_path)))
-    assert made.n_iter_ == 1
-    assert np.isfinite(made.train_losses_[0])
-    assert not any(t.name.startswith("onnxgrad") for t in new_threads())
 
 
 @KINDS
@@ -676,16 +668,6 @@ def test_files_that_cannot_be_read(tmp_path):
         arrow_dataset(numbered_table()[:0], "price")
 
 
-def test_an_order_of_columns_is_kept(tmp_path):
-    path = tmp_path / "rows.parquet"
-    pq.write_table(numbered_table(), path)
-    made = train_once(LINEAR, path, "price")
-    model = made.get_trained_onnx()
-    with pytest.raises(ValueError, match="column 0 is 'b', and was 'a' in fit"):
-        train_once(model, arrow_dataset(path, "price", columns=["b", "a"]))
-    assert train_once(model, arrow_dataset(path, "price", columns=["a", "b"])).n_iter_ == 1
-
-
 def test_labels_beside_data_that_bring_theirs():
     for data in (NumberedSamples(), arrow_dataset(numbered_table(), "price")):
         with pytest.raises(ValueError, match=naming("labels")):
@@ -719,12 +701,6 @@ def test_a_generator_is_read_once():
     assert flat(drawn_numbers(source)) == list(range(ROWS))
     with pytest.raises(ValueError, match=naming("generator", "once")):
         drawn_numbers(source)
-
-
-def test_a_validation_set_that_is_read():
-    made = outer_loss_trainer(two_column_model()).fit(X, Y, X_val=NumberedSamples())
-    again = outer_loss_trainer(two_column_model()).fit(X, Y, X_val=X, y_val=Y)
-    assert made.validation_losses_ == again.validation_losses_
 
 
 def test_an_order_that_is_drawn_in_the_thread_leaves_the_generator_alone():
@@ -790,35 +766,6 @@ def test_arrays_of_bfloat16_have_a_digest():
 
 
 # -- what the Trainer does with them -------------------------------------------------------------
-
-
-LABELED = "path,paths,table,arrow dataset,batches,dicts,generator function,samples".split(",")
-
-
-def labeled_data(tmp_path):
-    """Return data of every kind that has labels in it, and what to pass as y."""
-    pq.write_table(numbered_table(), tmp_path / "rows.parquet", row_group_size=6)
-    dicts = [{"x": x.tolist(), "label": y.tolist()} for x, y in fixed_batches()]
-    return {
-        "path": (tmp_path / "rows.parquet", "price"),
-        "paths": ([tmp_path / "rows.parquet"], "price"),
-        "table": (numbered_table(), "price"),
-        "arrow dataset": (pads.dataset(numbered_table()), "price"),
-        "batches": (fixed_batches(), None),
-        "dicts": (dicts, None),
-        "generator function": (generated_batches, None),
-        "samples": (NumberedSamples(), None),
-    }
-
-
-@pytest.mark.parametrize("kind", LABELED)
-def test_labels_in_data_for_predictions_are_not_read(kind, tmp_path):
-    data, y = labeled_data(tmp_path)[kind]
-    trainer = Trainer(two_column_model(), "squared_error", learning_rate=0.01)
-    trainer.fit(data, y, batch_size=SIZE, shuffle=False)
-    expected = Trainer(two_column_model(), "squared_error", learning_rate=0.01)
-    expected.fit(X, Y, batch_size=SIZE, shuffle=False)
-    np.testing.assert_allclose(trainer.predict(data), expected.predict(X), rtol=1e-5)
 
 
 def test_the_trainer_refuses_another_order_of_columns(tmp_path):
@@ -894,32 +841,6 @@ def test_row_groups_that_were_selected(tmp_path):
     chosen = [fragment.subset(row_group_ids=[1, 3])]
     dataset = pads.FileSystemDataset(chosen, numbered_table().schema, pads.ParquetFileFormat())
     np.testing.assert_array_equal(decoded_rows(dataset)[0], X[[*range(6, 12), *range(18, 24)]])
-
-
-def test_numbers_of_several_types_and_with_nulls(tmp_path):
-    columns = {
-        "a": pa.array([1, 2, None, 4]),
-        "b": pa.array([0.5, 0.5, 1.5, 1.5]).dictionary_encode(),
-        "c": pa.array([True, False, True, False]),
-        "price": [1.0, 2.0, 3.0, 4.0],
-    }
-    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=2)
-    expected = [[1, 0.5, 1], [2, 0.5, 0], [np.nan, 1.5, 1], [4, 1.5, 0]]
-    np.testing.assert_array_equal(decoded_rows(tmp_path / "rows.parquet")[0], expected)
-
-
-def test_missing_lists_are_named(tmp_path):
-    pq.write_table(pa.table({"x": [[1.0, 2.0], None], "price": [1.0, 2.0]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=naming("column 'x'", "missing")):
-        decoded_rows(tmp_path / "a.parquet")
-
-
-def test_tensors_of_a_fixed_shape_become_axes(tmp_path):
-    images = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
-    column = pa.FixedShapeTensorArray.from_numpy_ndarray(images)
-    pq.write_table(pa.table({"x": column, "price": [1.0] * 4}), tmp_path / "a.parquet")
-    (batch,) = arrow_dataset(tmp_path / "a.parquet", "price").batches(4, None, 0)
-    np.testing.assert_array_equal(batch[0]["x"], images)
 
 
 def test_a_folder_of_arrow_files(tmp_path):

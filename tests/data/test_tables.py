@@ -1,6 +1,5 @@
 """Data files and their columns, as what a model is fed."""
 
-import decimal
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -74,25 +73,6 @@ def test_csv(tmp_path, delimiter):
     assert table["b"][0] == 2.5
     assert np.isnan(table["b"][1])
     assert table["name"].tolist() == ["x", "y"]
-
-
-def test_parquet_lists_categories_booleans(tmp_path):
-    columns = {
-        "list": pa.array([[[1.0, 2.0]], [[3.0, 4.0]]]),
-        "fixed": pa.array([[1, 2, 3], [4, 5, 6]], pa.list_(pa.int32(), 3)),
-        "category": pa.array([7, 7]).dictionary_encode(),
-        "flag": pa.array([True, False]),
-        "price": pa.array([decimal.Decimal("1.5"), None]),
-        "void": pa.nulls(2),
-    }
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    table = read_table(tmp_path / "a.parquet")
-    assert table["list"].tolist() == [[[1, 2]], [[3, 4]]]
-    assert table["fixed"].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert table["category"].tolist() == [7, 7]
-    assert table["flag"].tolist() == [1, 0]
-    np.testing.assert_equal(table["price"], [1.5, np.nan])
-    assert np.isnan(table["void"]).all()
 
 
 def test_npz(tmp_path):

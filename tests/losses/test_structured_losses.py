@@ -250,13 +250,6 @@ def test_quantile(q):
     )
 
 
-@pytest.mark.sweep
-def test_quantile_is_that_of_scikit_learn():
-    metrics = pytest.importorskip("sklearn.metrics")
-    loss, *_ = loss_by_name("quantile", F, BITS, q=0.3)
-    np.testing.assert_allclose(loss, metrics.mean_pinball_loss(BITS, F, alpha=0.3))
-
-
 @pytest.mark.parametrize("q", [0.0, 1.5, [0.1, 2], [[0.5]]])
 def test_quantile_refuses(q):
     with pytest.raises(ValueError, match="between 0 and 1"):
