@@ -64,6 +64,7 @@ def test_javascript(browser: bool, tmp_path: Path) -> None:
     data, out, page = (str(tmp_path / name) for name in ("data", "out", "page"))
     variables = {"ONNXGRAD_TEST_DATA": data, "ONNXGRAD_TEST_OUT": out, "ONNXGRAD_ARTIFACTS": page}
     printed_by(sys.executable, "test/make_data.py", data)
+    printed_by(sys.executable, "example/make_artifacts.py", page)
     (ROOT / ".pytest_cache").mkdir(exist_ok=True)
     with filelock.FileLock(ROOT / ".pytest_cache" / "javascript.lock", timeout=PATIENCE):
         install_packages()
