@@ -7,15 +7,23 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 import threading
+from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
-import onnxgrad.training.trainer  # noqa: F401  # registers what is known of operators
-from onnxgrad.graph.operators import OPERATORS
+# Bytecode is kept, also where the environment says otherwise: workers, and the processes that tests
+# start, would compile the package each time, for longer than most of them run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import onnxgrad.training.trainer  # noqa: E402, F401  # registers what is known of operators
+from onnxgrad.graph.operators import OPERATORS  # noqa: E402
 
 # Workers of pytest-xdist share the cores: threads of PyTorch and numpy would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +45,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="run one of N tests; which ones depends on the commit",
     )
+
+
+def leaves_out_the_sweep(config: pytest.Config) -> bool:
+    """Return whether `-m` asks for no test of the sweep, as it does by default."""
+    expression = config.option.markexpr
+    return "not sweep" in expression and " or " not in expression
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file all of whose tests are of the sweep, where that does not run."""
+    if collection_path.suffix != ".py" or not leaves_out_the_sweep(config):
+        return None
+    return True if "\npytestmark = pytest.mark.sweep\n" in collection_path.read_text() else None
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list | None:
+    """Make no items of the sweep, where it does not run: they are twice as many as the others."""
+    marks = getattr(obj, "pytestmark", None)
+    if not isinstance(marks, list) or not leaves_out_the_sweep(collector.config):
+        return None
+    for i, mark in enumerate(marks):
+        if mark.name == "sweep":
+            return []
+        if mark.name == "parametrize":
+            marks[i] = without_sweep(mark)
+            if not marks[i].args[1]:
+                return []
+    return None
+
+
+def without_sweep(mark: pytest.Mark) -> pytest.Mark:
+    """Return a mark `parametrize` without its values of the sweep."""
+    names, values, *rest = mark.args
+    values = list(values)
+    kept = [not any(m.name == "sweep" for m in getattr(value, "marks", ())) for value in values]
+    options = dict(mark.kwargs)
+    if isinstance(options.get("ids"), Sequence):
+        options["ids"] = list(compress(options["ids"], kept))
+    return pytest.mark.parametrize(names, list(compress(values, kept)), *rest, **options).mark
 
 
 _STATES: dict[int, dict] = {}  # of the generators of modules, by `id`, as their import left them
