@@ -160,15 +160,6 @@ def test_a_loss_of_the_user_stays():
         Segmentation(pixel_model(3), loss=spec, loss_options={"focal": {"gamma": 2}})
 
 
-def test_sums_of_other_losses_are_refused():
-    for factors in ({"cross_entropy": 1, "dice": 1}, {}):
-        with pytest.raises(ValueError, match="losses of"):
-            og.combined_loss(factors)
-    for name in ("mse", "ctc", "log"):
-        with pytest.raises(ValueError, match="Unknown loss"):
-            og.combined_loss({name: 1.0})
-
-
 def test_options_and_weights_of_classes():
     """Of the parts of a sum, and of a single loss by the trainer."""
     torch = pytest.importorskip("torch")
