@@ -178,13 +178,20 @@ def test_jvp_computes_nothing_else():
     assert len(nodes) <= 10
 
 
+SEQUENCE = "ConcatFromSequence of pieces 1 0"  # which is lowered
+
+
 def table_rows() -> list:
     """Return rows of the table of rules with what is known of shapes; few by default."""
     chosen = [r for r in ROWS if r.runs][::7]
     assert len(chosen) > 150
     pairs = [(r, known) for r in chosen for known in ("lengths", "rank")]
     return [
-        pytest.param(*pair, id=f"{pair[0].id}, {pair[1]}", marks=[pytest.mark.sweep] * (i % 17 > 0))
+        pytest.param(
+            *pair,
+            id=f"{pair[0].id}, {pair[1]}",
+            marks=[pytest.mark.sweep] * (i % 17 > 0 and pair[0].id != SEQUENCE),
+        )
         for i, pair in enumerate(pairs)
     ]
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 FOLDED = ("cnn", "detector", "weight norm")
-QUICK = [("cnn", False, "extended"), ("gpt", False, "extended"), ("gru", False, "basic"),
+QUICK = [("cnn", False, "extended"), ("rotary decoder", False, "extended"), ("gru", False, "basic"),
          ("depthwise", False, "all"), ("scaled logits", True, "extended")]  # fmt: skip
 EXPORTS = [
     (name, dynamo, level)

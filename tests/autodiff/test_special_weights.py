@@ -54,8 +54,14 @@ def derivative_or_none(proto: onnx.ModelProto) -> onnx.ModelProto | None:
 def cases_with_values() -> list:
     """Return each case with each of the values; a few by default."""
     assert len(SEVERAL) > 500
+    named = ("RotaryEmbedding", "minus ones")  # of an operator that has a function body
     return [
-        pytest.param(case, value, id=f"{case.id}-{name}", marks=[pytest.mark.sweep] * (n % 41 > 0))
+        pytest.param(
+            case,
+            value,
+            id=f"{case.id}-{name}",
+            marks=[pytest.mark.sweep] * (n % 41 > 0 and (case.id, name) != named),
+        )
         for n, (case, (name, value)) in enumerate((c, v) for c in SEVERAL for v in VALUES.items())
     ]
 

@@ -77,6 +77,11 @@ BODIES = {
         Y = If(e) <then_branch = t () => (double[3] w) <{W}> {{ }},
             else_branch = f () => (double[3] y) {{ y = Identity(v) }}>
         Z = Mul(X, Y) }}""",
+    "if-of-a-constant": f"""g (double[N,3] X) => (double[N,3] Z) <bool t = {{1}}> {{
+        A = Sin(X)
+        Y = If(t) <then_branch = b () => (double[N,3] B) <{W}> {{ q = Mul(X, w) B = Cos(q) }},
+            else_branch = e () => (double[N,3] r) {{ r = Neg(X) }}>
+        Z = Mul(A, Y) }}""",
     "if-same-names": f"""g (double[N,3] X, bool c) => (double[N,3] Z, double[N,3] Y) {{
         A, B = If(c) <then_branch = t () => (double[3] w, double[3] u) <{W}> {{ u = Identity(w) }},
             else_branch = f () => (double[3] w, double[3] u)

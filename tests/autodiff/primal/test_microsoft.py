@@ -34,6 +34,7 @@ def operator_of(case: KernelCase) -> str:
 
 
 FIRST = {operator_of(case): case for case in reversed(CASES)}  # case of each operator
+FEW = [*FIRST.values(), *(case for case in CASES if case.id == "FusedConv auto_pad")]
 
 
 def domains_of(model: onnx.ModelProto) -> set[str]:
@@ -62,7 +63,7 @@ def test_lowered_is_the_kernel(case, known):
         assert found.dtype == value.dtype or case.formula
 
 
-@pytest.mark.parametrize("case", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
 def test_gradient_is_that_of_the_kernel(case):
     """Against differences of the kernel, or of the lowered model where there is none."""
     made = kernel_model(case)
