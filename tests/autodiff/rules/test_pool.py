@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 
 from onnxgrad import DerivativeOptions, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.shapes import dims
-from tests.support import cases
-from tests.support.running import run
+from tests.support.cases import typed
+from tests.support.models import parse_model
+from tests.support.packs import side_by_side
+from tests.support.running import in_sweep, run
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -20,27 +21,26 @@ CUBE = np.round(2 * NORMAL)  # many ties, and many zeros
 LINE, PLANE = CUBE[0, :, :, 0], CUBE[0]
 
 
-def gradient(body: str, *arrays: np.ndarray, g: np.ndarray, opset: int = 20) -> list[np.ndarray]:
+def gradient_for(
+    body: str, *arrays: np.ndarray, g: np.ndarray, opset: int = 20
+) -> list[np.ndarray]:
     """Return the gradient by the float inputs x0, x1, ... of a body that writes y."""
     given = {f"x{i}": a for i, a in enumerate(arrays)}
     kinds = {"f": "float", "i": "int64"}
-    inputs = ", ".join(f"{cases.typed(kinds[a.dtype.kind], a.shape)} {n}" for n, a in given.items())
-    text = f'<ir_version: 9, opset_import: ["": {opset}]> g ({inputs}) => (float y) {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    model.graph.output[0].type.tensor_type.ClearField("shape")
-    made = onnx_derivative(model).SerializeToString()
-    session = ort.InferenceSession(made, providers=["CPUExecutionProvider"])
-    return session.run(None, {**given, "y_grad": g})
+    inputs = ", ".join(f"{typed(kinds[a.dtype.kind], a.shape)} {n}" for n, a in given.items())
+    text = f"g ({inputs}) => (float y) {{ {body} }}"
+    model = parse_model(text, opset=opset, output_shapes=False)
+    return run(onnx_derivative(model), {**given, "y_grad": g})
 
 
-def as_torch(body: str, function, *arrays: np.ndarray) -> None:
+def as_in_torch(body: str, function, *arrays: np.ndarray) -> None:
     """Compare the gradients of a body with those of a function of PyTorch."""
     tensors = [torch.tensor(a, requires_grad=a.dtype.kind == "f") for a in arrays]
     y = function(*tensors)
     g = np.random.default_rng(1).standard_normal(y.shape).astype(np.float32)
     y.backward(torch.tensor(g))
     expected = [t.grad.numpy() for t in tensors if t.requires_grad]
-    for found, wanted in zip(gradient(body, *arrays, g=g), expected, strict=True):
+    for found, wanted in zip(gradient_for(body, *arrays, g=g), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -69,7 +69,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", POOLS)
 def test_pools_with_ties_as_torch(name):
     node, x = POOLS[name]
-    as_torch(f"y = {node}(x0)", lambda t: getattr(functional, name)(t, **OPTIONS[name]), x)
+    as_in_torch(f"y = {node}(x0)", lambda t: getattr(functional, name)(t, **OPTIONS[name]), x)
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,19 @@ def test_average_of_windows_side_by_side_as_torch(kernel):
     x = np.random.default_rng(0).standard_normal((2, 3, *(5 * k for k in kernel)))
     name = f"avg_pool{len(kernel)}d"
     node = f"AveragePool<kernel_shape={list(kernel)}, strides={list(kernel)}>"
-    as_torch(f"y = {node}(x0)", lambda t: getattr(functional, name)(t, kernel), x.astype("f4"))
+    as_in_torch(f"y = {node}(x0)", lambda t: getattr(functional, name)(t, kernel), x.astype("f4"))
 
 
 @pytest.mark.parametrize("x", [LINE, PLANE, CUBE], ids=["line", "plane", "space"])
 def test_global_max_as_torch(x):
     axes = tuple(range(2, x.ndim))
-    as_torch("y = GlobalMaxPool(x0)", lambda t: t.amax(axes, keepdim=True), x)
+    as_in_torch("y = GlobalMaxPool(x0)", lambda t: t.amax(axes, keepdim=True), x)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_lp_pool_as_torch(p):
     node = f"LpPool<p={p}, kernel_shape=[2, 3], strides=[2, 2]>"
-    as_torch(f"y = {node}(x0)", lambda t: functional.lp_pool2d(t.abs(), p, (2, 3), 2), NORMAL[0])
+    as_in_torch(f"y = {node}(x0)", lambda t: functional.lp_pool2d(t.abs(), p, (2, 3), 2), NORMAL[0])
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
@@ -105,7 +105,7 @@ def test_norm_zero_has_gradient_zero(node, p):
     parts = as_torch_norm.reshape(1, 2, -1, 2) if "GlobalLp" not in node else as_torch_norm
     y = torch.linalg.vector_norm(parts, p, dim=-1, keepdim="GlobalLp" in node)
     y.sum().backward()
-    (found,) = gradient(f"y = {node.format(p)}(x0)", x, g=np.ones(y.shape, np.float32))
+    (found,) = gradient_for(f"y = {node.format(p)}(x0)", x, g=np.ones(y.shape, np.float32))
     np.testing.assert_allclose(found, as_torch_norm.grad.numpy(), rtol=1e-6)
 
 
@@ -115,13 +115,13 @@ def test_maximum_of_minus_infinity_as_torch():
     for attributes in ("strides=[2]", "strides=[1]"):
         pool = f"MaxPool<kernel_shape=[2], {attributes}>"
         stride = int(attributes[-2])
-        as_torch(f"y = {pool}(x0)", lambda t, s=stride: functional.max_pool1d(t, 2, s), x)
+        as_in_torch(f"y = {pool}(x0)", lambda t, s=stride: functional.max_pool1d(t, 2, s), x)
 
 
 def test_windows_between_elements_have_no_gradient():
     x = np.ones((3, 2, 2, 2), np.float32)
     pool = "MaxPool<kernel_shape=[2, 2], dilations=[3, 3], pads=[1, 1, 1, 1]>"
-    (found,) = gradient(f"y = {pool}(x0)", x, g=np.ones((3, 2, 1, 1), np.float32))
+    (found,) = gradient_for(f"y = {pool}(x0)", x, g=np.ones((3, 2, 1, 1), np.float32))
     np.testing.assert_array_equal(found, 0)
 
 
@@ -134,7 +134,7 @@ def test_output_padding_of_a_stride_and_more_as_torch(wide):
     attributes = "strides=[2], dilations=[4], output_padding=[3], pads=[1, 1]"
     options = {"stride": 2, "dilation": 4, "output_padding": 3, "padding": 1}
     node = f"ConvTranspose<{attributes}>"
-    as_torch(f"y = {node}(x0, x1)", lambda *t: functional.conv_transpose1d(*t, **options), x, w)
+    as_in_torch(f"y = {node}(x0, x1)", lambda *t: functional.conv_transpose1d(*t, **options), x, w)
 
 
 def test_unpool_as_torch():
@@ -146,7 +146,7 @@ def test_unpool_as_torch():
     made = functional.max_unpool2d(tensor, torch.tensor(indices), 2, 2, output_size=(5, 5))
     made.backward(torch.tensor(g))
     node = "MaxUnpool<kernel_shape=[2, 2], strides=[2, 2]>"
-    (found,) = gradient(f"y = {node}(x0, x1, x2)", x, indices, shape, g=g)
+    (found,) = gradient_for(f"y = {node}(x0, x1, x2)", x, indices, shape, g=g)
     np.testing.assert_array_equal(found, tensor.grad.numpy())
 
 
@@ -156,7 +156,7 @@ def test_one_sided_transform_as_torch(n):
         return torch.view_as_real(torch.fft.rfft(t[..., 0], n))
 
     x = NORMAL[0, :, 0, :, :1]
-    as_torch(f"n = Constant<value_int={n}>()  y = DFT<onesided=1>(x0, n)", forward, x)
+    as_in_torch(f"n = Constant<value_int={n}>()  y = DFT<onesided=1>(x0, n)", forward, x)
 
 
 # where bins are not n // 2 + 1 onnxruntime's forward is wrong: the gradient is the standard's
@@ -166,7 +166,7 @@ def test_one_sided_inverse_as_torch(n, bins):
         return torch.fft.irfft(torch.view_as_complex(t), n)[..., None]
 
     x = np.ascontiguousarray(NORMAL[0, :, 0, :bins, :2])
-    as_torch(f"n = Constant<value_int={n}>()  y = DFT<onesided=1, inverse=1>(x0, n)", inverse, x)
+    as_in_torch(f"n = Constant<value_int={n}>()  y = DFT<onesided=1, inverse=1>(x0, n)", inverse, x)
 
 
 def test_stft_as_torch():
@@ -177,16 +177,13 @@ def test_stft_as_torch():
 
     rng = np.random.default_rng(3)
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((3, 21, 1), (6,)))
-    as_torch("s = Constant<value_int=4>()  y = STFT(x0, s, x1)", stft, x, w)
+    as_in_torch("s = Constant<value_int=4>()  y = STFT(x0, s, x1)", stft, x, w)
 
 
-def pooled(x, w, s):
+def model_of_lengths(x, w, s):
     """Return a model whose lengths onnx infers wrongly where they follow from the nodes alone."""
-    text = f"""<ir_version: 9, opset_import: ["": 18]>
-    g (float{list(x)} x, float{list(w)} w) => (float y) {{ {s} }}"""
-    made = onnx.parser.parse_model(text)
-    made.graph.output[0].type.tensor_type.ClearField("shape")
-    return made
+    text = f"g (float{list(x)} x, float{list(w)} w) => (float y) {{ {s} }}"
+    return parse_model(text, output_shapes=False)
 
 
 WRONGLY_INFERRED = {
@@ -217,12 +214,12 @@ WRONGLY_INFERRED = {
 
 
 @pytest.mark.parametrize("name", WRONGLY_INFERRED)
-def test_lengths_that_onnx_infers_wrongly(name):
-    for order in (1, 2):
-        assert check_gradient(pooled(*WRONGLY_INFERRED[name]), order=order).ok
+@pytest.mark.parametrize("order", [1, in_sweep(2)])
+def test_lengths_that_onnx_infers_wrongly(name, order):
+    assert check_gradient(model_of_lengths(*WRONGLY_INFERRED[name]), order=order).ok
 
 
-def grid() -> list:
+def drawn_windows() -> list:
     """Return windows of two axes: lengths, kernels, strides, dilations and padding."""
     rng = np.random.default_rng(0)
     drawn = []
@@ -239,23 +236,29 @@ def grid() -> list:
 @pytest.mark.parametrize("operator", ["MaxPool", "AveragePool", "LpPool"])
 def test_lengths_of_ceil_mode_are_those_of_onnxruntime(operator):
     """The gradient has a mean behind the pool, and uses its length."""
-    compared = 0
-    for lengths, kernel, strides, dilations, pads in grid():
+    models, feed, expected = [], {}, []
+    for lengths, kernel, strides, dilations, pads in drawn_windows():
         node = f"""{operator}<kernel_shape={kernel}, strides={strides}, dilations={dilations},
             pads={pads}, ceil_mode=1>(x)"""
-        model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 19]>
-            g (float[1, 2, {lengths[0]}, {lengths[1]}] x) => (float[a, b, c, d] y)
-            {{ p = {node}  m = ReduceMean<keepdims=1>(p)  q = Sub(p, m)  y = Mul(q, q) }}""")
+        model = parse_model(
+            f"""g (float[1, 2, {lengths[0]}, {lengths[1]}] x) => (float[a, b, c, d] y)
+            {{ p = {node}  m = ReduceMean<keepdims=1>(p)  q = Sub(p, m)  y = Mul(q, q) }}""",
+            opset=19,
+        )
         x = np.random.default_rng(0).standard_normal((1, 2, *lengths)).astype(np.float32)
         try:
-            [y] = run(model, x=x)
+            expected += run(model, x=x)
         except ort.capi.onnxruntime_pybind11_state.Fail:
             continue  # onnxruntime refuses the pool
-        prepared = prepare(model)
-        assert dims(prepared.graph.outputs[0]) == y.shape, node
-        options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
-        dx, again = run(onnx_derivative(model, options=options), x=x)
+        feed[f"r{len(models)}_x"] = x
+        models.append(model)
+    assert len(expected) > 40
+    model = side_by_side(models)
+    prepared = prepare(model)
+    assert [dims(y) for y in prepared.graph.outputs] == [y.shape for y in expected]
+    options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+    found = run(onnx_derivative(model, options=options), feed)
+    for again, y in zip(found[len(expected) :], expected, strict=True):
         np.testing.assert_allclose(again, y, rtol=1e-5)
+    for dx, x in zip(found[: len(expected)], feed.values(), strict=True):
         assert dx.shape == x.shape
-        compared += 1
-    assert compared > 40
