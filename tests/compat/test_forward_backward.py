@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import numpy_helper
 
 from onnxgrad import (
     EvaluationError,
@@ -18,7 +17,10 @@ from onnxgrad import (
     random_feed,
 )
 from onnxgrad.runtime.values import to_numpy
-from tests.support.running import run
+from tests.support.errors import naming
+from tests.support.line_models import DTYPES_OF_KINDS, kind_model
+from tests.support.models import parse_model
+from tests.support.running import run, run_named, session_of
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((7, 3)).astype(np.float32)
@@ -27,28 +29,20 @@ B = rng.standard_normal(2).astype(np.float32)
 G = rng.standard_normal((7, 2)).astype(np.float32)
 
 
-def parse(text: str, opset: int = 18, **weights) -> onnx.ModelProto:
-    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
-    for name, array in weights.items():
-        made.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
-    return made
-
-
-def linear(kind: str = "float") -> onnx.ModelProto:
-    dtype = {"float": np.float32, "double": np.float64, "float16": np.float16}[kind]
+def linear_of_kind(kind: str = "float") -> onnx.ModelProto:
     text = f"g ({kind}[N, 3] x) => ({kind}[N, 2] y) {{ h = MatMul(x, w)  y = Add(h, b) }}"
-    return parse(text, w=W.astype(dtype), b=B.astype(dtype))
+    return kind_model(text, kind, w=W, b=B)
 
 
-def passes(model=None, weights=None, **options):
-    return OrtGradientForwardBackward(model or linear(), weights, **options).new_instance()
+def new_passes(model=None, weights=None, **options):
+    return OrtGradientForwardBackward(model or linear_of_kind(), weights, **options).new_instance()
 
 
 @pytest.mark.parametrize("kind", ["float", "double", "float16"])
 def test_a_linear_model(kind):
-    dtype = {"float": np.float32, "double": np.float64, "float16": np.float16}[kind]
+    dtype = DTYPES_OF_KINDS[kind]
     x, w, b, g = (a.astype(dtype) for a in (X, W, B, G))
-    made = passes(linear(kind), ["w", "b"])
+    made = new_passes(linear_of_kind(kind), ["w", "b"])
     (y,) = made.forward([x, w, b], training=True)
     tol = {"rtol": 1e-2, "atol": 1e-2} if kind == "float16" else {"rtol": 1e-5, "atol": 1e-6}
     np.testing.assert_allclose(y, x @ w + b, **tol)
@@ -61,7 +55,7 @@ def test_a_linear_model(kind):
 
 @pytest.mark.parametrize("order", [["w", "b"], ["b", "w"]])
 def test_weights_are_passed_in_the_order_asked(order):
-    made = passes(weights=order)
+    made = new_passes(weights=order)
     values = {"w": 2 * W, "b": 3 * B}
     (y,) = made.forward([X, *(values[name] for name in order)], training=True)
     np.testing.assert_allclose(y, 2 * X @ W + 3 * B, rtol=1e-5)
@@ -72,7 +66,7 @@ def test_weights_are_passed_in_the_order_asked(order):
 
 
 def test_ortvalues_give_ortvalues():
-    made = passes(weights=["w", "b"])
+    made = new_passes(weights=["w", "b"])
     inputs = [ort.OrtValue.ortvalue_from_numpy(a) for a in (X, W, B)]
     (y,) = made.forward(inputs, training=True)
     gradients = made.backward([ort.OrtValue.ortvalue_from_numpy(G)])
@@ -82,7 +76,7 @@ def test_ortvalues_give_ortvalues():
 
 
 def test_results_stay_what_they_are_when_the_passes_run_again():
-    made = passes(weights=["w", "b"])
+    made = new_passes(weights=["w", "b"])
     inputs = [ort.OrtValue.ortvalue_from_numpy(a) for a in (X, W, B)]
     (first,) = made.forward(inputs, training=True)
     gradients = made.backward([ort.OrtValue.ortvalue_from_numpy(G)])
@@ -95,7 +89,7 @@ def test_results_stay_what_they_are_when_the_passes_run_again():
 
 def test_the_same_memory_with_other_contents_shape_or_dtype():
     """What is where it was is not bound again, and is read again."""
-    made = passes(weights=["w", "b"])
+    made = new_passes(weights=["w", "b"])
     buffer = np.concatenate([X, X])
     for rows in (7, 14, 3):
         for scale in (1, 5):
@@ -113,9 +107,9 @@ def test_several_outputs_integers_and_what_has_no_gradient():
         e = Gather(table, i)  h = MatMul(x, w)  y = Add(h, e)  f = Add(y, frozen)
         best = ArgMax<axis=1, keepdims=0>(f)  z = Tanh(y)  a = Add(unused, unused) }"""
     table, frozen = rng.standard_normal((5, 2)).astype(np.float32), np.float32([1, 2])
-    model = parse(text, w=W, table=table, frozen=frozen)
+    model = parse_model(text, w=W, table=table, frozen=frozen)
     names = ["table", "frozen", "w"]
-    made = passes(model, names, input_names=["x", "i"], output_names=["y", "best", "z"])
+    made = new_passes(model, names, input_names=["x", "i"], output_names=["y", "best", "z"])
     i = np.array([0, 1, 4, 4, 2, 0, 1])
     y, best, z = made.forward([X, i, table, frozen, W], training=True)
     np.testing.assert_array_equal(best, (y + frozen).argmax(1))
@@ -136,7 +130,7 @@ def test_several_outputs_integers_and_what_has_no_gradient():
 
 def test_inputs_and_outputs_in_another_order():
     text = "g (float[N] a, float[N] b) => (float[N] p, float[N] q) { p = Mul(a, b)  q = Sub(a, b) }"
-    made = passes(parse(text), [], input_names=["b", "a"], output_names=["q", "p"])
+    made = new_passes(parse_model(text), [], input_names=["b", "a"], output_names=["q", "p"])
     a, b = np.float32([1, 2]), np.float32([3, 5])
     q, p = made.forward([b, a], training=True)
     np.testing.assert_array_equal((q, p), (a - b, a * b))
@@ -147,7 +141,7 @@ def test_inputs_and_outputs_in_another_order():
 def test_a_name_that_its_gradient_would_have_is_taken():
     text = """g (float[N] x, float[N] x_grad) => (float[N] y, float[N] y_grad) {
         y = Mul(x, x_grad)  y_grad = Neg(x) }"""
-    made = passes(parse(text), [])
+    made = new_passes(parse_model(text), [])
     a, b, g = np.float32([1, 2]), np.float32([3, 5]), np.float32([1, 1])
     made.forward([a, b], training=True)
     da, db = made.backward([g, 10 * g])
@@ -158,7 +152,7 @@ def test_a_name_that_its_gradient_would_have_is_taken():
 def test_an_output_has_the_name_of_a_gradient():
     """As a model that is itself a gradient has it."""
     text = "g (float[N] x, float[N] g) => (float[N] x_grad) { a = Mul(x, g)  x_grad = Mul(a, x) }"
-    made = passes(parse(text), [])
+    made = new_passes(parse_model(text), [])
     x, g, v = np.float32([1, 2]), np.float32([3, 5]), np.float32([7, 9])
     [y] = made.forward([x, g], training=True)
     np.testing.assert_array_equal(y, x * x * g)
@@ -168,28 +162,28 @@ def test_an_output_has_the_name_of_a_gradient():
 
 
 def test_without_training_nothing_is_saved_and_what_was_saved_stays():
-    made = passes(weights=["w", "b"])
-    with pytest.raises(EvaluationError, match=r"comes after forward\(inputs, training=True\)"):
+    made = new_passes(weights=["w", "b"])
+    with pytest.raises(EvaluationError, match=r"forward\(inputs, training=True\)"):
         made.backward([G])
     made.forward([X, W, B])
-    with pytest.raises(EvaluationError, match="comes after"):
+    with pytest.raises(EvaluationError, match="forward"):
         made.backward([G])
     made.forward([X, W, B], training=True)
     made.forward([9 * X, W, B])
     np.testing.assert_allclose(made.backward([G])[1], X.T @ G, rtol=1e-4)
-    with pytest.raises(EvaluationError, match="called already"):
+    with pytest.raises(EvaluationError, match="already"):
         made.backward([G])
 
 
 def test_what_was_returned_may_be_changed():
-    made = passes(parse("g (float[N] x) => (float[N] y) { y = Exp(x) }"), [])
+    made = new_passes(parse_model("g (float[N] x) => (float[N] y) { y = Exp(x) }"), [])
     (y,) = made.forward([np.float32([0, 1])], training=True)
     y *= 0
     np.testing.assert_allclose(made.backward([np.float32([1, 1])])[0], np.exp([0, 1]), rtol=1e-6)
 
 
 def test_instances_keep_their_own():
-    parent = OrtGradientForwardBackward(linear(), ["w", "b"])
+    parent = OrtGradientForwardBackward(linear_of_kind(), ["w", "b"])
     one, two = parent.new_instance(), parent.new_instance()
     one.forward([X, W, B], training=True)
     two.forward([2 * X, W, B], training=True)
@@ -198,80 +192,76 @@ def test_instances_keep_their_own():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("inputs", "parts"),
     [
-        ([X, W], r"takes 3 inputs \['x', 'w', 'b'\], not 2"),
-        ([X[:, :2], W, B], r"input 'x' must have shape \(N, 3\), not \(7, 2\)"),
-        ([X[0], W, B], r"input 'x' must have shape \(N, 3\), not \(3,\)"),
-        ([X.astype(float), W, B], "input 'x' must hold FLOAT, not DOUBLE"),
-        ([X, W.T, B], r"input 'w' must have shape \(3, 2\), not \(2, 3\)"),
-        ([X, W, [["a", "b"]]], "input 'b' must hold FLOAT, not "),
-        ([None, W, B], "input 'x' is None"),
-        ({"x": X, "w": W, "b": B}, r"takes a list, of the inputs \['x', 'w', 'b'\], not a dict"),
+        ([X, W], "3 inputs|['x', 'w', 'b']|2"),
+        ([X[:, :2], W, B], "'x'|(N, 3)|(7, 2)"),
+        ([X[0], W, B], "'x'|(N, 3)|(3,)"),
+        ([X.astype(float), W, B], "'x'|FLOAT|DOUBLE"),
+        ([X, W.T, B], "'w'|(3, 2)|(2, 3)"),
+        ([X, W, [["a", "b"]]], "'b'|FLOAT"),
+        ([None, W, B], "'x'|None"),
+        ({"x": X, "w": W, "b": B}, "list|['x', 'w', 'b']|dict"),
     ],
 )
-def test_inputs_that_do_not_fit(inputs, message):
-    made = passes(weights=["w", "b"])
+def test_inputs_that_do_not_fit(inputs, parts):
+    made = new_passes(weights=["w", "b"])
     made.forward([X, W, B], training=True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(*parts.split("|"))):
         made.forward(inputs, training=True)
     np.testing.assert_allclose(made.backward([G])[1], X.T @ G, rtol=1e-4)  # as it was
 
 
 @pytest.mark.parametrize(
-    ("gradients", "message"),
+    ("gradients", "parts"),
     [
-        ([G[:5]], r"gradient of 'y' must have shape \(7, 2\), not \(5, 2\)"),
-        ([G.astype(float)], "gradient of 'y' must hold FLOAT, not DOUBLE"),
-        ([G, G], r"backward takes 1 gradients, of \['y'\], not 2"),
-        ([], "backward takes 1 gradients"),
+        ([G[:5]], "'y'|(7, 2)|(5, 2)"),
+        ([G.astype(float)], "'y'|FLOAT|DOUBLE"),
+        ([G, G], "1 gradients|['y']|2"),
+        ([], "1 gradients|0"),
     ],
 )
-def test_gradients_that_do_not_fit(gradients, message):
-    made = passes(weights=["w", "b"])
+def test_gradients_that_do_not_fit(gradients, parts):
+    made = new_passes(weights=["w", "b"])
     made.forward([X, W, B], training=True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(*parts.split("|"))):
         made.backward(gradients)
     np.testing.assert_allclose(made.backward([G])[1], X.T @ G, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "parts"),
     [
-        (
-            {"providers": ["CUDAProvider"]},
-            ProviderError,
-            "Unknown execution provider 'CUDAProvider'",
-        ),
-        ({"providers": "CPUExecutionProvider"}, ProviderError, "a list of names, not 'CPU"),
-        ({"weights_to_train": "w"}, ValueError, "a list of names of weights, not the string 'w'"),
-        ({"output_names": "y"}, ValueError, "a list of names of tensors, not the string 'y'"),
-        ({"graph_builder_config": 3}, ValueError, "has no counterpart here"),
-        ({"input_names": ["z"]}, ValueError, "Unknown tensor 'z'"),
-        ({"output_names": ["z"]}, ValueError, "Unknown tensor 'z'"),
-        ({"weights_to_train": ["q"]}, ValueError, "Unknown weight 'q'"),
-        ({"weights_to_train": ["w", "w"]}, ValueError, "weight 'w' is named twice"),
-        ({"input_names": []}, ValueError, r"outputs also depend on \['x'\]"),
+        ({"providers": ["CUDAProvider"]}, ProviderError, "'CUDAProvider'"),
+        ({"providers": "CPUExecutionProvider"}, ProviderError, "list|'CPUExecutionProvider'"),
+        ({"weights_to_train": "w"}, ValueError, "list|weights|'w'"),
+        ({"output_names": "y"}, ValueError, "list|tensors|'y'"),
+        ({"graph_builder_config": 3}, ValueError, "graph_builder_config"),
+        ({"input_names": ["z"]}, ValueError, "tensor 'z'"),
+        ({"output_names": ["z"]}, ValueError, "tensor 'z'"),
+        ({"weights_to_train": ["q"]}, ValueError, "weight 'q'"),
+        ({"weights_to_train": ["w", "w"]}, ValueError, "weight 'w'|twice"),
+        ({"input_names": []}, ValueError, "depend|['x']"),
     ],
 )
-def test_bad_arguments(options, error, message):
-    with pytest.raises(error, match=message):
-        OrtGradientForwardBackward(linear(), **options)
+def test_bad_arguments(options, error, parts):
+    with pytest.raises(error, match=naming(*parts.split("|"))):
+        OrtGradientForwardBackward(linear_of_kind(), **options)
 
 
 def test_a_provider_that_is_not_installed():
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("there is one")
-    with pytest.raises(ProviderError, match=r"has no 'CUDAExecutionProvider', only .*: install"):
-        OrtGradientForwardBackward(linear(), providers=["CUDAExecutionProvider"])
+    with pytest.raises(ProviderError, match=naming("'CUDAExecutionProvider'", "install")):
+        OrtGradientForwardBackward(linear_of_kind(), providers=["CUDAExecutionProvider"])
 
 
 def test_axes_of_length_one_may_differ():
     """A bias (2,) for a weight (1, 2), and the gradient of an output in one row."""
-    model = parse(
+    model = parse_model(
         "g (float[N, 3] x) => (float[N, 2] y) { h = MatMul(x, w)  y = Add(h, b) }", w=W, b=B[None]
     )
-    made = passes(model, ["w", "b"])
+    made = new_passes(model, ["w", "b"])
     for wrap in (np.asarray, ort.OrtValue.ortvalue_from_numpy):
         (y,) = made.forward([wrap(X), wrap(W), wrap(B)], training=True)
         np.testing.assert_allclose(to_numpy(y), X @ W + B, rtol=1e-5, atol=1e-6)
@@ -279,17 +269,17 @@ def test_axes_of_length_one_may_differ():
         np.testing.assert_allclose(dx, G @ W.T, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(dw, X.T @ G, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(db, G.sum(0), rtol=1e-4)  # in the shape that was passed
-    with pytest.raises(ValueError, match="must have shape"):
+    with pytest.raises(ValueError, match="shape"):
         made.forward([X, W.T.copy(), B])
-    with pytest.raises(ValueError, match="must have shape"):
+    with pytest.raises(ValueError, match="shape"):
         made.forward([X, W.reshape(1, -1), B])
     made.forward([X, W, B], training=True)
-    with pytest.raises(ValueError, match="must have shape"):
+    with pytest.raises(ValueError, match="shape"):
         made.backward([G.T.copy()])
 
 
 def test_the_class_of_the_passes_has_the_graphs():
-    parent = OrtGradientForwardBackward(linear(), ["w", "b"], class_name="Linear")
+    parent = OrtGradientForwardBackward(linear_of_kind(), ["w", "b"], class_name="Linear")
     assert repr(parent) == "OrtGradientForwardBackward(...)"
     made = parent.new_instance()
     assert type(made) is parent.cls_type_
@@ -302,18 +292,17 @@ def test_the_class_of_the_passes_has_the_graphs():
 
 def test_what_a_binding_returned_is_passed_on():
     """The values of an `OrtValueVector` are of another class than `onnxruntime.OrtValue`."""
-    session = ort.InferenceSession(
-        parse("g (float[N, 3] x, float[3, 2] w, float[2] b) => (float[N, 3] p, float[3, 2] q, "
-              "float[2] r) { p = Identity(x)  q = Identity(w)  r = Identity(b) }")
-        .SerializeToString()
-    )  # fmt: skip
+    text = """g (float[N, 3] x, float[3, 2] w, float[2] b)
+        => (float[N, 3] p, float[3, 2] q, float[2] r) {
+        p = Identity(x)  q = Identity(w)  r = Identity(b) }"""
+    session = session_of(parse_model(text))
     binding = session.io_binding()
     for name, array in {"x": X, "w": W, "b": B}.items():
         binding.bind_cpu_input(name, array)
     for name in "pqr":
         binding.bind_output(name)
     session.run_with_iobinding(binding)
-    made = passes(weights=["w", "b"])
+    made = new_passes(weights=["w", "b"])
     (y,) = made.forward(binding.get_outputs_as_ortvaluevector(), training=True)
     assert isinstance(y, ort.OrtValue)
     np.testing.assert_allclose(y.numpy(), X @ W + B, rtol=1e-5, atol=1e-6)
@@ -322,24 +311,24 @@ def test_what_a_binding_returned_is_passed_on():
 
 def test_tensors_of_torch():
     torch = pytest.importorskip("torch")
-    made = passes(weights=["w", "b"])
+    made = new_passes(weights=["w", "b"])
     (y,) = made.forward([torch.tensor(X, requires_grad=True), W, B], training=True)
     np.testing.assert_allclose(y, X @ W + B, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(made.backward([torch.tensor(G)])[1], X.T @ G, rtol=1e-4)
 
 
 def test_debug_names_the_result_that_is_not_finite():
-    made = passes(parse("g (float[N] x) => (float[N] y) { y = Log(x) }"), [], debug=True)
+    made = new_passes(parse_model("g (float[N] x) => (float[N] y) { y = Log(x) }"), [], debug=True)
     made.forward([np.float32([1, 2])], training=True)
-    with pytest.raises(EvaluationError, match="forward: 'y' holds NaN or infinity"):
+    with pytest.raises(EvaluationError, match=naming("forward", "'y'", "NaN")):
         made.forward([np.float32([1, -1])], training=True)
 
 
 def test_pickled_and_options_of_sessions():
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    passes(sess_options=options).forward([X, W, B])
-    made = passes(class_name="Linear")
+    new_passes(sess_options=options).forward([X, W, B])
+    made = new_passes(class_name="Linear")
     made.forward([X, W, B], training=True)
     again = pickle.loads(pickle.dumps(made))
     assert repr(again) == "Linear(OrtGradientForwardBackward(x, w, b -> y))"
@@ -350,7 +339,7 @@ def test_pickled_and_options_of_sessions():
 
 
 def test_the_graphs_are_saved(tmp_path):
-    parent = OrtGradientForwardBackward(linear(), ["w", "b"], class_name="Linear")
+    parent = OrtGradientForwardBackward(linear_of_kind(), ["w", "b"], class_name="Linear")
     paths = parent.save_onnx_graph(tmp_path / "new")
     as_bytes = parent.save_onnx_graph(bytes)
     assert list(paths) == list(as_bytes)
@@ -360,9 +349,7 @@ def test_the_graphs_are_saved(tmp_path):
     assert "YieldOp" in {node.op_type for node in models.pop("_trained_onnx").graph.node}
     feed = {"x": X, "w": W, "b": B, "y_grad": G}
     for model in models.values():
-        session = ort.InferenceSession(model.SerializeToString())
-        made = session.run(None, {x.name: feed[x.name] for x in session.get_inputs()})
-        feed |= dict(zip([y.name for y in session.get_outputs()], made, strict=True))
+        feed |= run_named(model, feed)
     np.testing.assert_allclose(feed["y"], X @ W + B, rtol=1e-5)
     np.testing.assert_allclose(feed["w_grad"], X.T @ G, rtol=1e-4)
     pre = models["_optimized_pre_grad_model"]
@@ -373,12 +360,11 @@ def test_the_graphs_are_saved(tmp_path):
 def test_by_default_the_weights_of_training_and_a_deeper_model():
     text = """g (float[N, 3] x) => (float[N, 2] y) { a = MatMul(x, w)  b = Mul(a, scalar)
         c = Tanh(b)  d = Softmax(c)  y = Mul(d, c) }"""
-    model = parse(text, w=W, scalar=np.float32(2))
-    made = passes(model)
+    model = parse_model(text, w=W, scalar=np.float32(2))
+    made = new_passes(model)
     assert made.parent.weights_to_train == ["w"]
     made.forward([X, W], training=True)
     dx, dw = made.backward([G])
     feed = random_feed(model.graph.input, 7) | {"x": X, "w": W, "y_grad": G}
-    session = ort.InferenceSession(onnx_derivative(model, ["w"]).SerializeToString())
-    for found, expected in zip((dx, dw), session.run(None, feed), strict=True):
+    for found, expected in zip((dx, dw), run(onnx_derivative(model, ["w"]), feed), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)

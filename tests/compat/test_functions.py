@@ -16,6 +16,7 @@ from onnxgrad import (
     get_supported_functions,
 )
 from tests.support.running import in_sweep, run_named
+from tests.support.values import each_dtype_and_opset
 
 RNG = np.random.default_rng(0)
 X1, X2, G = RNG.standard_normal((3, 10, 4))
@@ -62,14 +63,7 @@ SUMS = {
 
 
 @pytest.mark.parametrize("weight", [None, "weight"])
-@pytest.mark.parametrize(
-    ("dtype", "opset"),
-    [
-        (dtype, opset) if opset == default else in_sweep(dtype, opset)
-        for dtype, default in zip(DTYPES, [26, 14, 18], strict=True)
-        for opset in (14, 18, 26)
-    ],
-)
+@each_dtype_and_opset((14, 18, 26))
 @pytest.mark.parametrize("case", SUMS)
 def test_errors_and_their_gradients(case, dtype, weight, opset):
     options, loss, slope = SUMS[case]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 
 import numpy as np
 import onnx
@@ -25,6 +24,9 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.model.convert import to_proto
+from tests.support.errors import naming
+from tests.support.running import in_sweep, session_of
+from tests.support.values import as_ortvalue, each_dtype_and_opset
 
 RNG = np.random.default_rng(0)
 F, Y = RNG.standard_normal((2, 7, 3))
@@ -35,19 +37,20 @@ DTYPES = [np.float16, np.float32, np.float64]
 RTOL = {np.float16: 4e-3, np.float32: 2e-6, np.float64: 1e-12}
 
 
-def sigmoid(f):
+def logistic(f):
     return 1 / (1 + np.exp(-f))
 
 
-def softmax(f):
+def stable_softmax(f):
     e = np.exp(f - f.max(axis=1, keepdims=True))
     return e / e.sum(axis=1, keepdims=True)
 
 
-def neg_log(p, y, eps):
+def clipped_neg_log(p, y, eps):
     return -np.log(np.clip(np.where(y == 1, p, 1 - p), eps, 1 - eps))
 
 
+OTHER_FORMS = [in_sweep(1, True), in_sweep(3, False)]
 # the loss, a label, the loss of every element, the gradient
 CASES = {
     "square": (SquareLearningLoss(), Y, lambda f, y: (f - y) ** 2 / 2, lambda f, y: f - y),
@@ -59,24 +62,22 @@ CASES = {
     ),
     "sigmoid": (
         NegLogLearningLoss(), BINARY,
-        lambda f, y: neg_log(sigmoid(f), y, 1e-5), lambda f, y: sigmoid(f) - y,
+        lambda f, y: clipped_neg_log(logistic(f), y, 1e-5), lambda f, y: logistic(f) - y,
     ),
     "clipped sigmoid": (
         NegLogLearningLoss(0.3), BINARY,
-        lambda f, y: neg_log(sigmoid(f), y, 0.3), lambda f, y: sigmoid(f) - y,
+        lambda f, y: clipped_neg_log(logistic(f), y, 0.3), lambda f, y: logistic(f) - y,
     ),
     "softmax": (
         NegLogLearningLoss(0.2, "softmax"), CLASSES,
-        lambda f, y: neg_log(np.take_along_axis(softmax(f), y[:, None], 1), 1, 0.2),
-        lambda f, y: softmax(f) - np.eye(3)[y],
+        lambda f, y: clipped_neg_log(np.take_along_axis(stable_softmax(f), y[:, None], 1), 1, 0.2),
+        lambda f, y: stable_softmax(f) - np.eye(3)[y],
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("opset", [14, 18, 26])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("columns", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "weighted"), [(1, False), (3, True), *OTHER_FORMS])
+@each_dtype_and_opset((14, 18, 26))
 @pytest.mark.parametrize("name", CASES)
 def test_formulas(name, dtype, columns, weighted, opset):
     kind, y, loss, slope = CASES[name]
@@ -121,7 +122,7 @@ def test_where_prediction_and_label_are_equal():
         ("poisson", {}, F, abs(Y)),
         ("hinge", {}, F, BINARY),
         ("binary_cross_entropy", {"from_logits": True}, F, BINARY),
-        ("binary_cross_entropy", {}, sigmoid(F), BINARY),
+        ("binary_cross_entropy", {}, logistic(F), BINARY),
         ("cross_entropy", {"label_smoothing": 0.1}, F, CLASSES),
     ],
 )
@@ -154,7 +155,7 @@ def test_against_the_losses_of_scikit_learn():
         np.testing.assert_allclose(kind.loss_scores(label, f, ROWS)[:, 0], losses)
     metrics = pytest.importorskip("sklearn.metrics")
     kind = NegLogLearningLoss().build_onnx_function(dtype=np.float64)
-    expected = metrics.log_loss(y, np.clip(sigmoid(f), 1e-5, 1 - 1e-5), normalize=False)
+    expected = metrics.log_loss(y, np.clip(logistic(f), 1e-5, 1 - 1e-5), normalize=False)
     np.testing.assert_allclose(kind.loss_gradient(y, f)[0], expected)
 
 
@@ -177,7 +178,7 @@ def test_scores_far_out(dtype, function):
     """The loss is clipped, finite and exact; the gradient goes on to say which way."""
     size = 6e4
     f = np.array([[size], [-size], [0.0], [9.0], [-9.0]], dtype)
-    y, p = np.array([0, 1, 1, 1, 1]), [1.0, 0.0, 0.5, sigmoid(9.0), sigmoid(-9.0)]
+    y, p = np.array([0, 1, 1, 1, 1]), [1.0, 0.0, 0.5, logistic(9.0), logistic(-9.0)]
     if function == "softmax":
         f = np.hstack([np.zeros_like(f), f])
     for eps in (1e-5, 0.0):
@@ -191,31 +192,27 @@ def test_scores_far_out(dtype, function):
         np.testing.assert_allclose(gradient, p - y, rtol=2e-3, atol=RTOL[dtype])
 
 
-def ortvalue(array):
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
-
-
 def test_ortvalues():
     """They come out where they go in, mixed with arrays or not."""
     kind = SquareLearningLoss().build_onnx_function(weight_name="w")
     f, y, w = (a.astype(np.float32) for a in (F, Y, ROWS))
     expected = kind.loss_gradient(y, f, w)
-    for label, weight in ((ortvalue(y), ortvalue(w)), (y, w), (Y, ortvalue(w[:, None]))):
-        found = kind.loss_gradient(label, ortvalue(f), weight)
+    for label, weight in ((as_ortvalue(y), as_ortvalue(w)), (y, w), (Y, as_ortvalue(w[:, None]))):
+        found = kind.loss_gradient(label, as_ortvalue(f), weight)
         for a, b in zip(found, expected, strict=True):
             assert isinstance(a, ort.OrtValue)
             np.testing.assert_array_equal(a.numpy(), b)
-        scores = kind.loss_scores(label, ortvalue(f), weight)
+        scores = kind.loss_scores(label, as_ortvalue(f), weight)
         np.testing.assert_array_equal(scores.numpy(), kind.loss_scores(y, f, w))
-    assert isinstance(kind.loss_gradient(ortvalue(y), f)[1], np.ndarray)
-    vector = kind.loss_gradient(ortvalue(y[:, 0]), ortvalue(f[:, 0]))[1]
+    assert isinstance(kind.loss_gradient(as_ortvalue(y), f)[1], np.ndarray)
+    vector = kind.loss_gradient(as_ortvalue(y[:, 0]), as_ortvalue(f[:, 0]))[1]
     np.testing.assert_array_equal(vector.numpy(), f[:, 0] - y[:, 0])
     binary = NegLogLearningLoss().build_onnx_function()
     p, t = f[:, :1], BINARY[:, :1].astype(np.int64)
-    found = binary.loss_gradient(ortvalue(t), ortvalue(p))[1].numpy()
+    found = binary.loss_gradient(as_ortvalue(t), as_ortvalue(p))[1].numpy()
     np.testing.assert_array_equal(found, binary.loss_gradient(t, p)[1])
     with pytest.raises(ValueError, match="labels outside 0"):
-        binary.loss_gradient(ortvalue(t + 1), ortvalue(p))
+        binary.loss_gradient(as_ortvalue(t + 1), as_ortvalue(p))
 
 
 def test_vectors_and_columns_are_the_same():
@@ -258,62 +255,56 @@ def test_images():
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected", "predicted", "weight", "text"),
+    ("kind", "expected", "predicted", "weight", "parts"),
     [
-        (SquareLearningLoss(), Y, F, ROWS[:6], "'weight' has 6 rows, 'predicted' has 7"),
-        (SquareLearningLoss(), Y, F, F, "'weight' must have shape (rows,), not (7, 3)"),
-        (SquareLearningLoss(), Y[:1], F[:1], ROWS, "'weight' has 7 rows, 'predicted' has 1"),
-        (SquareLearningLoss(), Y[:6], F, None, "'expected' has 6 rows, 'predicted' has 7"),
-        (SquareLearningLoss(), Y[:1], F, None, "'expected' has 1 rows, 'predicted' has 7"),
-        (SquareLearningLoss(), Y[:, :2], F, None, "must have shape (rows, 3), not (7, 2)"),
-        (SquareLearningLoss(), Y[:, 0], F, None, "must have shape (rows, 3), not (7,)"),
-        (SquareLearningLoss(), Y.T, F.T[:, :1], None, "must have shape (rows, 1), not (3, 7)"),
-        (SquareLearningLoss(), Y[0, 0], F, None, "not a single number"),
-        (SquareLearningLoss(), Y, F[0, 0], None, "'predicted' must have rows; its shape is ()"),
-        (SquareLearningLoss(), Y[:0], F[:0], None, "'predicted' must have rows"),
-        (
-            SquareLearningLoss(),
-            Y,
-            F[:, :, None],
-            None,
-            "(N, k), not (7, 3, 1): its rank is 3, not 2",
-        ),
-        (SquareLearningLoss(), Y + np.nan, F, None, "NaN or infinity in 7 of 7 rows"),
-        (NegLogLearningLoss(), 2 * BINARY, F, None, "'expected' holds labels outside 0..1"),
-        (NegLogLearningLoss(), 2 * BINARY - 1, F, None, "'expected' holds labels outside 0..1"),
-        (NegLogLearningLoss(), BINARY + 0.5, F, None, "'expected' must hold int64"),
-        (NegLogLearningLoss(1e-5, "softmax"), CLASSES + 1, F, None, "outside 0..2 in 3 of 7 rows"),
-        (FunctionLearningLoss("hinge"), 2 * BINARY, F, None, "labels -1 and 1, or 0 and 1"),
-        (FunctionLearningLoss("poisson"), -abs(Y), F, None, "must hold labels of 0 or more"),
+        (SquareLearningLoss(), Y, F, ROWS[:6], "'weight' has 6|'predicted' has 7"),
+        (SquareLearningLoss(), Y, F, F, "'weight'|(rows,)|(7, 3)"),
+        (SquareLearningLoss(), Y[:1], F[:1], ROWS, "'weight' has 7|'predicted' has 1"),
+        (SquareLearningLoss(), Y[:6], F, None, "'expected' has 6|'predicted' has 7"),
+        (SquareLearningLoss(), Y[:1], F, None, "'expected' has 1|'predicted' has 7"),
+        (SquareLearningLoss(), Y[:, :2], F, None, "(rows, 3)|(7, 2)"),
+        (SquareLearningLoss(), Y[:, 0], F, None, "(rows, 3)|(7,)"),
+        (SquareLearningLoss(), Y.T, F.T[:, :1], None, "(rows, 1)|(3, 7)"),
+        (SquareLearningLoss(), Y[0, 0], F, None, "single number"),
+        (SquareLearningLoss(), Y, F[0, 0], None, "'predicted'|rows|()"),
+        (SquareLearningLoss(), Y[:0], F[:0], None, "'predicted'|rows"),
+        (SquareLearningLoss(), Y, F[:, :, None], None, "(N, k)|(7, 3, 1)|rank"),
+        (SquareLearningLoss(), Y + np.nan, F, None, "NaN|7 of 7"),
+        (NegLogLearningLoss(), 2 * BINARY, F, None, "'expected'|0..1"),
+        (NegLogLearningLoss(), 2 * BINARY - 1, F, None, "'expected'|0..1"),
+        (NegLogLearningLoss(), BINARY + 0.5, F, None, "'expected'|int64"),
+        (NegLogLearningLoss(1e-5, "softmax"), CLASSES + 1, F, None, "0..2|3 of 7"),
+        (FunctionLearningLoss("hinge"), 2 * BINARY, F, None, "-1 and 1|0 and 1"),
+        (FunctionLearningLoss("poisson"), -abs(Y), F, None, "labels|0 or more"),
     ],
 )
-def test_data_that_do_not_fit(kind, expected, predicted, weight, text):
+def test_data_that_do_not_fit(kind, expected, predicted, weight, parts):
     kind.build_onnx_function(weight_name="weight")
     for method in (kind.loss_gradient, kind.loss_scores):
-        with pytest.raises(ValueError, match=re.escape(text)):
+        with pytest.raises(ValueError, match=naming(*parts.split("|"))):
             method(expected, predicted, weight)
 
 
 def test_what_cannot_be_built():
     kind = SquareLearningLoss()
-    with pytest.raises(EvaluationError, match="SquareLearningLoss has no loss_grad_onnx_: call"):
+    with pytest.raises(EvaluationError, match=naming("SquareLearningLoss", "loss_grad_onnx_")):
         kind.loss_gradient(Y, F)
-    with pytest.raises(ValueError, match="opset 13: give one from 14 to 26"):
+    with pytest.raises(ValueError, match=naming("opset 13", "14 to 26")):
         kind.build_onnx_function(13)
-    with pytest.raises(ValueError, match="dtype int64: give one of floats"):
+    with pytest.raises(ValueError, match="dtype int64"):
         kind.build_onnx_function(dtype=np.int64)
     for taken in ("X1", "X2", "Y", "Y_grad"):
-        with pytest.raises(ValueError, match=f"the name '{taken}' is taken"):
+        with pytest.raises(ValueError, match=f"'{taken}'"):
             kind.build_onnx_function(weight_name=taken)
     with pytest.raises(ProviderError, match="device 'tpu'"):
         kind.build_onnx_function(device="tpu")
-    with pytest.raises(ValueError, match="built without sample weights"):
+    with pytest.raises(ValueError, match="sample weights"):
         kind.build_onnx_function().loss_gradient(Y, F, ROWS)
-    with pytest.raises(ValueError, match="known number of classes"):
+    with pytest.raises(ValueError, match="classes"):
         BaseLearningLoss.select("cross_entropy").build_onnx_function()
-    with pytest.raises(ValueError, match="eps must be at least 0 and below"):
+    with pytest.raises(ValueError, match=naming("eps", "0", "0.5")):
         NegLogLearningLoss(0.5).build_onnx_function()
-    with pytest.raises(ValueError, match=r"'softmx'\. Did you mean 'softmax'"):
+    with pytest.raises(ValueError, match=naming("'softmx'", "'softmax'")):
         NegLogLearningLoss(probability_function="softmx").build_onnx_function()
 
 
@@ -336,19 +327,19 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    ("choice", "options", "text"),
+    ("choice", "options", "parts"),
     [
-        ("squared", {}, r"Unknown loss 'squared'\. Did you mean 'square'.* Valid: .*'huber'"),
-        (None, {}, "Unknown loss None"),
-        (3, {}, "Unknown loss 3"),
-        ("elastic", {"l1": 1}, r"Unknown option of loss 'elastic' 'l1'\..*'l1_weight'"),
-        ("square", {"eps": 1}, r"Unknown option of loss 'square' 'eps'\..* Valid: none"),
-        ("huber", {"eps": 1}, r"Unknown option of loss 'huber' 'eps'\. Valid: 'delta'"),
-        (SquareLearningLoss(), {"eps": 1}, r"is an instance: leave out \['eps'\]"),
+        ("squared", {}, "loss 'squared'|'square'|'huber'"),
+        (None, {}, "loss None"),
+        (3, {}, "loss 3"),
+        ("elastic", {"l1": 1}, "loss 'elastic' 'l1'|'l1_weight'"),
+        ("square", {"eps": 1}, "loss 'square' 'eps'|none"),
+        ("huber", {"eps": 1}, "loss 'huber' 'eps'|'delta'"),
+        (SquareLearningLoss(), {"eps": 1}, "instance|['eps']"),
     ],
 )
-def test_unknown_names(choice, options, text):
-    with pytest.raises(ValueError, match=text):
+def test_unknown_names(choice, options, parts):
+    with pytest.raises(ValueError, match=naming(*parts.split("|"))):
         BaseLearningLoss.select(choice, **options)
 
 
@@ -383,29 +374,29 @@ def test_building_again_forgets_the_last():
     np.testing.assert_allclose(loss, 2 * abs(F - Y).sum())
 
 
-def pseudo_huber(op, prediction, label):
+def pseudo_huber_loss(op, prediction, label):
     d = prediction - label
     return op.Sqrt(1.0 + d * d) - 1.0
 
 
 class PseudoHuber(BaseLearningLoss):
     def loss(self, op, prediction, label):
-        return pseudo_huber(op, prediction, label)
+        return pseudo_huber_loss(op, prediction, label)
 
 
 def test_a_loss_of_ones_own():
     root = np.sqrt(1 + (F - Y) ** 2)
     expected = root - 1, (F - Y) / root * ROWS[:, None]
-    for kind in (BaseLearningLoss.select(pseudo_huber), PseudoHuber()):
+    for kind in (BaseLearningLoss.select(pseudo_huber_loss), PseudoHuber()):
         kind.build_onnx_function(weight_name="w", dtype=np.float64)
         np.testing.assert_allclose(kind.loss_gradient(Y, F, ROWS)[1], expected[1])
         np.testing.assert_allclose(kind.loss_scores(Y, F), expected[0].sum(1, keepdims=True))
         assert pickle.loads(pickle.dumps(kind)) == kind
     free = BaseLearningLoss.select(lambda op, prediction, label: label * label)
-    with pytest.raises(ValueError, match="does not depend on 'X2'"):
+    with pytest.raises(ValueError, match="'X2'"):
         free.build_onnx_function()
     whole = BaseLearningLoss.select(lambda op, f, y: op.ReduceSum(f - y, keepdims=0))
-    with pytest.raises(ValueError, match="one number per element or row"):
+    with pytest.raises(ValueError, match="element"):
         whole.build_onnx_function()
 
 
@@ -425,7 +416,7 @@ def test_inside_of_a_graph_whose_ranks_are_not_known(name, shape):
     graph.outputs[:] = [rows, gradient]
     model = ir.Model(graph, ir_version=8)
     tidy(model)
-    session = ort.InferenceSession(to_proto(model).SerializeToString())
+    session = session_of(to_proto(model))
     f = np.resize(F, shape)
     y = np.resize(BINARY, shape).astype(np.int64 if name == "log" else np.float64)
     rows, gradient = session.run(None, {"x": f / 2, "label": y, "w": ROWS})
@@ -456,5 +447,5 @@ def test_what_trainers_check():
         label = kind.label(op, f, "label")
         assert (label.dtype, label.shape) == (dtype, ir.Shape(shape))
     integer = ir.Value(name="n", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["N", 3]))
-    with pytest.raises(ValueError, match="'n' holds INT64: a loss needs floats"):
+    with pytest.raises(ValueError, match=naming("'n'", "INT64", "floats")):
         NegLogLearningLoss().label(op, integer, "label")

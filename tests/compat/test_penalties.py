@@ -7,9 +7,7 @@ import re
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
-from onnx import numpy_helper
 
 from onnxgrad import (
     BaseLearningPenalty,
@@ -22,24 +20,24 @@ from onnxgrad import (
     penalty_loss_onnx,
 )
 from onnxgrad.compat.learning_penalties import PerWeightLearningPenalty
-from tests.support import running
+from tests.support.errors import naming
+from tests.support.models import initializer_arrays, parse_model
+from tests.support.running import run
+from tests.support.values import as_ortvalue, each_dtype_and_opset
 
 CONSTANT = "w = Constant<value = float[2] {2.0, -3.0}>()"
 
 
-def parse(body: str, inputs: str = "float[N,2] x", **weights) -> onnx.ModelProto:
-    made = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["ai.onnx.ml": 3, "": 18]>
-        g ({inputs}) => (float[N,k] y) {{ {body} }}""")
-    for name, array in weights.items():
-        made.graph.initializer.append(numpy_helper.from_array(array, name))
-    return made
+def model_of_penalized(body: str, inputs: str = "float[N,2] x", **weights) -> onnx.ModelProto:
+    return parse_model(f"g ({inputs}) => (float[N,k] y) {{ {body} }}", **weights)
 
 
-def run(model: onnx.ModelProto, **feed) -> list[np.ndarray]:
+def run_on_zeros(model: onnx.ModelProto, **feed) -> list[np.ndarray]:
     zeros = {x.name: np.zeros((4, 2), np.float32) for x in model.graph.input}
-    return running.run(model, **zeros | feed)
+    return run(model, **zeros | feed)
 
 
+DTYPES = [np.float16, np.float32, np.float64]
 PENALTIES = [
     (3, 39, [12, -18]),
     ({"l2": 3}, 39, [12, -18]),
@@ -55,45 +53,44 @@ PENALTIES = [
 def test_value_and_gradient(penalty, value, gradient, kind, reduction):
     """The penalty is added once, whatever the reduction of the loss, which is zero here."""
     if kind == "constant":
-        model = parse(f"{CONSTANT}  y = Mul(x, w)")
+        model = model_of_penalized(f"{CONSTANT}  y = Mul(x, w)")
     else:
-        model = parse("y = Mul(x, w)", w=np.float32([2, -3]))
+        model = model_of_penalized("y = Mul(x, w)", w=np.float32([2, -3]))
     made = add_loss_output(model, penalty={"w": penalty}, reduction=reduction)
-    np.testing.assert_allclose(run(made)[0], [[value]])
+    np.testing.assert_allclose(run_on_zeros(made)[0], [[value]])
     options = DerivativeOptions.Loss
     derivative = onnx_derivative(made, ["w"], [], options, loss="loss", label="label")
-    found = run(derivative, w=np.float32([2, -3]))
+    found = run_on_zeros(derivative, w=np.float32([2, -3]))
     np.testing.assert_allclose(found[0], [[value]])
     np.testing.assert_allclose(found[1], gradient)
 
 
 def test_of_several_weights_of_any_shape():
     scalar, matrix = np.float32(2), np.float32([[1, -2], [3, -4]])
-    model = parse("h = MatMul(x, m)  y = Mul(h, s)", s=scalar, m=matrix)
+    model = model_of_penalized("h = MatMul(x, m)  y = Mul(h, s)", s=scalar, m=matrix)
     made = add_loss_output(model, penalty={"s": 5, "m": {"l1": 7}})
-    np.testing.assert_allclose(run(made)[0], [[5 * 4 + 7 * 10]])
+    np.testing.assert_allclose(run_on_zeros(made)[0], [[5 * 4 + 7 * 10]])
 
 
 def test_of_a_weight_of_another_type():
-    model = parse("v = Cast<to=1>(w)  y = Mul(x, v)", w=np.array([2.0, -3.0]))
-    np.testing.assert_allclose(run(add_loss_output(model, penalty={"w": 1}))[0], [[13]])
+    model = model_of_penalized("v = Cast<to=1>(w)  y = Mul(x, v)", w=np.array([2.0, -3.0]))
+    np.testing.assert_allclose(run_on_zeros(add_loss_output(model, penalty={"w": 1}))[0], [[13]])
 
 
 def test_where_there_is_none():
-    model = parse("v = Cast<to=1>(w)  y = Mul(x, v)", w=np.array([2, 3]))
-    with pytest.raises(ValueError, match=re.escape("Unknown weight in penalty 'w'. Valid: 'x'")):
+    model = model_of_penalized("v = Cast<to=1>(w)  y = Mul(x, v)", w=np.array([2, 3]))
+    with pytest.raises(ValueError, match=naming("'w'", "'x'")):
         add_loss_output(model, penalty={"w": 1})
-    model = parse("y = ai.onnx.ml.LinearRegressor<coefficients=[0.1, 0.2]>(x)")
-    with pytest.raises(ValueError, match=r"'y\.coefficients' is an attribute"):
+    model = model_of_penalized("y = ai.onnx.ml.LinearRegressor<coefficients=[0.1, 0.2]>(x)")
+    with pytest.raises(ValueError, match=naming("'y.coefficients'", "attribute")):
         add_loss_output(model, penalty={"y.coefficients": 1.0})
     branches = f"""y = If (c) <then_branch = a () => (float[N,2] t) {{ {CONSTANT}  t = Mul(x, w) }},
                                 else_branch = b () => (float[N,2] e) {{ e = Neg(x) }}>"""
-    with pytest.raises(ValueError, match="'w' is in a subgraph"):
-        add_loss_output(parse(branches, "float[N,2] x, bool c"), penalty={"w": 1.0})
+    with pytest.raises(ValueError, match=naming("'w'", "subgraph")):
+        add_loss_output(model_of_penalized(branches, "float[N,2] x, bool c"), penalty={"w": 1.0})
 
 
-@pytest.mark.parametrize("opset", [13, 18, 21])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@each_dtype_and_opset((13, 18, 21))
 @pytest.mark.parametrize("options", [{"l1": 0.5}, {"l2": 0.25}, {"l1": 2, "l2": 3}])
 def test_penalty_nodes(dtype, options, opset):
     taken = ["reshape", "const", "mul"]
@@ -107,7 +104,7 @@ def test_penalty_nodes(dtype, options, opset):
         graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8
     )
     w = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(dtype)
-    [found] = run(model, w=w)
+    [found] = run_on_zeros(model, w=w)
     assert found.shape == (1, 1)
     assert found.dtype == dtype
     expected = options.get("l1", 0) * abs(w).sum() + options.get("l2", 0) * (w * w).sum()
@@ -140,7 +137,9 @@ def test_penalty_nodes_of_several_weights_in_one_graph(options):
     values = [onnx.helper.make_tensor_value_info(n, kind, None) for n in (*weights, *ends)]
     graph = onnx.helper.make_graph(nodes, "g", values[:2], values[2:], tensors)
     opset = [onnx.helper.make_opsetid("", 18)]
-    found = run(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), **weights)
+    found = run_on_zeros(
+        onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), **weights
+    )
     for value, w in zip(found, weights.values(), strict=True):
         expected = options.get("l1", 0) * abs(w).sum() + options.get("l2", 0) * (w * w).sum()
         np.testing.assert_allclose(value, [[expected]])
@@ -148,7 +147,7 @@ def test_penalty_nodes_of_several_weights_in_one_graph(options):
 
 @pytest.mark.parametrize("options", [{}, {"l1": 0}, {"l1": None, "l2": 0.0}])
 def test_a_null_penalty(options):
-    with pytest.raises(ValueError, match="the penalty of 'w' is zero"):
+    with pytest.raises(ValueError, match="penalty of 'w'"):
         penalty_loss_onnx("w", np.float32, **options)
 
 
@@ -156,12 +155,7 @@ RNG = np.random.default_rng(0)
 WEIGHTS = [RNG.standard_normal(shape) for shape in ((2, 3, 2), (4,), ())]
 
 
-def ortvalue(array):
-    return ort.OrtValue.ortvalue_from_numpy(array)
-
-
-@pytest.mark.parametrize("opset", [14, 18, 26])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@each_dtype_and_opset((14, 18, 26))
 @pytest.mark.parametrize(
     ("choice", "pairs"),  # (l1, l2) of each weight
     [
@@ -194,7 +188,7 @@ def test_learning_penalties(choice, pairs, dtype, opset):
         np.testing.assert_allclose(found, a * np.sign(w) + 2 * b * w, rtol=rtol, atol=rtol)
     assert (loss.shape, loss.dtype) == ((), dtype)
     np.testing.assert_allclose(loss, expected, rtol=rtol)
-    bound = [ortvalue(w) for w in weights]
+    bound = [as_ortvalue(w) for w in weights]
     np.testing.assert_array_equal(kind.penalty_loss(*bound).numpy(), loss)
     for value, array in zip(kind.penalty_gradient(*bound), gradients, strict=True):
         assert (value is None) == (array is None)
@@ -211,16 +205,14 @@ def test_graphs_have_a_constant_for_a_coefficient_of_zero(zero):
         n_tensors=2
     )
     for model in (made.penalty_onnx_, made.penalty_grad_onnx_):
-        numbers = [numpy_helper.to_array(t) for t in model.graph.initializer]
+        numbers = initializer_arrays(model).values()
         assert sum(a.size == 1 and not a.any() for a in numbers) == 1
     w = np.float32([2, -4])
     assert made.penalty_loss(w, w) == {"l1": 20, "l2": 6}[zero]
     expected = {"l1": w, "l2": np.sign(w) / 2}[zero]
     np.testing.assert_allclose(made.penalty_gradient(w, w), [expected] * 2)
     parts = ElasticLearningPenalty(None, 0.5).build_onnx_function()
-    assert not any(
-        (numpy_helper.to_array(t) == 0).any() for t in parts.penalty_onnx_.graph.initializer
-    )
+    assert not any((a == 0).any() for a in initializer_arrays(parts.penalty_onnx_).values())
 
 
 def test_penalties_by_name():
@@ -239,36 +231,36 @@ def test_penalties_by_name():
 
 
 @pytest.mark.parametrize(
-    ("choice", "options", "text"),
+    ("choice", "options", "parts"),
     [
-        ("elastik", {}, r"Unknown penalty 'elastik'\. Did you mean 'elastic'"),
-        (True, {}, "Unknown penalty True"),
-        ("elastic", {"l3": 1}, r"Unknown option of penalty 'elastic' 'l3'\. .*Valid: 'l1', 'l2'"),
-        (None, {"l1": 1}, "Unknown option of penalty None 'l1'"),
-        (NoLearningPenalty(), {"l1": 1}, r"not a name or a class: leave out \['l1'\]"),
-        ({"W0": {"l3": 1}}, {}, "Unknown penalty of 'W0' 'l3'"),
-        ({"W0": 0}, {}, "the penalty of 'W0' is zero"),
-        ({"W0": {"l1": None}}, {}, "the penalty of 'W0' is zero"),
-        ({"W7": 1}, {}, "Unknown weight in penalty 'W7'"),
-        (-1.0, {}, "l2 must be a number of at least 0, not -1.0"),
-        (ElasticLearningPenalty(l1=np.nan), {}, "l1 must be a number of at least 0, not nan"),
-        ({"W0": ElasticLearningPenalty(l1=-1)}, {}, "l1 must be a number of at least 0, not -1"),
+        ("elastik", {}, "'elastik'|'elastic'"),
+        (True, {}, "penalty True"),
+        ("elastic", {"l3": 1}, "'elastic' 'l3'|'l1', 'l2'"),
+        (None, {"l1": 1}, "penalty None 'l1'"),
+        (NoLearningPenalty(), {"l1": 1}, "name|class|['l1']"),
+        ({"W0": {"l3": 1}}, {}, "penalty of 'W0' 'l3'"),
+        ({"W0": 0}, {}, "penalty of 'W0'|zero"),
+        ({"W0": {"l1": None}}, {}, "penalty of 'W0'|zero"),
+        ({"W7": 1}, {}, "'W7'"),
+        (-1.0, {}, "l2|-1.0"),
+        (ElasticLearningPenalty(l1=np.nan), {}, "l1|nan"),
+        ({"W0": ElasticLearningPenalty(l1=-1)}, {}, "l1|-1"),
     ],
 )
-def test_penalties_that_cannot_be(choice, options, text):
-    with pytest.raises(ValueError, match=text):
+def test_penalties_that_cannot_be(choice, options, parts):
+    with pytest.raises(ValueError, match=naming(*parts.split("|"))):
         BaseLearningPenalty.select(choice, **options).build_onnx_function(n_tensors=2)
 
 
 def test_penalties_that_are_not_built_or_get_other_weights():
     kind = ElasticLearningPenalty()
     for method in (kind.penalty_loss, kind.penalty_gradient, NoLearningPenalty().penalty_loss):
-        with pytest.raises(EvaluationError, match="call build_onnx_function first"):
+        with pytest.raises(EvaluationError, match="build_onnx_function"):
             method(np.ones(2))
     with pytest.raises(ValueError, match="n_tensors=0"):
         kind.build_onnx_function(n_tensors=0)
     kind.build_onnx_function(n_tensors=2)
-    with pytest.raises(ValueError, match="1 weights given, but built for 2: "):
+    with pytest.raises(ValueError, match=naming("1 weights", "2")):
         kind.penalty_loss(np.ones(2))
 
 
