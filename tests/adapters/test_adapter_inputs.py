@@ -8,10 +8,6 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.inputs import adapter_inputs
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.weights import replace
 from tests.support.adapter_cases import (
@@ -74,25 +70,25 @@ def plain_model():
 def test_adapters_of_any_rank_on_one_base_equal_the_trained_models(name, tmp_path):
     model = adapter_network(name)
     data = random_feed(model)
-    base = adapter_inputs(add_lora(model, "w", rank=2))
+    base = og.adapter_inputs(og.add_lora(model, "w", rank=2))
     onnx.checker.check_model(base)
     served, plain = unpacked_session(base), first_output(model, data)
     np.testing.assert_array_equal(served.run(None, data)[0], plain)
     for rank, alpha in ((2, 3), (4, 5)):
-        trained = shaken(add_lora(model, "w", rank=rank, alpha=alpha, dropout=0.1), seed=rank)
+        trained = shaken(og.add_lora(model, "w", rank=rank, alpha=alpha, dropout=0.1), seed=rank)
         path = tmp_path / f"{rank}.onnx_adapter"
-        save_adapter(trained, path)
+        og.save_adapter(trained, path)
         result = run_with(served, path, data)
         expected = first_output(trained, data)
         np.testing.assert_array_equal(result, expected)
         assert np.abs(result - plain).max() > 0.01
-    loaded, of_base = load_adapter(model, path), load_adapter(base, path)
+    loaded, of_base = og.load_adapter(model, path), og.load_adapter(base, path)
     assert not {x.name for x in of_base.graph.input} & {*read_adapters(of_base)[0]["tensors"]}
     for other in (loaded, of_base):
         np.testing.assert_array_equal(first_output(other, data), expected)
-    again = load_adapter(add_lora(model, "w", rank=rank, alpha=alpha), path)
+    again = og.load_adapter(og.add_lora(model, "w", rank=rank, alpha=alpha), path)
     np.testing.assert_allclose(first_output(again, data), expected, rtol=1e-3, atol=1e-5)
-    assert add_lora(base, "w", rank=2) == add_lora(model, "w", rank=2)
+    assert og.add_lora(base, "w", rank=2) == og.add_lora(model, "w", rank=2)
 
 
 def test_a_base_serves_what_is_trained_on_it(tmp_path):
@@ -102,10 +98,10 @@ def test_a_base_serves_what_is_trained_on_it(tmp_path):
             h = MatMul(x, w) n = LayerNormalization(h, norm) y = Gemm(n, v, b) }""",
         w=(4, 4), norm=(4,), v=(4, 2), b=(2,),
     )  # fmt: skip
-    adapted = add_lora(og.replace_head(model, units=3), "w", rank=2)
-    base = adapter_inputs(adapted, weights="norm")
-    assert adapter_inputs(base) == base
-    later = adapter_inputs(adapter_inputs(adapted), weights="norm")
+    adapted = og.add_lora(og.replace_head(model, units=3), "w", rank=2)
+    base = og.adapter_inputs(adapted, weights="norm")
+    assert og.adapter_inputs(base) == base
+    later = og.adapter_inputs(og.adapter_inputs(adapted), weights="norm")
     assert {x.name for x in later.graph.input} == {x.name for x in base.graph.input}
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(32, 4)).astype(np.float32), rng.integers(0, 3, 32)
@@ -114,16 +110,16 @@ def test_a_base_serves_what_is_trained_on_it(tmp_path):
     trainer = og.Trainer(adapted, "cross_entropy", train=[*names, "norm"], learning_rate=0.1)
     trainer.fit(X, y, epochs=2)
     path = tmp_path / "a.onnx_adapter"
-    save_adapter(trainer, path)
+    og.save_adapter(trainer, path)
     held = ort.AdapterFormat.read_adapter(str(path)).get_parameters()
     assert {*held} == {*names, "norm"} == {x.name for x in base.graph.input} - {"x"}
     data = {"x": X}
     served, expected = unpacked_session(base), first_output(trainer.model, data)
     np.testing.assert_array_equal(run_with(served, path, data), expected)
     np.testing.assert_array_equal(served.run(None, data)[0], first_output(adapted, data))
-    save_adapter(trainer, tmp_path / "folder")
+    og.save_adapter(trainer, tmp_path / "folder")
     for file in (path, tmp_path / "folder"):
-        loaded = load_adapter(og.replace_head(model, units=3), file)
+        loaded = og.load_adapter(og.replace_head(model, units=3), file)
         np.testing.assert_array_equal(first_output(loaded, data), expected)
     assert {t.name for t in og.trainable(loaded).trained} == {*names, "norm"}
 
@@ -131,7 +127,7 @@ def test_a_base_serves_what_is_trained_on_it(tmp_path):
 @pytest.mark.parametrize(("a_transposed", "scale"), [(False, 1.0), (True, 0.5)])
 def test_inputs_of_other_tools_train_and_are_served(a_transposed, scale, tmp_path):
     base = peft_form(plain_model(), a_transposed, scale)
-    adapted = add_lora(base, "w", rank=2, alpha=3)
+    adapted = og.add_lora(base, "w", rank=2, alpha=3)
     assert [x.name for x in adapted.graph.input] == ["x"]
     assert read_adapters(adapted)[0]["tensors"] == ["lora_A", "lora_B"]
     rng = np.random.default_rng(0)
@@ -139,24 +135,24 @@ def test_inputs_of_other_tools_train_and_are_served(a_transposed, scale, tmp_pat
     trainer = og.Trainer(adapted, "cross_entropy", learning_rate=0.1).fit(X, y, epochs=2)
     assert {*trainer.state.weights} == {"lora_A", "lora_B"}
     path = tmp_path / "a.onnx_adapter"
-    save_adapter(trainer, path)
+    og.save_adapter(trainer, path)
     data = {"x": X}
     expected = first_output(trainer.model, data)
     result = fed_with(unpacked_session(base), path, data)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-    loaded = load_adapter(base, path)
+    loaded = og.load_adapter(base, path)
     np.testing.assert_allclose(first_output(loaded, data), expected, rtol=1e-5, atol=1e-6)
-    merged = first_output(merge_lora(loaded), data)
+    merged = first_output(og.merge_lora(loaded), data)
     np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=naming("'lora_A'", "base")):
-        adapter_inputs(loaded)
-    with_defaults = adapter_inputs(base, weights="b")
+        og.adapter_inputs(loaded)
+    with_defaults = og.adapter_inputs(base, weights="b")
     assert [x.name for x in with_defaults.graph.input] == ["x", "lora_A", "lora_B", "b"]
     served = unpacked_session(with_defaults)
     np.testing.assert_array_equal(served.run(None, data)[0], first_output(plain_model(), data))
     np.testing.assert_array_equal(run_with(served, path, data), result)
-    assert adapter_inputs(with_defaults, weights="b") == with_defaults
-    again = load_adapter(with_defaults, path)
+    assert og.adapter_inputs(with_defaults, weights="b") == with_defaults
+    again = og.load_adapter(with_defaults, path)
     np.testing.assert_array_equal(
         constant_arrays(again)["lora_A"], constant_arrays(loaded)["lora_A"]
     )
@@ -166,7 +162,7 @@ def test_inputs_of_one_rank_get_zeros_of_it():
     base = peft_form(plain_model())
     for x, sizes in zip(base.graph.input[1:], ([4, 2], [2, 3]), strict=True):
         x.CopyFrom(onnx.helper.make_tensor_value_info(x.name, 1, sizes))
-    with_defaults = adapter_inputs(base)
+    with_defaults = og.adapter_inputs(base)
     shapes = {n: a.shape for n, a in constant_arrays(with_defaults).items() if "lora" in n}
     assert shapes == {"lora_A": (4, 2), "lora_B": (2, 3)}
     data = {"x": np.ones((2, 4), np.float32)}
@@ -180,52 +176,52 @@ def test_adapters_that_another_tool_stored_as_constants_are_adapters(tmp_path):
     del model.graph.input[1:]
     with_tensors(model, seed=3, **{"lora_A": (4, 2), "lora_B": (2, 3)})
     expected = first_output(model, data)
-    save_adapter(model, tmp_path / "a.onnx_adapter")
-    served = unpacked_session(adapter_inputs(model))
+    og.save_adapter(model, tmp_path / "a.onnx_adapter")
+    served = unpacked_session(og.adapter_inputs(model))
     result = run_with(served, tmp_path / "a.onnx_adapter", data)
     np.testing.assert_allclose(result, expected, rtol=1e-5)
     np.testing.assert_array_equal(served.run(None, data)[0], first_output(plain_model(), data))
-    merged = first_output(merge_lora(model), data)
+    merged = first_output(og.merge_lora(model), data)
     np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_products_of_other_data_are_no_adapters():
     text = """f (float[N,4] x, float[4,2] a, float[2,3] b) => (float[N,3] y) {
         h = MatMul(x, w) z = Tanh(x) n = MatMul(z, a) l = MatMul(n, b) y = Add(h, l) }"""
-    other = add_lora(random_model(text, w=(4, 3)), "w")
+    other = og.add_lora(random_model(text, w=(4, 3)), "w")
     assert [x.name for x in other.graph.input] == ["x", "a", "b"]
 
 
 def test_what_is_no_adapter_of_the_model_is_refused(tmp_path):
     plain, path = plain_model(), tmp_path / "a.onnx_adapter"
-    save_adapter(add_lora(plain, "w", rank=2), path)
+    og.save_adapter(og.add_lora(plain, "w", rank=2), path)
     wide = random_model("f (float[N,5] x) => (float[N,3] y) { y = MatMul(x, w) }", w=(5, 3))
     other = random_model("f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, v) }", v=(4, 3))
     for model, named in (
         (wide, ["another model", "[4, 2]", "'w' needs [5, 2]"]),
         (other, ["another model", "'w.lora_A.weight'"]),
-        (add_lora(other, "v"), ["lacks", "'v.lora_A.weight'"]),
-        (add_lora(plain, "w", rank=3), ["'w.lora_A.weight'", "(4, 3)", "(4, 2)"]),
+        (og.add_lora(other, "v"), ["lacks", "'v.lora_A.weight'"]),
+        (og.add_lora(plain, "w", rank=3), ["'w.lora_A.weight'", "(4, 3)", "(4, 2)"]),
     ):
         with pytest.raises(ValueError, match=naming(*named)) as error:
-            load_adapter(model, path)
+            og.load_adapter(model, path)
         assert "\n" not in str(error.value)
     with pytest.raises(FileNotFoundError, match=r"b\.onnx_adapter"):
-        load_adapter(plain, tmp_path / "b.onnx_adapter")
+        og.load_adapter(plain, tmp_path / "b.onnx_adapter")
     (tmp_path / "c.onnx_adapter").write_bytes(b"broken")
     with pytest.raises(ValueError, match="damaged"):
-        load_adapter(plain, tmp_path / "c.onnx_adapter")
+        og.load_adapter(plain, tmp_path / "c.onnx_adapter")
     with pytest.raises(ValueError, match="no adapters"):
-        adapter_inputs(plain)
-    dora = add_lora(plain, "w", use_dora=True)
-    for call in (lambda: adapter_inputs(dora), lambda: save_adapter(dora, path)):
+        og.adapter_inputs(plain)
+    dora = og.add_lora(plain, "w", use_dora=True)
+    for call in (lambda: og.adapter_inputs(dora), lambda: og.save_adapter(dora, path)):
         with pytest.raises(ValueError, match="use_dora"):
             call()
-    assert load_adapter(plain, path)  # the failed call left it as it was
+    assert og.load_adapter(plain, path)  # the failed call left it as it was
 
 
 def test_a_base_trains_only_with_an_adapter():
-    base = adapter_inputs(add_lora(plain_model(), "w", rank=2))
+    base = og.adapter_inputs(og.add_lora(plain_model(), "w", rank=2))
     why = {t.name: t.why for t in og.trainable(base)}
     assert "no elements" in why["w.lora_A.weight"]
     with pytest.raises(ValueError, match=naming("inputs", "add_lora")):
@@ -242,7 +238,7 @@ def test_a_base_of_fused_layers_is_the_file_without_adapters(shape):
     model = random_model(text.replace("SHAPE", shape), w=(600, 64), b=(64,))
     size = (40, 7, 600) if "7" in shape else (40, 600)
     data = {"x": np.random.default_rng(3).normal(size=size).astype(np.float32)}
-    base = adapter_inputs(add_lora(model, "w"))
+    base = og.adapter_inputs(og.add_lora(model, "w"))
     expected, result = (
         ort.InferenceSession(m.SerializeToString()).run(None, data)[0] for m in (model, base)
     )
@@ -255,15 +251,15 @@ def test_half_precision_inputs_of_another_tool(tmp_path):
     base = parse_model(f"""f ({inputs}) => (float16[N,3] y) {{
         h = MatMul(x, w) n = MatMul(x, lora_A) l = MatMul(n, lora_B) y = Add(h, l) }}""")
     with_tensors(base, w=half)
-    trained = shaken(add_lora(base, "w", rank=2))
-    save_adapter(trained, tmp_path / "a.onnx_adapter")
+    trained = shaken(og.add_lora(base, "w", rank=2))
+    og.save_adapter(trained, tmp_path / "a.onnx_adapter")
     X = {"x": np.random.default_rng(1).normal(size=(5, 4)).astype(np.float16)}
     result = fed_with(unpacked_session(base), tmp_path / "a.onnx_adapter", X)
     np.testing.assert_allclose(result, first_output(trained, X), rtol=0.01, atol=0.02)
 
 
 def test_values_in_the_file_are_those_of_the_session():
-    adapted = add_lora(plain_model(), "w", rank=2)
+    adapted = og.add_lora(plain_model(), "w", rank=2)
     new = {n: np.ones_like(v) for n, v in constant_arrays(adapted).items() if "lora" in n}
-    base = adapter_inputs(replace(adapted, new))
+    base = og.adapter_inputs(replace(adapted, new))
     assert [list(t.dims) for t in base.graph.initializer if "lora" in t.name] == [[4, 0], [0, 3]]

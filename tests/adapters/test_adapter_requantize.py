@@ -13,13 +13,9 @@ import onnxruntime as ort
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.ia3 import add_ia3
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.adapters.merge import merge_lora
+import onnxgrad as og
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.weights import replace
-from onnxgrad.training.parameters.defaults import trainable
 from tests.support.adapter_cases import constant_arrays, random_model, rename_constants, shaken
 from tests.support.errors import naming
 from tests.support.quantized_models import dynamic_model, static_model, weight_only_model
@@ -33,7 +29,7 @@ DATA = [{"x": X}]
 def merge_anew(adapted: onnx.ModelProto) -> onnx.ModelProto:
     """Return the merged model, whose weights are quantized anew: a warning says so."""
     with pytest.warns(UserWarning, match=naming("quantized anew", "Evaluate")):
-        merged = merge_lora(adapted, requantize=True)
+        merged = og.merge_lora(adapted, requantize=True)
     assert not read_adapters(merged)
     return merged
 
@@ -125,7 +121,7 @@ def without_change(adapted):
 
 @BY_FORM
 def test_the_merged_model_is_as_close_as_the_quantized_one(form, model_of_form):
-    adapted = add_lora(model_of_form(form), "w*", rank=2)
+    adapted = og.add_lora(model_of_form(form), "w*", rank=2)
     rng, held = np.random.default_rng(1), constant_arrays(adapted)
     factors = {n: 0.4 * rng.normal(size=v.shape) for n, v in held.items() if ".lora_" in n}
     adapted = replace(adapted, {n: v.astype(np.float32) for n, v in factors.items()})
@@ -140,7 +136,7 @@ def test_factors_are_merged_with_the_bias(form, model_of_form):
     """Those of the output of a layer multiply its bias, too."""
     patterns = ["w*"] if form == "QOperator" else ["w*", "v*"]  # whose QGemm gets no adapter
     most = 1 if form == "QOperator" else 2  # whose results are clipped where they were before
-    adapted = add_ia3(model_of_form(form), patterns)
+    adapted = og.add_ia3(model_of_form(form), patterns)
     rng, held = np.random.default_rng(1), constant_arrays(adapted)
     factors = {
         name: rng.uniform(0.2, most, array.shape).astype(np.float32)
@@ -166,7 +162,7 @@ def test_a_convolution_and_the_bias_beside_it(tmp_path):
     images = RNG.normal(size=(4, 3, 8, 8)).astype(np.float32)
     options = {"per_channel": True, "weight_type": "QInt8"}
     quantized = static_model(model, tmp_path, [{"x": images}], **options)
-    adapted = shaken(add_lora(quantized, "w*", rank=2))
+    adapted = shaken(og.add_lora(quantized, "w*", rank=2))
     merged = merge_anew(adapted)
 
     def result(model, level=ort.GraphOptimizationLevel.ORT_ENABLE_ALL):
@@ -184,16 +180,16 @@ def test_a_convolution_and_the_bias_beside_it(tmp_path):
 @pytest.mark.parametrize("form", ["int8", "QOperator", "dynamic", "4 bits", "4 bits in blocks"])
 def test_quantized_weights_have_the_names_of_their_floats(form, model_of_form, tmp_path):
     """So the adapter of a float file is one of the quantized file, in both formats."""
-    trained = shaken(add_lora(gemm_model(), "w", rank=2))
+    trained = shaken(og.add_lora(gemm_model(), "w", rank=2))
     quantized = model_of_form(form)
-    row = next(t for t in trainable(quantized) if t.alias == "w")
+    row = next(t for t in og.trainable(quantized) if t.alias == "w")
     assert (row.trains, row.shape) == (False, constant_arrays(quantized)[row.name].shape)
-    assert str(trainable(quantized)).endswith("quantized weights stay")
-    [note] = read_adapters(add_lora(quantized, "w", rank=2))
+    assert str(og.trainable(quantized)).endswith("quantized weights stay")
+    [note] = read_adapters(og.add_lora(quantized, "w", rank=2))
     assert note["tensors"] == ["w.lora_A.weight", "w.lora_B.weight"]
     for path in (tmp_path / "folder", tmp_path / "a.onnx_adapter"):
-        save_adapter(trained, path)
-        loaded = load_adapter(quantized, path)
+        og.save_adapter(trained, path)
+        loaded = og.load_adapter(quantized, path)
         assert read_adapters(loaded)[0]["weight"] == row.name
         factor = constant_arrays(loaded)["w.lora_A.weight"]
         np.testing.assert_array_equal(factor, constant_arrays(trained)["w.lora_A.weight"])
@@ -211,11 +207,11 @@ def test_numbered_weights_have_the_names_of_their_modules(tool, tmp_path):
     for node in model.graph.node:
         node.name = f"/layers.0/{node.name}/MatMul" if node.name else ""
     quantized = quantized_model(model, tool, tmp_path)
-    aliases = {row.alias for row in trainable(quantized) if row.why.startswith("a quantized")}
+    aliases = {row.alias for row in og.trainable(quantized) if row.why.startswith("a quantized")}
     assert aliases == {"layers.0.query.weight", "layers.0.value.weight"}
-    [note] = read_adapters(add_lora(quantized, "*query*", rank=2))
+    [note] = read_adapters(og.add_lora(quantized, "*query*", rank=2))
     assert note["module"] == "layers.0.query"
-    assert read_adapters(add_lora(model, "*query*", rank=2))[0]["module"] == note["module"]
+    assert read_adapters(og.add_lora(model, "*query*", rank=2))[0]["module"] == note["module"]
 
 
 def test_rows_of_a_dynamic_file(tmp_path):
@@ -226,7 +222,7 @@ def test_rows_of_a_dynamic_file(tmp_path):
         w=(12, 16), v=(16, 4),
     )  # fmt: skip
     quantized = dynamic_model(model, tmp_path)
-    adapted = shaken(add_lora(quantized, ["w", "v"], rank=2))
+    adapted = shaken(og.add_lora(quantized, ["w", "v"], rank=2))
     merged = merge_anew(adapted)
     ids = {"x": np.random.default_rng(0).integers(0, 12, (8, 5))}
     assert stored_form(merged) == stored_form(quantized)
@@ -243,7 +239,7 @@ def test_a_weight_of_two_branches_with_the_same_names(tmp_path):
         w=(48, 32), v=(32, 8),
     )  # fmt: skip
     quantized = dynamic_model(model, tmp_path, extra_options={"EnableSubgraph": True})
-    adapted = shaken(add_lora(quantized, "v", rank=2))
+    adapted = shaken(og.add_lora(quantized, "v", rank=2))
     merged = merge_anew(adapted)
     for c in np.array([True, False]):
         data = {"x": X, "c": c}
@@ -259,7 +255,7 @@ def test_constants_that_weights_share_stay_those_of_the_others(tool, tmp_path):
         shared = [re.sub("^v(_Transposed)?_(scale|zero_point)$", r"w_\2", x) for x in node.input]
         node.input[:] = shared
     assert sum("w_scale" in node.input for node in model.graph.node) == 2
-    adapted = shaken(add_lora(model, "w", rank=2))
+    adapted = shaken(og.add_lora(model, "w", rank=2))
     merged = merge_anew(adapted)
     assert relative_error(without_change(adapted), adapted, merged) < 0.08
     for name in ("w_scale", "w_zero_point"):
@@ -271,11 +267,11 @@ INTEGERS = np.array([[1, -2], [3, 4], [-5, 6]], np.int8)
 
 def test_what_has_no_scales_of_its_own_is_refused():
     text = "f (float[N,3] x) => (float[N,2] y) { c = Cast<to=1>(q) w = Mul(c, s) y = MatMul(x, w) }"
-    adapted = add_lora(random_model(text, q=INTEGERS, s=np.float32([0.1])), "q", rank=2)
+    adapted = og.add_lora(random_model(text, q=INTEGERS, s=np.float32([0.1])), "q", rank=2)
     with pytest.raises(ValueError, match="quantizing anew"):
-        merge_lora(adapted, requantize=True)
+        og.merge_lora(adapted, requantize=True)
     with pytest.raises(ValueError, match="requantize=True"):
-        merge_lora(adapted)
+        og.merge_lora(adapted)
 
 
 def test_scales_of_several_steps_get_no_adapter():
@@ -284,4 +280,4 @@ def test_scales_of_several_steps_get_no_adapter():
         a, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(a, q, z) c = Cast<to = 1>(i)
         d = Mul(c, s) y = Mul(d, t) }"""
     with pytest.raises(ValueError, match=naming("'q'", "factors")):
-        add_lora(random_model(text, q=INTEGERS, t=np.float32([0.1])), "q", rank=2)
+        og.add_lora(random_model(text, q=INTEGERS, t=np.float32([0.1])), "q", rank=2)

@@ -9,9 +9,7 @@ import onnx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.adapters.merge import merge_lora
+import onnxgrad as og
 from onnxgrad.model.notes import HEAD, fine_tuned, read_adapters, write_note
 from tests.support.adapter_cases import (
     NETWORKS,
@@ -32,13 +30,13 @@ from tests.support.running import in_sweep, run
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_adapter_is_loaded_into_the_model_it_is_of(name, tmp_path):
     model = adapter_network(name)
-    adapted = shaken(add_lora(model, "w", rank=2, alpha=3, dropout=0.25))
-    save_adapter(adapted, tmp_path)
-    assert load_adapter(model, tmp_path) == adapted
-    other = shaken(add_lora(model, "w", rank=2, alpha=3, dropout=0.25), seed=9)
-    assert load_adapter(other, tmp_path) == adapted
-    save_adapter(adapted, tmp_path / "alone.safetensors")
-    assert load_adapter(model, tmp_path / "alone.safetensors") == adapted
+    adapted = shaken(og.add_lora(model, "w", rank=2, alpha=3, dropout=0.25))
+    og.save_adapter(adapted, tmp_path)
+    assert og.load_adapter(model, tmp_path) == adapted
+    other = shaken(og.add_lora(model, "w", rank=2, alpha=3, dropout=0.25), seed=9)
+    assert og.load_adapter(other, tmp_path) == adapted
+    og.save_adapter(adapted, tmp_path / "alone.safetensors")
+    assert og.load_adapter(model, tmp_path / "alone.safetensors") == adapted
     file = load_file(tmp_path / "adapter_model.safetensors")
     assert sorted(load_file(tmp_path / "alone.safetensors")) == sorted(file)
     parts = ["lora_A.weight", "lora_B.weight"]
@@ -54,9 +52,9 @@ def test_the_shapes_and_settings_are_those_of_peft(tmp_path):
         table=(4, 3), up=(3, 6), down=(6, 7),
     )  # fmt: skip
     rename_constants(model, {"up": "up.weight", "down": "down.weight"})
-    adapted = add_lora(model, ["up*", "table"], rank=2, alpha=3, dropout=0.1)
-    adapted = add_lora(adapted, "down*", rank=4, alpha=3, dropout=0.1)
-    save_adapter(adapted, tmp_path / "new")
+    adapted = og.add_lora(model, ["up*", "table"], rank=2, alpha=3, dropout=0.1)
+    adapted = og.add_lora(adapted, "down*", rank=4, alpha=3, dropout=0.1)
+    og.save_adapter(adapted, tmp_path / "new")
     file = load_file(tmp_path / "new" / "adapter_model.safetensors")
     assert {key.removeprefix("base_model.model."): a.shape for key, a in file.items()} == {
         "table.lora_embedding_A": (2, 4),
@@ -71,7 +69,7 @@ def test_the_shapes_and_settings_are_those_of_peft(tmp_path):
     assert config["target_modules"] == ["table", "up", "down"]
     assert config["rank_pattern"] == {"^down": 4}
     assert config["lora_dropout"] == 0.1
-    loaded = load_adapter(model, tmp_path / "new")
+    loaded = og.load_adapter(model, tmp_path / "new")
     assert [note["rank"] for note in read_adapters(loaded)] == [2, 2, 4]
     expected = run(shaken(adapted), random_feed(model, 3))
     np.testing.assert_array_equal(run(shaken(loaded), random_feed(model, 3)), expected)
@@ -88,15 +86,15 @@ def headed_model() -> onnx.ModelProto:
 
 
 def test_a_new_head_is_saved_too(tmp_path):
-    adapted = shaken(add_lora(headed_model(), "*", rank=2))
+    adapted = shaken(og.add_lora(headed_model(), "*", rank=2))
     assert fine_tuned(adapted)[2:] == ["v", "b"]
-    save_adapter(adapted, tmp_path)
+    og.save_adapter(adapted, tmp_path)
     file = load_file(tmp_path / "adapter_model.safetensors")
     np.testing.assert_array_equal(
         file["base_model.model.v.weight"], constant_arrays(adapted)["v"].T
     )
-    assert load_adapter(headed_model(), tmp_path) == adapted
-    merged = merge_lora(load_adapter(headed_model(), tmp_path))
+    assert og.load_adapter(headed_model(), tmp_path) == adapted
+    merged = og.merge_lora(og.load_adapter(headed_model(), tmp_path))
     assert not merged.metadata_props
     x = random_feed(merged)["x"]
     np.testing.assert_allclose(run(merged, x=x)[0], run(adapted, x=x)[0], rtol=1e-4, atol=1e-5)
@@ -107,26 +105,26 @@ def test_a_new_head_is_saved_too(tmp_path):
     }
     save_file(file | {key: np.zeros(shape, np.float32) for key, shape in fitting.items()}, path)
     with pytest.raises(ValueError, match="replace_head"):
-        load_adapter(adapter_network("vector"), tmp_path)  # which has no weight "v"
+        og.load_adapter(adapter_network("vector"), tmp_path)  # which has no weight "v"
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
     model = adapter_network("matmul")
-    save_adapter(add_lora(model, "w", rank=2), tmp_path)
+    og.save_adapter(og.add_lora(model, "w", rank=2), tmp_path)
     key = "base_model.model.w.lora_A.weight"
     other = random_model("f (float[1,4] x) => (float[1,3] y) { y = MatMul(x, v) }", v=(4, 3))
     for wrong, named in (
         (adapter_network("twice"), [key, "[2, 4]", "[2, 3]"]),
-        (add_lora(model, "w", rank=3, alpha=24), [key, "[4, 2]", "[4, 3]"]),
-        (add_lora(model, "w", rank=2, alpha=4), ["by 2 in", "by 8"]),
+        (og.add_lora(model, "w", rank=3, alpha=24), [key, "[4, 2]", "[4, 3]"]),
+        (og.add_lora(model, "w", rank=2, alpha=4), ["by 2 in", "by 8"]),
         (other, ["module", "'w'"]),
     ):
         with pytest.raises(ValueError, match=naming(*named)):
-            load_adapter(wrong, tmp_path)
+            og.load_adapter(wrong, tmp_path)
     with pytest.raises(FileNotFoundError, match="none"):
-        load_adapter(model, tmp_path / "none")
+        og.load_adapter(model, tmp_path / "none")
     with pytest.raises(ValueError, match="no adapters"):
-        save_adapter(model, tmp_path)
+        og.save_adapter(model, tmp_path)
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     for entry, match in (
@@ -137,11 +135,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
     ):
         path.write_text(json.dumps(config | entry))
         with pytest.raises(ValueError, match=match):
-            load_adapter(model, tmp_path)
+            og.load_adapter(model, tmp_path)
     path.write_text(json.dumps(config))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"broken")
     with pytest.raises(ValueError, match="damaged"):
-        load_adapter(model, tmp_path)
+        og.load_adapter(model, tmp_path)
 
 
 EXPORTERS = pytest.mark.parametrize("exporter", ["torchscript", in_sweep("dynamo")])
@@ -151,8 +149,8 @@ EXPORTERS = pytest.mark.parametrize("exporter", ["torchscript", in_sweep("dynamo
 def test_peft_loads_what_is_saved(exporter, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     exported = exported_embedding_network(exporter)
-    adapted = shaken(add_lora(exported, "*", rank=2, alpha=3))
-    save_adapter(adapted, tmp_path)
+    adapted = shaken(og.add_lora(exported, "*", rank=2, alpha=3))
+    og.save_adapter(adapted, tmp_path)
     loaded = peft.PeftModel.from_pretrained(embedding_network(), tmp_path).eval()
     x = torch.randint(0, 11, (4, 5))
     [y] = run(adapted, {exported.graph.input[0].name: x.numpy()})
@@ -174,13 +172,13 @@ def test_what_peft_saves_is_loaded(exporter, tmp_path, rslora):
             if parameter.requires_grad:
                 parameter.normal_()
     wrapped.save_pretrained(tmp_path)
-    adapted = load_adapter(exported, tmp_path)
+    adapted = og.load_adapter(exported, tmp_path)
     assert {note["dropout"] for note in read_adapters(adapted)} == {0.1}
     assert set(fine_tuned(adapted)) > {"last.weight", "last.bias"}
     x = torch.randint(0, 11, (4, 5))
     expected, fed = wrapped(x).detach(), {exported.graph.input[0].name: x.numpy()}
     np.testing.assert_allclose(run(adapted, fed)[0], expected, rtol=1e-4, atol=1e-5)
-    merged = merge_lora(adapted)
+    merged = og.merge_lora(adapted)
     np.testing.assert_allclose(run(merged, fed)[0], expected, rtol=1e-4, atol=2e-5)
     assert onnx.checker.check_model(merged) is None
 
@@ -194,9 +192,9 @@ def test_modules_may_be_parts_of_another_model(tmp_path):
         )
         for prefix in ("", "model.0.")
     )
-    save_adapter(add_lora(plain, "b.*", rank=2), tmp_path)
-    loaded = load_adapter(wrapped, tmp_path)
+    og.save_adapter(og.add_lora(plain, "b.*", rank=2), tmp_path)
+    loaded = og.load_adapter(wrapped, tmp_path)
     assert [note["weight"] for note in read_adapters(loaded)] == ["model.0.b.weight"]
-    save_adapter(add_lora(wrapped, "model.0.a.*", rank=2), tmp_path)
-    loaded = load_adapter(plain, tmp_path)
+    og.save_adapter(og.add_lora(wrapped, "model.0.a.*", rank=2), tmp_path)
+    loaded = og.load_adapter(plain, tmp_path)
     assert [note["weight"] for note in read_adapters(loaded)] == ["a.weight"]

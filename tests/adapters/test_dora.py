@@ -9,9 +9,6 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import fine_tuned, read_adapters
 from tests.support.adapter_cases import (
     adapter_network,
@@ -28,7 +25,7 @@ FORMS = ["matmul", "vector", "gemm", "gemm of transposed data", "half precision"
 
 
 def adapted_and_shaken(model: onnx.ModelProto, name: str, **options) -> onnx.ModelProto:
-    adapted = add_lora(model, name, use_dora=True, **options)
+    adapted = og.add_lora(model, name, use_dora=True, **options)
     values, shaky = constant_arrays(adapted), shaken(adapted)
     lengths = {n: np.abs(a) + 0.5 for n, a in values.items() if n.endswith("magnitude_vector")}
     return og.replace_initializers_into_onnx(shaky, lengths)
@@ -38,12 +35,12 @@ def adapted_and_shaken(model: onnx.ModelProto, name: str, **options) -> onnx.Mod
 def test_merging_gives_the_file_with_other_weights(name):
     model = adapter_network(name)
     fed, rtol = random_feed(model), 3e-3 if name == "half precision" else 1e-5
-    fresh = add_lora(model, "w", rank=2, use_dora=True)
+    fresh = og.add_lora(model, "w", rank=2, use_dora=True)
     np.testing.assert_allclose(run(fresh, fed)[0], run(model, fed)[0], rtol=rtol, atol=rtol)
     adapted = adapted_and_shaken(model, "w", rank=2, alpha=3, dropout=0.1)
     [y], [before] = run(adapted, fed), run(model, fed)
     assert np.abs(y.astype(float) - before).max() > 0.1
-    merged = merge_lora(adapted)
+    merged = og.merge_lora(adapted)
     np.testing.assert_allclose(run(merged, fed)[0], y, rtol=rtol, atol=rtol)
     assert operator_names(merged) == operator_names(model)
     assert not merged.metadata_props
@@ -52,14 +49,14 @@ def test_merging_gives_the_file_with_other_weights(name):
 def test_columns_have_the_trained_lengths():
     adapted = adapted_and_shaken(adapter_network("matmul"), "w", rank=2)
     *_, lengths = (constant_arrays(adapted)[name] for name in fine_tuned(adapted))
-    merged = constant_arrays(merge_lora(adapted))["w"]
+    merged = constant_arrays(og.merge_lora(adapted))["w"]
     np.testing.assert_allclose(np.linalg.norm(merged, axis=0), lengths, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["conv 1", "embedding", "left", "tied"])
 def test_other_forms_are_refused(name):
     with pytest.raises(ValueError, match="use_dora"):
-        add_lora(adapter_network(name), "w", rank=2, use_dora=True)
+        og.add_lora(adapter_network(name), "w", rank=2, use_dora=True)
 
 
 def tanh_model() -> onnx.ModelProto:
@@ -132,11 +129,11 @@ def test_files_are_those_of_peft(tmp_path):
             if parameter.requires_grad:
                 parameter.add_(0.3 * torch.rand_like(parameter))
     wrapped.save_pretrained(tmp_path / "peft")
-    adapted = load_adapter(model, tmp_path / "peft")
+    adapted = og.load_adapter(model, tmp_path / "peft")
     x = torch.randn(8, 4)
     expected = wrapped(x).detach()
     np.testing.assert_allclose(run(adapted, x=x)[0], expected, rtol=1e-4, atol=1e-5)
-    save_adapter(adapted, tmp_path / "ours")
+    og.save_adapter(adapted, tmp_path / "ours")
     again = peft.PeftModel.from_pretrained(copy.deepcopy(net), tmp_path / "ours").eval()
     np.testing.assert_allclose(again(x).detach(), expected, rtol=1e-4, atol=1e-5)
     assert [note["use_dora"] for note in read_adapters(adapted)] == [True, True]

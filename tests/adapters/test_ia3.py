@@ -11,11 +11,6 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.adapters.files import load_adapter, save_adapter
-from onnxgrad.adapters.ia3 import add_ia3
-from onnxgrad.adapters.inputs import adapter_inputs
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.model.notes import read_adapters
 from tests.support.adapter_cases import (
     NETWORKS,
@@ -43,21 +38,21 @@ def test_factors_change_nothing_at_first_and_are_merged(name, before, tmp_path):
     model = adapter_network(name)
     data = random_feed(model)
     [first] = run(model, data)
-    adapted = add_ia3(model, (), "w") if before else add_ia3(model, "w")
+    adapted = og.add_ia3(model, (), "w") if before else og.add_ia3(model, "w")
     np.testing.assert_array_equal(run(adapted, data)[0], first)
-    plain = merge_lora(adapted)
+    plain = og.merge_lora(adapted)
     assert not plain.metadata_props
     assert len(plain.graph.node) <= len(model.graph.node)
     trained = shaken(adapted)
     expected = run(trained, data)[0]
     assert np.abs(expected - first).max() > 0.01
-    merged = run(merge_lora(trained), data)[0]
+    merged = run(og.merge_lora(trained), data)[0]
     atol = TOLERANCE.get(name, 2e-6)
     np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=atol)
-    save_adapter(trained, tmp_path)
-    assert load_adapter(model, tmp_path) == trained
-    save_adapter(trained, tmp_path / "a.onnx_adapter")
-    assert load_adapter(adapted, tmp_path / "a.onnx_adapter") == trained
+    og.save_adapter(trained, tmp_path)
+    assert og.load_adapter(model, tmp_path) == trained
+    og.save_adapter(trained, tmp_path / "a.onnx_adapter")
+    assert og.load_adapter(adapted, tmp_path / "a.onnx_adapter") == trained
 
 
 def test_a_layer_is_what_the_paper_says():
@@ -65,7 +60,7 @@ def test_a_layer_is_what_the_paper_says():
     model = random_model(text, w=(4, 3), b=(3,))
     w, b = constant_arrays(model)["w"], constant_arrays(model)["b"]
     x = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
-    outside, inside = shaken(add_ia3(model, "w")), shaken(add_ia3(model, (), "w"))
+    outside, inside = shaken(og.add_ia3(model, "w")), shaken(og.add_ia3(model, (), "w"))
     factors = constant_arrays(outside)["w.ia3_l"], constant_arrays(inside)["w.ia3_l"]
     np.testing.assert_allclose(run(outside, x=x)[0], factors[0] * (x @ w + b), rtol=1e-5)
     np.testing.assert_allclose(run(inside, x=x)[0], (factors[1] * x) @ w + b, rtol=1e-4, atol=1e-6)
@@ -77,36 +72,36 @@ def test_a_layer_is_what_the_paper_says():
     shared = copy.deepcopy(model)
     shared.graph.node.append(onnx.helper.make_node("Mul", ["b", "b"], ["unused"]))
     with pytest.raises(ValueError, match="bias 'b'"):
-        merge_lora(shaken(add_ia3(shared, "w")))
+        og.merge_lora(shaken(og.add_ia3(shared, "w")))
 
 
 def test_a_base_takes_factors_and_low_ranks(tmp_path):
     text = "f (float[N,4] x) => (float[N,2] y) { h = MatMul(x, w) t = Tanh(h) y = MatMul(t, v) }"
     model = random_model(text, w=(4, 4), v=(4, 2))
-    adapted = add_lora(add_ia3(model, "w"), "v", rank=2)
-    base, trained = adapter_inputs(adapted), shaken(adapted)
+    adapted = og.add_lora(og.add_ia3(model, "w"), "v", rank=2)
+    base, trained = og.adapter_inputs(adapted), shaken(adapted)
     x = {"x": np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)}
     served = ort.InferenceSession(base.SerializeToString())
     np.testing.assert_array_equal(served.run(None, x)[0], run(model, x)[0])
-    save_adapter(trained, tmp_path / "a.onnx_adapter")
+    og.save_adapter(trained, tmp_path / "a.onnx_adapter")
     adapter, options = ort.LoraAdapter(), ort.RunOptions()
     adapter.Load(str(tmp_path / "a.onnx_adapter"))
     options.add_active_adapter(adapter)
     np.testing.assert_allclose(served.run(None, x, options)[0], run(trained, x)[0], rtol=1e-5)
     with pytest.raises(ValueError, match="one folder"):
-        save_adapter(trained, tmp_path / "folder")
-    np.testing.assert_allclose(run(merge_lora(trained), x)[0], run(trained, x)[0], rtol=1e-4)
+        og.save_adapter(trained, tmp_path / "folder")
+    np.testing.assert_allclose(run(og.merge_lora(trained), x)[0], run(trained, x)[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_what_has_no_factors_is_refused(name):
     with pytest.raises(ValueError, match=r"factors of \(IA\)3"):
-        add_ia3(adapter_network(name), "w")
+        og.add_ia3(adapter_network(name), "w")
 
 
 def test_a_layer_is_named_once():
     with pytest.raises(ValueError, match=naming("w", "output", "input")):
-        add_ia3(adapter_network("matmul"), "w", "w")
+        og.add_ia3(adapter_network("matmul"), "w", "w")
 
 
 def test_peft_and_we_read_what_the_other_writes(tmp_path):
@@ -140,11 +135,11 @@ def _check_files(net, model, x, folder):
             if "ia3" in name:
                 parameter.normal_()
     wrapped.save_pretrained(folder / "peft")
-    adapted = load_adapter(model, folder / "peft")
+    adapted = og.load_adapter(model, folder / "peft")
     assert len(read_adapters(adapted)) == len(linear)
     fed, expected = {model.graph.input[0].name: x.numpy()}, wrapped(x).detach().numpy()
     np.testing.assert_allclose(run(adapted, fed)[0], expected, rtol=1e-4, atol=1e-5)
-    save_adapter(adapted, folder / "ours")
+    og.save_adapter(adapted, folder / "ours")
     loaded = peft.PeftModel.from_pretrained(net, folder / "ours").eval()
     np.testing.assert_allclose(loaded(x).detach().numpy(), expected, rtol=1e-4, atol=1e-5)
 
@@ -153,4 +148,4 @@ def test_a_number_behind_a_layer_is_no_bias_of_its_features():
     text = "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Add(h, c) }"
     model = random_model(text, w=(4, 3), c=np.array(2.0, np.float32))
     with pytest.raises(ValueError, match="bias 'c'"):
-        merge_lora(add_ia3(model, "w"))
+        og.merge_lora(og.add_ia3(model, "w"))

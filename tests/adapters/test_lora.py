@@ -9,9 +9,6 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.adapters.merge import merge_lora
-from onnxgrad.errors import ModelError
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, fine_tuned, write_note
 from onnxgrad.model.traversal import nodes_of
 from tests.support.adapter_cases import (
@@ -39,15 +36,15 @@ RNG = np.random.default_rng(0)
 def test_an_adapter_changes_nothing_at_first_and_is_merged_into_the_weights(name):
     model = adapter_network(name)
     data = random_feed(model)
-    fresh = add_lora(model, "w", rank=2, alpha=3, dropout=0.1)
+    fresh = og.add_lora(model, "w", rank=2, alpha=3, dropout=0.1)
     onnx.checker.check_model(fresh, full_check="com.microsoft" not in str(model))
     [before] = run(model, data)
     np.testing.assert_array_equal(run(fresh, data)[0], before)
     if not model.functions and model.ir_version > 3:
-        assert merge_lora(fresh) == model  # byte for byte
+        assert og.merge_lora(fresh) == model  # byte for byte
     adapted = shaken(fresh)
     [y] = run(adapted, data)
-    merged = merge_lora(adapted)
+    merged = og.merge_lora(adapted)
     onnx.checker.check_model(merged)
     rtol = 2e-3 if y.dtype == np.float16 else 1e-5
     if name.startswith("behind"):  # the weight is stored in half precision
@@ -63,7 +60,7 @@ def test_an_adapter_changes_nothing_at_first_and_is_merged_into_the_weights(name
 @pytest.mark.parametrize(("rank", "use_rslora"), [(2, False), (4, True)])  # sqrt(4) is 2, too
 def test_the_product_is_that_of_the_paper(rank, use_rslora):
     model = adapter_network("matmul")
-    adapted = shaken(add_lora(model, "w", rank=rank, alpha=3, use_rslora=use_rslora))
+    adapted = shaken(og.add_lora(model, "w", rank=rank, alpha=3, use_rslora=use_rslora))
     a, b = adapter_tensors(adapted)
     x, w = random_feed(model)["x"], constant_arrays(model)["w"]
     np.testing.assert_allclose(run(adapted, x=x)[0], x @ (w + 3 / 2 * a @ b), rtol=1e-4, atol=1e-5)
@@ -71,23 +68,23 @@ def test_the_product_is_that_of_the_paper(rank, use_rslora):
 
 def test_initial_values_are_those_of_peft():
     wide = random_model("f (float[2,400] x) => (float[2,9] y) { y = MatMul(x, w) }", w=(400, 9))
-    a, b = adapter_tensors(add_lora(wide, "w", rank=50))
+    a, b = adapter_tensors(og.add_lora(wide, "w", rank=50))
     assert a.std() == pytest.approx(1 / np.sqrt(3 * 400), rel=0.02)
     assert np.abs(a).max() <= 1 / 20
     assert not b.any()
     table = random_model("f (int64[2] x) => (float[2,400] y) { y = Gather(w, x) }", w=(9, 400))
-    first = add_lora(table, "w", rank=50)
+    first = og.add_lora(table, "w", rank=50)
     a, b = adapter_tensors(first)
     assert not a.any()
     assert b.std() == pytest.approx(1, rel=0.02)
-    again, other = add_lora(table, "w", rank=50), add_lora(table, "w", rank=50, seed=1)
+    again, other = og.add_lora(table, "w", rank=50), og.add_lora(table, "w", rank=50, seed=1)
     assert again == first
     assert (adapter_tensors(other)[1] != b).any()
 
 
 def test_a_tied_weight_has_one_adapter():
     model = adapter_network("tied")
-    adapted = shaken(add_lora(model, "w", rank=2, alpha=2))
+    adapted = shaken(og.add_lora(model, "w", rank=2, alpha=2))
     a, b = adapter_tensors(adapted)
     w, x = constant_arrays(model)["w"] + a @ b, random_feed(model)["x"]
     np.testing.assert_allclose(run(adapted, x=x)[0], np.tanh(w[x]) @ w.T, rtol=1e-4, atol=1e-5)
@@ -107,7 +104,7 @@ def test_what_cannot_have_an_adapter_says_why(body, name, reason):
     outputs = "float[2,3] y, float[3,3] z" if " z =" in body else "float[2,3] y"
     model = random_model(f"f (float[2,3] x) => ({outputs}) {{ {body} }}", w=(3, 3), b=(3,))
     with pytest.raises(ValueError, match=naming(f"'{name}'", reason)):
-        add_lora(model, name)
+        og.add_lora(model, name)
 
 
 @pytest.mark.parametrize(
@@ -121,49 +118,49 @@ def test_what_cannot_have_an_adapter_says_why(body, name, reason):
 )
 def test_arguments_are_checked(name, options, named):
     with pytest.raises(ValueError, match=naming(*named)):
-        add_lora(adapter_network("conv 3 in groups"), name, **options)
+        og.add_lora(adapter_network("conv 3 in groups"), name, **options)
 
 
 def test_a_weight_has_one_adapter_and_a_new_head_none():
     model = adapter_network("conv 3 in groups")
     with pytest.raises(ValueError, match="adapter already"):
-        add_lora(add_lora(model, "w", rank=2), "*", rank=2)
+        og.add_lora(og.add_lora(model, "w", rank=2), "*", rank=2)
     with pytest.raises(ValueError, match="no adapters"):
-        merge_lora(model)
+        og.merge_lora(model)
     text = "f (float[1,3] x) => (float[1,3] y) { h = MatMul(x, v) y = MatMul(h, w) }"
     headed = random_model(text, v=(3, 3), w=(3, 3))
     write_note(headed, HEAD, ["w"])
-    assert fine_tuned(add_lora(headed, "*")) == ["v.lora_A.weight", "v.lora_B.weight", "w"]
+    assert fine_tuned(og.add_lora(headed, "*")) == ["v.lora_A.weight", "v.lora_B.weight", "w"]
     with pytest.raises(ValueError, match="new head"):
-        add_lora(headed, "w")
+        og.add_lora(headed, "w")
 
 
 @pytest.mark.parametrize("rename", [og.onnx_rename_names, og.onnx_rename_weights])
 @pytest.mark.parametrize("name", ["tied", "in a branch", "constant node"])
 def test_notes_follow_new_names(rename, name):
     model = adapter_network(name)
-    adapted = shaken(add_lora(model, "w", rank=2, dropout=0.25))
+    adapted = shaken(og.add_lora(model, "w", rank=2, dropout=0.25))
     renamed = rename(adapted)
     assert fine_tuned(renamed) != fine_tuned(adapted)
     assert set(fine_tuned(renamed)) <= constant_arrays(renamed).keys()
     produced = {y for node in nodes_of(renamed) for y in node.output}
     assert set(adapter_dropout(renamed)) <= produced
-    merged = merge_lora(renamed)
+    merged = og.merge_lora(renamed)
     [y], [expected] = run(merged, random_feed(model)), run(adapted, random_feed(model))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_note_about_a_missing_tensor_is_an_error():
-    adapted = add_lora(adapter_network("matmul"), "w")
+    adapted = og.add_lora(adapter_network("matmul"), "w")
     adapted.graph.initializer[-1].name = "other"
     adapted.graph.node[-2].input[1] = "other"
-    with pytest.raises(ModelError, match=r"w\.lora_B\.weight"):
+    with pytest.raises(og.ModelError, match=r"w\.lora_B\.weight"):
         fine_tuned(adapted)
-    modified = add_lora(adapter_network("matmul"), "w")
+    modified = og.add_lora(adapter_network("matmul"), "w")
     modified.graph.node[0].output[0] = "y.moved"
     modified.graph.node[-1].input[0] = "y.moved"
-    with pytest.raises(ModelError, match=r"y\.base"):
-        merge_lora(modified)
+    with pytest.raises(og.ModelError, match=r"y\.base"):
+        og.merge_lora(modified)
 
 
 # -- training ------------------------------------------------------------------------------------
@@ -182,7 +179,7 @@ def regression_data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_frozen_parts_are_not_in_the_backward_pass():
-    adapted = shaken(add_lora(three_layer_model(), "w2", rank=2))
+    adapted = shaken(og.add_lora(three_layer_model(), "w2", rank=2))
     X, y = regression_data()
     trainer = og.Trainer(adapted, "squared_error", train=fine_tuned(adapted))
     gradients, _ = trainer.step_models(X, y)
@@ -223,8 +220,8 @@ def test_frozen_parts_are_not_in_the_backward_pass():
 
 def test_dropout_acts_in_training_only_and_resumes(tmp_path):
     X, y = regression_data()
-    adapted = shaken(add_lora(three_layer_model(), ["w1", "w2"], rank=2, dropout=0.5))
-    plain = shaken(add_lora(three_layer_model(), ["w1", "w2"], rank=2))
+    adapted = shaken(og.add_lora(three_layer_model(), ["w1", "w2"], rank=2, dropout=0.5))
+    plain = shaken(og.add_lora(three_layer_model(), ["w1", "w2"], rank=2))
     options = {"train": fine_tuned(adapted), "optimizer": "sgd", "learning_rate": 1e-3}
 
     def fit(model, epochs, folder=None, **more):
@@ -239,7 +236,7 @@ def test_dropout_acts_in_training_only_and_resumes(tmp_path):
     assert off.history[0]["loss"] == inactive.history[0]["loss"]
     expected = run(active.model, x=X)[0]
     np.testing.assert_array_equal(active.predict(X), expected)
-    np.testing.assert_allclose(run(merge_lora(active.model), x=X)[0], expected, atol=1e-5)
+    np.testing.assert_allclose(run(og.merge_lora(active.model), x=X)[0], expected, atol=1e-5)
     whole, resumed = fit(adapted, 2), fit(adapted, 2, "state")
     for name, value in whole.state.weights.items():
         np.testing.assert_array_equal(resumed.state.weights[name], value)
@@ -248,7 +245,7 @@ def test_dropout_acts_in_training_only_and_resumes(tmp_path):
 def test_half_of_the_elements_are_dropped():
     text = "f (float[N,4] x) => (float[N,4] y) { y = MatMul(x, w) }"
     zeros = random_model(text, w=np.zeros((4, 4), np.float32))
-    model = add_lora(zeros, "w", rank=4, alpha=4, dropout=0.5)
+    model = og.add_lora(zeros, "w", rank=4, alpha=4, dropout=0.5)
     eye = np.eye(4, dtype=np.float32)
     model = og.replace_initializers_into_onnx(model, dict.fromkeys(fine_tuned(model), eye))
     X = np.ones((2000, 4), np.float32)
@@ -267,7 +264,7 @@ def test_dropout_acts_in_every_form(name):
     """While a model is trained only: the loss of `evaluate` is that of the model's outputs."""
     model = adapter_network(name)
     x = random_feed(model)["x"]
-    adapted = shaken(add_lora(model, "w", rank=2, dropout=0.5))
+    adapted = shaken(og.add_lora(model, "w", rank=2, dropout=0.5))
     [outputs] = run(adapted, x=x)
     y = np.zeros(outputs.shape, np.float32)
     trainer = og.Trainer(
@@ -295,7 +292,7 @@ def test_quantized_weights_have_adapters_that_stay(form):
                 y = com.microsoft.MatMulNBits<K=16, N=3, bits=4, block_size=16>(x, w, s) }""",
             w=rng.integers(0, 256, (3, 1, 8)).astype(np.uint8), s=scale,
         )  # fmt: skip
-    fresh = add_lora(model, "w", rank=2)
+    fresh = og.add_lora(model, "w", rank=2)
     x = random_feed(model)["x"]
     [before] = run(model, x=x)
     np.testing.assert_array_equal(run(fresh, x=x)[0], before)
@@ -303,7 +300,7 @@ def test_quantized_weights_have_adapters_that_stay(form):
     a, b = adapter_tensors(adapted)
     np.testing.assert_allclose(run(adapted, x=x)[0], before + 8 * (x @ a @ b), 1e-4, 1e-4)
     with pytest.raises(ValueError, match="quantized"):
-        merge_lora(adapted)
+        og.merge_lora(adapted)
 
 
 INTEGERS = {
@@ -333,7 +330,7 @@ def test_integers_that_are_cast_and_scaled_have_adapters(name):
     model = random_model(text, **{n: t for n, t in tensors.items() if n in text})
     x = RNG.integers(0, 4, 3) if rows else RNG.normal(size=(3, 4)).astype("f")
     fed = {model.graph.input[0].name: x}
-    adapted = add_lora(model, "Q", rank=2)
+    adapted = og.add_lora(model, "Q", rank=2)
     onnx.checker.check_model(adapted, full_check=True)
     np.testing.assert_array_equal(run(adapted, fed)[0], run(model, fed)[0])
     a, b = adapter_tensors(adapted := shaken(adapted))
@@ -376,7 +373,7 @@ def test_layers_without_adapters_are_named(form):
         **{name: value for name, value in tensors.items() if name in read},
     )
     with pytest.warns(UserWarning, match=naming("'w_*'", *named)):
-        adapted = add_lora(model, "w_*", rank=1)
+        adapted = og.add_lora(model, "w_*", rank=1)
     assert fine_tuned(adapted) == ["w_out.lora_A.weight", "w_out.lora_B.weight"]
 
 
@@ -387,7 +384,7 @@ def test_layers_without_adapters_are_named(form):
 def test_training_equals_pytorch(exporter):
     torch = pytest.importorskip("torch")
     net, exported = embedding_network(), exported_embedding_network(exporter)
-    adapted = shaken(add_lora(exported, "*", rank=2, alpha=3))
+    adapted = shaken(og.add_lora(exported, "*", rank=2, alpha=3))
     assert fine_tuned(adapted)[-2:] == ["layers.1.lora_A.weight", "layers.1.lora_B.weight"]
     values, parameters = constant_arrays(adapted), {}
     for path in TORCH_MODULES:
@@ -423,7 +420,7 @@ def test_training_equals_pytorch(exporter):
         np.testing.assert_allclose(
             trainer.state.weights[name], tensor.detach(), rtol=1e-3, atol=1e-4
         )
-    merged = merge_lora(trainer.model)
+    merged = og.merge_lora(trainer.model)
     assert operator_names(merged) == operator_names(exported)
     [y] = run(merged, {exported.graph.input[0].name: X})
     np.testing.assert_allclose(y, trainer.predict(X), atol=1e-5)
@@ -434,12 +431,12 @@ def test_modules_of_a_sequential_are_named_as_in_pytorch():
     inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
     net = torch.nn.ModuleDict({"net": torch.nn.Sequential(inner, torch.nn.Linear(3, 3, False))})
     net.forward = lambda x: net["net"](x)
-    adapted = add_lora(export_module(net, (torch.ones(2, 4, 3),)), "*", rank=1)
+    adapted = og.add_lora(export_module(net, (torch.ones(2, 4, 3),)), "*", rank=1)
     assert fine_tuned(adapted)[::2] == ["net.0.0.lora_A.weight", "net.1.lora_A.weight"]
 
 
 def test_the_note_is_json_that_other_parts_read():
-    adapted = add_lora(adapter_network("gemm"), "w", rank=2, alpha=4)
+    adapted = og.add_lora(adapter_network("gemm"), "w", rank=2, alpha=4)
     assert [entry.key for entry in adapted.metadata_props] == [ADAPTERS]
 
 
@@ -448,13 +445,13 @@ def test_the_note_is_json_that_other_parts_read():
 def test_a_layer_with_an_adapter_is_no_head_to_be_replaced(kind, at):
     model = adapter_network("gemm")
     adapted = {
-        "lora": lambda: add_lora(model, "w"),
-        "dora": lambda: add_lora(model, "w", use_dora=True),
+        "lora": lambda: og.add_lora(model, "w"),
+        "dora": lambda: og.add_lora(model, "w", use_dora=True),
         "ia3": lambda: og.add_ia3(model, "w"),
-        "base": lambda: og.adapter_inputs(add_lora(model, "w")),
+        "base": lambda: og.adapter_inputs(og.add_lora(model, "w")),
     }[kind]()
     with pytest.raises(ValueError, match=naming("adapter", "merge")):
         og.replace_head(adapted, units=5, at=at)
     if kind != "base":
-        [y] = og.replace_head(merge_lora(adapted), units=5).graph.output
+        [y] = og.replace_head(og.merge_lora(adapted), units=5).graph.output
         assert y.type.tensor_type.shape.dim[1].dim_value == 5

@@ -7,16 +7,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
-    OrtGradientForwardBackwardOptimizer,
-    Trainer,
-    add_loss_output,
-    get_train_initializer,
-    trainable,
-)
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.finetune.features import features
-from onnxgrad.finetune.heads import CLASSES, replace_head
+import onnxgrad as og
+from onnxgrad.finetune.heads import CLASSES
 from onnxgrad.finetune.new_weights import fresh
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
 from tests.support.errors import naming
@@ -208,7 +200,7 @@ def test_new_units(name, units):
     model = head_case(text)
     before = model.SerializeToString()
     changed = with_random_bias(
-        checked_head(replace_head(model, units, activation="same" if units > 1 else None))
+        checked_head(og.replace_head(model, units, activation="same" if units > 1 else None))
     )
     assert model.SerializeToString() == before
     assert units in output_dims(changed)
@@ -242,7 +234,7 @@ ACTIVATIONS = {
     ],
 )
 def test_activations(text, activation):
-    model = replace_head(head_case(f"{MATRIX} {text}"), 5, activation=activation)
+    model = og.replace_head(head_case(f"{MATRIX} {text}"), 5, activation=activation)
     [y] = run(checked_head(model), x=X)
     np.testing.assert_allclose(y, ACTIVATIONS[activation](X @ head_tensors(model)[0]), rtol=1e-5)
 
@@ -252,7 +244,7 @@ def test_scores_probabilities_and_classes(activation):
     """All outputs behind the layer get the new units, also where two become the same."""
     text = """f (float[N,4] x) => (float[N,3] s, float[N,3] y, int64[N] a) {
         s = MatMul(x, w) y = Softmax(s) a = ArgMax<axis=1, keepdims=0>(y) }"""
-    model = checked_head(replace_head(head_case(text), 5, activation=activation))
+    model = checked_head(og.replace_head(head_case(text), 5, activation=activation))
     results = run_named(model, x=X)
     scores = X @ head_tensors(model)[0]
     np.testing.assert_allclose(results["s"], scores, rtol=1e-5, atol=1e-6)
@@ -262,7 +254,7 @@ def test_scores_probabilities_and_classes(activation):
 
 
 def test_activation_behind_scores():
-    model = replace_head(head_case(f"{MATRIX} {{ y = MatMul(x, w) }}"), 5, activation="softmax")
+    model = og.replace_head(head_case(f"{MATRIX} {{ y = MatMul(x, w) }}"), 5, activation="softmax")
     [y] = run(checked_head(model), x=X)
     np.testing.assert_allclose(y, softmax_of_axis(X @ head_tensors(model)[0]), rtol=1e-5)
 
@@ -272,7 +264,7 @@ def test_softmax_of_channels_before_opset_13(opset):
     model = onnx.parser.parse_model(f"""<ir_version: 4, opset_import: ["": {opset}]>
         f (float[N,4,H,W] x) => (float[N,3,H,W] y) <float[3,4,1,1] k = {{{", ".join("0" * 12)}}}> {{
         y = Conv(x, k) }}""")
-    changed = checked_head(replace_head(model, 5, activation="softmax"))
+    changed = checked_head(og.replace_head(model, 5, activation="softmax"))
     assert changed.opset_import[0].version == opset
     [y] = run(changed, x=IMAGES)
     np.testing.assert_allclose(
@@ -287,17 +279,17 @@ def test_layout_of_a_machine():
     model.graph.initializer.append(numpy_helper.from_array(np.zeros((16, 16, 1, 1), "f"), "v"))
     model.opset_import.add(domain="com.microsoft.nchwc", version=1)
     with pytest.raises(ValueError, match="onnxruntime optimized"):
-        replace_head(model, 5)
+        og.replace_head(model, 5)
 
 
 def test_one_unit_and_several():
     """A Softmax over one unit would be 1, and a Sigmoid is no distribution over several."""
     several = head_case(f"{MATRIX} {{ h = MatMul(x, w) y = Softmax(h) }}")
-    one = replace_head(several, 1)
+    one = og.replace_head(several, 1)
     [y] = run(checked_head(one), x=X)
     scores = X @ head_tensors(one)[0]
     np.testing.assert_allclose(y, 1 / (1 + np.exp(-scores)), rtol=1e-5)
-    again = replace_head(one, 4)
+    again = og.replace_head(one, 4)
     assert read_note(again, HEAD) == ["head.weight"]
     np.testing.assert_allclose(run(again, x=X)[0].sum(1), 1, rtol=1e-5)
 
@@ -309,8 +301,8 @@ def test_squeezed_unit():
         " h = MatMul(x, w) s = Sigmoid(h) y = Squeeze(s, a) }",
         w=W[:, :1],
     )
-    assert run(checked_head(replace_head(model, 1)), x=X)[0].shape == (6,)
-    several = checked_head(replace_head(model, 5))
+    assert run(checked_head(og.replace_head(model, 1)), x=X)[0].shape == (6,)
+    several = checked_head(og.replace_head(model, 5))
     np.testing.assert_allclose(
         run(several, x=X)[0], softmax_of_axis(X @ head_tensors(several)[0]), rtol=1e-5
     )
@@ -324,11 +316,11 @@ def test_initial_weights():
     assert limit * 0.99 < np.abs(w).max() < limit
     k = fresh((200, 30, 3, 3), "convolution", 0)
     np.testing.assert_allclose(k.var(), 2 / (30 * 9), rtol=0.02)
-    models = [replace_head(head_case(CASES["gemm"][0]), 5, seed=s) for s in (1, 1, 2)]
+    models = [og.replace_head(head_case(CASES["gemm"][0]), 5, seed=s) for s in (1, 1, 2)]
     a, b, c = (head_tensors(m)[0] for m in models)
     assert np.array_equal(a, b)
     assert not np.array_equal(a, c)
-    transposed = head_tensors(replace_head(head_case(CASES["gemm transposed"][0]), 5, seed=1))[0]
+    transposed = head_tensors(og.replace_head(head_case(CASES["gemm transposed"][0]), 5, seed=1))[0]
     assert np.array_equal(transposed.T, a)
 
 
@@ -340,19 +332,19 @@ def test_named_layer_and_output():
     model = parse_model(TWO, w=W, v=W, b=B)
     model.graph.node[2].name = "second"
     with pytest.raises(ValueError, match=r"several layers.*'a'.*'c'.*output="):
-        replace_head(model, 5)
+        og.replace_head(model, 5)
     for options in ({"at": n} for n in ("second", "c", "z", "v", "b")):
-        changed = checked_head(replace_head(model, 5, **options))
+        changed = checked_head(og.replace_head(model, 5, **options))
         assert (output_dims(changed, 0), output_dims(changed, 1)) == (["N", 3], ["N", 5])
-    assert output_dims(replace_head(model, 5, output="y")) == ["N", 5]
+    assert output_dims(og.replace_head(model, 5, output="y")) == ["N", 5]
     with pytest.raises(ValueError, match=naming("secnd", "'second'")):
-        replace_head(model, 5, at="secnd")
+        og.replace_head(model, 5, at="secnd")
     with pytest.raises(ValueError, match=r"at='\?'"):
-        features(model, at="?")
+        og.features(model, at="?")
     with pytest.raises(ValueError, match=r"Relu.*no linear"):
-        replace_head(model, 5, at="y")
+        og.replace_head(model, 5, at="y")
     with pytest.raises(ValueError, match="Unknown output 'q'"):
-        replace_head(model, 5, output="q")
+        og.replace_head(model, 5, output="q")
 
 
 REFUSED = {
@@ -394,7 +386,7 @@ def test_heads_that_are_refused(name):
         model.graph.initializer.append(numpy_helper.from_array(extra[n].astype(np.float32), n))
     options = {"at": "h"} if name == "not the last" else {}
     with pytest.raises(ValueError, match=message):
-        replace_head(model, 5, **options)
+        og.replace_head(model, 5, **options)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +404,7 @@ def test_heads_that_are_refused(name):
 )
 def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        replace_head(head_case(CASES["gemm"][0]), **arguments)
+        og.replace_head(head_case(CASES["gemm"][0]), **arguments)
 
 
 def test_weights_that_are_inputs_too():
@@ -424,7 +416,7 @@ def test_weights_that_are_inputs_too():
         kind.elem_type = onnx.TensorProto.FLOAT
         for d in shape_of:
             kind.shape.dim.add(dim_value=d)
-    changed = checked_head(replace_head(model, 5))
+    changed = checked_head(og.replace_head(model, 5))
     assert [x.name for x in changed.graph.input] == ["x"]
     np.testing.assert_allclose(run(changed, x=X)[0], X @ head_tensors(changed)[0], rtol=1e-5)
 
@@ -464,7 +456,7 @@ def test_metadata_of_the_old_classes(key, caplog):
         model = head_case(CASES["matmul and add"][0])
         model.metadata_props.add(key=key, value=before)
         with caplog.at_level("WARNING", "onnxgrad"):
-            changed = replace_head(model, units)
+            changed = og.replace_head(model, units)
         found = {
             e.key: e.value for e in changed.metadata_props if not e.key.startswith("onnxgrad.")
         }
@@ -482,7 +474,7 @@ def test_metadata_of_another_output_stay():
     )
     for key, value in {"names": "['a', 'b', 'c', 'd', 'e']", "nc": "3"}.items():
         model.metadata_props.add(key=key, value=value)
-    changed = replace_head(model, 2, "w")
+    changed = og.replace_head(model, 2, "w")
     found = {e.key: e.value for e in changed.metadata_props}
     assert (found["names"], found["nc"]) == ("['a', 'b', 'c', 'd', 'e']", "2")
 
@@ -492,7 +484,7 @@ def test_the_ir_version_stays(version, opset):
     text = "f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }"
     model = parse_model(text, w=W)
     model.ir_version, model.opset_import[0].version = version, opset
-    changed = replace_head(model, 5)
+    changed = og.replace_head(model, 5)
     onnx.checker.check_model(changed, full_check=True)
     assert (changed.ir_version, changed.opset_import[0].version) == (version, opset)
 
@@ -501,7 +493,7 @@ def test_tied_weights(caplog):
     text = """f (int64[N] i) => (float[N,3] y, float[N,3] e) {
         e = Gather(t, i) a = Transpose(t) h = MatMul(e, t) y = MatMul(h, a) }"""
     square = RNG.normal(size=(3, 3)).astype(np.float32)
-    changed = replace_head(parse_model(text, t=square), 5, output="y")
+    changed = og.replace_head(parse_model(text, t=square), 5, output="y")
     assert "no longer tied" in caplog.text
     assert {t.name for t in changed.graph.initializer} == {"t", "head.weight"}
     assert np.array_equal(run_named(changed, i=np.int64([0, 1]))["e"], square[:2])
@@ -512,7 +504,7 @@ def test_dtypes(dtype):
     kind = {np.float16: "float16", np.float64: "double"}[dtype]
     text = f"f ({kind}[N,4] x) => ({kind}[N,3] y) {{ h = Gemm(x, w, b) y = Softmax(h) }}"
     model = parse_model(text, w=W.astype(dtype), b=B.astype(dtype))
-    changed = checked_head(replace_head(model, 5))
+    changed = checked_head(og.replace_head(model, 5))
     assert [w.dtype for w in head_tensors(changed)] == [dtype] * 2
     x = X.astype(dtype)
     [y] = run(changed, x=x)
@@ -522,7 +514,7 @@ def test_dtypes(dtype):
 def test_a_loss_inside():
     """Labels of the old number of classes become those of the new one."""
     text = f"{MATRIX} {{ h = Gemm(x, w, b) y = Softmax(h) }}"
-    model = replace_head(add_loss_output(head_case(text), "squared_error"), 5, output="loss")
+    model = og.replace_head(og.add_loss_output(head_case(text), "squared_error"), 5, output="loss")
     label = next(x for x in model.graph.input if x.name == "label")
     assert label.type.tensor_type.shape.dim[1].dim_value == 5
     labels = np.eye(5, dtype=np.float32)[[0, 1, 2, 3, 4, 0]]
@@ -533,25 +525,25 @@ def test_a_loss_inside():
 
 def test_notes():
     """A head is noted, also when it is trained: adapters that come later train beside it."""
-    model = replace_head(head_case(CASES["matmul and add"][0]), ["a", "b", "c", "d", "e"])
+    model = og.replace_head(head_case(CASES["matmul and add"][0]), ["a", "b", "c", "d", "e"])
     assert read_note(model, HEAD) == ["head.weight", "head.bias"]
     assert read_note(model, CLASSES) == ["a", "b", "c", "d", "e"]
-    assert [t.name for t in trainable(model) if t.trains] == ["head.weight", "head.bias"]
-    trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
+    assert [t.name for t in og.trainable(model) if t.trains] == ["head.weight", "head.bias"]
+    trainer = og.Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
     assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
     assert read_note(trainer.model, CLASSES) == ["a", "b", "c", "d", "e"]
-    seed = OrtGradientForwardBackwardOptimizer(
+    seed = og.OrtGradientForwardBackwardOptimizer(
         model, ["head.weight"], max_iter=1, batch_size=2
     ).fit(X, np.zeros((6, 5), np.float32))
     assert read_note(seed.get_trained_onnx(), HEAD) == ["head.weight", "head.bias"]
     write_note(model, ADAPTERS, [{"tensors": ["head.weight"]}])
-    trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
+    trainer = og.Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
     assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
 
 
 def test_training_is_stable():
     """Scores that a Softmax in float32 rounds to 0 have a gradient."""
-    model = replace_head(head_case(f"{MATRIX} {{ h = Gemm(x, w, b) y = Softmax(h) }}"), 5)
+    model = og.replace_head(head_case(f"{MATRIX} {{ h = Gemm(x, w, b) y = Softmax(h) }}"), 5)
     x, y = np.float32([[200, 0, 0, 0], [0, -200, 0, 0]]), np.int64([0, 3])
     w = head_tensors(model)[0]
     scores = (x.astype(np.float64) @ w).round(12)
@@ -559,16 +551,16 @@ def test_training_is_stable():
         np.log(np.exp(scores - scores.max(1, keepdims=True)).sum(1))
         + (scores.max(1) - scores[[0, 1], y])
     )
-    trainer = Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=1e-3).fit(x, y)
+    trainer = og.Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=1e-3).fit(x, y)
     np.testing.assert_allclose(trainer.history[0]["loss"], expected, rtol=1e-5)
     gradient = x.T @ (softmax_of_axis(scores) - np.eye(5)[y]) / 2
-    after = get_train_initializer(trainer.model)["head.weight"][0]
+    after = og.get_train_initializer(trainer.model)["head.weight"][0]
     np.testing.assert_allclose(after, w - 1e-3 * gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_a_second_head_has_the_names_of_the_first():
-    first = replace_head(head_case(CASES["matmul and add"][0]), 4)
-    second = checked_head(replace_head(first, 5))
+    first = og.replace_head(head_case(CASES["matmul and add"][0]), 4)
+    second = checked_head(og.replace_head(first, 5))
     assert read_note(second, HEAD) == ["head.weight", "head.bias"]
     assert {t.name for t in second.graph.initializer} >= {"head.weight", "head.bias"}
     np.testing.assert_allclose(run(second, x=X)[0], X @ head_tensors(second)[0], rtol=1e-5)
@@ -577,13 +569,12 @@ def test_a_second_head_has_the_names_of_the_first():
 def test_a_trained_head_trains_beside_adapters():
     text = "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) t = Tanh(h) y = MatMul(t, v) }"
     model = parse_model(text, w=RNG.normal(size=(4, 4)).astype(np.float32), v=W)
-    head = replace_head(model, 2)
-    trained = Trainer(head, "cross_entropy", train="head.*").fit(X, np.arange(6) % 2).model
+    head = og.replace_head(model, 2)
+    trained = og.Trainer(head, "cross_entropy", train="head.*").fit(X, np.arange(6) % 2).model
     tensors = ["head.weight", "w.lora_A.weight", "w.lora_B.weight"]
-    for adapted in (
-        add_lora(head, "w"), add_lora(trained, "w"), replace_head(add_lora(model, "w"), 2)
-    ):  # fmt: skip
-        assert sorted(t.name for t in trainable(adapted).trained) == tensors
+    replaced = og.replace_head(og.add_lora(model, "w"), 2)
+    for adapted in (og.add_lora(head, "w"), og.add_lora(trained, "w"), replaced):
+        assert sorted(t.name for t in og.trainable(adapted).trained) == tensors
 
 
 KEPT = """gemm; gemm transposed; gemm with factors; gemm without bias; matmul; matmul and add;
@@ -596,7 +587,7 @@ def test_kept_units(name):
     """Units that are kept have their weights bit for bit, wherever they are now."""
     text = CASES[name][0]
     model, x = head_case(text), next(x for head, x in INPUTS.items() if text.startswith(head))
-    new = replace_head(model, 5, keep=[2, None, 0, 1, None])
+    new = og.replace_head(model, 5, keep=[2, None, 0, 1, None])
     tensors = initializer_arrays(model)
     for names, after in zip(
         (["w", "t", "k", "back"], ["b", "row"]), head_tensors(checked_head(new)), strict=True
@@ -614,7 +605,7 @@ def test_kept_units(name):
 
 def test_new_units_begin_around_the_mean_of_those_that_are_kept():
     model = head_case(CASES["gemm with factors"][0])
-    new, drawn = (replace_head(model, 5, keep=keep) for keep in ([2, None, 0, None, None], None))
+    new, drawn = (og.replace_head(model, 5, keep=keep) for keep in ([2, None, 0, None, None], None))
     (w, b), (fresh_ones, _) = head_tensors(new), head_tensors(drawn)
     mean = W[:, [2, 0]].mean(axis=1, keepdims=True)
     expected = fresh_ones[:, [1, 3, 4]] / 2 + mean  # by alpha, which stays
@@ -629,7 +620,7 @@ def test_units_that_cannot_be_kept():
         ([0, 1, 3, None], ["keep=", "has 3", "Gemm", "0 to 2"]),
     ):
         with pytest.raises(ValueError, match=naming(*named)):
-            replace_head(model, 4, keep=keep)
+            og.replace_head(model, 4, keep=keep)
     for name in "transposed weights", "weights cast", "weights dequantized":
         with pytest.raises(ValueError, match="quantized, computed"):
-            replace_head(head_case(CASES[name][0]), 4, keep=[0, 1, 2, None])
+            og.replace_head(head_case(CASES[name][0]), 4, keep=[0, 1, 2, None])

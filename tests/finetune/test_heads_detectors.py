@@ -5,8 +5,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import trainable
-from onnxgrad.finetune.heads import replace_head
+import onnxgrad as og
 from onnxgrad.model.notes import HEAD, read_note
 from tests.support.errors import naming
 from tests.support.exports import export_module
@@ -117,7 +116,7 @@ def test_like_a_detector_of_pytorch(name, dynamo, fixed, classes):
     make, at, index = NETWORKS[name]
     net, x = make(3), torch.randn(2, 3, 16, 16)
     before = exported_detector(net, x, dynamo, fixed)
-    model = replace_head(before, classes, at)
+    model = og.replace_head(before, classes, at)
     onnx.checker.check_model(model, full_check=True)
     own = initializer_arrays(model)
     for i in range(2):
@@ -134,9 +133,9 @@ def test_like_a_detector_of_pytorch(name, dynamo, fixed, classes):
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     for y, expected in zip(run_named(model, x=x.numpy()).values(), wanted, strict=True):
         np.testing.assert_allclose(y, expected.detach(), rtol=1e-4, atol=1e-5)
-    assert {t.name for t in trainable(model).trained} >= set(read_note(model, HEAD))
+    assert {t.name for t in og.trainable(model).trained} >= set(read_note(model, HEAD))
     with pytest.raises(ValueError, match=naming("together", "2 layers of 3")):
-        replace_head(before, classes)
+        og.replace_head(before, classes)
 
 
 def test_metadata_of_a_detector():
@@ -144,7 +143,7 @@ def test_metadata_of_a_detector():
     model = exported_detector(yolov8(3), torch.randn(2, 3, 16, 16), False, True)
     for key, text in {"names": "{0: 'a', 1: 'b', 2: 'c'}", "nc": "3", "stride": "32"}.items():
         model.metadata_props.add(key=key, value=text)
-    new = replace_head(model, ["cat", "dog"], "cv3.*.2")
+    new = og.replace_head(model, ["cat", "dog"], "cv3.*.2")
     found = {p.key: p.value for p in new.metadata_props}
     assert found["names"] == "{0: 'cat', 1: 'dog'}"
     assert (found["nc"], found["stride"]) == ("2", "32")
@@ -210,7 +209,7 @@ def test_behind_units_that_share_their_axis(name, units):
     model = boxes_and_scores(tail, **more)
     row = np.array([2, 2, 7, 7, 7], np.float32)
     model.graph.initializer.append(numpy_helper.from_array(row, "row"))
-    new = replace_head(model, units, "w")
+    new = og.replace_head(model, units, "w")
     onnx.checker.check_model(new, full_check=True)
     wanted = formula(X @ U, X @ initializer_arrays(new)["head.weight"])
     np.testing.assert_allclose(run(new, x=X)[0], wanted, rtol=1e-4, atol=1e-5)
@@ -223,7 +222,7 @@ def test_bounds_that_are_attributes():
         c, d = Split<axis=1, split=[3, 2]>(j)
         e = Slice<axes=[1], starts=[3], ends=[9]>(j) y = Neg(c) z = Add(d, e) }"""
     model = parse_model(text, opset=9, ir_version=4, u=U, w=W)
-    new = replace_head(model, 8, "w")
+    new = og.replace_head(model, 8, "w")
     onnx.checker.check_model(new, full_check=True)
     y, z = run(new, x=X)
     np.testing.assert_allclose(y, -X @ initializer_arrays(new)["head.weight"], rtol=1e-4, atol=1e-5)
@@ -238,7 +237,7 @@ Z = np.zeros(3, np.float32)
 
 def test_layers_that_share_weights_share_the_new_ones():
     """As the head of FCOS, which reads all scales; `v` is another layer with the same bias."""
-    new = replace_head(parse_model(SCALES, w=W, v=V, z=Z), 5, ["w", "v"])
+    new = og.replace_head(parse_model(SCALES, w=W, v=V, z=Z), 5, ["w", "v"])
     onnx.checker.check_model(new, full_check=True)
     own = initializer_arrays(new)
     assert own.keys() == {f"head.{i}.{k}" for i in range(2) for k in ("weight", "bias")}
@@ -246,10 +245,10 @@ def test_layers_that_share_weights_share_the_new_ones():
     assert not np.array_equal(w, v)
     wanted = np.vstack([X @ w, h @ w, h @ v])
     np.testing.assert_allclose(run(new, x=X)[0], wanted, rtol=1e-4, atol=1e-5)
-    again = replace_head(new, 2, "head.*.weight", seed=3)
+    again = og.replace_head(new, 2, "head.*.weight", seed=3)
     assert initializer_arrays(again).keys() == own.keys()
     assert set(read_note(again, HEAD)) == own.keys()
-    alone = replace_head(parse_model(SCALES.replace(", d)", ")"), w=W, v=V, z=Z), 5, "w")
+    alone = og.replace_head(parse_model(SCALES.replace(", d)", ")"), w=W, v=V, z=Z), 5, "w")
     assert initializer_arrays(alone).keys() >= {"head.weight", "head.bias"}
 
 
@@ -259,7 +258,7 @@ def test_layers_of_several_outputs(at):
     model = parse_model(text, w=W, v=V)
     for i, node in enumerate(model.graph.node):
         node.name = f"node {i}"
-    new = replace_head(model, 5, at)
+    new = og.replace_head(model, 5, at)
     w, v = (
         initializer_arrays(new)[f"head.{i}.weight"]
         for i in ((1, 0) if at == ["v", "w"] else (0, 1))
@@ -297,23 +296,23 @@ def test_detectors_that_are_refused(name):
     for extra, array in {"row": np.arange(5), "v": V}.items():
         model.graph.initializer.append(numpy_helper.from_array(array.astype(np.float32), extra))
     with pytest.raises(ValueError, match=message):
-        replace_head(model, 4, at)
+        og.replace_head(model, 4, at)
 
 
 @pytest.mark.parametrize("activation", ["softmax", None])
 def test_activation_of_units_that_share_their_axis(activation):
     apart = boxes_and_scores("t = Sigmoid(s) y = Concat<axis=1>(b, t)")
-    new = replace_head(apart, 4, "w", activation=activation)
+    new = og.replace_head(apart, 4, "w", activation=activation)
     s = X @ initializer_arrays(new)["head.weight"]
     e = np.exp(s)
     wanted = e / e.sum(1, keepdims=True) if activation else s
     np.testing.assert_allclose(run(new, x=X)[0], np.hstack([X @ U, wanted]), rtol=1e-4, atol=1e-5)
     together = boxes_and_scores("j = Concat<axis=1>(b, s) y = Sigmoid(j)")
     with pytest.raises(ValueError, match=r"activation=.*others"):
-        replace_head(together, 4, "w", activation=activation)
+        og.replace_head(together, 4, "w", activation=activation)
     if activation:
         with pytest.raises(ValueError, match=naming("others", "units")):
-            replace_head(
+            og.replace_head(
                 boxes_and_scores("y = Concat<axis=1>(b, s)"), 4, "w", activation=activation
             )
 
@@ -323,5 +322,5 @@ def test_one_class_of_a_detector_stays_a_sigmoid():
     model = parse_model(
         "f (float[N,4] x) => (float[N,3] y) { b = MatMul(x, u) s = MatMul(x, v) t = Sigmoid(s)"
         " y = Concat<axis=1>(b, t) }", u=U, v=V[:, :1])  # fmt: skip
-    new = replace_head(model, 2, "v")
+    new = og.replace_head(model, 2, "v")
     assert operator_names(new).count("Sigmoid") == 1

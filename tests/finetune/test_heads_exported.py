@@ -6,10 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import Trainer, trainable
-from onnxgrad.finetune.attach import attach
-from onnxgrad.finetune.features import features
-from onnxgrad.finetune.heads import replace_head
+import onnxgrad as og
 from onnxgrad.model.notes import HEAD, read_note
 from tests.support.exports import export_module
 from tests.support.models import initializer_arrays
@@ -58,7 +55,7 @@ def test_like_a_layer_of_pytorch(head, dynamo):
     torch = pytest.importorskip("torch")
     net = network_with_head(head)
     x = torch.randn(8, 2, 6, 6)
-    model = replace_head(exported_head(net, x, dynamo), 5)
+    model = og.replace_head(exported_head(net, x, dynamo), 5)
     tensors = initializer_arrays(model)
     i = 2 if head == "conv" else len(net) - 1
     if head == "conv":
@@ -74,14 +71,14 @@ def test_like_a_layer_of_pytorch(head, dynamo):
     [y] = run_named(model, x=x.numpy()).values()
     np.testing.assert_allclose(y, net(x).detach(), rtol=1e-4, atol=1e-5)
     labels = torch.arange(8) % 5
-    trainer = Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=0.1)
+    trainer = og.Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=0.1)
     trainer.fit(x.numpy(), labels.numpy(), epochs=3, batch_size=8)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(3):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(net(x), labels).backward()
         optimizer.step()
-    assert len([t for t in trainable(model) if t.trains]) == len(list(net.parameters()))
+    assert len([t for t in og.trainable(model) if t.trains]) == len(list(net.parameters()))
     [y] = run_named(trainer.model, x=x.numpy()).values()
     np.testing.assert_allclose(y, net(x).detach(), rtol=1e-3, atol=1e-4)
 
@@ -91,11 +88,11 @@ def test_backbone_and_head_of_pytorch(dynamo):
     """The features are those in front of the last layer, and another network reads them."""
     torch = pytest.importorskip("torch")
     net, x = network_with_head("linear"), torch.randn(4, 2, 6, 6)
-    part = features(exported_head(net, x, dynamo))
+    part = og.features(exported_head(net, x, dynamo))
     [y] = run_named(part, x=x.numpy()).values()
     np.testing.assert_allclose(y, net[:-1](x).detach(), rtol=1e-4, atol=1e-5)
     top = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
-    joined = attach(part, exported_head(top, torch.randn(4, 6), dynamo))
+    joined = og.attach(part, exported_head(top, torch.randn(4, 6), dynamo))
     [y] = run_named(joined, x=x.numpy()).values()
     np.testing.assert_allclose(y, top(net[:-1](x)).detach(), rtol=1e-4, atol=1e-5)
 
@@ -148,9 +145,9 @@ def test_classes_of_scikit_learn(kind, classes, zipmap):
     skl2onnx = pytest.importorskip("skl2onnx")
     options = {} if kind in WITHOUT_ZIPMAP else {"options": {"zipmap": zipmap}}
     model = skl2onnx.to_onnx(fitted_classifier(kind, classes), X[:1], **options)
-    changed = replace_head(model, CLASSES)
+    changed = og.replace_head(model, CLASSES)
     onnx.checker.check_model(changed, full_check=True)
-    trainer = Trainer(changed, "cross_entropy", optimizer="adam", learning_rate=0.05)
+    trainer = og.Trainer(changed, "cross_entropy", optimizer="adam", learning_rate=0.05)
     trainer.fit(SEPARATED, NEW, epochs=20)
     assert {"head.weight", "head.bias"} <= set(trainer.trained)
     for trained in (changed, trainer.model):
@@ -170,12 +167,12 @@ def test_classes_of_scikit_learn(kind, classes, zipmap):
 def test_numbers_for_labels_of_scikit_learn():
     pytest.importorskip("sklearn")
     skl2onnx = pytest.importorskip("skl2onnx")
-    model = replace_head(skl2onnx.to_onnx(fitted_classifier("logistic", 3), X[:1]), 4)
+    model = og.replace_head(skl2onnx.to_onnx(fitted_classifier("logistic", 3), X[:1]), 4)
     labels, rows = run_named(model, X=X).values()
     assert labels.dtype == np.int64
     assert set(rows[0]) == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="two classes"):
-        replace_head(model, 1)
+        og.replace_head(model, 1)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -187,9 +184,9 @@ def test_refused_of_scikit_learn():
     forest = ensemble.RandomForestClassifier(2).fit(X, NEW)
     for estimator, message in ((svm.SVC().fit(X, NEW), "support vectors"), (forest, "trees")):
         with pytest.raises(ValueError, match=message):
-            replace_head(skl2onnx.to_onnx(estimator, X[:1]), 5)
+            og.replace_head(skl2onnx.to_onnx(estimator, X[:1]), 5)
     columns = skl2onnx.to_onnx(
         fitted_classifier("logistic", 3), X[:1], options={"zipmap": "columns"}
     )
     with pytest.raises(ValueError, match="zipmap=False"):
-        replace_head(columns, 5)
+        og.replace_head(columns, 5)

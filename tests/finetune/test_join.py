@@ -7,19 +7,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
-    ModelError,
-    Trainer,
-    add_lora,
-    merge_lora,
-    replace_initializers_into_onnx,
-    save,
-    trainable,
-)
-from onnxgrad.finetune.add_head import add_head
-from onnxgrad.finetune.attach import attach
-from onnxgrad.finetune.features import features
-from onnxgrad.finetune.heads import CLASSES, replace_head
+import onnxgrad as og
+from onnxgrad.finetune.heads import CLASSES
 from onnxgrad.model import external
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
 from tests.support.errors import naming
@@ -44,20 +33,20 @@ def test_features():
         r = Relu(x) h = Conv(r, k, b) p = GlobalAveragePool(h) y = Flatten(p) }"""
     model = parse_model(text, k=K, b=B)
     for at in (None, "k", "r"):
-        part = features(model, at)
+        part = og.features(model, at)
         onnx.checker.check_model(part, full_check=True)
         assert value_names(part.graph.output) == ["r"]
         np.testing.assert_array_equal(run(part, x=IMAGES)[0], np.maximum(IMAGES, 0))
         assert not part.graph.initializer
-    assert value_names(features(model, "h").graph.output) == ["h"]
+    assert value_names(og.features(model, "h").graph.output) == ["h"]
     with pytest.raises(ValueError, match="Unknown"):
-        features(model, "nothing")
+        og.features(model, "nothing")
 
 
 def test_features_of_one_output():
     two = """f (float[N,4] x, float[N,4] z) => (float[N,3] y, float[N,3] q) {
         a = Relu(x) y = MatMul(a, w) c = Tanh(z) q = MatMul(c, w) }"""
-    part = features(parse_model(two, w=W), output="q")
+    part = og.features(parse_model(two, w=W), output="q")
     assert value_names(part.graph.input) == ["z"]
     np.testing.assert_allclose(run(part, z=X)[0], np.tanh(X), rtol=1e-6)
 
@@ -75,7 +64,7 @@ def test_attach_renames_what_clashes():
     body = parse_model(BODY, w=W)
     head.graph.node[0].name = body.graph.node[0].name = "node"
     copies = [m.SerializeToString() for m in (body, head)]
-    joined = attach(body, head)
+    joined = og.attach(body, head)
     assert copies == [m.SerializeToString() for m in (body, head)]
     onnx.checker.check_model(joined, full_check=True)
     assert (value_names(joined.graph.input), value_names(joined.graph.output)) == (["x"], ["a"])
@@ -87,7 +76,7 @@ def test_attach_renames_what_clashes():
 def test_attach_other_opsets(opset, ir_version):
     text = "head (float[N,3] s) => (float[N,3] p) { p = Softmax(s) }"
     head = parse_model(text, opset=opset, ir_version=ir_version)
-    joined = attach(parse_model(BODY, w=W), head)
+    joined = og.attach(parse_model(BODY, w=W), head)
     assert joined.opset_import[0].version == max(opset, 18)
     e = np.exp(EXPECTED)
     np.testing.assert_allclose(run(joined, x=X)[0], e / e.sum(1, keepdims=True), rtol=1e-5)
@@ -102,7 +91,7 @@ def test_attach_local_functions():
     head = parse_model(
         f"head (float[N,4] h) => (float[N,4] y) {{ y = local.f(h) }} {function.format('Neg')}"
     )
-    np.testing.assert_allclose(run(attach(body, head), x=X)[0], -np.exp(X), rtol=1e-6)
+    np.testing.assert_allclose(run(og.attach(body, head), x=X)[0], -np.exp(X), rtol=1e-6)
 
 
 def test_attach_keeps_other_outputs_and_inputs():
@@ -113,7 +102,7 @@ def test_attach_keeps_other_outputs_and_inputs():
     )
     head = parse_model("""head (float[N,3] h, float[N,1] m, float[N,1] t) => (float[N,3] y) {
         s = Mul(h, m) y = Add(s, t) }""")
-    joined = attach(body, head)
+    joined = og.attach(body, head)
     assert value_names(joined.graph.input) == ["x", "m", "t"]
     assert value_names(joined.graph.output) == ["y", "a"]
     m, t = (RNG.normal(size=(6, 1)).astype(np.float32) for _ in range(2))
@@ -124,8 +113,8 @@ def test_attach_keeps_other_outputs_and_inputs():
 
 def test_attach_keeps_the_adapters_of_both():
     """Also where their names are the same; merged, both are what each was by itself."""
-    body = add_lora(parse_model(BODY, w=W), ["w"], rank=2)
-    head = add_lora(
+    body = og.add_lora(parse_model(BODY, w=W), ["w"], rank=2)
+    head = og.add_lora(
         parse_model("head (float[N,3] h) => (float[N,2] y) { y = MatMul(h, w) }", w=V), ["w"]
     )
     parts = []
@@ -133,14 +122,14 @@ def test_attach_keeps_the_adapters_of_both():
         adapters = [name for a in read_adapters(part) for name in a["tensors"]]
         shapes = {t.name: tuple(t.dims) for t in part.graph.initializer}
         values = {name: RNG.normal(size=shapes[name]) for name in adapters}
-        parts.append(replace_initializers_into_onnx(part, values))
-    joined = attach(*parts)
-    trained = {t.name for t in trainable(joined).trained}
+        parts.append(og.replace_initializers_into_onnx(part, values))
+    joined = og.attach(*parts)
+    trained = {t.name for t in og.trainable(joined).trained}
     assert len(trained) == 4
     assert trained == {name for a in read_adapters(joined) for name in a["tensors"]}
     [h] = run(parts[0], x=X)
     [expected] = run(parts[1], h=h)
-    for model in (joined, merge_lora(joined)):
+    for model in (joined, og.merge_lora(joined)):
         np.testing.assert_allclose(run_named(model, x=X)["y"], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -148,7 +137,7 @@ def test_attach_values_of_subgraphs():
     head = parse_model("""head (float[N,3] h, bool c) => (float[N,3] y) {
         y = If(c) <then_branch = g () => (float[N,3] r) { a = Neg(h) r = Exp(a) },
                    else_branch = k () => (float[N,3] s) { s = Identity(h) }> }""")
-    joined = attach(parse_model(BODY, w=W), head)
+    joined = og.attach(parse_model(BODY, w=W), head)
     [y] = run(joined, x=X, c=np.array(True))
     np.testing.assert_allclose(y, np.exp(-EXPECTED), rtol=1e-5)
 
@@ -156,7 +145,7 @@ def test_attach_values_of_subgraphs():
 def test_attach_by_mapping():
     """Any value of the backbone may be named."""
     head = parse_model("head (float[N,4] t) => (float[N,4] y) { y = Tanh(t) }")
-    joined = attach(parse_model(BODY, w=W), head, {"a": "t"})
+    joined = og.attach(parse_model(BODY, w=W), head, {"a": "t"})
     assert value_names(joined.graph.output) == ["y", "h"]
     np.testing.assert_allclose(run_named(joined, x=X)["y"], np.tanh(np.maximum(X, 0)), rtol=1e-5)
 
@@ -175,20 +164,20 @@ def test_attach_inputs_of_one_name_that_are_two():
         one=np.array([1]),
     )
     with pytest.raises(ValueError, match=r"'ids'.*\['batch', 'source'\].*'target'.*rename="):
-        attach(encoder, decoder)
-    joined = attach(encoder, decoder, rename={"ids": "decoder_ids"})
+        og.attach(encoder, decoder)
+    joined = og.attach(encoder, decoder, rename={"ids": "decoder_ids"})
     assert value_names(joined.graph.input) == ["ids", "decoder_ids"]
     shape = joined.graph.input[1].type.tensor_type.shape
     assert [d.dim_param for d in shape.dim] == ["batch", "target"]
     source, target = RNG.integers(0, 5, (3, 4)), RNG.integers(0, 5, (3, 2))
     [y] = run(joined, ids=source, decoder_ids=target)
     np.testing.assert_allclose(y, table[target] + table[source].mean(1, keepdims=True), rtol=1e-5)
-    one = attach(encoder, decoder, rename={"ids": "ids"})
+    one = og.attach(encoder, decoder, rename={"ids": "ids"})
     assert value_names(one.graph.input) == ["ids"]
     [y] = run(one, ids=source)
     np.testing.assert_allclose(y, table[source] + table[source].mean(1, keepdims=True), rtol=1e-5)
     same = parse_model("d (float[b,s,2] hidden, int64[b,s] ids) => (int64[b,s] y) { y = Neg(ids) }")
-    assert value_names(attach(encoder, same).graph.input) == [
+    assert value_names(og.attach(encoder, same).graph.input) == [
         "ids"
     ]  # its symbols are those of hidden
     for rename, message in (
@@ -197,12 +186,12 @@ def test_attach_inputs_of_one_name_that_are_two():
         ({"ids": "e"}, "has this name already"),
     ):
         with pytest.raises(ValueError, match=message):
-            attach(encoder, decoder, rename=rename)
+            og.attach(encoder, decoder, rename=rename)
     masked = parse_model(
         "d (float[b,s,2] hidden, bool[b] p, bool[b] q) => (bool[b] y) { y = And(p, q) }"
     )
     with pytest.raises(ValueError, match=naming("inputs", "one name")):
-        attach(encoder, masked, rename={"p": "r", "q": "r"})
+        og.attach(encoder, masked, rename={"p": "r", "q": "r"})
 
 
 def test_attach_inputs_of_one_name_whose_lengths_are_not_stated(caplog):
@@ -212,19 +201,19 @@ def test_attach_inputs_of_one_name_whose_lengths_are_not_stated(caplog):
     )
     unnamed = parse_model("d (int64[?] ids, int64[?] h) => (int64[?] y) { y = Add(h, ids) }")
     with pytest.raises(ValueError, match=r"\['b', 's'\] and \['b', 7\]"):
-        attach(encoder, parse_model(decoder.format("b,7")))
+        og.attach(encoder, parse_model(decoder.format("b,7")))
     with caplog.at_level("WARNING", "onnxgrad"):
-        assert value_names(attach(encoder, parse_model(decoder.format("b,s"))).graph.input) == [
+        assert value_names(og.attach(encoder, parse_model(decoder.format("b,s"))).graph.input) == [
             "ids"
         ]
         assert not caplog.text
-        assert value_names(attach(encoder, parse_model(decoder.format("b,?"))).graph.input) == [
+        assert value_names(og.attach(encoder, parse_model(decoder.format("b,?"))).graph.input) == [
             "ids"
         ]
-        attach(parse_model("e (int64[?] ids) => (int64[?] h) { h = Neg(ids) }"), unnamed)
+        og.attach(parse_model("e (int64[?] ids) => (int64[?] h) { h = Neg(ids) }"), unnamed)
     assert caplog.text.count("'ids' of both models is one") == 2
     caplog.clear()
-    attach(encoder, parse_model(decoder.format("b,?")), rename={"ids": "ids"})
+    og.attach(encoder, parse_model(decoder.format("b,?")), rename={"ids": "ids"})
     assert not caplog.text
 
 
@@ -244,8 +233,8 @@ def test_attach_refuses(name):
     signature, mapping, message = REFUSED[name]
     first = signature[1:].split()[1].strip(",)")
     head = parse_model(f"head {signature} {{ y = Identity({first}) }}")
-    with pytest.raises((ValueError, ModelError), match=message):
-        attach(parse_model(BODY, w=W), head, mapping)
+    with pytest.raises((ValueError, og.ModelError), match=message):
+        og.attach(parse_model(BODY, w=W), head, mapping)
 
 
 def test_a_head_that_is_attached_trains():
@@ -253,14 +242,14 @@ def test_a_head_that_is_attached_trains():
     model = parse_model(
         "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Softmax(h) }", w=W
     )
-    body = features(replace_head(model, 3), "h")
+    body = og.features(og.replace_head(model, 3), "h")
     head = parse_model(
         "head (float[N,3] h) => (float[N,2] p) { s = MatMul(h, v) p = Softmax(s) }", v=V
     )
-    joined = attach(body, head)
+    joined = og.attach(body, head)
     assert read_note(joined, HEAD) == ["head.weight"]
     labels = (X[:, 0] > 0).astype(np.int64)
-    trainer = Trainer(joined, "cross_entropy", train=["v"], learning_rate=0.1)
+    trainer = og.Trainer(joined, "cross_entropy", train=["v"], learning_rate=0.1)
     trainer.fit(X, labels, epochs=30)
     assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
 
@@ -280,7 +269,7 @@ def test_add_head(pool, opset):
     body.opset_import[0].version = opset
     name = "mean" if pool == "masked" else pool
     mask = "m" if pool == "masked" else None
-    joined = add_head(body, 5, pool=name, mask=mask, activation="softmax", seed=3)
+    joined = og.add_head(body, 5, pool=name, mask=mask, activation="softmax", seed=3)
     onnx.checker.check_model(joined, full_check=True)
     [y] = joined.graph.output
     assert [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim] == ["B", 5]
@@ -307,7 +296,7 @@ def test_add_head_of_cosines(pool, opset):
     axes = "B,T,4" if pool else "B,4"
     body = parse_model(f"f (float[{axes}] x) => (float[{axes}] y) {{ y = Tanh(x) }}")
     body.opset_import[0].version = opset
-    joined = add_head(body, 5, pool=pool, cosine=True, seed=3)
+    joined = og.add_head(body, 5, pool=pool, cosine=True, seed=3)
     onnx.checker.check_model(joined, full_check=True)
     [y] = joined.graph.output
     assert (y.name, read_note(joined, HEAD)) == ("cosines", ["head.weight"])
@@ -317,14 +306,14 @@ def test_add_head_of_cosines(pool, opset):
     w = initializer_arrays(joined)["head.weight"]
     expected = t @ w / np.linalg.norm(t, axis=1)[:, None] / np.linalg.norm(w, axis=0)
     np.testing.assert_allclose(run(joined, x=x)[0], expected, rtol=1e-5)
-    trainer = Trainer(joined, "arcface", learning_rate=0.01).fit(x, [0, 1, 2], epochs=2)
+    trainer = og.Trainer(joined, "arcface", learning_rate=0.01).fit(x, [0, 1, 2], epochs=2)
     assert list(trainer.state.weights) == ["head.weight"]
 
 
 @pytest.mark.parametrize("mask", [None, "m"])
 def test_pool_without_a_layer(mask):
     body = parse_model("f (float[B,T,4] x, int64[B,T] m) => (float[B,T,4] y) { y = Tanh(x) }")
-    joined = add_head(body, None, pool="mean", mask=mask)
+    joined = og.add_head(body, None, pool="mean", mask=mask)
     onnx.checker.check_model(joined, full_check=True)
     [y] = joined.graph.output
     assert y.name == "features"
@@ -344,14 +333,14 @@ def test_add_head_refuses():
         ({"units": 3, "cosine": True, "activation": "softmax"}, "cosine=True.*activation"),
     ):
         with pytest.raises(ValueError, match=message):
-            add_head(body, **arguments)
+            og.add_head(body, **arguments)
 
 
 def test_add_head_is_not_put_on_probabilities():
     body = parse_model("f (float[N,2] x) => (float[N,2] p) { p = Softmax(x) }")
     with pytest.raises(ValueError, match="'p' holds probabilities: replace_head"):
-        add_head(body, 5)
-    assert add_head(body, 5, at="p").graph.output[0].name == "logits"
+        og.add_head(body, 5)
+    assert og.add_head(body, 5, at="p").graph.output[0].name == "logits"
 
 
 def test_add_head_of_classes():
@@ -360,7 +349,7 @@ def test_add_head_of_classes():
         "f (double[N,2] x, double[N,2] z) => (double[N,2] y, double[N,2] u) "
         "{ h = Tanh(x) y = Exp(h) u = Exp(z) }"
     )
-    head = add_head(body, ["a", "b"], at="h", name="top")
+    head = og.add_head(body, ["a", "b"], at="h", name="top")
     assert read_note(head, HEAD) == ["top.weight", "top.bias"]
     assert read_note(head, CLASSES) == ["a", "b"]
     assert operator_names(head) == ["Tanh", "MatMul", "Add"]
@@ -376,7 +365,7 @@ def test_add_head_of_classes():
         ({"at": "h", "activation": "tanh"}, "Unknown activation"),
     ):
         with pytest.raises(ValueError, match=message):
-            add_head(body, 2, **arguments)
+            og.add_head(body, 2, **arguments)
 
 
 def test_tensors_in_files_stay_there(tmp_path, monkeypatch):
@@ -390,13 +379,13 @@ def test_tensors_in_files_stay_there(tmp_path, monkeypatch):
     onnx.save_model(model, path, save_as_external_data=True, size_threshold=0)
     monkeypatch.setattr(external, "IN_MODEL", 0)
     monkeypatch.setattr(external, "SMALL", 0)
-    changed = replace_head(path, 5)
+    changed = og.replace_head(path, 5)
     stored = {t.name: t.data_location for t in changed.graph.initializer}
     assert stored == {"big": onnx.TensorProto.EXTERNAL, "head.weight": onnx.TensorProto.DEFAULT}
     w = numpy_helper.to_array(changed.graph.initializer[-1])
-    save(changed, tmp_path / "new.onnx")
+    og.save(changed, tmp_path / "new.onnx")
     [y] = run(tmp_path / "new.onnx", x=X)
     np.testing.assert_allclose(y, np.maximum(X, 0) @ w, rtol=1e-5)
     head = parse_model("head (float[N,5] h) => (float[N,5] y) { y = Neg(h) }")
-    joined = attach(features(tmp_path / "new.onnx", "h"), head)
+    joined = og.attach(og.features(tmp_path / "new.onnx", "h"), head)
     assert {t.name for t in joined.graph.initializer if t.data_location} == {"big", "head.weight"}

@@ -6,12 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
-    Trainer,
-    replace_initializers_into_onnx,
-    select_model_inputs_outputs,
-    trainable,
-)
+import onnxgrad as og
 from tests.support.running import run
 
 WORDS = ["bad", "film", "good"]
@@ -47,23 +42,23 @@ def scaled_counts() -> np.ndarray:
 def test_the_linear_part_trains():
     """One step of gradient descent on the logistic loss, by numpy in float64."""
     model = word_classifier()
-    (features,) = run(select_model_inputs_outputs(model, ["unit"]), text=TEXTS)
+    (features,) = run(og.select_model_inputs_outputs(model, ["unit"]), text=TEXTS)
     np.testing.assert_allclose(features, scaled_counts(), rtol=1e-6)
-    linear = select_model_inputs_outputs(model, ["score"], inputs=["unit"])
-    assert [t.name for t in trainable(model) if t.trains] == ["w", "b"]
+    linear = og.select_model_inputs_outputs(model, ["score"], inputs=["unit"])
+    assert [t.name for t in og.trainable(model) if t.trains] == ["w", "b"]
     y = np.array([1, 0, 1])
-    trainer = Trainer(linear, "binary_cross_entropy", optimizer="sgd", learning_rate=0.5)
+    trainer = og.Trainer(linear, "binary_cross_entropy", optimizer="sgd", learning_rate=0.5)
     trainer.fit(features, y, batch_size=3)
     w, b = np.array([0.5, -0.25, 1.0]), 0.125
     error = 1 / (1 + np.exp(-(scaled_counts() @ w + b))) - y
     w, b = w - 0.5 * error @ scaled_counts() / 3, b - 0.5 * error.mean()
     np.testing.assert_allclose(trainer.state.weights["w"][:, 0], w, rtol=1e-5)
     np.testing.assert_allclose(trainer.state.weights["b"], b, rtol=1e-5)
-    adapted = replace_initializers_into_onnx(model, trainer.state.weights)
+    adapted = og.replace_initializers_into_onnx(model, trainer.state.weights)
     want = 1 / (1 + np.exp(-(scaled_counts() @ w + b)))
     np.testing.assert_allclose(run(adapted, text=TEXTS)[0][:, 0], want, rtol=1e-5)
 
 
 def test_batches_of_strings_are_refused():
     with pytest.raises(ValueError, match=r"'text' holds strings.*select_model_inputs_outputs"):
-        Trainer(word_classifier(), "binary_cross_entropy").fit(TEXTS, np.array([1, 0, 1]))
+        og.Trainer(word_classifier(), "binary_cross_entropy").fit(TEXTS, np.array([1, 0, 1]))

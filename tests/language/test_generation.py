@@ -10,7 +10,6 @@ import pytest
 from language_models import SENTENCES
 
 import onnxgrad as og
-from onnxgrad.errors import ModelError
 from onnxgrad.language.generation import Choice
 from tests.support.errors import naming
 from tests.support.models import parse_model
@@ -82,7 +81,7 @@ def test_what_generation_refuses(genai_folder):
     text = """f (int64[N,T] input_ids, float[N,T,2] image) => (float[N,T,2] logits)
         { v = Gather(w, input_ids)  logits = Add(v, image) }"""
     other = parse_model(text, w=np.eye(2, dtype=np.float32))
-    with pytest.raises(ModelError, match=r"\['image'\]"):
+    with pytest.raises(og.ModelError, match=r"\['image'\]"):
         og.generate(other, "x", tokenizer=folder)
 
 

@@ -13,7 +13,6 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.errors import ModelError
 from onnxgrad.model import external
 from tests.support.errors import naming
 from tests.support.models import parse_model
@@ -79,7 +78,7 @@ def test_the_only_file_is_the_model_and_one_of_several_is_named(tmp_path):
     write_optimum_folder(tmp_path, "decoder.onnx")
     assert og.load_folder(tmp_path).model.name == "decoder.onnx"
     shutil.copy(tmp_path / "decoder.onnx", tmp_path / "other.onnx")
-    with pytest.raises(ModelError, match=naming("['decoder.onnx', 'other.onnx']", "which")):
+    with pytest.raises(og.ModelError, match=naming("['decoder.onnx', 'other.onnx']", "which")):
         og.load_folder(tmp_path)
     assert og.load_folder(tmp_path, "other.onnx").model.name == "other.onnx"
 
@@ -98,7 +97,7 @@ def test_the_only_file_is_the_model_and_one_of_several_is_named(tmp_path):
 def test_folders_of_neither_kind(files, named, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(ModelError, match=naming(*named)):
+    with pytest.raises(og.ModelError, match=naming(*named)):
         og.load_folder(tmp_path)
 
 
@@ -107,7 +106,7 @@ def test_missing_data_and_tokenizer_are_named(genai_folder, tmp_path):
     (home / "model.onnx.data").unlink()
     (home / "tokenizer.json").unlink()
     folder = og.load_folder(home)
-    with pytest.raises(ModelError, match=r"'model\.onnx\.data'"):
+    with pytest.raises(og.ModelError, match=r"'model\.onnx\.data'"):
         og.trainable(folder)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         folder.tokenizer  # noqa: B018

@@ -6,19 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
-    NoGradientRule,
-    OrtGradientForwardBackwardOptimizer,
-    OrtGradientOptimizer,
-    add_loss_output,
-    get_train_initializer,
-    hvp,
-    jacobian,
-    jvp,
-    onnx_derivative,
-    partition,
-    vjp,
-)
+import onnxgrad as og
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.quantized_models import dynamic_model, static_model
@@ -51,18 +39,20 @@ def refusal_pattern(operator: str) -> str:
 @pytest.mark.parametrize("weights", [None, []])
 def test_gradient(quantized, weights):
     operator, model = quantized
-    with pytest.raises(NoGradientRule, match=refusal_pattern(operator)):
-        onnx_derivative(model, weights)
+    with pytest.raises(og.NoGradientRule, match=refusal_pattern(operator)):
+        og.onnx_derivative(model, weights)
 
 
 def test_training(quantized):
     operator, model = quantized
-    trainer = OrtGradientForwardBackwardOptimizer(model, max_iter=1, batch_size=1)
-    with pytest.raises(NoGradientRule, match=refusal_pattern(operator)):
+    trainer = og.OrtGradientForwardBackwardOptimizer(model, max_iter=1, batch_size=1)
+    with pytest.raises(og.NoGradientRule, match=refusal_pattern(operator)):
         trainer.fit(X, Y)
-    with_loss = add_loss_output(model)
-    inside = OrtGradientOptimizer(with_loss, list(get_train_initializer(with_loss)), batch_size=1)
-    with pytest.raises(NoGradientRule, match=refusal_pattern(operator)):
+    with_loss = og.add_loss_output(model)
+    inside = og.OrtGradientOptimizer(
+        with_loss, list(og.get_train_initializer(with_loss)), batch_size=1
+    )
+    with pytest.raises(og.NoGradientRule, match=refusal_pattern(operator)):
         inside.fit(X, Y)
 
 
@@ -77,13 +67,13 @@ def tanh_behind_rounding() -> onnx.ModelProto:
 
 def test_remedies_of_the_message():
     made = tanh_behind_rounding()
-    with pytest.raises(NoGradientRule, match=r"QuantizeLinear .*output 'q'"):
-        onnx_derivative(made)
-    through = onnx_derivative(made, straight_through=["d"])
+    with pytest.raises(og.NoGradientRule, match=r"QuantizeLinear .*output 'q'"):
+        og.onnx_derivative(made)
+    through = og.onnx_derivative(made, straight_through=["d"])
     assert {y.name for y in through.graph.output} >= {"x_grad", "w_grad"}
-    behind = onnx_derivative(made, weights=["w"], inputs=[])
+    behind = og.onnx_derivative(made, weights=["w"], inputs=[])
     assert [y.name for y in behind.graph.output] == ["w_grad"]
-    stopped = onnx_derivative(made, stop_gradient=["d"])
+    stopped = og.onnx_derivative(made, stop_gradient=["d"])
     assert [y.name for y in stopped.graph.output] == ["w_grad"]
 
 
@@ -94,7 +84,7 @@ def test_a_way_past_what_is_rounded():
         q = QuantizeLinear(x, s)  d = DequantizeLinear(q, s)  y = Add(x, d) }""",
         opset=20,
     )
-    assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad"]
+    assert [y.name for y in og.onnx_derivative(made).graph.output] == ["x_grad"]
 
 
 def test_weights_that_are_kept_in_integers():
@@ -104,7 +94,7 @@ def test_weights_that_are_kept_in_integers():
         w = DequantizeLinear<axis=1>(q, s)  y = MatMul(x, w) }""",
         opset=20,
     )
-    assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad", "s_grad"]
+    assert [y.name for y in og.onnx_derivative(made).graph.output] == ["x_grad", "s_grad"]
 
 
 IN_GRAPHS = {
@@ -119,7 +109,9 @@ IN_GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("function", [onnx_derivative, vjp, jvp, hvp, jacobian, partition])
+@pytest.mark.parametrize(
+    "function", [og.onnx_derivative, og.vjp, og.jvp, og.hvp, og.jacobian, og.partition]
+)
 @pytest.mark.parametrize("where", IN_GRAPHS)
 def test_refused_everywhere(where, function):
     """Never a zero for what was rounded: not in graphs of nodes, nor by another door."""
@@ -129,5 +121,5 @@ def test_refused_everywhere(where, function):
         {IN_GRAPHS[where]} }}""",
         opset=20,
     )
-    with pytest.raises(NoGradientRule, match=naming("QuantizeLinear", "quantized")):
+    with pytest.raises(og.NoGradientRule, match=naming("QuantizeLinear", "quantized")):
         function(model)

@@ -10,8 +10,6 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.adapters.lora import add_lora
-from onnxgrad.adapters.merge import merge_lora
 from onnxgrad.autodiff.primal.lowerings import microsoft_quantized
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph import operators
@@ -477,12 +475,12 @@ def test_adapters_of_add_lora(form):
     """The adapter is beside the data and the result in floats; the first one changes nothing."""
     model = product_model(form, "y = Tanh(b)")
     x, y = (RNG.standard_normal((256, n)).astype(F) for n in (32, 16))
-    adapted = add_lora(model, "w", rank=4)
+    adapted = og.add_lora(model, "w", rank=4)
     # onnxruntime no longer fuses MatMul and QuantizeLinear: some may be rounded to the other side
     same = run(adapted, x=x)[0] == run(model, x=x)[0]
     assert same.mean() > (0.99 if form == "QDQ" else 0.9999)
     with pytest.raises(ValueError, match="quantized"):
-        merge_lora(adapted)
+        og.merge_lora(adapted)
     trainer = og.Trainer(adapted, "squared_error", train="*lora_*", learning_rate=0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

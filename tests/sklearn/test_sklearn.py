@@ -9,6 +9,8 @@ import numpy as np
 import onnx
 import pytest
 
+import onnxgrad as og
+
 pytest.importorskip("sklearn")
 
 from sklearn import config_context, exceptions
@@ -21,19 +23,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import get_tags
 
-from onnxgrad import (
-    ElasticLearningPenalty,
-    LearningRateSGD,
-    LearningRateSGDNesterov,
-    NegLogLearningLoss,
-    NotFittedError,
-    OrtGradientForwardBackwardOptimizer,
-    OrtGradientOptimizer,
-    SquareLearningLoss,
-    get_train_initializer,
-    onnx_derivative,
-    select_model_inputs_outputs,
-)
 from tests.support.errors import naming
 from tests.support.running import in_sweep, run
 
@@ -66,7 +55,7 @@ def score_model(net) -> onnx.ModelProto:
     options = None if isinstance(net, MLPRegressor) else {"zipmap": False}
     model = convert_to_onnx(net, X[:1], options=options)
     last = [node.output[0] for node in model.graph.node if node.op_type == "Add"][-1]
-    made = select_model_inputs_outputs(model, [last])
+    made = og.select_model_inputs_outputs(model, [last])
     assert made.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.DOUBLE
     return made
 
@@ -82,9 +71,13 @@ def by_backprop(net, y, weight):
 
 
 NETWORKS = {
-    "regressor": (MLPRegressor, Y, SquareLearningLoss()),
-    "two classes": (MLPClassifier, CLASS, NegLogLearningLoss()),
-    "three classes": (MLPClassifier, SEVERAL, NegLogLearningLoss(probability_function="softmax")),
+    "regressor": (MLPRegressor, Y, og.SquareLearningLoss()),
+    "two classes": (MLPClassifier, CLASS, og.NegLogLearningLoss()),
+    "three classes": (
+        MLPClassifier,
+        SEVERAL,
+        og.NegLogLearningLoss(probability_function="softmax"),
+    ),
 }
 
 
@@ -97,7 +90,7 @@ def test_the_gradient_is_that_of_backprop(kind, weight):
     model = score_model(net)
     expected = by_backprop(net, y, weight)
     rows = 40 if weight is None else weight.sum()  # what scikit-learn divides by
-    weights = {name: array for name, (array, _) in get_train_initializer(model).items()}
+    weights = {name: array for name, (array, _) in og.get_train_initializer(model).items()}
 
     label = y[:, None] if kind != "three classes" else y
     [prediction] = run(model, X=X)
@@ -105,13 +98,13 @@ def test_the_gradient_is_that_of_backprop(kind, weight):
         weight_name="weight", dtype=np.float64, shape=("N", prediction.shape[1])
     )
     _, start = loss.loss_gradient(label, prediction, weight)
-    gradient = onnx_derivative(model, list(weights), inputs=[])
+    gradient = og.onnx_derivative(model, list(weights), inputs=[])
     feed = {"X": X, f"{model.graph.output[0].name}_grad": start, **weights}
     for found, wanted in zip(run(gradient, feed), expected, strict=True):
         np.testing.assert_allclose(found.reshape(wanted.shape) / rows, wanted, atol=1e-9)
 
-    rate = LearningRateSGD(0.5, learning_rate="constant")
-    trainer = OrtGradientForwardBackwardOptimizer(
+    rate = og.LearningRateSGD(0.5, learning_rate="constant")
+    trainer = og.OrtGradientForwardBackwardOptimizer(
         model, list(weights), max_iter=1, batch_size=40, learning_rate=rate, learning_loss=loss
     ).fit(X, y, weight)
     for (name, w), wanted in zip(trainer.get_state().items(), expected, strict=True):
@@ -129,11 +122,11 @@ def test_training_goes_the_way_of_scikit_learn(kind, momentum):
     net.set_params(max_iter=3, momentum=momentum, nesterovs_momentum=True)
     options = {"learning_rate": "constant"}
     rate = (
-        LearningRateSGDNesterov(0.01, momentum=momentum, **options)
+        og.LearningRateSGDNesterov(0.01, momentum=momentum, **options)
         if momentum
-        else LearningRateSGD(0.01, **options)
+        else og.LearningRateSGD(0.01, **options)
     )
-    trainer = OrtGradientForwardBackwardOptimizer(
+    trainer = og.OrtGradientForwardBackwardOptimizer(
         model, max_iter=3, learning_rate=rate, learning_loss=loss
     ).fit([(X[i : i + 10], y[i : i + 10]) for i in range(0, 40, 10)])
     with warnings.catch_warnings():
@@ -153,19 +146,19 @@ def regression_model() -> onnx.ModelProto:
     return convert_to_onnx(net, np.float32(X[:1]), black_op={"LinearRegressor"})
 
 
-def regression_trainer(**options) -> OrtGradientForwardBackwardOptimizer:
+def regression_trainer(**options) -> og.OrtGradientForwardBackwardOptimizer:
     defaults = {"max_iter": 20, "learning_rate": 0.1, "random_state": 0}
-    return OrtGradientForwardBackwardOptimizer(regression_model(), **defaults | options)
+    return og.OrtGradientForwardBackwardOptimizer(regression_model(), **defaults | options)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("learning_rate", [LearningRateSGD(1e-6), 0.1]),
+        ("learning_rate", [og.LearningRateSGD(1e-6), 0.1]),
         ("learning_rate__eta0", [1e-6, 0.1]),
-        ("learning_penalty", [ElasticLearningPenalty(0.0, 9.0), None]),
+        ("learning_penalty", [og.ElasticLearningPenalty(0.0, 9.0), None]),
         in_sweep("learning_penalty", [{"coef": 99}, None]),
-        in_sweep("learning_loss", ["elastic", "square_error", SquareLearningLoss()]),
+        in_sweep("learning_loss", ["elastic", "square_error", og.SquareLearningLoss()]),
         in_sweep("batch_size", [5, 2]),
     ],
 )
@@ -213,11 +206,11 @@ def test_how_a_trainer_shows_itself():
     assert "LearningRateSGD(eta0=0.1, alpha=0.0001, power_t=0.25, learning_rate='inv" in text
     assert "NegLogLearningLoss(eps=1e-05, probability_function='sigmoid')" in text
     data = regression_model().SerializeToString()
-    assert f"(model_onnx=<{len(data)} bytes>," in repr(OrtGradientOptimizer(data))
+    assert f"(model_onnx=<{len(data)} bytes>," in repr(og.OrtGradientOptimizer(data))
 
 
 def test_learning_rates_of_both_trainers_are_objects():
-    made = OrtGradientOptimizer(regression_model())
+    made = og.OrtGradientOptimizer(regression_model())
     assert made.set_params(learning_rate__eta0=0.5).learning_rate.eta0 == 0.5
     assert made.set_params(learning_rate="Nesterov").learning_rate.momentum == 0.9
     assert clone(made).learning_rate.momentum == 0.9
@@ -256,14 +249,14 @@ def test_sample_weights_are_routed():
 
 
 def test_the_error_before_fit_is_also_that_of_scikit_learn():
-    with pytest.raises(NotFittedError) as raised:
+    with pytest.raises(og.NotFittedError) as raised:
         regression_trainer().get_trained_onnx()
     assert isinstance(raised.value, exceptions.NotFittedError)
     again = pickle.loads(pickle.dumps(raised.value))
     assert type(again) is type(raised.value)
     assert str(again) == str(raised.value)
     assert "call fit" in str(again)
-    assert issubclass(NotFittedError, (ValueError, AttributeError))
+    assert issubclass(og.NotFittedError, (ValueError, AttributeError))
 
 
 def test_parameters_of_a_new_nested_object():
@@ -311,15 +304,15 @@ def test_sparse_data():
 def test_the_dictionaries_of_a_classifier_are_no_prediction():
     model = convert_to_onnx(one_epoch_network(MLPClassifier, CLASS), X[:1])
     with pytest.raises(ValueError, match=r"0 float outputs: keep one .* one of 'probabilities'"):
-        OrtGradientForwardBackwardOptimizer(model, learning_loss="log").fit(X, CLASS)
+        og.OrtGradientForwardBackwardOptimizer(model, learning_loss="log").fit(X, CLASS)
 
 
 def test_a_classifier_of_one_layer():
     net = SGDClassifier(loss="log_loss", max_iter=1, tol=None, random_state=0).fit(X, CLASS)
     options = {"zipmap": False, "raw_scores": True}
     model = convert_to_onnx(net, np.float32(X[:1]), options=options, black_op={"LinearClassifier"})
-    model = select_model_inputs_outputs(model, ["score"])
-    made = OrtGradientForwardBackwardOptimizer(
+    model = og.select_model_inputs_outputs(model, ["score"])
+    made = og.OrtGradientForwardBackwardOptimizer(
         model, learning_loss="log", learning_rate=0.1, random_state=0, weight_init="normal"
     ).fit(X, CLASS, WEIGHT)
     assert made.train_losses_[-1] < made.train_losses_[0] / 3
@@ -331,12 +324,12 @@ def test_probabilities_by_the_gradient_of_the_log_loss():
     net = one_epoch_network(MLPClassifier, CLASS)
     model = convert_to_onnx(net, X[:1], options={"zipmap": False})
     sigmoid = [node.output[0] for node in model.graph.node if node.op_type == "Sigmoid"][-1]
-    rate = LearningRateSGD(0.5, learning_rate="constant")
-    made = OrtGradientForwardBackwardOptimizer(
-        select_model_inputs_outputs(model, [sigmoid]), max_iter=1, batch_size=40,
+    rate = og.LearningRateSGD(0.5, learning_rate="constant")
+    made = og.OrtGradientForwardBackwardOptimizer(
+        og.select_model_inputs_outputs(model, [sigmoid]), max_iter=1, batch_size=40,
         learning_rate=rate, learning_loss="binary_cross_entropy",
     )  # fmt: skip
-    before = [array for array, _ in get_train_initializer(made.model_onnx).values()]
+    before = [array for array, _ in og.get_train_initializer(made.model_onnx).values()]
     after = made.fit(X, CLASS).trained_coef_.values()
     expected = by_backprop(net, CLASS, None)
     for old, new, wanted in zip(before, after, expected, strict=True):
