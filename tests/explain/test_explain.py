@@ -410,10 +410,7 @@ def test_inputs_that_the_output_does_not_need_may_be_there():
 def test_influence_refuses(options, named):
     with pytest.raises(ValueError, match=naming(*named)):
         explain.influence(LINEAR, X, X[:, :3], X, X[:, :3], **options)
-
-
-def test_labels_of_another_number():
-    with pytest.raises(ValueError, match="5 rows"):
+    with pytest.raises(ValueError, match="5 rows"):  # of labels of another number
         explain.influence(LINEAR, X, X[:3, :3], X, X[:, :3])
 
 
