@@ -72,7 +72,7 @@ def export_explained(module, arguments, axes):
     return export_module(module, arguments, opset_version=18, **options)
 
 
-def result_of(model, op_type, index=0):
+def result_of_node(model, op_type, index=0):
     """Return the name of what the index-th node of this operator returns."""
     return [n for n in model.graph.node if n.op_type == op_type][index].output[0]
 
@@ -147,7 +147,7 @@ def test_integrated_gradients_of_an_embedding(tokens):
     method = captum.LayerIntegratedGradients(module, module.embedding)
     zeros = torch.zeros_like(ids)
     theirs = method.attribute(ids, zeros, [2, 0, 1], additional_forward_args=(mask,), n_steps=20)
-    embedded = result_of(model, "Gather")
+    embedded = result_of_node(model, "Gather")
     feed = {"ids": ids, "mask": mask}
     ours = explain.integrated_gradients(
         model, feed, [2, 0, 1], {"ids": zeros}, wrt=embedded, steps=20
@@ -173,14 +173,14 @@ def test_smooth_grad(images, monkeypatch):
 def test_grad_cam(images, relu):
     module, x, model = images
     theirs = captum.LayerGradCam(module, module.second).attribute(x, 2, relu_attributions=relu)
-    ours = explain.grad_cam(model, x, result_of(model, "Conv", 1), 2, relu=relu)
+    ours = explain.grad_cam(model, x, result_of_node(model, "Conv", 1), 2, relu=relu)
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["conv", "second"])
 def test_layer_conductance(images, name):
     module, x, model = images
-    layer = result_of(model, "Conv", ["conv", "second"].index(name))
+    layer = result_of_node(model, "Conv", ["conv", "second"].index(name))
     method = captum.LayerConductance(module, getattr(module, name))
     theirs = method.attribute(x, x * 0 + 0.1, target=1, n_steps=9)
     ours = explain.layer_conductance(model, x, layer, 1, 0.1, steps=9)
@@ -191,7 +191,7 @@ def test_layer_conductance_of_several_inputs(two_inputs):
     module, x, model = two_inputs
     theirs = captum.LayerConductance(module, module.first).attribute(x, target=[0, 1, 2, 0, 1])
     feed = {"x": x[0], "z": x[1]}
-    ours = explain.layer_conductance(model, feed, result_of(model, "Gemm"), [0, 1, 2, 0, 1])
+    ours = explain.layer_conductance(model, feed, result_of_node(model, "Gemm"), [0, 1, 2, 0, 1])
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
 
 
@@ -266,7 +266,7 @@ def test_attention_rollout(tokens, heads):
     ours = explain.attention_rollout(model, feed, heads=heads)
     np.testing.assert_allclose(ours, expected, **CLOSE)
     names = explain.attention_names(model)
-    assert names == [result_of(model, "Softmax", i) for i in (0, 1)]
+    assert names == [result_of_node(model, "Softmax", i) for i in (0, 1)]
     np.testing.assert_array_equal(ours, explain.attention_rollout(model, feed, names, heads=heads))
 
 

@@ -25,7 +25,7 @@ from tests.support.models import operator_names, parse_model
 from tests.support.running import in_sweep, run, run_named
 
 
-def model_of_text(text: str) -> onnx.ModelProto:
+def model_with_bodies(text: str) -> onnx.ModelProto:
     return parse_model(text, opset=20, output_shapes=False)
 
 
@@ -141,7 +141,7 @@ def model_and_feed_of_case(name: str, known: str = "symbols") -> tuple[onnx.Mode
         for x, a in feed.items():
             shape = ",".join(map(str, a.shape))
             text = re.sub(rf"float\[[^]]*\] {x}\b", f"float[{shape}] {x}", text, count=1)
-    model = model_of_text(text)
+    model = model_with_bodies(text)
     for x in model.graph.input if known == "rank" else ():
         for i, d in enumerate(x.type.tensor_type.shape.dim):
             d.dim_param = f"{x.name}{i}"
@@ -183,7 +183,7 @@ def test_random_numbers_two_graphs_deep_are_refused():
                 t = Constant<value = bool {1}>()  q, m = Dropout(h, half, t) },
                 else_branch = b () => (r) { r = Neg(h) }> }>(n, , x) }"""
     with pytest.raises(NoGradientRule, match=naming("Dropout", "outside")):
-        onnx_derivative(model_of_text(text))
+        onnx_derivative(model_with_bodies(text))
 
 
 def test_the_tape_holds_states_and_not_what_is_between():
@@ -193,10 +193,10 @@ def test_the_tape_holds_states_and_not_what_is_between():
             wide = Mul(a, w)  wider = Tanh(wide)  axes = Constant<value = int64[1] {0}>()
             m = ReduceMean<keepdims = 1>(wider, axes)  a1 = Add(m, u)  z1 = Identity(u)
         }>(s, x) }"""
-    cut = partition(model_of_text(text), recompute="none")
+    cut = partition(model_with_bodies(text), recompute="none")
     assert sum(np.prod(tensor.shape[1:]) for tensor in cut.saved) <= 2
     feed = {"s": normal_array(1), "x": normal_array(200, 1), "w": normal_array(10000)}
-    assert check_gradient(model_of_text(text), feed=feed).ok
+    assert check_gradient(model_with_bodies(text), feed=feed).ok
 
 
 @pytest.mark.parametrize("recompute", [in_sweep("none"), "cheap", in_sweep("all")])
@@ -222,7 +222,7 @@ def test_weights_in_bodies_are_trained_and_come_back():
             a1 = If(yes) <then_branch = t () => (p) { p = Mul(a, w) },
                 else_branch = e () => (q) { v = Constant<value = float[3] {9.0, 9.0, 9.0}>()
                     q = Mul(a, v) }> }>(n, , x) }"""
-    model = model_of_text(text)
+    model = model_with_bodies(text)
     model.graph.output[0].type.tensor_type.shape.dim.add(dim_param="N")
     model.graph.output[0].type.tensor_type.shape.dim.add(dim_value=3)
     assert list(get_train_initializer(model)) == ["w", "v"]
@@ -242,7 +242,7 @@ def test_message_names_the_node_in_the_body():
         y = Loop<body = b (int64 i, bool c, a) => (d, e) {
             d = Identity(c)  e = my.Thing(a) }>(n, , x) }"""
     with pytest.raises(NoGradientRule, match=naming("Loop", "output 'y'", "my::Thing")):
-        onnx_derivative(model_of_text(text))
+        onnx_derivative(model_with_bodies(text))
 
 
 @pytest.mark.parametrize("declared", ["", "[1]"])
