@@ -184,7 +184,7 @@ def test_quantized_weights_have_the_names_of_their_floats(form, model_of_form, t
     quantized = model_of_form(form)
     row = next(t for t in og.trainable(quantized) if t.alias == "w")
     assert (row.trains, row.shape) == (False, constant_arrays(quantized)[row.name].shape)
-    assert str(og.trainable(quantized)).endswith("quantized weights stay")
+    assert "quantized" in str(og.trainable(quantized)).splitlines()[-1]
     [note] = read_adapters(og.add_lora(quantized, "w", rank=2))
     assert note["tensors"] == ["w.lora_A.weight", "w.lora_B.weight"]
     for path in (tmp_path / "folder", tmp_path / "a.onnx_adapter"):

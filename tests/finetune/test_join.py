@@ -211,7 +211,7 @@ def test_attach_inputs_of_one_name_whose_lengths_are_not_stated(caplog):
             "ids"
         ]
         og.attach(parse_model("e (int64[?] ids) => (int64[?] h) { h = Neg(ids) }"), unnamed)
-    assert caplog.text.count("'ids' of both models is one") == 2
+    assert ["'ids'" in record.getMessage() for record in caplog.records] == [True, True]
     caplog.clear()
     og.attach(encoder, parse_model(decoder.format("b,?")), rename={"ids": "ids"})
     assert not caplog.text

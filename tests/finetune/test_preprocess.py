@@ -216,7 +216,7 @@ def test_a_model_with_preprocessing_trains_as_beside(tmp_path):
     )
     untrained = {t.name: t.why for t in og.trainable(raw) if not t.trains}
     assert {"mean", "deviation"} < untrained.keys()
-    assert all("before any weight" in why for why in untrained.values()), untrained
+    assert all("before any" in why for why in untrained.values()), untrained
     images = np.stack([random_image(30, 40, seed=i) for i in range(24)])
     front = session_of(og.preprocess(unchanged_input("N,3,16,16"), transforms))
     fed = front.run(None, {"image": images})[0]
