@@ -708,11 +708,16 @@ WRONG_OPTIONS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def outer_fitted_line() -> bytes:
+    return pickle.dumps(outer_line_trainer().fit(X, Y))
+
+
 @pytest.mark.parametrize(
     ("options", "data", "parts"), [*(({}, *wrong) for wrong in WRONG_DATA), *WRONG_OPTIONS]
 )
-def test_bad_input_changes_nothing(options, data, parts):
-    made = outer_line_trainer().fit(X, Y)
+def test_bad_input_changes_nothing(outer_fitted_line, options, data, parts):
+    made = pickle.loads(outer_fitted_line)
     state = arrays_of_ortvalues(made.get_state())
     options = {n: v() if n == "model_onnx" else v for n, v in options.items()}
     made.set_params(**options)

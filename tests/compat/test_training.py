@@ -736,9 +736,14 @@ WRONG = [(options, (X, Y), parts) for options, parts in WRONG_OPTIONS]
 WRONG += [({}, data, parts) for data, parts in WRONG_DATA]
 
 
+@pytest.fixture(scope="module")
+def inner_fitted_line() -> bytes:
+    return pickle.dumps(inner_line_trainer().fit(X, Y))
+
+
 @pytest.mark.parametrize(("options", "data", "parts"), WRONG)
-def test_bad_input_changes_nothing(options, data, parts):
-    made = inner_line_trainer().fit(X, Y)
+def test_bad_input_changes_nothing(inner_fitted_line, options, data, parts):
+    made = pickle.loads(inner_fitted_line)
     state = made.get_state()
     made.set_params(**options)
     with pytest.raises(ValueError, match=naming(*parts.split("|"))):

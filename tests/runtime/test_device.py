@@ -176,11 +176,11 @@ def forward_and_gradients(**options) -> list[np.ndarray]:
     return [y, *made.backward([np.ones_like(y)])]
 
 
-def fit_inner_trainer(device):
+def fit_inner_on(device):
     inner_trainer_on(device).fit(X, Y, X_val=X, y_val=Y).get_state()
 
 
-def fit_outer_trainer(device):
+def fit_outer_on(device):
     outer_trainer_on(device, training_optimizer_name="adam").fit(X, Y, X_val=X, y_val=Y)
 
 
@@ -210,8 +210,8 @@ def iterate_loader(device):
 
 
 ENTRIES = {
-    "OrtGradientOptimizer.fit": (fit_inner_trainer, True, True),
-    "OrtGradientForwardBackwardOptimizer.fit": (fit_outer_trainer, True, True),
+    "OrtGradientOptimizer.fit": (fit_inner_on, True, True),
+    "OrtGradientForwardBackwardOptimizer.fit": (fit_outer_on, True, True),
     "get_state": (read_states, True, True),
     "OrtGradientForwardBackward": (
         lambda device: forward_and_gradients(providers=device),

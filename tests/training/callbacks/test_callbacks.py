@@ -35,16 +35,16 @@ BATCHES = [(X[i : i + 10], Y[i : i + 10]) for i in range(0, 40, 10)]
 DEFAULTS = {"learning_rate": CONSTANT, "random_state": 0, "max_iter": 5}
 
 
-def inner_trainer(**options) -> OrtGradientOptimizer:
+def inner_momentum_trainer(**options) -> OrtGradientOptimizer:
     model = add_loss_output(two_column_model(), lambda op, f, y: 0.5 * (f - y) * (f - y))
     return OrtGradientOptimizer(model, None, **DEFAULTS | options)
 
 
-def outer_trainer(**options) -> OrtGradientForwardBackwardOptimizer:
+def outer_momentum_trainer(**options) -> OrtGradientForwardBackwardOptimizer:
     return OrtGradientForwardBackwardOptimizer(two_column_model(), **DEFAULTS | options)
 
 
-BOTH_TRAINERS = pytest.mark.parametrize("make", [inner_trainer, outer_trainer])
+BOTH_TRAINERS = pytest.mark.parametrize("make", [inner_momentum_trainer, outer_momentum_trainer])
 
 
 def copied_arrays(state) -> dict[str, np.ndarray]:
@@ -97,7 +97,7 @@ def test_whatever_reads_the_state_reads_that_of_the_moment(make):
             np.testing.assert_allclose(state["b"], b, rtol=1e-5)
         seen.append((made.n_steps_, made.n_iter_, len(made.train_losses_), made.stop_reason_))
         assert made.learning_rate_ == RATE
-        if make is outer_trainer:
+        if make is outer_momentum_trainer:
             full, slots = made.get_full_state(["weight", "grad"])
             np.testing.assert_allclose(full["w"].numpy(), w, rtol=1e-5)
             np.testing.assert_allclose(slots["b"]["velocity"].numpy(), velocity, rtol=1e-4)
@@ -206,7 +206,7 @@ def test_an_error_in_a_callback_keeps_the_last_slice(make, error, reason):
     w, b, _ = expected[2]
     assert_weights(made, w, b)
     assert (made.stop_reason_, made.n_steps_) == (reason, 3)
-    if make is outer_trainer:
+    if make is outer_momentum_trainer:
         np.testing.assert_allclose(made.predict(X), X @ w + b, rtol=1e-3, atol=1e-5)
 
 
@@ -311,7 +311,7 @@ def test_a_validation_loss_that_is_not_finite(make):
 
 
 def test_a_validation_loss_that_is_not_finite_as_a_warning():
-    made = outer_trainer(validation_every=1, exc=False)
+    made = outer_momentum_trainer(validation_every=1, exc=False)
     with pytest.warns(ConvergenceWarning, match=r"validation loss .*epoch 1 ") as seen:
         assert made.fit(X, Y, X_val=HUGE, y_val=Y[:3]) is made
     assert seen[0].filename == __file__
@@ -322,7 +322,7 @@ def test_a_validation_loss_that_is_not_finite_as_a_warning():
 
 
 def test_the_steps_of_sgd_are_counted_on_by_a_warm_start():
-    made = inner_trainer(warm_start=True, max_iter=1).fit(BATCHES)
+    made = inner_momentum_trainer(warm_start=True, max_iter=1).fit(BATCHES)
     assert made.fit(BATCHES).n_steps_ == 8
 
 
