@@ -19,7 +19,7 @@ from onnxgrad import (
     rule,
     vjp,
 )
-from tests.support import cases
+from tests.support.cases import row_feed, row_model
 from tests.support.errors import naming
 from tests.support.models import add_initializers, initializer_arrays, operator_names, parse_model
 from tests.support.pages import code_of
@@ -199,13 +199,13 @@ def table_rows() -> list:
 @pytest.mark.parametrize(("row", "known"), table_rows())
 def test_jvp_and_vjp_are_adjoint(row, known):
     """<u, J v> = <J^T u, v>."""
-    made = cases.model(row, known)
+    made = row_model(row, known)
     try:
         pull, push = vjp(made), jvp(made)
     except NoGradientRule:
         assert row.needs  # more than the rank
         return
-    fed = cases.feed(row)
+    fed = row_feed(row)
     values = {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in fed.items()}
     ys = run_named(made, values)
     us = {f"{k}_grad": draw_normal(*y.shape, dtype=np.float32) for k, y in ys.items()}

@@ -8,7 +8,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, onnx_derivative, partition, random_feed
 from onnxgrad.autodiff.partition import RECOMPUTE, Partition
-from tests.support import cases
+from tests.support.cases import row_feed, row_model
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import run_named
@@ -52,8 +52,8 @@ def with_cotangents(proto: onnx.ModelProto, arrays: dict[str, np.ndarray]) -> di
     ],
 )  # fmt: skip
 def test_forward_and_backward_together_are_the_gradient(row, recompute):
-    proto = cases.model(row, "lengths" if row.needs else "symbols")
-    drawn = {n: a.astype(np.float32) if a.dtype == float else a for n, a in cases.feed(row).items()}
+    proto = row_model(row, "lengths" if row.needs else "symbols")
+    drawn = {n: a.astype(np.float32) if a.dtype == float else a for n, a in row_feed(row).items()}
     arrays = with_cotangents(proto, drawn)
     expected = run_named(onnx_derivative(proto, weights=[]), arrays)
     found = gradients_of_parts(partition(proto, weights=[], recompute=recompute), arrays)
@@ -131,7 +131,7 @@ def test_an_output_is_not_repeated_with_what_its_node_computes_beside_it():
 def test_what_is_saved_has_a_rank(name, recompute):
     """Models whose inputs have none are none, for the checker."""
     parts = partition(
-        cases.model(next(r for r in ROWS if r.id == name), "symbols"), [], recompute=recompute
+        row_model(next(r for r in ROWS if r.id == name), "symbols"), [], recompute=recompute
     )
     saved = [tensor.name for tensor in parts.saved]
     assert [x.name for x in parts.backward.graph.input if x.name in saved] == saved

@@ -8,7 +8,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import NoGradientRule, get_train_initializer, onnx_derivative
-from tests.support import cases
+from tests.support.cases import Row, row_feed, row_model
 from tests.support.microsoft_rows import CASES, KernelCase, kernel_model
 from tests.support.running import run_named
 from tests.support.table import ROWS
@@ -23,10 +23,10 @@ SEVERAL = [
 ]
 
 
-def model_and_feed(case: cases.Row | KernelCase) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+def model_and_feed(case: Row | KernelCase) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     if isinstance(case, KernelCase):
         return kernel_model(case), case.feed
-    return cases.model(case), cases.feed(case)
+    return row_model(case), row_feed(case)
 
 
 def with_weights(
