@@ -12,7 +12,7 @@ from onnxgrad import rule
 from onnxgrad.graph.axes import SUMMED, follow, named_axes, places
 from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS
 from onnxgrad.graph.shapes import dims
-from tests.support.axes_cases import DRAWS, NOT_RUN, Case
+from tests.support.axes_cases import DRAWS, NOT_RUN, NodeCase
 from tests.support.running import session_of
 
 FOLLOWED = {name for (_, name), operator in OPERATORS.items() if operator.axes is not None}
@@ -21,7 +21,7 @@ FOLLOWED = {name for (_, name), operator in OPERATORS.items() if operator.axes i
 class Node:
     """A case as a node of `ir`, and as a session that runs it."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: NodeCase) -> None:
         self.case = case
         self.inputs = [
             None if a is None else ir.Value(name=f"x{i}", type=_type(a))
@@ -82,7 +82,7 @@ def changed(rng, a, axis, index):
     return new
 
 
-def check(rng, case: Case, symbols: bool) -> int:
+def compare_places(rng, case: NodeCase, symbols: bool) -> int:
     """Check all places of the axes of a node; return how many were compared."""
     one = Node(case)
     one.set_shapes(symbols)
@@ -137,7 +137,7 @@ def random_checks(seed: int, count: int) -> Counter:
     for _ in range(count):
         few = rng.choice(sorted(ELEMENTWISE - NOT_RUN), 5)
         name = str(rng.choice([*others, *few]))
-        compared[name] += check(rng, DRAWS[name](rng, name), symbols=bool(rng.integers(2)))
+        compared[name] += compare_places(rng, DRAWS[name](rng, name), symbols=bool(rng.integers(2)))
     return compared
 
 
@@ -155,7 +155,7 @@ def test_every_operator_that_is_followed_is_drawn():
     assert DRAWS.keys() | NOT_RUN == FOLLOWED
 
 
-def value(*shape, constant=None):
+def of_lengths(*shape, constant=None):
     made = ir.Value(shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
     if constant is not None:
         made.const_value = ir.tensor(np.array(constant, np.int64))
@@ -172,7 +172,7 @@ def node_of(op_type, inputs, attributes, output, outputs=1):
     return made
 
 
-X, LAST = value("N", 3, 4), value(constant=[-1])
+X, LAST = of_lengths("N", 3, 4), of_lengths(constant=[-1])
 KEPT = [
     ("Transpose", [X], {}, (4, 3, "N"), 0, [2]),
     ("Transpose", [X], {"perm": [1, 0, 2]}, (3, "N", 4), 0, [1]),
@@ -181,28 +181,49 @@ KEPT = [
     ("ReduceSum", [X, LAST], {"keepdims": 0}, ("N", 3), 0, [0]),
     ("ReduceSum", [X, LAST], {}, ("N", 3, 1), 2, [SUMMED]),
     ("ReduceMean", [X, LAST], {}, ("N", 3, 1), 2, [None]),
-    ("ReduceSum", [X, value(1)], {}, ("N", 3, 1), 0, [None]),
+    ("ReduceSum", [X, of_lengths(1)], {}, ("N", 3, 1), 0, [None]),
     ("ReduceSum", [X], {"noop_with_empty_axes": 1}, ("N", 3, 4), 0, [0]),
     ("ReduceSum", [X], {"axes": [0], "keepdims": 0}, (3, 4), 1, [0]),
-    ("Unsqueeze", [X, value(constant=[0, -1])], {}, (1, "N", 3, 4, 1), 2, [3]),
-    ("Unsqueeze", [X, value(1)], {}, (1, "N", 3, 4), 2, [3]),
-    ("Squeeze", [value(1, "N", 1)], {}, ("N",), 1, [0]),
-    ("Reshape", [X, value(2)], {}, ("N", 12), 0, [0]),
-    ("Reshape", [X, value(2)], {}, ("N", 12), 1, [None]),
-    ("Reshape", [X, value(3)], {}, ("M", 3, 4), 0, [0]),
-    ("Add", [X, value(4)], {}, ("N", 3, 4), 2, [2]),
-    ("Slice", [X, value(constant=[0]), value(constant=[1])], {}, (1, 3, 4), 0, [0]),
-    ("Slice", [X, value(constant=[1]), value(constant=[2])], {}, (1, 3, 4), 0, [None]),
-    ("Slice", [X, value(constant=[0]), value(constant=[1])], {}, (1, 3, 4), 1, [1]),
-    ("Pad", [X, value(constant=[0, 1, 0, 0, 0, 0])], {}, ("N", 4, 4), 0, [0]),
-    ("Pad", [X, value(constant=[0, 1, 0, 0, 0, 0])], {}, ("N", 4, 4), 1, [None]),
-    ("Tile", [X, value(constant=[1, 2, 1])], {}, ("N", 6, 4), 0, [0]),
-    ("Gather", [X, value()], {"axis": 1}, ("N", 4), 2, [1]),
-    ("MatMul", [X, value(4, 5)], {}, ("N", 3, 5), 1, [1]),
-    ("MatMul", [X, value(4, 5)], {}, ("N", 3, 5), 2, [None]),
-    ("Einsum", [X, value(4, 5)], {"equation": "nab,bc->can"}, (5, 3, "N"), 0, [2]),
+    ("Unsqueeze", [X, of_lengths(constant=[0, -1])], {}, (1, "N", 3, 4, 1), 2, [3]),
+    ("Unsqueeze", [X, of_lengths(1)], {}, (1, "N", 3, 4), 2, [3]),
+    ("Squeeze", [of_lengths(1, "N", 1)], {}, ("N",), 1, [0]),
+    ("Reshape", [X, of_lengths(2)], {}, ("N", 12), 0, [0]),
+    ("Reshape", [X, of_lengths(2)], {}, ("N", 12), 1, [None]),
+    ("Reshape", [X, of_lengths(3)], {}, ("M", 3, 4), 0, [0]),
+    ("Add", [X, of_lengths(4)], {}, ("N", 3, 4), 2, [2]),
+    (
+        "Slice",
+        [X, of_lengths(constant=[0]), of_lengths(constant=[1])],
+        {},
+        (1, 3, 4),
+        0,
+        [0],
+    ),
+    (
+        "Slice",
+        [X, of_lengths(constant=[1]), of_lengths(constant=[2])],
+        {},
+        (1, 3, 4),
+        0,
+        [None],
+    ),
+    (
+        "Slice",
+        [X, of_lengths(constant=[0]), of_lengths(constant=[1])],
+        {},
+        (1, 3, 4),
+        1,
+        [1],
+    ),
+    ("Pad", [X, of_lengths(constant=[0, 1, 0, 0, 0, 0])], {}, ("N", 4, 4), 0, [0]),
+    ("Pad", [X, of_lengths(constant=[0, 1, 0, 0, 0, 0])], {}, ("N", 4, 4), 1, [None]),
+    ("Tile", [X, of_lengths(constant=[1, 2, 1])], {}, ("N", 6, 4), 0, [0]),
+    ("Gather", [X, of_lengths()], {"axis": 1}, ("N", 4), 2, [1]),
+    ("MatMul", [X, of_lengths(4, 5)], {}, ("N", 3, 5), 1, [1]),
+    ("MatMul", [X, of_lengths(4, 5)], {}, ("N", 3, 5), 2, [None]),
+    ("Einsum", [X, of_lengths(4, 5)], {"equation": "nab,bc->can"}, (5, 3, "N"), 0, [2]),
     ("MaxPool", [X], {"kernel_shape": [2]}, ("N", 3, 3), 0, [0, None]),
-    ("LSTM", [value(9, "N", 4)], {}, (9, 1, "N", 8), 1, [2, 1, 1]),
+    ("LSTM", [of_lengths(9, "N", 4)], {}, (9, 1, "N", 8), 1, [2, 1, 1]),
     ("If", [X], {}, ("N", 3, 4), 0, [None]),
 ]
 
@@ -214,14 +235,14 @@ def test_places(op_type, inputs, attributes, output, axis, expected):
 
 
 def test_equal_lengths_do_not_prove_that_a_resize_keeps_an_axis():
-    scales = value(constant=[1, 1])
+    scales = of_lengths(constant=[1, 1])
     scales.const_value = ir.tensor(np.float32([1.2, 1]))
-    node = node_of("Resize", [value(4, 3), None, scales], {"mode": "linear"}, (4, 3))
+    node = node_of("Resize", [of_lengths(4, 3), None, scales], {"mode": "linear"}, (4, 3))
     assert (places(node, 0, 0), places(node, 0, 1)) == ([None], [1])
 
 
 def test_operands_are_followed_together():
-    a, b = value("N", 3), value("N", 3)
+    a, b = of_lengths("N", 3), of_lengths("N", 3)
     product = node_of("Mul", [a, b], {}, ("N", 3))
     assert follow(product, {a: 0, b: 0}) == [0]
     assert follow(product, {a: 0, b: 1}) == [None]
@@ -237,8 +258,11 @@ def test_a_users_rule_leaves_the_axes_of_its_operator(monkeypatch):
 
 
 def test_axes_are_named_in_their_order():
-    assert named_axes(node_of("ReduceMax", [X, value(constant=[-1, 0])], {}, (1, 3, 1))) == [2, 0]
+    assert named_axes(node_of("ReduceMax", [X, of_lengths(constant=[-1, 0])], {}, (1, 3, 1))) == [
+        2,
+        0,
+    ]
     assert named_axes(node_of("ReduceMax", [X], {}, (1, 1, 1))) == [0, 1, 2]
     assert named_axes(node_of("Squeeze", [X], {}, ("N", 3, 4))) is None  # those of length 1
-    assert named_axes(node_of("Slice", [X, value("K")], {}, (1, 3, 4))) is None
+    assert named_axes(node_of("Slice", [X, of_lengths("K")], {}, (1, 3, 4))) is None
     assert named_axes(node_of("Relu", [X], {}, ("N", 3, 4))) is None

@@ -188,7 +188,7 @@ CONVOLUTIONS = [
 ]
 
 
-def convolution_model(case: Convolution, known: str) -> onnx.ModelProto:
+def conv_model(case: Convolution, known: str) -> onnx.ModelProto:
     """Return the model of a row, of x all axes `known`, the "rows" not, or their "lengths"."""
     names = "xwb"[: len(case.shapes)]
     shapes = [list(map(str, shape)) for shape in case.shapes]

@@ -14,7 +14,7 @@ from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.autodiff.registry import Unsupported, taken_gradients
 from onnxgrad.graph.operators import OPERATORS, add as add_operator
 from tests.support.cases import row_model
-from tests.support.convolution_cases import CONVOLUTIONS, convolution_model
+from tests.support.convolution_cases import CONVOLUTIONS, conv_model
 from tests.support.packs import side_by_side
 from tests.support.shipped import NOT_IN_FLOAT32, NOT_RUN, but_for, cases_of, module_names
 from tests.support.table import ROWS
@@ -25,9 +25,7 @@ Key = tuple[str, str]  # domain, operator
 @cache
 def row_models() -> list[onnx.ModelProto]:
     """Return the model of every row of the table."""
-    return [row_model(row) for row in ROWS] + [
-        convolution_model(case, "all") for case in CONVOLUTIONS
-    ]
+    return [row_model(row) for row in ROWS] + [conv_model(case, "all") for case in CONVOLUTIONS]
 
 
 @cache

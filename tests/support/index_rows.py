@@ -12,7 +12,7 @@ def some_zero(x):
     return np.where(np.arange(x.size).reshape(x.shape) % 2 == 0, 0, x)
 
 
-def constants(**values):
+def constant_nodes(**values):
     """Return the text of Constants, to stand before a node."""
     return "  ".join(f"{k} = Constant<value_ints: ints = {v}>()" for k, v in values.items())
 
@@ -33,7 +33,7 @@ for axis in (0, 1, 2, -1, -2):
     twice = np.array([[[0, -1], [1, 1]], [[1, 0], [-2, 0]]])
     node = f"GatherElements<axis={axis}>(x, i)"
     add(f"GatherElements fewer places {axis}", f"y = {node}", {"x": (2, 3, 3)}, given={"i": twice})
-add("GatherElements constant", f"{constants(i=[3, -1, 3])}  y = GatherElements(x, i)", V)
+add("GatherElements constant", f"{constant_nodes(i=[3, -1, 3])}  y = GatherElements(x, i)", V)
 int32 = np.array([[1, -1], [0, 1]], np.int32)
 add("GatherElements int32", "y = GatherElements<axis=1>(x, i)", given={"i": int32})
 empty = np.zeros((2, 0), np.int64)
@@ -97,10 +97,10 @@ for name, node, i in [
     body = f'y = {node}<reduction="mul">(x, i, u)'
     add(f"{name} mul, zeros", body, {"x": (4,), "u": (7,)}, some_zero, given={"i": i})
 # the last write to a place holds
-body = f"{constants(i=[1, 0, -3, 1, 3, 3, 3, -1], s=[2, 4])}  j = Reshape(i, s)"
+body = f"{constant_nodes(i=[1, 0, -3, 1, 3, 3, 3, -1], s=[2, 4])}  j = Reshape(i, s)"
 shapes = {"x": (3, 4), "u": (2, 4)}
 add("ScatterElements constant, repeated", f"{body}  y = ScatterElements<axis=1>(x, j, u)", shapes)
-body = f"{constants(i=[1, 0, -1, -3, 0, -1], s=[3, 2])}  j = Reshape(i, s)  y = ScatterND(x, j, u)"
+body = f"{constant_nodes(i=[1, 0, -1, -3, 0, -1], s=[3, 2])}  j = Reshape(i, s)  y = ScatterND(x, j, u)"
 add("ScatterND constant, repeated", body, {"x": (2, 3, 2), "u": (3, 2)})
 rows = {"i": np.array([[1], [-3]])}
 add("ScatterND rows", "y = ScatterND(x, i, u)", {"x": (3, 2), "u": (2, 2)}, given=rows)
@@ -127,7 +127,7 @@ for largest in (0, 1):
         for axis in (0, 1, -1, -2):
             node = f"TopK<axis={axis}, largest={largest}, sorted={in_order}>"
             add(node, f"y, i = {node}(x, k)", T, given={"k": ints(2)})
-add("TopK", f"{constants(k=[2])}  y, i = TopK(x, k)", V)
+add("TopK", f"{constant_nodes(k=[2])}  y, i = TopK(x, k)", V)
 add("TopK all", "y, i = TopK(x, k)", V, given={"k": ints(4)})
 add("TopK none", "y, i = TopK(x, k)", given={"k": ints(0)})
 add(
@@ -159,7 +159,7 @@ add(
 
 
 def tiles(name, shape, repeats):
-    add(f"Tile {name}", f"{constants(r=list(repeats))}  y = Tile(x, r)", {"x": shape})
+    add(f"Tile {name}", f"{constant_nodes(r=list(repeats))}  y = Tile(x, r)", {"x": shape})
     add(f"Tile {name}, run time", "y = Tile(x, r)", {"x": shape}, given={"r": ints(*repeats)})
 
 
@@ -189,16 +189,16 @@ for batch, time in ((0, 1), (1, 0)):
     body = f"y = ReverseSequence<batch_axis={batch}, time_axis={time}>(x, l)"
     add(f"ReverseSequence {batch}{time}", body, shape, given={"l": ints(3, 4)})
 add("ReverseSequence", "y = ReverseSequence(x, l)", {"x": (3, 4)}, given={"l": ints(1, 2, 3, 1)})
-add("ReverseSequence constant", f"{constants(l=[2, 1, 2])}  y = ReverseSequence(x, l)")
+add("ReverseSequence constant", f"{constant_nodes(l=[2, 1, 2])}  y = ReverseSequence(x, l)")
 
 for to in ([2, 2], [5, 7], [3, 6], [6, 1], [3, 5], [4, 4]):
-    add(f"CenterCropPad {to}", f"{constants(s=to)}  y = CenterCropPad(x, s)", {"x": (3, 5)})
+    add(f"CenterCropPad {to}", f"{constant_nodes(s=to)}  y = CenterCropPad(x, s)", {"x": (3, 5)})
     body, given = "y = CenterCropPad(x, s)", {"s": ints(*to)}
     add(f"CenterCropPad {to}, run time", body, {"x": (3, 5)}, given=given)
 for axes in ([0, 2], [-1, -3], [1, -2 + 2]):
     given = {"s": ints(5, 2)}
     add(f"CenterCropPad axes {axes}", f"y = CenterCropPad<axes={axes}>(x, s)", T, given=given)
-add("CenterCropPad one axis", f"{constants(s=[8])}  y = CenterCropPad<axes=[-2]>(x, s)", T)
+add("CenterCropPad one axis", f"{constant_nodes(s=[8])}  y = CenterCropPad<axes=[-2]>(x, s)", T)
 
 for block, shape in ((2, (2, 8, 2, 3)), (3, (1, 9, 1, 2)), (1, (2, 3, 2, 2)), (2, (0, 4, 2, 2))):
     for mode in ("DCR", "CRD"):
@@ -220,11 +220,11 @@ MIXED = {  # begins, then ends
 }
 for mode, pads in MIXED.items():
     body = f'y = Pad<mode="{mode}">'
-    add(f"Pad {mode} mixed", f"{constants(p=pads)}  {body}(x, p)", PADS)
+    add(f"Pad {mode} mixed", f"{constant_nodes(p=pads)}  {body}(x, p)", PADS)
     add(f"Pad {mode} mixed, run time", f"{body}(x, p)", PADS, given={"p": ints(*pads)})
     some = {"p": ints(pads[2], pads[0], pads[5], pads[3]), "a": ints(-1, 0)}
     add(f"Pad {mode} mixed, axes", f"{body}(x, p, , a)", PADS, given=some)
-    a = constants(a=[1])
+    a = constant_nodes(a=[1])
     add(f"Pad {mode} mixed, one axis", f"{a}  {body}(x, p, , a)", PADS, given={"p": ints(2, -1)})
 given = {"p": ints(*MIXED["constant"])}
 add("Pad value, mixed", "y = Pad(x, p, v)", {**PADS, "v": ()}, given=given)
@@ -252,14 +252,14 @@ SLICES = [
 for name, *operands in SLICES:
     parts = dict(zip("seat", operands, strict=True))
     body = "y = Slice(x, s, e, a, t)"
-    add(f"Slice {name}", f"{constants(**parts)}  {body}", {"x": (3, 4, 5)})
+    add(f"Slice {name}", f"{constant_nodes(**parts)}  {body}", {"x": (3, 4, 5)})
     given = {k: ints(*v) for k, v in parts.items()}
     add(f"Slice {name}, run time", body, {"x": (3, 4, 5)}, given=given)
-    fixed = constants(**{k: parts[k] for k in "at"})
+    fixed = constant_nodes(**{k: parts[k] for k in "at"})
     some = {k: given[k] for k in "se"}
     add(f"Slice {name}, bounds at run time", f"{fixed}  {body}", {"x": (3, 4, 5)}, given=some)
 add("Slice no axes, steps", "y = Slice(x, s, e, , t)", T, given={k: ints(1, -1) for k in "set"})
-step = constants(s=[1], e=[3], a=[1])
+step = constant_nodes(s=[1], e=[3], a=[1])
 add(
     "Slice, only the step at run time",
     f"{step}  y = Slice(x, s, e, a, t)",

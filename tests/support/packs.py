@@ -247,10 +247,10 @@ class Objective:
     def __init__(self, prefix: str, factors: Feed, ys: Feed) -> None:
         self.prefix, self.ys = prefix, {n: y for n, y in ys.items() if n.startswith(prefix)}
         self.factors = {n: factors[n] for n in self.ys}
-        self.size = sum(_dot(np.abs(u), np.abs(self.ys[n])) for n, u in self.factors.items())
+        self.size = sum(dot_of(np.abs(u), np.abs(self.ys[n])) for n, u in self.factors.items())
 
     def __call__(self, ys: Feed) -> float:
-        return sum(_dot(u, ys[n]) for n, u in self.factors.items())
+        return sum(dot_of(u, ys[n]) for n, u in self.factors.items())
 
     def different_outputs(self, results: Feed) -> Iterator[str]:
         """Yield which outputs of the gradient model are not those of the model."""
@@ -263,7 +263,7 @@ class Objective:
                 yield f"{name} is {found}, expected {y}"
 
 
-def _dot(u: np.ndarray, y: np.ndarray) -> float:
+def dot_of(u: np.ndarray, y: np.ndarray) -> float:
     """Return sum(u y) over nonzero u; NaN if a step changes the shape."""
     if u.shape != y.shape:
         return np.nan

@@ -87,6 +87,8 @@ for policy in ("not_larger", "not_smaller"):
         resizes(f"linear {what}", f"{LINEAR}, {attributes}, axes={axes}", sizes=[5, 7])
     resizes(f"{policy} cubic", f"{CUBIC}, {attributes}, axes=[3]", sizes=[7])
     resizes(f"{policy} all", attributes, {"x": (2, 3)}, sizes=[3, 7])
+POLICY = 'mode="linear", keep_aspect_ratio_policy="not_larger"'
+resizes("not_larger by little", POLICY, {"x": (3, 20)}, sizes=[3, 19])  # the first stays 3 long
 TWICE = 'nearest_mode="floor", coordinate_transformation_mode="asymmetric"'
 resizes("twice", TWICE, scales=(1, 1, 2, 2))
 resizes("twice by sizes", TWICE, sizes=[1, 2, 6, 8])

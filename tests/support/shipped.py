@@ -231,13 +231,13 @@ def relative_errors(case: ShippedCase) -> dict[str, float]:
         for n, y in outputs.items()
         if np.issubdtype(y.dtype, np.floating)
     }
-    size = sum(_dot(np.abs(u), np.abs(outputs[n])) for n, u in factors.items())
+    size = sum(dot_of_finite(np.abs(u), np.abs(outputs[n])) for n, u in factors.items())
     model = onnx_derivative(case.model, weights=[])
     found = _on_onnxruntime(model)(case.arrays | {f"{n}_grad": u for n, u in factors.items()})
 
     def objective(values: Feed) -> float:
         ys = dict(zip(outputs, function(values), strict=True))
-        return sum(_dot(u, ys[n]) for n, u in factors.items())
+        return sum(dot_of_finite(u, ys[n]) for n, u in factors.items())
 
     gradients = dict(zip((y.name for y in model.graph.output), found, strict=True))
     result = {}
@@ -259,7 +259,7 @@ def relative_errors(case: ShippedCase) -> dict[str, float]:
 STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4)  # beyond a kink, and too small for the precision
 
 
-def _dot(u: np.ndarray, y: np.ndarray) -> float:
+def dot_of_finite(u: np.ndarray, y: np.ndarray) -> float:
     if u.shape != y.shape:  # a step that changes the number of elements
         return np.nan
     counted = u != 0

@@ -8,16 +8,17 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import check_gradient, onnx_derivative
+from onnxgrad import NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.forms import correlation
 from onnxgrad.autodiff.rules import windows
 from tests.support.convolution_cases import (
     CONVOLUTIONS,
     Convolution,
+    conv_model,
     convolution_feed,
-    convolution_model,
 )
-from tests.support.models import operator_names
+from tests.support.errors import naming
+from tests.support.models import operator_names, parse_model
 from tests.support.packs import Part, failures, gradients_on, side_by_side
 from tests.support.paths import ROOT
 from tests.support.running import in_sweep, run
@@ -28,7 +29,7 @@ CNN = ROOT / "data" / "digits_cnn.onnx"
 
 def convolution_parts(cases: list[Convolution], known: str) -> list[Part]:
     return [
-        Part(case.id, convolution_model(case, known), feed, tuple(feed))
+        Part(case.id, conv_model(case, known), feed, tuple(feed))
         for case in cases
         for feed in [convolution_feed(case)]
     ]
@@ -51,7 +52,7 @@ def test_gradient_of_first_order(start):
 @pytest.mark.parametrize("known", ["all", "rows", "channels"])
 @sweep_of(CONVOLUTIONS)
 def test_gradient(case, known):
-    made = convolution_model(case, known)
+    made = conv_model(case, known)
     report = check_gradient(made, feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
 
@@ -84,7 +85,7 @@ def test_gradient_of_large_images(monkeypatch):
     """Which is written with fewer elements in memory at once."""
     monkeypatch.setattr(windows, "LARGE", 1)
     for case in LARGE:
-        kinds = set(operator_names(onnx_derivative(convolution_model(case, "all"))))
+        kinds = set(operator_names(onnx_derivative(conv_model(case, "all"))))
         transposed = case.id in ("strides", "padding beyond the kernel")
         assert ("ConvTranspose" in kinds) == transposed, case.id
     assert failures(convolution_parts(LARGE, "all"), CHECK) == []
@@ -93,7 +94,7 @@ def test_gradient_of_large_images(monkeypatch):
 @sweep_of(LARGE)
 def test_second_order_of_large_images(case, monkeypatch):
     monkeypatch.setattr(windows, "LARGE", 1)
-    report = check_gradient(convolution_model(case, "all"), feed=convolution_feed(case), order=2)
+    report = check_gradient(conv_model(case, "all"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
 
 
@@ -126,7 +127,7 @@ def test_gradient_of_the_weight_in_every_form(form, monkeypatch):
 def test_second_order_of_the_weight_in_every_form(case, form, monkeypatch):
     only = {getattr(correlation, form): 1.0}
     monkeypatch.setattr(correlation, "times_of_forms", lambda *_: only)
-    report = check_gradient(convolution_model(case, "rows"), feed=convolution_feed(case), order=2)
+    report = check_gradient(conv_model(case, "rows"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
 
 
@@ -145,7 +146,7 @@ STRIDED = [
 def test_gradient_of_the_weight_with_strides_as_channels(monkeypatch):
     monkeypatch.setattr(correlation, "pays_to_split", lambda *_: True)
     for case in STRIDED:
-        kinds = operator_names(onnx_derivative(convolution_model(case, "rows")))
+        kinds = operator_names(onnx_derivative(conv_model(case, "rows")))
         assert ("SpaceToDepth" in kinds) == (case.id != "1-D"), case.id
     assert failures(convolution_parts(STRIDED, "rows"), CHECK) == []
 
@@ -153,7 +154,7 @@ def test_gradient_of_the_weight_with_strides_as_channels(monkeypatch):
 @sweep_of(STRIDED)
 def test_second_order_with_strides_as_channels(case, monkeypatch):
     monkeypatch.setattr(correlation, "pays_to_split", lambda *_: True)
-    report = check_gradient(convolution_model(case, "rows"), feed=convolution_feed(case), order=2)
+    report = check_gradient(conv_model(case, "rows"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
 
 
@@ -181,7 +182,7 @@ def test_gradient_of_images_as_torch(node, x_shape, w_shape, known):
     y = torch.nn.functional.conv2d(*operands, groups=x_shape[1] // w_shape[1], **options)
     g = rng.standard_normal(y.shape).astype(np.float32)
     y.backward(torch.tensor(g))
-    made = onnx_derivative(convolution_model(Convolution("", node, (x_shape, w_shape)), known))
+    made = onnx_derivative(conv_model(Convolution("", node, (x_shape, w_shape)), known))
     for ours, operand in zip(results_of(made, [x, w, g]), operands, strict=True):
         np.testing.assert_allclose(ours, operand.grad.numpy(), rtol=1e-4, atol=1e-3)
 
@@ -201,9 +202,9 @@ HEAVY = [
 def test_gradient_of_the_input_of_a_heavy_weight(case, known, monkeypatch):
     """Is one product for all images of two axes, and equals that of a light one."""
     x, w = (v.astype(np.float32) for v in convolution_feed(case).values())
-    light = onnx_derivative(convolution_model(case, known))
+    light = onnx_derivative(conv_model(case, known))
     monkeypatch.setattr(windows, "HEAVY", 1)
-    heavy = onnx_derivative(convolution_model(case, known))
+    heavy = onnx_derivative(conv_model(case, known))
     kinds = [set(operator_names(made)) for made in (light, heavy)]
     plane = case.id not in ("line", "space")
     assert ["Col2Im" in names for names in kinds] == [False, plane]
@@ -234,7 +235,7 @@ def test_ties_of_max_go_where_torch_sends_them():
     given = torch.tensor(x, requires_grad=True)
     torch.nn.functional.max_pool2d(given, 2).backward(torch.tensor(g))
     case = next(c for c in CONVOLUTIONS if c.id == "max")
-    made = convolution_model(case._replace(shapes=((1, 1, 4, 4),)), "rows")
+    made = conv_model(case._replace(shapes=((1, 1, 4, 4),)), "rows")
     np.testing.assert_array_equal(results_of(onnx_derivative(made), [x, g])[0], given.grad.numpy())
 
 
@@ -249,6 +250,15 @@ def test_convolution_as_torch(groups):
     g = rng.standard_normal(y.shape).astype(np.float32)
     y.backward(torch.tensor(g))
     node = f"Conv<strides=[2,2], pads=[1,1,1,1], dilations=[1,2], group={groups}>(x, w, b)"
-    made = onnx_derivative(convolution_model(Convolution("", node, shapes), "rows"))
+    made = onnx_derivative(conv_model(Convolution("", node, shapes), "rows"))
     for found, expected in zip(results_of(made, [x, w, b, g]), given, strict=True):
         np.testing.assert_allclose(found, expected.grad.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("node", ["Conv(x, w)", "ConvTranspose(x, w)", "ConvTranspose(x, w, b)"])
+def test_images_of_unknown_rank_are_refused(node):
+    inputs = "float[16] p, float[36] q, int64[k] s, int64[l] t, float[2] b"
+    body = f"w = Reshape(p, s)  x = Reshape(q, t)  y = {node}"
+    made = parse_model(f"g ({inputs}) => (float y) {{ {body} }}", output_shapes=False)
+    with pytest.raises(NoGradientRule, match=naming(node.split("(")[0], "'y'", "rank")):
+        onnx_derivative(made, inputs=["p"])

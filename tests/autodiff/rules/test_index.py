@@ -7,20 +7,22 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, check_gradient, onnx_derivative
-from tests.support.cases import model, run, typed
+from tests.support.cases import row_model, run_in_dtype, typed
+from tests.support.models import parse_model
 from tests.support.table import ROWS
 
 OPTIONS = DerivativeOptions.KeepOutputs | DerivativeOptions.FillGrad
 
 
-def gradients(node: str, arrays: dict[str, np.ndarray], opset: int = 20) -> list[np.ndarray]:
+def gradients_of_node(
+    node: str, arrays: dict[str, np.ndarray], opset: int = 20
+) -> list[np.ndarray]:
     """Return the gradient by each float input of `y = node`, for ones arriving."""
     kinds = {"f": "float", "i": "int64", "b": "bool"}
     given = ", ".join(f"{typed(kinds[a.dtype.kind], a.shape)} {n}" for n, a in arrays.items())
-    text = f'<ir_version: 9, opset_import: ["": {opset}]> g ({given}) => (float y) {{ {node} }}'
-    made = onnx.parser.parse_model(text)
-    made.graph.output[0].type.tensor_type.ClearField("shape")
-    return run(onnx_derivative(made, options=OPTIONS), arrays)[:-1]
+    text = f"g ({given}) => (float y) {{ {node} }}"
+    made = parse_model(text, opset=opset, output_shapes=False)
+    return run_in_dtype(onnx_derivative(made, options=OPTIONS), arrays)[:-1]
 
 
 # on the places 0, 1, 2 come: x and two u alike; u below x; one u above it, twice
@@ -54,7 +56,7 @@ def test_reductions_are_those_of_torch(node, reduction, torchs, arrays):
     x, u = (torch.tensor(arrays[n], requires_grad=True) for n in "xu")
     x.scatter_reduce(0, torch.tensor(arrays["i"]), u, torchs).sum().backward()
     i = arrays["i"][:, None] if node == "ScatterND" else arrays["i"]
-    found = gradients(f'y = {node}<reduction="{reduction}">(x, i, u)', {**arrays, "i": i})
+    found = gradients_of_node(f'y = {node}<reduction="{reduction}">(x, i, u)', {**arrays, "i": i})
     np.testing.assert_allclose(found[0], x.grad.numpy(), rtol=1e-6)
     np.testing.assert_allclose(found[1], u.grad.numpy(), rtol=1e-6)
 
@@ -69,14 +71,14 @@ def test_reductions_are_those_of_torch(node, reduction, torchs, arrays):
     ],
 )
 def test_of_equal_ones_the_first_gets_the_gradient(node, x, expected):
-    np.testing.assert_array_equal(gradients(node, {"x": np.array(x, float)})[0], expected)
+    np.testing.assert_array_equal(gradients_of_node(node, {"x": np.array(x, float)})[0], expected)
 
 
 def test_onehot_adds_up_what_is_hot_and_what_is_not():
     weighted = "o = OneHot<axis=0>(i, d, v)  y = Mul(o, w)"
     i, w = np.array([2, -1, 7, 0, -4]), np.arange(15.0).reshape(3, 5)
     arrays = {"i": i, "d": np.array(3), "v": np.array([0.5, 2.0]), "w": w}
-    dv, _ = gradients(weighted, arrays)
+    dv, _ = gradients_of_node(weighted, arrays)
     hot = w[2, 0] + w[2, 1] + w[0, 3]  # 7 and -4 are out of range
     np.testing.assert_allclose(dv, [w.sum() - hot, hot])
 
@@ -85,7 +87,7 @@ def test_places_read_often_get_all_of_their_gradient():
     i = np.random.default_rng(0).integers(-10, 10, (100_000, 1))
     x = np.zeros((10, 1))
     for node in ("GatherElements(x, i)", "GatherND(x, i)"):
-        (dx,) = gradients(f"y = {node}", {"x": x, "i": i})
+        (dx,) = gradients_of_node(f"y = {node}", {"x": x, "i": i})
         np.testing.assert_array_equal(dx.ravel(), np.bincount(i.ravel() % 10))
 
 
@@ -93,7 +95,7 @@ def test_rows_of_a_table_are_added_in_its_own_shape():
     """A gradient that is reshaped at the end is copied, all of the table."""
     i = np.array([[2, -1, 2], [0, 2, -5]])
     arrays = {"x": np.zeros((5, 3, 2)), "i": i}
-    (dx,) = gradients("y = Gather(x, i)", arrays)
+    (dx,) = gradients_of_node("y = Gather(x, i)", arrays)
     np.testing.assert_array_equal(dx[:, 0, 0], np.bincount(i.ravel() % 5, minlength=5))
     text = """<ir_version: 9, opset_import: ["": 20]>
         g (float[5, 3, 2] x, int64[2, N] i) => (float[2, N, 3, 2] y) { y = Gather(x, i) }"""
@@ -106,7 +108,7 @@ def test_only_the_last_write_to_a_place_has_a_gradient(node):
     rng, x, u = np.random.default_rng(0), (500, 3), (4000, 3)
     i = rng.integers(-x[0], x[0], u if node == "ScatterElements" else (u[0], 1))
     arrays = {"x": np.zeros(x), "i": i, "u": rng.standard_normal(u), "w": rng.standard_normal(x)}
-    dx, du, _ = gradients(f"s = {node}(x, i, u)  y = Mul(s, w)", arrays)
+    dx, du, _ = gradients_of_node(f"s = {node}(x, i, u)  y = Mul(s, w)", arrays)
     columns = np.broadcast_to(np.arange(x[1]), u)
     rows = np.broadcast_to(i % x[0], u)
     last = np.full(x, -1)
@@ -176,7 +178,7 @@ def test_scatternd_is_written_without_reduction_only():
     written = 0
     for row in ROWS:
         if "ScatterND" in row.body or "GatherND" in row.body:
-            made = onnx_derivative(model(row), weights=[])
+            made = onnx_derivative(row_model(row), weights=[])
             nodes = [n for n in made.graph.node if n.op_type == "ScatterND"]
             own = [a for n in nodes for a in n.attribute if a.s != b"none"]
             assert not own, row.id

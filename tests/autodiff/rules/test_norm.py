@@ -11,6 +11,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from tests.support.cases import KINDS, typed
+from tests.support.models import operator_names
 from tests.support.packs import Part, failures, gradients_on
 from tests.support.running import in_sweep
 
@@ -19,7 +20,7 @@ F = torch.nn.functional
 RNG = np.random.default_rng(0)
 
 
-def model_of_body(body, given, opset=23, outputs="y"):
+def norm_model(body, given, opset=23, outputs="y"):
     """Return a model of `body` whose inputs have the names, types and shapes of `given`."""
     kinds = {np.dtype(t): t.__name__ for t in (np.float16, np.uint8)}
     kinds |= {**KINDS, np.dtype(np.float32): "float"}
@@ -86,13 +87,15 @@ SAME = {  # node -> the same in PyTorch, of the same operands
         lambda t, x, s, b: (F.instance_norm(x, weight=s, bias=b),),
         {"x": floats_of(2, 6, 3, 4), "s": S, "b": B}),
     "y = GroupNormalization<num_groups=3>(x, s, b)": (
-        lambda t, x, s, b: (F.group_norm(x, 3, s, b),), {"x": floats_of(2, 6, 3, 4), "s": S, "b": B}),
+        lambda t, x, s, b: (F.group_norm(x, 3, s, b),),
+        {"x": floats_of(2, 6, 3, 4), "s": S, "b": B}),
     "y = LRN<size=3, alpha=0.7, beta=0.6, bias=1.5>(x)": (
         lambda t, x: (F.local_response_norm(x, 3, 0.7, 0.6, 1.5),), {"x": floats_of(2, 6, 3, 4)}),
     "y = MeanVarianceNormalization(x)": (standardized, {"x": floats_of(2, 3, 4, 5)}),
     "y = LpNormalization<axis=1, p=1>(x)": (
         lambda t, x: (F.normalize(x, 1.0, 1),), {"x": floats_of(4, 6)}),
-    "y = LpNormalization<axis=0>(x)": (lambda t, x: (F.normalize(x, 2.0, 0),), {"x": floats_of(4, 6)}),
+    "y = LpNormalization<axis=0>(x)": (
+        lambda t, x: (F.normalize(x, 2.0, 0),), {"x": floats_of(4, 6)}),
 }  # fmt: skip
 
 
@@ -101,7 +104,7 @@ def test_gradient_is_that_of_torch(body):
     """Order two as well: in float32 statistics come from the kernel, in float64 from the rule."""
     function, given = SAME[body]
     names = body.split(" = ")[0].replace(",", "")
-    made = model_of_body(body, given, outputs=names)
+    made = norm_model(body, given, outputs=names)
     leaves = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in given.values()]
     ys = function(torch, *leaves)
     ups = [torch.tensor(floats_of(*y.shape), dtype=torch.float64, requires_grad=True) for y in ys]
@@ -144,7 +147,7 @@ def test_loss_is_that_of_torch(shape, kind, reduction, ignored):
         attributes = f'reduction="{reduction}", ignore_index={ignored}'
         for w in (None, np.array([0.3, 2, 1], np.float32)):
             given = {"x": x, "t": labels} | ({} if w is None else {"w": w})
-            made = model_of_body(f"y = {node}<{attributes}>({', '.join(given)})", given, 18)
+            made = norm_model(f"y = {node}<{attributes}>({', '.join(given)})", given, 18)
             leaf = torch.tensor(x, requires_grad=True)
             weight = None if w is None else torch.tensor(w)
             target = torch.tensor(labels.astype(np.int64))
@@ -165,7 +168,7 @@ def test_lrn_of_what_onnxruntime_cannot_run():
     parts = []
     for size, shape in product(SIZES_OF_LRN, SHAPES_OF_LRN):
         given = {"x": floats_of(*shape)}
-        made = model_of_body(f"y = LRN<size={size}, alpha=0.7, bias=1.5>(x)", given)
+        made = norm_model(f"y = LRN<size={size}, alpha=0.7, bias=1.5>(x)", given)
         parts.append(Part(f"{size} {shape}", made, given, ("x",)))
     assert failures(parts, gradients_on("reference")) == []
 
@@ -174,7 +177,7 @@ def test_lrn_of_what_onnxruntime_cannot_run():
 @pytest.mark.parametrize("shape", SHAPES_OF_LRN)
 @pytest.mark.parametrize("size", SIZES_OF_LRN)
 def test_second_gradient_of_lrn(size, shape):
-    made = model_of_body(f"y = LRN<size={size}, alpha=0.7, bias=1.5>(x)", {"x": floats_of(*shape)})
+    made = norm_model(f"y = LRN<size={size}, alpha=0.7, bias=1.5>(x)", {"x": floats_of(*shape)})
     report = check_gradient(onnx_derivative(made))  # which runs on onnxruntime
     assert report.ok, str(report)
 
@@ -182,12 +185,12 @@ def test_second_gradient_of_lrn(size, shape):
 def test_where_the_norm_is_zero():
     for p in (1, 2):
         x = np.array([[0, 0], [3, 4]], np.float32)
-        made = model_of_body(f"y = LpNormalization<p={p}>(x)", {"x": x})
+        made = norm_model(f"y = LpNormalization<p={p}>(x)", {"x": x})
         dx = gradients_for(made, {"x": x}, {"y": x + 1})["x"]
         np.testing.assert_array_equal(dx[0], 0)
         assert np.abs(dx[1]).max() > 0.01
     x = np.array([[2, 2], [3, 4]], np.float32)
-    made = model_of_body("y = MeanVarianceNormalization<axes=[1]>(x)", {"x": x})
+    made = norm_model("y = MeanVarianceNormalization<axes=[1]>(x)", {"x": x})
     assert np.isfinite(gradients_for(made, {"x": x}, {"y": x})["x"]).all()
 
 
@@ -203,7 +206,7 @@ def test_where_the_norm_is_zero():
 )
 def test_scale_of_dynamic_quantization(x, expected):
     x = np.array(x, np.float32)
-    made = model_of_body("q, y, z = DynamicQuantizeLinear(x)", {"x": x})
+    made = norm_model("q, y, z = DynamicQuantizeLinear(x)", {"x": x})
     dx = gradients_for(made, {"x": x}, {"y": np.array(255, np.float32)})["x"]
     np.testing.assert_allclose(dx, expected, rtol=1e-6)
 
@@ -212,16 +215,16 @@ def test_quantized_and_back_has_the_gradient_of_its_last_scale():
     x, s = floats_of(3, 4), np.array([0.1, 0.2, 0.3, 0.4], np.float32)
     body = "q = QuantizeLinear<axis=-1>(x, s)  y = DequantizeLinear<axis=-1>(q, s)"
     with pytest.raises(NoGradientRule, match="quantized"):
-        check_gradient(model_of_body(body, {"x": x, "s": s}), feed={"x": x}, inputs=["x"])
+        check_gradient(norm_model(body, {"x": x, "s": s}), feed={"x": x}, inputs=["x"])
     up = floats_of(3, 4)
-    found = gradients_for(model_of_body(body, {"x": x, "s": s}), {"x": x, "s": s}, {"y": up}, ["s"])
+    found = gradients_for(norm_model(body, {"x": x, "s": s}), {"x": x, "s": s}, {"y": up}, ["s"])
     steps = np.clip(np.rint(x / s), 0, 255)
     np.testing.assert_allclose(found["s"], (up * steps).sum(0), rtol=1e-5)
 
 
 def test_dequantized_in_another_dtype():
     x, s = np.arange(12, dtype=np.uint8).reshape(3, 4), np.array([1, 2, 0.5, 4], np.float16)
-    made = model_of_body("y = DequantizeLinear<axis=1, output_dtype=1>(x, s)", {"x": x, "s": s})
+    made = norm_model("y = DequantizeLinear<axis=1, output_dtype=1>(x, s)", {"x": x, "s": s})
     made.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     up = floats_of(3, 4)
     ds = gradients_for(made, {"x": x, "s": s}, {"y": up})["s"]
@@ -248,7 +251,7 @@ def test_a_float8_has_no_gradient():
 def test_ratio_of_dropout(ratio):
     """The mask held fixed, y = x mask / (1 - p) has the slope y / (1 - p) in p."""
     given = {"x": floats_of(50), "r": np.array(ratio, np.float32), "t": np.array(True)}
-    made = model_of_body("y = Dropout<seed=1>(x, r, t)", given)
+    made = norm_model("y = Dropout<seed=1>(x, r, t)", given)
     options = DerivativeOptions.KeepOutputs | DerivativeOptions.FillGrad
     made = onnx_derivative(made, weights=[], options=options)
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -263,14 +266,29 @@ def test_half_precision_in_the_statistics():
     x = (100 * floats_of(4, 64)).astype(np.float16)
     s = np.ones(64, np.float16)
     for node in ("LayerNormalization", "RMSNormalization"):
-        made = model_of_body(f"y = {node}(x, s)", {"x": x, "s": s})
+        made = norm_model(f"y = {node}(x, s)", {"x": x, "s": s})
         up = np.ones((4, 64), np.float16)
         up[:, ::2] = 0
         found = gradients_for(made, {"x": x, "s": s}, {"y": up})
         wide = {"x": x.astype(np.float32), "s": s.astype(np.float32)}
         single = gradients_for(
-            model_of_body(f"y = {node}(x, s)", wide), wide, {"y": up.astype(np.float32)}
+            norm_model(f"y = {node}(x, s)", wide), wide, {"y": up.astype(np.float32)}
         )
         for name in ("x", "s"):
             assert found[name].dtype == np.float16
             np.testing.assert_allclose(found[name], single[name], rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("stash_type", [1, 16])
+def test_layers_whose_statistics_are_stated_to_be_less_precise(stash_type):
+    """In float32 the rule takes the statistics of the node, if they are of float32."""
+    given = {"x": floats_of(4, 6), "s": S, "b": B}
+    node = f"y = LayerNormalization<epsilon=0.1, stash_type={stash_type}>(x, s, b)"
+    made, up = norm_model(node, given, 17), floats_of(4, 6)
+    operators = operator_names(onnx_derivative(made, weights=[]))
+    assert ("LayerNormalization" in operators) == (stash_type == 1)
+    leaves = [torch.tensor(a, requires_grad=True) for a in given.values()]
+    F.layer_norm(leaves[0], (6,), *leaves[1:], eps=0.1).backward(torch.tensor(up))
+    found = gradients_for(made, given, {"y": up})
+    for name, leaf in zip(given, leaves, strict=True):
+        np.testing.assert_allclose(found[name], leaf.grad, rtol=1e-4, atol=1e-5)

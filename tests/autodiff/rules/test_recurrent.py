@@ -21,7 +21,8 @@ from onnxgrad import (
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
 from tests.support.cases import run_in_dtype
-from tests.support.models import operator_names
+from tests.support.errors import naming
+from tests.support.models import add_initializers, operator_names, parse_model
 from tests.support.packs import side_by_side
 from tests.support.running import in_sweep
 
@@ -338,13 +339,15 @@ def two_recurrent_layers(kind: str, directions: int, packed: bool) -> onnx.Model
         f"float[{d}, {2 * wide}] b{k}"
         for k, i in ((0, INPUT), (1, d * HIDDEN))
     )
-    return onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 17]>
-        g (float[T, N, {INPUT}] x, {declared}{lengths})
+    return parse_model(
+        f"""g (float[T, N, {INPUT}] x, {declared}{lengths})
         => (float[T, N, {d * HIDDEN}] y, float[{d}, N, {HIDDEN}] s)
         {{ a = {node}(x, w0, r0, b0{n})  m = Transpose<perm=[0, 2, 1, 3]>(a)
            k = Constant<value_ints=[0, 0, -1]>()  h = Reshape(m, k)
            c, s = {node}(h, w1, r1, b1{n})  e = Transpose<perm=[0, 2, 1, 3]>(c)
-           y = Reshape(e, k) }}""")
+           y = Reshape(e, k) }}""",
+        opset=17,
+    )
 
 
 @pytest.mark.parametrize("kind", GATES)

@@ -11,24 +11,22 @@ from onnxgrad import ModelError, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.weights import constant_refs
-from tests.support.cases import run
+from tests.support.cases import run_in_dtype
+from tests.support.errors import naming
+from tests.support.models import parse_model
 
 
-def parsed(inputs: str, body: str, opset: int = 20, initializers: str = "") -> onnx.ModelProto:
-    made = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["": {opset}]> g ({inputs}) => (float y) '
-        f"<{initializers}> {{ {body} }}"
-    )
-    made.graph.output[0].type.tensor_type.ClearField("shape")
-    return made
+def of_parts(inputs: str, body: str, opset: int = 20, initializers: str = "") -> onnx.ModelProto:
+    text = f"g ({inputs}) => (float y) <{initializers}> {{ {body} }}"
+    return parse_model(text, opset=opset, ir_version=8, output_shapes=False)
 
 
-def gradients(made: onnx.ModelProto, feed: dict, inputs: list[str]) -> tuple:
+def output_and_gradients(made: onnx.ModelProto, feed: dict, inputs: list[str]) -> tuple:
     """Return the output, what arrives there, and the gradients of the inputs."""
-    (y,) = run(made, feed)
+    (y,) = run_in_dtype(made, feed)
     arrives = np.random.default_rng(3).standard_normal(y.shape)
     derivative = onnx_derivative(made, inputs=inputs, weights=[])
-    return y, arrives, run(derivative, feed | {"y_grad": arrives})
+    return y, arrives, run_in_dtype(derivative, feed | {"y_grad": arrives})
 
 
 @pytest.mark.parametrize("aligned", [0, 1])
@@ -46,9 +44,9 @@ def test_grid_sample_is_that_of_torch_between_and_at_elements(mode, padding, ali
     u = [2 * p / (n - 1) - 1 if aligned else (2 * p + 1) / n - 1 for p, n in places]
     grid = np.stack(u, axis=-1)[None].astype(np.float32)
     node = f'GridSample<mode="{mode}", padding_mode="{padding}", align_corners={aligned}>(x, u)'
-    made = parsed("float[n, c, h, w] x, float[n, p, q, 2] u", f"y = {node}")
+    made = of_parts("float[n, c, h, w] x, float[n, p, q, 2] u", f"y = {node}")
     inputs = ["x"] if mode == "nearest" else ["x", "u"]
-    y, arrives, found = gradients(made, {"x": x, "u": grid}, inputs)
+    y, arrives, found = output_and_gradients(made, {"x": x, "u": grid}, inputs)
     given = [torch.tensor(v, requires_grad=True) for v in (x, grid)]
     name = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     expected = torch.nn.functional.grid_sample(*given, name, padding, bool(aligned))
@@ -63,8 +61,8 @@ def test_nearest_follows_the_runtime_where_places_are_halfway():
     grid = np.stack([(2 * places + 1) / 4 - 1, 0 * places], axis=-1)[None, None].astype(np.float32)
     x = np.random.default_rng(0).standard_normal((1, 1, 1, 4)).astype(np.float32)
     node = 'y = GridSample<mode="nearest", padding_mode="reflection">(x, u)'
-    made = parsed("float[n, c, h, w] x, float[n, p, q, 2] u", node)
-    y, arrives, (dx,) = gradients(made, {"x": x, "u": grid}, ["x"])
+    made = of_parts("float[n, c, h, w] x, float[n, p, q, 2] u", node)
+    y, arrives, (dx,) = output_and_gradients(made, {"x": x, "u": grid}, ["x"])
     np.testing.assert_allclose(np.vdot(y, arrives), np.vdot(x, dx), rtol=1e-5)  # y is linear in x
 
 
@@ -84,9 +82,9 @@ def test_resize_is_that_of_torch(mode, attributes, options, sizes):
     torch = pytest.importorskip("torch")
     said = {"mode": mode} | attributes
     text = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in said.items())
-    made = parsed("float[n, c, h, w] x, int64[4] s", f"y = Resize<{text}>(x, , , s)")
+    made = of_parts("float[n, c, h, w] x, int64[4] s", f"y = Resize<{text}>(x, , , s)")
     x = np.random.default_rng(0).standard_normal((2, 3, 5, 6)).astype(np.float32)
-    y, arrives, (dx,) = gradients(made, {"x": x, "s": np.array([2, 3, *sizes])}, ["x"])
+    y, arrives, (dx,) = output_and_gradients(made, {"x": x, "s": np.array([2, 3, *sizes])}, ["x"])
     given = torch.tensor(x, requires_grad=True)
     options = {"mode": "bilinear"} | options
     expected = torch.nn.functional.interpolate(given, size=sizes, **options)
@@ -97,7 +95,9 @@ def test_resize_is_that_of_torch(mode, attributes, options, sizes):
 
 def test_resize_by_whole_numbers_needs_no_matrix():
     said = 'nearest_mode="floor", coordinate_transformation_mode="asymmetric"'
-    made = parsed("float[n, c, h, w] x", f"y = Resize<{said}>(x, , s)", 20, "float[4] s={1,1,2,3}")
+    made = of_parts(
+        "float[n, c, h, w] x", f"y = Resize<{said}>(x, , s)", 20, "float[4] s={1,1,2,3}"
+    )
     operators = {n.op_type for n in onnx_derivative(made).graph.node}
     assert "ReduceSum" in operators
     assert "MatMul" not in operators
@@ -116,21 +116,23 @@ def test_resize_by_whole_numbers_needs_no_matrix():
     ],
 )
 def test_resize_before_opset_11_keeps_its_meaning(opset, node, scales):
-    made = parsed("float[1, 2, 6, 7] x", f"y = {node}", opset, scales)
+    made = of_parts("float[1, 2, 6, 7] x", f"y = {node}", opset, scales)
     feed = {"x": np.random.default_rng(0).standard_normal((1, 2, 6, 7)).astype(np.float32)}
-    np.testing.assert_allclose(run(to_proto(prepare(made)), feed)[0], run(made, feed)[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        run_in_dtype(to_proto(prepare(made)), feed)[0], run_in_dtype(made, feed)[0], rtol=1e-5
+    )
     report = check_gradient(made, feed=feed)
     assert report.ok, str(report)
 
 
 def test_resize_before_opset_11_that_both_grows_and_shrinks_is_refused():
     scales = "float[4] s={1, 1, 1.5, 0.6}"
-    with pytest.raises(ModelError, match="nearest requires constant scales"):
-        prepare(parsed("float[1, 2, 6, 7] x", "y = Resize(x, s)", 10, scales))
+    with pytest.raises(ModelError, match=naming("nearest", "scales")):
+        prepare(of_parts("float[1, 2, 6, 7] x", "y = Resize(x, s)", 10, scales))
 
 
 def test_scales_are_no_weights():
-    made = parsed("float[n, c, h, w] x", "y = Resize(x, , s)", 20, "float[4] s={1, 1, 2, 3}")
+    made = of_parts("float[n, c, h, w] x", "y = Resize(x, , s)", 20, "float[4] s={1, 1, 2, 3}")
     assert not any(site.default for site in constant_refs(made))
 
 
@@ -139,11 +141,13 @@ def test_scales_put_together_are_no_weights():
     body = """a = Constant<value_floats=[1.0, 1.0]>()  b = Constant<value_floats=[2.0, 1.5]>()
         c = Concat<axis=0>(a, b)  s = Identity(c)  z = Mul(x, w)  y = Resize<mode="linear">(z, , s)
     """
-    made = parsed("float[n, 2, 6, 7] x", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}")
+    made = of_parts("float[n, 2, 6, 7] x", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}")
     assert [site.name for site in constant_refs(made) if site.default] == ["w"]
     assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad", "w_grad"]
     body = body.replace("b = Constant<value_floats=[2.0, 1.5]>()", "")
-    taken = parsed("float[n, 2, 6, 7] x, float[2] b", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}")
+    taken = of_parts(
+        "float[n, 2, 6, 7] x, float[2] b", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}"
+    )
     assert [y.name for y in onnx_derivative(taken, []).graph.output] == ["x_grad"]
 
 
@@ -158,7 +162,7 @@ def test_scales_put_together_are_no_weights():
     ],
 )
 def test_gradients_of_scales_and_roi_are_refused_where_there_are_any(attributes, inputs, refused):
-    made = parsed(
+    made = of_parts(
         "float[1, 1, 3, 4] x, float[8] r, float[4] s", f"y = Resize<{attributes}>({inputs})"
     )
     error, what = NoGradientRule, f"the gradient of its {refused} is not covered"
@@ -169,17 +173,17 @@ def test_gradients_of_scales_and_roi_are_refused_where_there_are_any(attributes,
 
 
 def test_col2im_of_unknown_rank_is_refused():
-    made = parsed("float[n, c, l] x, int64[m] i, int64[m] b", "y = Col2Im(x, i, b)")
-    with pytest.raises(NoGradientRule, match="rank of its output is not known"):
+    made = of_parts("float[n, c, l] x, int64[m] i, int64[m] b", "y = Col2Im(x, i, b)")
+    with pytest.raises(NoGradientRule, match=naming("Col2Im", "rank")):
         onnx_derivative(made, inputs=["x"])
 
 
 @pytest.mark.parametrize("mode", ["avg", "max"])
 def test_no_regions(mode):
     body = f'y = RoiAlign<mode="{mode}", output_height=2>(x, r, b)'
-    made = parsed("float[1, 2, 4, 4] x, float[n, 4] r, int64[n] b", body)
+    made = of_parts("float[1, 2, 4, 4] x, float[n, 4] r, int64[n] b", body)
     feed = {"x": np.ones((1, 2, 4, 4)), "r": np.ones((0, 4)), "b": np.zeros(0, np.int64)}
-    _, _, (dx, dr) = gradients(made, feed, ["x", "r"])
+    _, _, (dx, dr) = output_and_gradients(made, feed, ["x", "r"])
     np.testing.assert_array_equal(dx, np.zeros((1, 2, 4, 4)))
     assert dr.shape == (0, 4)
 
@@ -191,8 +195,10 @@ def test_max_roi_pool_is_that_of_a_loop():
     rois = np.array(
         [[0, 1, 1, 4, 3], [1, -2, 0.5, 7, 2.5], [0, 3, 3, 1, 1], [1, 9, 9, 9, 9]], np.float32
     )
-    made = parsed("float[n, c, h, w] x, float[m, 5] r", "y = MaxRoiPool<pooled_shape=[2, 3]>(x, r)")
-    y, arrives, (dx,) = gradients(made, {"x": x, "r": rois}, ["x"])
+    made = of_parts(
+        "float[n, c, h, w] x, float[m, 5] r", "y = MaxRoiPool<pooled_shape=[2, 3]>(x, r)"
+    )
+    y, arrives, (dx,) = output_and_gradients(made, {"x": x, "r": rois}, ["x"])
     expected = np.zeros_like(x)
     for r, c, p, q in np.ndindex(y.shape):
         at = np.argwhere(x[int(rois[r, 0]), c] == y[r, c, p, q])
@@ -203,7 +209,7 @@ def test_max_roi_pool_is_that_of_a_loop():
 
 def test_gradient_models_load_without_warnings_of_shape():
     body = 'y = Resize<mode="linear">(x, , s)'
-    made = parsed("float[1, 2, 6, 7] x", body, 20, "float[4] s={1, 1, 2, 1.5}")
+    made = of_parts("float[1, 2, 6, 7] x", body, 20, "float[4] s={1, 1, 2, 1.5}")
     session = ort.InferenceSession(
         onnx_derivative(made).SerializeToString(), providers=["CPUExecutionProvider"]
     )
@@ -211,10 +217,10 @@ def test_gradient_models_load_without_warnings_of_shape():
 
 
 def test_scales_are_no_input_by_default():
-    made = parsed("float[1, 1, 4] x, float[3] s", 'y = Resize<mode = "linear">(x, , s)')
+    made = of_parts("float[1, 1, 4] x, float[3] s", 'y = Resize<mode = "linear">(x, , s)')
     assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad"]
     feed = {"x": np.arange(4.0).reshape(1, 1, 4), "s": np.array([1, 1, 1.7])}
     report = check_gradient(made, feed=feed)
     assert report.ok, str(report)
-    with pytest.raises(NoGradientRule, match="the gradient of its scales is not covered"):
+    with pytest.raises(NoGradientRule, match=naming("Resize", "scales")):
         onnx_derivative(made, inputs=["s"])

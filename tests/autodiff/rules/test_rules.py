@@ -104,7 +104,10 @@ def slopes_at(node: str, *points) -> list[np.ndarray]:
     """Return the gradient by each input x0, x1, ... of a node, for ones arriving."""
     arrays = [np.array(a, np.float32) for a in points]
     given = ", ".join(f"{typed('float', a.shape)} x{i}" for i, a in enumerate(arrays))
-    made = parse_model(f"g ({given}) => (float y) {{ y = {node} }}", opset=20, output_shapes=False)
+    node, *constants = node.split("  ")
+    weights = [re.sub(r"\{(.*)\}", r"Constant<value_float=\1>()", c) for c in constants]
+    body = "  ".join([*weights, f"y = {node}"])
+    made = parse_model(f"g ({given}) => (float y) {{ {body} }}", opset=20, output_shapes=False)
     feed = {f"x{i}": a for i, a in enumerate(arrays)}
     return run(onnx_derivative(made, options=ONES), feed)[:-1]
 
@@ -157,6 +160,11 @@ KINKS = [
     ("Pow(x0, x1)", lambda t, a, b: a.pow(b), [[0, 0, 0, 2], [1, 2, 0, 0]]),
     ("Clip(x0, x1, x2)", lambda t, x, a, b: x.clamp(a, b), [[-1, 0, 1, 2], 0.0, 1.0]),
     ("Clip(x0, x1, x2)", lambda t, x, a, b: x.clamp(a, b), [[-1, 0, 1, 2], 1.0, 0.0]),
+    # of constants, from which other nodes follow
+    ("Pow(x0, c)  c = {0.0}", lambda t, x: x.pow(0.0), [[0, 2]]),
+    ("Pow(x0, c)  c = {3.0}", lambda t, x: x.pow(3.0), [[0, -2]]),
+    ("Clip(x0, c, d)  c = {0.0}  d = {1.0}", lambda t, x: x.clamp(0, 1), [[-1, 0, 1, 2]]),
+    ("Clip(x0, c, d)  c = {2.0}  d = {1.0}", lambda t, x: x.clamp(2, 1), [[0, 1, 1.5, 2, 3]]),
 ]
 
 

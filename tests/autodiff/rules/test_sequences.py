@@ -223,7 +223,7 @@ def test_what_may_be_nothing_has_no_zero():
         h = OptionalHasElement(o)
         y = If<then_branch = p () => (float[3] d) { d = OptionalGetElement(o) },
             else_branch = q () => (float[3] e) { e = Neg(x) }>(h) }"""
-    with pytest.raises(NoGradientRule, match="'o' is an Optional"):
+    with pytest.raises(NoGradientRule, match=naming("'o'", "Optional")):
         onnx_derivative(parse_model(text))
 
 
@@ -427,11 +427,11 @@ def test_a_sequence_as_output():
 @pytest.mark.parametrize(
     ("body", "hint"),
     [
-        ("s = SequenceConstruct(e, x)", "select 'e' instead"),
-        ("t = SequenceConstruct(e)  s = SequenceInsert(t, e)", "select a tensor that it contains"),
+        ("s = SequenceConstruct(e, x)", "select 'e'"),
+        ("t = SequenceConstruct(e)  s = SequenceInsert(t, e)", "select a tensor"),
     ],
 )
 def test_only_sequences_as_outputs(body, hint):
     text = f"g (float[3] x) => (seq(float[3]) s) {{ e = Exp(x)  {body} }}"
-    with pytest.raises(ValueError, match=f"'s' is no tensor: {hint}"):
+    with pytest.raises(ValueError, match=naming("'s'", hint)):
         onnx_derivative(parse_model(text))
