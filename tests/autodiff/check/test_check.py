@@ -17,7 +17,7 @@ from onnxgrad.graph.operators import OPERATORS, Operator
 from onnxgrad.model.convert import in_precision
 from tests.support.errors import naming
 from tests.support.models import parse_model
-from tests.support.running import in_sweep, session_of
+from tests.support.running import in_sweep, run, session_of
 
 
 def scaled_tanh() -> onnx.ModelProto:
@@ -362,6 +362,32 @@ def test_max_pools_in_float64_are_those_of_the_reference(options):
         report = check_gradient(model)
         assert report.ok
         assert report.computed == "float64 on onnx.reference"
+
+
+@pytest.mark.parametrize(
+    ("node", "shape"),
+    [
+        ("y = Erf(x)", (2, 3)),
+        ("y = Gelu(x)", (2, 3)),
+        ('y = Gelu<approximate="tanh">(x)', (2, 3)),
+        ("y = Mean(row, x, x)", (2, 3)),
+        ("y = LRN<size=5, alpha=0.3, beta=0.6, bias=1.5>(x)", (2, 7, 3, 2)),
+        ("y = LRN<size=3>(x)", (2, 5, 3, 2)),
+        ("y = MeanVarianceNormalization(x)", (2, 3, 4, 2)),
+        ("y = MeanVarianceNormalization<axes=[1]>(x)", (2, 3, 4, 2)),
+        ("q, s, z = DynamicQuantizeLinear(x)  y = DequantizeLinear(q, s, z)", (4, 6)),
+        ("y = GlobalMaxPool(x)", (2, 3, 5)),
+        ("y = GlobalMaxPool(x)", (2, 3, 2, 2, 2)),
+    ],
+)
+def test_operators_in_float64_are_those_of_onnxruntime(node, shape):
+    text = f"g (float{list(shape)} x) => (float y) <float[1,3] row = {{1, 2, 3}}> {{ {node} }}"
+    model = parse_model(text, opset=20, output_shapes=False)
+    x = np.random.default_rng(0).normal(size=shape)
+    [expected] = run(model, x=x.astype(np.float32))
+    [found] = on_reference(in_precision(model, ir.DataType.DOUBLE))({"x": x})
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", [c if c < 6 else in_sweep(c) for c in range(24)])
