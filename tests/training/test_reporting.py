@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
@@ -263,17 +262,6 @@ def test_threads_in_numbers(caplog):
     assert sum("message" in m for m in caplog.messages) == 200
     assert sum("detail" in m for m in caplog.messages) == 100
     assert (logger.level, logger.filters, logger.handlers) == (before, FILTERS, [])
-
-
-def test_verbose_with_a_handler_of_the_program():
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    logger.addHandler(handler)
-    try:
-        loss_outside(verbose=1).fit(X, Y)
-    finally:
-        logger.removeHandler(handler)
-    assert len(printed_epochs(stream.getvalue())) == 3
 
 
 def test_passes_report_when_asked(caplog):

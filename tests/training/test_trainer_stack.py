@@ -261,20 +261,6 @@ def test_a_second_fit_goes_on_with_the_weights():
     assert len(stack.history) == 2
 
 
-def test_batches_of_an_iterable():
-    X, y = features_and_classes(np.float64)
-    batches = [(X[i : i + 20], y[i : i + 20]) for i in range(0, ROWS, 20)]
-    stack = og.TrainerStack(
-        relu_model(np.float64), "cross_entropy", optimizer="adam", learning_rate=RATES
-    )
-    stack.fit(batches, epochs=2)
-    own = og.Trainer(
-        relu_model(np.float64), "cross_entropy", optimizer="adam", learning_rate=RATES[2]
-    )
-    own.fit(batches, epochs=2)
-    np.testing.assert_allclose(stack.state.weights["w0"][2], own.state.weights["w0"], atol=1e-12)
-
-
 @pytest.mark.parametrize(("options", "named"), [
     ({}, "members="),
     ({"members": 2}, "equal"),
