@@ -17,11 +17,12 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.shapes import is_real
-from onnxgrad.graph.traversal import all_nodes, reads
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.native import Target, max_pools, products, wide
 from onnxgrad.native.phases import PHASES
 from onnxgrad.runtime.device import CPU
+from tests.support.emitters import assert_ordered
 from tests.support.models import parse_model
 from tests.support.running import in_sweep, run_named
 
@@ -64,18 +65,6 @@ def read_again(model: ir.Model) -> None:
     op = Emit(model.graph)
     inner = [y for n in list(op.graph) for y in n.outputs if y.dtype in (FLOAT, ir.DataType.INT64)]
     op.give([*model.graph.outputs, *(op.Neg(y) for y in inner)])
-
-
-def assert_ordered(graph: ir.Graph, known: frozenset[ir.Value] = frozenset()) -> None:
-    """Assert that every node stands behind those that compute what it reads."""
-    seen = {*known, *graph.inputs, *graph.initializers.values()}
-    for node in graph:
-        assert seen.issuperset(reads(node)), node
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                assert_ordered(attribute.as_graph(), frozenset(seen))
-        seen.update(node.outputs)
-    assert seen.issuperset(graph.outputs)
 
 
 def rewrite_and_compare(model: ir.Model, feed: dict[str, np.ndarray]) -> ir.Graph:

@@ -15,23 +15,20 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_proto
-from tests.native.test_native_rewrites import assert_ordered
+from tests.support.emitters import assert_ordered, emitter_of
+from tests.support.models import parse_model
 from tests.support.running import in_sweep, run_named
 
 FLOAT = ir.DataType.FLOAT
 READ = pytest.mark.parametrize("read", [False, True], ids=["read once", "read again"])
-ROWS = pytest.mark.parametrize("rows", ["N", 0, 1, 3], ids=str)
+ROWS = pytest.mark.parametrize("rows", ["N", in_sweep(0), 1, in_sweep(3)], ids=str)
 
 
-def value(name: str, *shape: int | str, dtype: ir.DataType = FLOAT) -> ir.Value:
+def value_of(name: str, *shape: int | str, dtype: ir.DataType = FLOAT) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
-def emitter(*inputs: ir.Value) -> Emit:
-    return Emit(ir.Graph(list(inputs), [], nodes=[], opset_imports={"": 20}, name="forms"))
-
-
-def check(op: Emit, results: list[ir.Value], read: bool, feed: dict) -> list[str]:
+def assert_finished(op: Emit, results: list[ir.Value], read: bool, feed: dict) -> list[str]:
     """Finish the graph, compare its numbers with those before; return the operators of the rest.
 
     With `read`, a further output reads every inner value.
@@ -53,7 +50,7 @@ def check(op: Emit, results: list[ir.Value], read: bool, feed: dict) -> list[str
     return [node.op_type for node in op.graph]
 
 
-def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+def quarters(*shape: int, seed: int = 0) -> np.ndarray:
     """Return multiples of 1/4, many of them equal and some zero."""
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32) / 4
 
@@ -62,13 +59,13 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 @ROWS
 @pytest.mark.parametrize("swap", [False, True])
 def test_scalars_are_multiplied_first(rows, swap, read):
-    x, s, t = value("x", rows, 2), value("s"), value("t")
-    op = emitter(x, s, t)
+    x, s, t = value_of("x", rows, 2), value_of("s"), value_of("t")
+    op = emitter_of(x, s, t)
     with op:
         inner = op.Mul(s, x) if swap else op.Mul(x, s)
         y = op.Mul(t, inner) if swap else op.Mul(inner, t)
-    feed = {"x": numbers(3 if rows == "N" else rows, 2), "s": np.float32(3), "t": np.float32(0.5)}
-    kinds = check(op, [y], read, feed)
+    feed = {"x": quarters(3 if rows == "N" else rows, 2), "s": np.float32(3), "t": np.float32(0.5)}
+    kinds = assert_finished(op, [y], read, feed)
     if not read:
         assert kinds == ["Mul", "Mul"]
         assert tuple(next(iter(op.graph)).outputs[0].shape) == ()
@@ -77,12 +74,12 @@ def test_scalars_are_multiplied_first(rows, swap, read):
 @READ
 @ROWS
 def test_scalars_of_members(rows, read):
-    x, s, t = value("x", 4, rows, 2), value("s"), value("t", 4, 1, 1)
-    op = emitter(x, s, t)
+    x, s, t = value_of("x", 4, rows, 2), value_of("s"), value_of("t", 4, 1, 1)
+    op = emitter_of(x, s, t)
     y = op.Mul(op.Mul(x, s), t)
     n = 3 if rows == "N" else rows
-    feed = {"x": numbers(4, n, 2), "s": np.float32(3), "t": numbers(4, 1, 1, seed=1)}
-    check(op, [y], read, feed)
+    feed = {"x": quarters(4, n, 2), "s": np.float32(3), "t": quarters(4, 1, 1, seed=1)}
+    assert_finished(op, [y], read, feed)
     if not read:
         assert tuple(next(iter(op.graph)).outputs[0].shape) == (4, 1, 1)
 
@@ -90,14 +87,20 @@ def test_scalars_of_members(rows, read):
 @READ
 @ROWS
 def test_terms_of_a_sum_are_scaled(rows, read):
-    x, z, s, r, t = value("x", rows, 2), value("z", rows, 2), value("s"), value("r"), value("t")
-    op = emitter(x, z, s, r, t)
+    x, z, s, r, t = (
+        value_of("x", rows, 2),
+        value_of("z", rows, 2),
+        value_of("s"),
+        value_of("r"),
+        value_of("t"),
+    )
+    op = emitter_of(x, z, s, r, t)
     with op:
         y = (x * s + r * z) * t
     n = 3 if rows == "N" else rows
-    feed = {"x": numbers(n, 2), "z": numbers(n, 2, seed=1)}
+    feed = {"x": quarters(n, 2), "z": quarters(n, 2, seed=1)}
     feed |= {"s": np.float32(3), "r": np.float32(-2), "t": np.float32(0.5)}
-    kinds = check(op, [y], read, feed)
+    kinds = assert_finished(op, [y], read, feed)
     if not read:
         assert kinds.count("Mul") == 4
         assert kinds[-1] == "Add"
@@ -107,8 +110,12 @@ def test_terms_of_a_sum_are_scaled(rows, read):
 def test_scalars_whose_product_is_too_small(dtype):
     """In float16, 1e-4 * 1e-4 is 0: a gradient must not be."""
     kind = ir.DataType.from_numpy(np.dtype(dtype))
-    x, s, t = value("x", 2, dtype=kind), value("s", dtype=kind), value("t", dtype=kind)
-    op = emitter(x, s, t)
+    x, s, t = (
+        value_of("x", 2, dtype=kind),
+        value_of("s", dtype=kind),
+        value_of("t", dtype=kind),
+    )
+    op = emitter_of(x, s, t)
     y = op.Mul(op.Mul(x, s), t)
     op.give([y])
     model = ir.Model(op.graph, ir_version=9)
@@ -120,8 +127,9 @@ def test_scalars_whose_product_is_too_small(dtype):
 
 def test_products_of_the_file_stay():
     """s t may overflow where x s t does not."""
-    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
-        f (float[2] x, float s, float t) => (float[2] y) { u = Mul(x, s)  y = Mul(u, t) }""")
+    model = parse_model(
+        """f (float[2] x, float s, float t) => (float[2] y) { u = Mul(x, s)  y = Mul(u, t) }"""
+    )
     gradient = onnx_derivative(model, inputs=["x"])
     feed = {"x": np.full(2, 1e-30, np.float32), "s": np.float32(1e30), "t": np.float32(1e10)}
     kept = onnx_derivative(model, inputs=["x"], options=DerivativeOptions.KeepOutputs)
@@ -133,46 +141,46 @@ def test_products_of_the_file_stay():
 @READ
 @ROWS
 def test_doubled(rows, read):
-    x, s = value("x", rows, 2), value("s")
-    op = emitter(x, s)
+    x, s = value_of("x", rows, 2), value_of("s")
+    op = emitter_of(x, s)
     u = op.Mul(x, s)
     y = op.Add(u, u)
-    feed = {"x": numbers(3 if rows == "N" else rows, 2), "s": np.float32(3)}
-    assert "Add" not in check(op, [y], read, feed)
+    feed = {"x": quarters(3 if rows == "N" else rows, 2), "s": np.float32(3)}
+    assert "Add" not in assert_finished(op, [y], read, feed)
 
 
 @READ
 @ROWS
 def test_products_broadcast_by_themselves(rows, read):
-    x, z = value("x", 3, 1), value("z", rows, 3, 2)
-    op = emitter(x, z)
+    x, z = value_of("x", 3, 1), value_of("z", rows, 3, 2)
+    op = emitter_of(x, z)
     y = op.Mul(op.set_type_like(op.Expand(x, op.shape_of(z)), z), z)
-    feed = {"x": numbers(3, 1), "z": numbers(3 if rows == "N" else rows, 3, 2)}
-    kinds = check(op, [y], read, feed)
+    feed = {"x": quarters(3, 1), "z": quarters(3 if rows == "N" else rows, 3, 2)}
+    kinds = assert_finished(op, [y], read, feed)
     assert read or kinds == ["Mul"]
 
 
 def test_an_expand_that_gives_the_shape_stays():
-    x, z = value("x", 3, 1), value("z", 2)
-    op = emitter(x, z)
-    assert "Expand" in check(
-        op, [op.Mul(op.Expand(x, [4, 3, 2]), z)], False, {"x": numbers(3, 1), "z": numbers(2)}
+    x, z = value_of("x", 3, 1), value_of("z", 2)
+    op = emitter_of(x, z)
+    assert "Expand" in assert_finished(
+        op, [op.Mul(op.Expand(x, [4, 3, 2]), z)], False, {"x": quarters(3, 1), "z": quarters(2)}
     )
 
 
 @READ
 @pytest.mark.parametrize("swap", [False, True])
 def test_rows_are_added_to_a_sum(swap, read):
-    x, u = value("x", 9, 3), value("u", 4, 3)
+    x, u = value_of("x", 9, 3), value_of("u", 4, 3)
     index = ir.Value(name="i", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([4, 3]))
-    op = emitter(x, u, index)
+    op = emitter_of(x, u, index)
     with op:
         zeros = op.set_type_like(op.Expand(np.float32(0), [9, 3]), x)
         rows = op.ScatterElements(zeros, index, u, axis=0, reduction="add")
         rows = op.set_type_like(rows, x)
         y = op.Add(rows, x) if swap else op.Add(x, rows)
-    feed = {"x": numbers(9, 3), "u": numbers(4, 3, seed=1), "i": np.int64([[0] * 3, [8] * 3] * 2)}
-    left = check(op, [y], read, feed)
+    feed = {"x": quarters(9, 3), "u": quarters(4, 3, seed=1), "i": np.int64([[0] * 3, [8] * 3] * 2)}
+    left = assert_finished(op, [y], read, feed)
     assert ("Add" in left) == read
 
 
@@ -180,65 +188,65 @@ def test_rows_are_added_to_a_sum(swap, read):
 @ROWS
 @pytest.mark.parametrize("keepdims", [0, 1])
 def test_sums_of_squares(rows, keepdims, read):
-    x = value("x", rows, 2)
-    op = emitter(x)
+    x = value_of("x", rows, 2)
+    op = emitter_of(x)
     y = op.ReduceSum(op.Mul(x, x), [0], keepdims=keepdims)
-    kinds = check(op, [y], read, {"x": numbers(3 if rows == "N" else rows, 2)})
+    kinds = assert_finished(op, [y], read, {"x": quarters(3 if rows == "N" else rows, 2)})
     assert "ReduceSumSquare" in kinds
     assert read or kinds == ["ReduceSumSquare"]
 
 
 def test_a_sum_over_no_axes_squares_nothing():
-    x, axes = value("x", 2, 3), value("axes", 0, dtype=ir.DataType.INT64)
-    op = emitter(x, axes)
+    x, axes = value_of("x", 2, 3), value_of("axes", 0, dtype=ir.DataType.INT64)
+    op = emitter_of(x, axes)
     y = op.ReduceSum(op.Mul(x, x), axes, noop_with_empty_axes=1)
-    feed = {"x": numbers(2, 3), "axes": np.zeros(0, np.int64)}
-    assert check(op, [y], False, feed) == ["Mul", "ReduceSum"]
+    feed = {"x": quarters(2, 3), "axes": np.zeros(0, np.int64)}
+    assert assert_finished(op, [y], False, feed) == ["Mul", "ReduceSum"]
 
 
 @READ
 def test_axes_that_are_not_kept(read):
-    x = value("x", 2, 3)
-    op = emitter(x)
+    x = value_of("x", 2, 3)
+    op = emitter_of(x)
     y = op.Reshape(op.ReduceSum(x, [0], keepdims=1), [3])
-    kinds = check(op, [y], read, {"x": numbers(2, 3)})
+    kinds = assert_finished(op, [y], read, {"x": quarters(2, 3)})
     assert read or kinds == ["ReduceSum"]
 
 
 def test_axes_that_were_never_reduced():
     """With noop_with_empty_axes, a ReduceSum without axes returns its operand."""
-    x, axes = value("x", 1, 3), value("axes", 0, dtype=ir.DataType.INT64)
-    op = emitter(x, axes)
+    x, axes = value_of("x", 1, 3), value_of("axes", 0, dtype=ir.DataType.INT64)
+    op = emitter_of(x, axes)
     total = op.ReduceSum(x, axes, keepdims=1, noop_with_empty_axes=1)
     total.shape = ir.Shape([1, 3])
-    feed = {"x": numbers(1, 3), "axes": np.zeros(0, np.int64)}
-    check(op, [op.Reshape(total, [3])], False, feed)
+    feed = {"x": quarters(1, 3), "axes": np.zeros(0, np.int64)}
+    assert_finished(op, [op.Reshape(total, [3])], False, feed)
 
 
 @READ
 @pytest.mark.parametrize("count", [2, 3, 9, in_sweep(70)])
 @pytest.mark.parametrize("order", [1, -1])
 def test_parts_of_one_tensor(count, order, read):
-    parts = [value(f"p{i}", 2, i % 3) for i in range(count)]
-    op, starts = emitter(*parts), np.cumsum([0, *(i % 3 for i in range(count))])
+    parts = [value_of(f"p{i}", 2, i % 3) for i in range(count)]
+    op, starts = emitter_of(*parts), np.cumsum([0, *(i % 3 for i in range(count))])
     total = int(starts[-1])
     padded = [
         op.Pad(p, [0, int(a), 0, total - int(b)])
         for p, a, b in zip(parts, starts, starts[1:], strict=False)
     ]
-    feed = {p.name: numbers(2, i % 3, seed=i) for i, p in enumerate(parts)}
-    check(op, [op.total(padded[::order])], read, feed)
+    feed = {p.name: quarters(2, i % 3, seed=i) for i, p in enumerate(parts)}
+    assert_finished(op, [op.total(padded[::order])], read, feed)
 
 
 @pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_parts_that_do_not_adjoin(gap, overlap):
-    a, b, c = value("a", 2, 2), value("b", 2, 3), value("c", 2, 7)
-    op = emitter(a, b, c)
+    a, b, c = value_of("a", 2, 2), value_of("b", 2, 3), value_of("c", 2, 7)
+    op = emitter_of(a, b, c)
     start = 1 if overlap else 2 + gap
     terms = [op.Pad(a, [0, 0, 0, 5]), op.Pad(b, [0, start, 0, 4 - start]), c]
-    feed = {"a": numbers(2, 2), "b": numbers(2, 3, seed=1), "c": numbers(2, 7, seed=2)}
-    kinds = check(op, [op.total(terms)], False, feed)
+    feed = {"a": quarters(2, 2), "b": quarters(2, 3, seed=1), "c": quarters(2, 7, seed=2)}
+    kinds = assert_finished(op, [op.total(terms)], False, feed)
     assert ("Concat" in kinds) == (not overlap and not gap)
 
 
@@ -250,11 +258,11 @@ def test_labels(rows, axis, repeated, read):
     """The gradient of a LogSoftmax whose result is gathered by labels."""
     columns = 2 if repeated else 1
     x, i, u = (
-        value("x", rows, 5),
-        value("i", rows, columns, dtype=ir.DataType.INT64),
-        value("u", rows, columns),
+        value_of("x", rows, 5),
+        value_of("i", rows, columns, dtype=ir.DataType.INT64),
+        value_of("u", rows, columns),
     )
-    op = emitter(x, i, u)
+    op = emitter_of(x, i, u)
     with op:
         y = op.LogSoftmax(x, axis=axis)
         zeros = op.set_type_like(op.Expand(np.float32(0), op.Shape(x)), x)
@@ -263,71 +271,80 @@ def test_labels(rows, axis, repeated, read):
         dx = g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1)
     n = 3 if rows == "N" else rows
     index = np.array([[1, 1], [0, 4], [3, 3]])[:n, :columns]
-    feed = {"x": numbers(n, 5), "i": index, "u": numbers(n, columns, seed=1) + 1}
-    kinds = check(op, [dx], read, feed)
+    feed = {"x": quarters(n, 5), "i": index, "u": quarters(n, columns, seed=1) + 1}
+    kinds = assert_finished(op, [dx], read, feed)
     assert "Sub" not in kinds
 
 
 def test_labels_of_some_rows():
     """Rows without a label have no sum: their gradient stays as it is."""
-    x, i, u = value("x", 3, 5), value("i", 2, 1, dtype=ir.DataType.INT64), value("u", 2, 1)
-    op = emitter(x, i, u)
+    x, i, u = (
+        value_of("x", 3, 5),
+        value_of("i", 2, 1, dtype=ir.DataType.INT64),
+        value_of("u", 2, 1),
+    )
+    op = emitter_of(x, i, u)
     with op:
         zeros = op.set_type_like(op.Expand(np.float32(0), op.Shape(x)), x)
         g = op.set_type_like(op.ScatterElements(zeros, i, u, axis=1, reduction="add"), x)
         dx = g - op.Exp(op.LogSoftmax(x)) * op.ReduceSum(g, [1], keepdims=1)
-    feed = {"x": numbers(3, 5), "i": np.array([[1], [4]]), "u": numbers(2, 1) + 1}
-    assert "Sub" in check(op, [dx], False, feed)
+    feed = {"x": quarters(3, 5), "i": np.array([[1], [4]]), "u": quarters(2, 1) + 1}
+    assert "Sub" in assert_finished(op, [dx], False, feed)
 
 
 def test_labels_that_members_of_a_stack_share():
     """The scores have an axis of members, and the labels none."""
-    x, i, u = value("x", 2, 3, 5), value("i", 3, 1, dtype=ir.DataType.INT64), value("u", 3, 1)
-    op = emitter(x, i, u)
+    x, i, u = (
+        value_of("x", 2, 3, 5),
+        value_of("i", 3, 1, dtype=ir.DataType.INT64),
+        value_of("u", 3, 1),
+    )
+    op = emitter_of(x, i, u)
     with op:
         zeros = op.Expand(np.float32(0), [3, 5])
         g = op.ScatterElements(zeros, i, u, axis=1, reduction="add")
         g.type, g.shape = x.type, ir.Shape([3, 5])
         dx = g - op.Exp(op.LogSoftmax(x)) * op.ReduceSum(g, [1], keepdims=1)
-    feed = {"x": numbers(2, 3, 5), "i": np.array([[1], [4], [0]]), "u": numbers(3, 1) + 1}
-    assert "Sub" in check(op, [dx], False, feed)
+    feed = {"x": quarters(2, 3, 5), "i": np.array([[1], [4], [0]]), "u": quarters(3, 1) + 1}
+    assert "Sub" in assert_finished(op, [dx], False, feed)
 
 
 def test_parts_of_which_members_of_a_stack_share_one():
-    a, b = value("a", 2, 2, 6), value("b", 6, 4)
-    op = emitter(a, b)
+    a, b = value_of("a", 2, 2, 6), value_of("b", 6, 4)
+    op = emitter_of(a, b)
     with op:
         y = op.Pad(a, [0, 0, 0, 0, 4, 0]) + op.Pad(b, [0, 2, 0, 0])
-    assert "Concat" not in check(op, [y], False, {"a": numbers(2, 2, 6), "b": numbers(6, 4)})
+    assert "Concat" not in assert_finished(
+        op, [y], False, {"a": quarters(2, 2, 6), "b": quarters(6, 4)}
+    )
 
 
 def test_a_gradient_that_others_wrote_is_joined():
     """The rewrites do not ask who wrote the pattern."""
-    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
-        f (float[2] a, float[3] b) => (float[5] y) <int64[2] p = {0, 3}, int64[2] q = {2, 0}>
+    model = parse_model("""f (float[2] a, float[3] b) => (float[5] y)
+        <int64[2] p = {0, 3}, int64[2] q = {2, 0}>
         { u = Pad(a, p)  v = Pad(b, q)  y = Add(u, v) }""")
     kept = onnx_derivative(model, options=DerivativeOptions.KeepOutputs)
     assert "Concat" in [node.op_type for node in kept.graph.node]
-    feed = {"a": numbers(2), "b": numbers(3, seed=1), "y_grad": numbers(5, seed=2)}
+    feed = {"a": quarters(2), "b": quarters(3, seed=1), "y_grad": quarters(5, seed=2)}
     found = run_named(kept, feed)
     np.testing.assert_allclose(found["y"], np.concatenate([feed["a"], feed["b"]]))
     np.testing.assert_allclose(found["a_grad"], feed["y_grad"][:2])
 
 
 def test_squares_of_integers_stay():
-    x = value("x", 2, 3, dtype=ir.DataType.INT64)
-    op = emitter(x)
+    x = value_of("x", 2, 3, dtype=ir.DataType.INT64)
+    op = emitter_of(x)
     y = op.ReduceSum(op.Mul(x, x), [0])
     feed = {"x": np.arange(6).reshape(2, 3)}
-    assert check(op, [y], False, feed) == ["Mul", "ReduceSum"]
+    assert assert_finished(op, [y], False, feed) == ["Mul", "ReduceSum"]
 
 
 def test_parts_that_the_file_broadcasts():
-    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
-        f (float[2] a, float[1,3] b) => (float[y0,5] y)
+    model = parse_model("""f (float[2] a, float[1,3] b) => (float[y0,5] y)
         <int64[2] p = {0, 3}, int64[4] q = {1, 0, 0, 2}>
         { u = Pad(a, p)  v = Pad(b, q)  y = Add(u, v) }""")
-    feed = {"a": numbers(2), "b": numbers(1, 3, seed=1)}
+    feed = {"a": quarters(2), "b": quarters(1, 3, seed=1)}
     before = run_named(model, feed)["y"]
     found = run_named(
         onnx_derivative(model, options=DerivativeOptions.KeepOutputs),
@@ -346,6 +363,9 @@ CONVOLUTIONS = {
     "same": ("Conv", {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, (4, 3, 3, 3)),
     "patches": ("Conv", {"strides": [2, 2]}, (4, 3, 2, 2)),
     "points": ("Conv", {}, (4, 3, 1, 1)),
+    "strided points": ("Conv", {"strides": [2, 2]}, (4, 3, 1, 1)),
+    "a line": ("Conv", {}, (4, 3, 1, 3)),
+    "strided line": ("Conv", {"strides": [2, 3]}, (4, 3, 1, 4)),
     "large": ("Conv", {}, (4, 3, 7, 7)),
     "one window": ("Conv", {}, (4, 3, 8, 8)),
     "transposed": ("ConvTranspose", {"strides": [2, 2]}, (3, 4, 3, 3)),
@@ -354,32 +374,32 @@ CONVOLUTIONS = {
 
 
 @READ
-@pytest.mark.parametrize("rows", ["N", 1, 3], ids=str)
+@pytest.mark.parametrize("rows", ["N", in_sweep(1), in_sweep(3)], ids=str)
 @pytest.mark.parametrize("size", [8, "L"], ids=str)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_weights_of_convolutions(name, size, rows, read):
     """A convolution of images with cotangents becomes products of matrices."""
     op_type, attributes, kernel = CONVOLUTIONS[name]
     channels = kernel[0] if op_type == "ConvTranspose" else kernel[1] * attributes.get("group", 1)
-    x, w = value("x", rows, channels, size, size), value("w", *kernel)
-    feed = {"x": numbers(3 if rows == "N" else rows, channels, 8, 8), "w": numbers(*kernel)}
-    alone = emitter(x, w)
+    x, w = value_of("x", rows, channels, size, size), value_of("w", *kernel)
+    feed = {"x": quarters(3 if rows == "N" else rows, channels, 8, 8), "w": quarters(*kernel)}
+    alone = emitter_of(x, w)
     alone.give([alone.emit(op_type, [x, w], attributes)])
     [y] = run_named(to_proto(ir.Model(alone.graph, ir_version=9)), feed).values()
     lengths = y.shape[1:] if size == 8 else (y.shape[1], "H", "W")
-    x, w = value("x", rows, channels, size, size), value("w", *kernel)
-    g = value("g", rows, *lengths)
-    op = emitter(x, w, g)
+    x, w = value_of("x", rows, channels, size, size), value_of("w", *kernel)
+    g = value_of("g", rows, *lengths)
+    op = emitter_of(x, w, g)
     with op:
         node = op.emit(op_type, [x, w], attributes).producer()
         _, dw, _ = operator_of(node).rule(op, node, g)
-    kinds = check(op, [dw], read, feed | {"g": numbers(*y.shape, seed=2)})
+    kinds = assert_finished(op, [dw], read, feed | {"g": quarters(*y.shape, seed=2)})
     fast = math.prod(kernel[2:]) <= 64
     assert ("MatMul" in kinds or "ReduceSum" in kinds) == fast
     assert read or ("Conv" not in kinds) == fast
 
 
-EXCHANGED = """<ir_version: 9, opset_import: ["": 20]> f (float[2,3,6,6] x, float[2,4,4,4] g) =>
+EXCHANGED = """f (float[2,3,6,6] x, float[2,4,4,4] g) =>
     (float[4,3,3,3] w) <int64[2] first = {FIRST, 0}, int64[2] last = {3, 3}, int64[2] axes = {2, 3},
     float[4] b = {1, 2, 3, 4}>
     { s = Transpose<perm = [1, 0, 2, 3]>(x)  t = Transpose<perm = [1, 0, 2, 3]>(g)
@@ -399,8 +419,8 @@ EXCHANGED = """<ir_version: 9, opset_import: ["": 20]> f (float[2,3,6,6] x, floa
 )
 def test_gradients_of_weights_that_others_wrote(body, first, found):
     text = EXCHANGED.replace("BODY", body).replace("FIRST", str(first))
-    proto = onnx.parser.parse_model(text)
-    feed = {"x": numbers(2, 3, 6, 6), "g": numbers(2, 4, 4, 4, seed=1)}
+    proto = parse_model(text)
+    feed = {"x": quarters(2, 3, 6, 6), "g": quarters(2, 4, 4, 4, seed=1)}
     before = run_named(proto, feed)["w"]
     model = ir.from_proto(proto)
     finish(model)
@@ -431,28 +451,27 @@ def test_maxima_of_windows(name, size, rows, read):
     )
     count = (8 - (k - 1) * attributes.get("dilations", [1])[0] - 1) // stride + 1
     lengths = (count, count) if size == 8 else ("H", "W")
-    x, g = value("x", rows, 2, size, size), value("g", rows, 2, *lengths)
-    op = emitter(x, g)
+    x, g = value_of("x", rows, 2, size, size), value_of("g", rows, 2, *lengths)
+    op = emitter_of(x, g)
     y = op.emit("MaxPool", [x], attributes)
     y.shape = g.shape
     with op:
         [dx] = operator_of(y.producer()).rule(op, y.producer(), g)
-    feed = {"x": numbers(n, 2, 8, 8), "g": numbers(n, 2, count, count, seed=1)}
-    kinds = check(op, [dx], read, feed)
+    feed = {"x": quarters(n, 2, 8, 8), "g": quarters(n, 2, count, count, seed=1)}
+    kinds = assert_finished(op, [dx], read, feed)
     assert ("MaxUnpool" in kinds) == (tiles and size == 8)
     assert read or ("ScatterElements" in kinds) != (tiles and size == 8)
 
 
 def test_columns_that_a_file_adds_to_zeros():
     """Indices of a MaxPool that count along an axis of two are no positions."""
-    proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
-        f (float[1,2,4] x, float[1,2,2] g) => (float[1,2,4] y, float[1,2,2] m)
+    proto = parse_model("""f (float[1,2,4] x, float[1,2,2] g) => (float[1,2,4] y, float[1,2,2] m)
         <float zero = {0}, int64[2] flat = {1, 8}, int64[2] few = {1, 4},
          int64[3] shape = {1, 2, 4}>
         { m, i = MaxPool<kernel_shape = [2], strides = [2]>(x)  z = Expand(zero, flat)
           j = Reshape(i, few)  u = Reshape(g, few)
           s = ScatterElements<axis = 1, reduction = "max">(z, j, u)  y = Reshape(s, shape) }""")
-    feed = {"x": numbers(1, 2, 4), "g": -1 - np.abs(numbers(1, 2, 2, seed=1))}
+    feed = {"x": quarters(1, 2, 4), "g": -1 - np.abs(quarters(1, 2, 2, seed=1))}
     model = ir.from_proto(proto)
     finish(model)
     assert "ScatterElements" in {node.op_type for node in model.graph}
@@ -463,8 +482,8 @@ def test_columns_that_a_file_adds_to_zeros():
 
 def test_maxima_that_are_replaced_are_added_up():
     """Several maxima are moved to position 0, where MaxUnpool would keep the last of them."""
-    x, g = value("x", 1, 1, 4, 4), value("g", 1, 1, 2, 2)
-    op = emitter(x, g)
+    x, g = value_of("x", 1, 1, 4, 4), value_of("g", 1, 1, 2, 2)
+    op = emitter_of(x, g)
     window = {"kernel_shape": [2, 2], "strides": [2, 2]}
     y, maxima = op.emit_many("MaxPool", [x], window, 2)
     for v, dtype in ((y, FLOAT), (maxima, ir.DataType.INT64)):
@@ -473,16 +492,16 @@ def test_maxima_that_are_replaced_are_added_up():
     zeros = op.Expand(np.float32(0), [16])
     flat = op.Reshape(index, [-1]), op.Reshape(g, [-1])
     dx = op.Reshape(op.ScatterElements(zeros, *flat, axis=0, reduction="add"), [1, 1, 4, 4])
-    feed = {"x": numbers(1, 1, 4, 4), "g": np.ones((1, 1, 2, 2), np.float32)}
-    check(op, [op.set_type_like(dx, x)], False, feed)
+    feed = {"x": quarters(1, 1, 4, 4), "g": np.ones((1, 1, 2, 2), np.float32)}
+    assert_finished(op, [op.set_type_like(dx, x)], False, feed)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_groups_whose_pixels_are_ordered_otherwise(same):
     """The windows of a group are those of x only if its pixels keep their shape."""
     pixels, windows = ((6, 4), (4, 2)) if same else ((4, 6), (2, 4))
-    x, g = value("x", 2, 4, 6, 4), value("g", 2, 4, *windows)
-    op = emitter(x, g)
+    x, g = value_of("x", 2, 4, 6, 4), value_of("g", 2, 4, *windows)
+    op = emitter_of(x, g)
     space = op.Shape(x, start=2) if same else op.Concat([pixels[0]], [pixels[1]], axis=0)
     split = op.Reshape(x, op.Concat([0, 2, -1], space, axis=0))
     split = op.Transpose(split, perm=[2, 1, 0, 3, 4])
@@ -490,11 +509,11 @@ def test_groups_whose_pixels_are_ordered_otherwise(same):
     y = op.Conv(grouped, op.Transpose(g, perm=[1, 0, 2, 3]), group=2)
     dw = op.Transpose(op.Slice(y, [0, 0], [3, 3], [2, 3]), perm=[1, 0, 2, 3])
     dw.shape, dw.dtype = ir.Shape([4, 2, 3, 3]), FLOAT
-    feed = {"x": numbers(2, 4, 6, 4), "g": numbers(2, 4, *windows, seed=1)}
-    assert ("Conv" not in check(op, [dw], False, feed)) == same
+    feed = {"x": quarters(2, 4, 6, 4), "g": quarters(2, 4, *windows, seed=1)}
+    assert ("Conv" not in assert_finished(op, [dw], False, feed)) == same
 
 
-MASKED = """<ir_version: 9, opset_import: ["": 20]> f (float[3,4] x, float[3,4] v) =>
+MASKED = """f (float[3,4] x, float[3,4] v) =>
     (float[3,4] y) { zero = Constant<value = float {0}>()  p = Softmax(x)  n = IsNaN(p)  BODY }"""
 SCANNED = """s = Scan<num_scan_inputs = 1, body = each (float[4] row) => (float[4] z) {
     q = Softmax(row)  m = IsNaN(q)  o = Constant<value = float {0}>()  z = Where(m, o, q) }>(x)
@@ -519,7 +538,7 @@ SCANNED = """s = Scan<num_scan_inputs = 1, body = each (float[4] row) => (float[
 @pytest.mark.parametrize("order", [1, 2])
 def test_rows_of_nan_that_the_model_replaces(body, replaced, order):
     """A row of -inf has no gradient where a Where replaces its Softmax; others pay no guard."""
-    proto = onnx.parser.parse_model(MASKED.replace("BODY", body))
+    proto = parse_model(MASKED.replace("BODY", body))
     gradient = (onnx_derivative if order == 1 else hvp)(proto, inputs=["x"])
     kinds = [node.op_type for node in all_nodes(ir.from_proto(gradient).graph)]
     assert ("IsNaN" in kinds) == replaced
