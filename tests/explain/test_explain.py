@@ -27,6 +27,8 @@ TREE = """ai.onnx.ml.TreeEnsembleRegressor<n_targets=1, nodes_featureids=[0, 0, 
 
 LINEAR_TEXT = "f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }"
 LINEAR = parse_model(LINEAR_TEXT, opset=20, w=W)
+PAIR = parse_model("f (float[N,4] x, float[N,4] z) => (float[N,4] y) { y = Mul(x, z) }")
+PAIR_FEED = {"x": X, "z": X}
 
 
 @pytest.mark.parametrize("name", explain.__all__)
@@ -134,6 +136,7 @@ def test_targets_of_outputs_of_several_axes():
         (np.float32([0, 1, 0, 1, 0]), TypeError, ["float32"]),
         (True, TypeError, ["truth value"]),
         ((0, 1), ValueError, ["2 indices"]),
+        (((0, 1), (1, 0)), TypeError, ["list of tuples"]),
     ],
 )
 def test_targets_that_do_not_fit(target, error, named):
@@ -334,6 +337,13 @@ def test_no_attention():
         explain.attention_rollout(cross, feed)
 
 
+def test_attention_is_a_softmax_of_the_last_axis_that_a_product_reads():
+    text = """f (float[N,T,4] x) => (float[N,T,4] y) { k = Transpose<perm=[0,2,1]>(x)
+        s = MatMul(x, k)  p = Softmax(s)  c = Cast<to=1>(p)  h = MatMul(c, x)
+        a = Softmax<axis=1>(h)  g = MatMul(s, a)  b = Softmax(g)  y = Mul(b, x) }"""
+    assert explain.attention_names(parse_model(text)) == ["p"]
+
+
 def test_attention_inside_of_an_operator():
     text = "f (float[N,2,T,4] x) => (float[N,2,T,4] y) { y = Attention(x, x, x) }"
     model = parse_model(text, opset=23)
@@ -431,6 +441,15 @@ def test_influence_refuses(options, named):
         (lambda: explain.saliency(LINEAR, X, 0, wrt="v"), "tensor 'v'"),
         (lambda: explain.saliency(LINEAR, X, 0, wrt="y"), "the output"),
         (lambda: explain.counterfactual(LINEAR, X, 0, bounds=(-0.1, 0.1)), "bounds"),
+        (lambda: explain.counterfactual(LINEAR, X, 0, steps=0), "steps=0"),
+        (lambda: explain.counterfactual(LINEAR, X, 0, norm="L3"), "norm 'L3'"),
+        (lambda: explain.counterfactual(PAIR, PAIR_FEED, 0), "`wrt`"),
+        (lambda: explain.saliency(PAIR, X, 0), "a dict"),
+        (lambda: explain.saliency(PAIR, PAIR_FEED | {"z": X[:3]}, 0), "'z' has 3"),
+        (lambda: explain.saliency(LINEAR, [{"x": X}], 0), "list of batches"),
+        (lambda: explain.integrated_gradients(PAIR, PAIR_FEED, 0, X), "a dict"),
+        (lambda: explain.integrated_gradients(LINEAR, X, 0, X + 1j), "complex"),
+        (lambda: explain.attention_rollout(LINEAR, X, heads="least"), "`heads` 'least'"),
         (lambda: explain.show_text(["a"], [1.0, 2.0]), "1 names"),
         (lambda: explain.show_image(np.zeros((2, 8, 8, 8))), "of one row"),
         (lambda: explain.show_image(np.full((8, 8), np.nan)), "not finite"),

@@ -150,6 +150,8 @@ def test_the_report():
     lines = str(report).splitlines()
     assert lines[0].split() == ["expected", "found", "error"]
     assert lines[-1] == "ok, float64 on onnxruntime"
+    page = report._repr_html_()
+    assert all(part in page for part in ("(outputs)", "x", "w", lines[-1]))
     assert not check_gradient(scaled_tanh(), rtol=0.0).ok
 
 

@@ -6,10 +6,17 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import DerivativeOptions, check_gradient, get_train_initializer, onnx_derivative
+from onnxgrad import (
+    DerivativeOptions,
+    NoGradientRule,
+    check_gradient,
+    get_train_initializer,
+    onnx_derivative,
+)
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
 from tests.support.control_arrays import normal_array
+from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
 from tests.support.running import run_named
 
@@ -195,6 +202,26 @@ def test_dropout_draws_what_the_forward_pass_drew(form, mask):
     found = run_named(made, feed)
     assert 0 < np.count_nonzero(found["y"]) < 60
     np.testing.assert_allclose(found["x_grad"], found["y"] / x, rtol=1e-6)
+
+
+def test_a_sequence_that_a_loop_extends():
+    """What is read from it in an iteration is computed again, up to there."""
+    text = """g (float[3] s, int64 n) => (float y) { zero = Constant<value = int64 {0}>()
+        start = SequenceConstruct(s)
+        y, all = Loop<body = b (int64 i, bool c, float[3] a, seq(float[3]) q) => (d, a1, q1) {
+            d = Identity(c)  first = SequenceAt(q, i)  t = Mul(first, a)  a1 = Sin(t)
+            q1 = SequenceInsert(q, a1) }>(n, , s, start) }"""
+    report = check_gradient(model_of_loops(text), feed={"s": S, "n": TWO})
+    assert report.ok, str(report)
+
+
+def test_random_numbers_beside_a_state_that_grows_are_refused():
+    text = """g (float[N] s, int64 n) => (float y) { half = Constant<value = float {0.5}>()
+        yes = Constant<value = bool {1}>()
+        y = Loop<body = b (int64 i, bool c, float[N] a) => (d, a1) { d = Identity(c)
+            r = Dropout(a, half, yes)  t = Mul(r, a)  a1 = Concat<axis = 0>(a, t) }>(n, , s) }"""
+    with pytest.raises(NoGradientRule, match=naming("Loop", "random", "stack")):
+        onnx_derivative(model_of_loops(text))
 
 
 DEAD = """g (float[3] s, float[3] w, int64 n, bool c) => (float y) { h = Exp(s)
