@@ -285,9 +285,11 @@ def test_a_file_of_options(here, text, parts):
 
 def test_numbers_of_a_file_of_options_may_be_at_their_bounds(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text("epochs = 1\nlora_dropout = 1\nseed = 0\n")
+    file.write_text("epochs = 1\nlora_alpha = 0\nlora_dropout = 1\nseed = 0\n")
     fields = Described.fields_of(TrainOptions)
-    assert read(str(file), fields) == {"epochs": 1, "lora_dropout": 1.0, "seed": 0}
+    assert read(str(file), fields) == {
+        "epochs": 1, "lora_alpha": 0.0, "lora_dropout": 1.0, "seed": 0
+    }  # fmt: skip
 
 
 def test_the_file_of_options_in_the_documents(here):

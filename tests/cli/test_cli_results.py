@@ -167,6 +167,9 @@ def test_a_divergence_after_the_best_epoch(here):
     )
     assert_names(result.stderr, f"trained.onnx ... epoch {kept + 1}")
     assert_names(made["reason"], "NaN ... infinite ... best weights")
+    shown = run_command(*LINE, *options, "--overwrite")
+    assert "validation loss" in shown.stdout
+    assert "None" not in shown.stdout  # for the epoch without validation
 
 
 def test_a_divergence_in_the_first_step(here):
