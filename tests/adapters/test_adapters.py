@@ -198,3 +198,35 @@ def test_modules_may_be_parts_of_another_model(tmp_path):
     og.save_adapter(og.add_lora(wrapped, "model.0.a.*", rank=2), tmp_path)
     loaded = og.load_adapter(plain, tmp_path)
     assert [note["weight"] for note in read_adapters(loaded)] == ["a.weight"]
+
+
+def test_adapters_of_q_k_and_v_become_one_of_their_packed_weight(tmp_path):
+    """As genai's builder packs them: the file of PEFT has one adapter for each part."""
+    text = """f (float[1,5,8] x, float[1,2,P,4] pk, float[1,1,P,4] pv, int32[1] n, int32 t)
+        => (float[1,5,8] y, float[1,1,T,4] k, float[1,1,T,4] v) {
+        qkv = MatMul(x, w) y, k, v = com.microsoft.GroupQueryAttention<num_heads = 2,
+            kv_num_heads = 1>(qkv, , , pk, pv, n, t) }"""
+    name, path = "model.layers.0.attn.qkv_proj.MatMul.weight", "model.layers.0.self_attn"
+    model = rename_constants(random_model(text, w=(8, 16)), {"w": name})
+    rng, columns = np.random.default_rng(4), {"q_proj": slice(8), "v_proj": slice(12, 16)}
+    change, file = np.zeros((8, 16)), {}
+    for part, rows in columns.items():
+        a, b = rng.normal(size=(2, 8)), rng.normal(size=(rows.stop - (rows.start or 0), 2))
+        change[:, rows] = 3 / 2 * (b @ a).T
+        key = f"base_model.model.{path}.{part}"
+        file |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    save_file(
+        {key: a.astype(np.float32) for key, a in file.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": [*columns]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    adapted = og.load_adapter(model, tmp_path)
+    merged = constant_arrays(og.merge_lora(adapted))[name]
+    np.testing.assert_allclose(merged - constant_arrays(model)[name], change, atol=1e-6)
+    og.save_adapter(adapted, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == file.keys()
+    for part, rows in columns.items():
+        a, b = (again[f"base_model.model.{path}.{part}.lora_{n}.weight"] for n in "AB")
+        np.testing.assert_allclose(3 / 2 * (b @ a).T, change[:, rows], rtol=1e-4, atol=1e-5)

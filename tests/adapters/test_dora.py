@@ -37,8 +37,10 @@ def test_merging_gives_the_file_with_other_weights(name):
     fed, rtol = random_feed(model), 3e-3 if name == "half precision" else 1e-5
     fresh = og.add_lora(model, "w", rank=2, use_dora=True)
     np.testing.assert_allclose(run(fresh, fed)[0], run(model, fed)[0], rtol=rtol, atol=rtol)
+    plain = adapted_and_shaken(model, "w", rank=2, alpha=3)
     adapted = adapted_and_shaken(model, "w", rank=2, alpha=3, dropout=0.1)
     [y], [before] = run(adapted, fed), run(model, fed)
+    np.testing.assert_allclose(run(plain, fed)[0], y, rtol=rtol, atol=rtol)
     assert np.abs(y.astype(float) - before).max() > 0.1
     merged = og.merge_lora(adapted)
     np.testing.assert_allclose(run(merged, fed)[0], y, rtol=rtol, atol=rtol)

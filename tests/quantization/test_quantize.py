@@ -295,6 +295,10 @@ def test_forms_of_data():
     found = [og.quantize(model, data, rows=90).SerializeToString() for data in forms]
     assert len(set(found)) == 1
     assert og.quantize(model, IMAGES[:90]).SerializeToString() == found[0]
+    read = []
+    counted = lambda: (read.append(len(y)) or (x, y) for x, y in batches)  # noqa: E731
+    assert og.quantize(model, counted, rows=60) == og.quantize(model, IMAGES[:60])
+    assert read == [30] * 3  # the first batch twice: to know its form, and for the ranges
     assert og.quantize(model, IMAGES, rows=4).SerializeToString() != found[0]
 
 
