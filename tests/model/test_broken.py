@@ -6,9 +6,8 @@ import contextlib
 import random
 
 import numpy as np
-import onnxruntime as ort
 import pytest
-from onnx import ModelProto, numpy_helper, parser
+from onnx import ModelProto, numpy_helper
 
 from onnxgrad import (
     ModelError,
@@ -18,8 +17,9 @@ from onnxgrad import (
     onnx_simple_text_plot,
     random_feed,
 )
+from tests.support.models import parse_model
+from tests.support.running import run, session_of
 
-HEAD = '<ir_version: 8, opset_import: ["": 18, "l": 1]> '
 PLAIN = "g (float[2] X) => (float[2] Y) <float[2] w = {1, 2}> { Y = Mul(X, w) }"
 IF = "g (float[2] X, bool c) => (float[2] Y) { %s Y = If (c) <then_branch=%s, else_branch=%s> %s }"
 ELSE = "e () => (float[2] q) { q = Neg(X) }"
@@ -29,8 +29,9 @@ SCAN = "g (float[2] X) => (float[2] Y) { Y = Scan <%s body = b %s => (float y) {
 FUNCTION = "g (float[2] X) => (float[2] Y) { Y = l.f %s } "
 
 
-def parse(text: str) -> ModelProto:
-    return parser.parse_model(HEAD + text)
+def local_model(text: str) -> ModelProto:
+    """Return the model of a text that may call functions of the domain "l"."""
+    return parse_model(text, domains={"l": 1})
 
 
 def function(body: str) -> str:
@@ -81,19 +82,14 @@ BROKEN = {  # model, the message
 
 @pytest.mark.parametrize(("text", "message"), BROKEN.items(), ids=BROKEN.values())
 def test_broken_models_are_refused(text, message):
-    model = parse(text)
+    model = local_model(text)
     for door in (onnx_derivative, onnx_simple_text_plot):
         with pytest.raises(ModelError, match=message) as caught:
             door(model)
         assert "\n" not in str(caught.value)
     if "declared twice" not in message:  # onnxruntime is the witness
         with pytest.raises(Exception, match=r"ONNXRuntimeError|Error"):
-            session(model)
-
-
-def session(model: ModelProto) -> ort.InferenceSession:
-    providers = ["CPUExecutionProvider"]
-    return ort.InferenceSession(model.SerializeToString(), providers=providers)
+            session_of(model)
 
 
 DAMAGE = {
@@ -121,15 +117,15 @@ DAMAGE = {
 
 @pytest.mark.parametrize("message", DAMAGE)
 def test_damage_is_refused(message):
-    model = parse(PLAIN)
+    model = local_model(PLAIN)
     DAMAGE[message](model, model.graph.initializer[0])
     with pytest.raises(ModelError, match=message) as caught:
         onnx_derivative(model)
     assert "\n" not in str(caught.value)
 
 
-def sparse(indices: list, dims: list[int]) -> ModelProto:
-    model = parse(PLAIN)
+def sparse_product(indices: list, dims: list[int]) -> ModelProto:
+    model = local_model(PLAIN)
     del model.graph.initializer[:]
     made = model.graph.sparse_initializer.add(dims=dims)
     made.values.CopyFrom(numpy_helper.from_array(np.float32([3]), "w"))
@@ -149,27 +145,28 @@ def sparse(indices: list, dims: list[int]) -> ModelProto:
 )
 def test_sparse_constants(indices, dims, message):
     with pytest.raises(ModelError, match=message):
-        onnx_derivative(sparse(indices, dims))
-    onnx_derivative(sparse([1], [2]))
+        onnx_derivative(sparse_product(indices, dims))
+    onnx_derivative(sparse_product([1], [2]))
 
 
 def test_unsorted_nodes_are_sorted():
-    model = parse("""g (float[2] X, bool c) => (float[2] Y) { Y = Exp(t)  t = If (c) <
+    model = local_model("""g (float[2] X, bool c) => (float[2] Y) { Y = Exp(t)  t = If (c) <
         then_branch = t () => (float[2] z) { z = Neg(h) }, else_branch = e () => (float[2] q)
         { q = Abs(h) }>  h = Mul(X, X) }""")
     before = model.SerializeToString()
     feed = {"X": np.float32([1, 2]), "c": np.array(True)}
     gradient = onnx_derivative(model)
     assert model.SerializeToString() == before
-    session = ort.InferenceSession(gradient.SerializeToString(), providers=["CPUExecutionProvider"])
-    [found] = session.run(None, feed | {"Y_grad": np.ones(2, np.float32)})
+    [found] = run(gradient, feed, Y_grad=np.ones(2, np.float32))
     x = feed["X"]
     np.testing.assert_allclose(found, -2 * x * np.exp(-x * x), rtol=1e-5)
 
 
 def test_negative_lengths_are_unknown():
-    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 11]>
-        g (float[N,M] X) => (float[N,1] Y) <float[3,1] W = {1, 2, 3}> { Y = MatMul(X, W) }""")
+    model = parse_model(
+        "g (float[N,M] X) => (float[N,1] Y) <float[3,1] W = {1, 2, 3}> { Y = MatMul(X, W) }",
+        opset=11,
+    )
     for d in (*model.graph.input[0].type.tensor_type.shape.dim,):
         d.dim_value = -1
     model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = -1
@@ -186,19 +183,15 @@ def test_negative_lengths_are_unknown():
 def test_a_prediction_without_axes_has_a_loss(reduction, declared):
     text = "Y = ReduceMean <keepdims = 0> (t)" if not declared else "Y = Reshape(m, s)"
     inputs = "float[N,3] X, int64[K] s" if declared else "float[N,3] X"
-    model = parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
-        g ({inputs}) => (float Y) <float[3,1] W = {{1, 2, 3}}> {{
+    model = parse_model(f"""g ({inputs}) => (float Y) <float[3,1] W = {{1, 2, 3}}> {{
         t = MatMul(X, W)  m = ReduceMean <keepdims = 0> (t)  {text} }}""")
     if declared:
         model.graph.output[0].type.tensor_type.ClearField("shape")
     with_loss = add_loss_output(model, "squared_error", reduction=reduction)
-    session = ort.InferenceSession(
-        with_loss.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
     feed = {"X": np.ones((4, 3), np.float32), "label": np.array(2, np.float32)}
     if declared:
         feed["s"] = np.zeros(0, np.int64)
-    loss, prediction = session.run(None, feed)
+    loss, prediction = run(with_loss, feed)
     assert loss.shape == (1, 1)
     assert prediction.shape == ()
     assert loss.item() == 16
@@ -207,23 +200,23 @@ def test_a_prediction_without_axes_has_a_loss(reduction, declared):
 # -- at random ---------------------------------------------------------------------------------
 
 SEEDS = [
-    parse(PLAIN),
-    parse(IF % ("h = Abs(X)", "t () => (float[2] z) { z = Mul(h, X) }", ELSE, "")),
-    parse(
+    local_model(PLAIN),
+    local_model(IF % ("h = Abs(X)", "t () => (float[2] z) { z = Mul(h, X) }", ELSE, "")),
+    local_model(
         LOOP.replace("X) <body", "X) <body").replace("Add(X, X)", "Add(x, X)")
         % ("(int64 i, bool c, float[2] x)", "(bool k, float[2] o)")
     ),
-    parse(SCAN % ("num_scan_inputs = 1,", "(float x)")),
-    parse(
+    local_model(SCAN % ("num_scan_inputs = 1,", "(float x)")),
+    local_model(
         FUNCTION % "<alpha = 2.0> (X)"
         + function("f <alpha> (a) => (b) { b = Elu <alpha: float = @alpha> (a) }")
     ),
-    sparse([1], [2]),
-    parse("""g (float[N,4] X) => (float[N,2] Y)
+    sparse_product([1], [2]),
+    local_model("""g (float[N,4] X) => (float[N,2] Y)
         <float[4,2] w = {1,2,3,4,5,6,7,8}, int64[2] s = {-1, 2}>
         { t = Gemm <alpha = 0.5> (X, w)  r = Reshape(t, s)  u = Concat <axis = 0> (r, t)
           Y, z = Split <axis = 0, num_outputs = 2> (u) }"""),
-    parse("""g (float[2] X) => (float[2] Y) { e = SequenceEmpty()  f = SequenceInsert(e, X)
+    local_model("""g (float[2] X) => (float[2] Y) { e = SequenceEmpty()  f = SequenceInsert(e, X)
           k = Constant <value = float[2] {1, 2}> ()  y = SequenceConstruct(X, k)
           Y = ConcatFromSequence <axis = 0> (f) }"""),
 ]  # fmt: skip
@@ -265,7 +258,7 @@ def other(value, rng: random.Random):
     return rng.choice([-1, 0, 1, 2, 3, 7, 9, 77])
 
 
-def check(model) -> None:
+def derive_or_refuse(model) -> None:
     """Let a model have a gradient, or be refused with one line."""
     message = ""
     try:
@@ -284,9 +277,9 @@ def test_models_damaged_at_random(seed):
         for _ in range(rng.choice([1, 1, 2, 3])):
             with contextlib.suppress(ValueError, TypeError):  # an enumerator that does not exist
                 mutate(model, rng)
-        check(model)
+        derive_or_refuse(model)
     data = SEEDS[seed].SerializeToString()
     for _ in range(40):
         i = rng.randrange(len(data))
         changed = data[:i] + bytes([rng.randrange(256)]) + data[i + 1 :]
-        check(changed)
+        derive_or_refuse(changed)

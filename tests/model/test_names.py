@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import AttributeProto, helper, numpy_helper
+from onnx import AttributeProto, helper
 from typer.testing import CliRunner
 
 import onnxgrad
@@ -24,6 +24,7 @@ from onnxgrad import errors
 from onnxgrad.cli import app
 from onnxgrad.data.arrays import DataError
 from onnxgrad.errors import printable, printable_lines
+from tests.support.models import add_initializers
 
 BAD = "\x1b[31m\r\n\u202e"
 SHOWN = r"\x1b[31m\r\n\u202e"
@@ -63,19 +64,19 @@ SORTED = (
 )
 
 
-def parse(text: str) -> onnx.ModelProto:
+def model_of_names(text: str) -> onnx.ModelProto:
+    """Return the model of a text, with initializers of the names that it reads."""
     made = onnx.parser.parse_model(text)
     constants = {"w": np.float32([[0.1], [0.2]]), "b": np.float32([0.3])}
     constants |= {name: np.int64([v]) for name, v in (("i", 0), ("j", 1), ("k", 1))}
-    for name, value in constants.items():
-        if any(name in node.input for node in made.graph.node) or "If(" in text:
-            made.graph.initializer.append(numpy_helper.from_array(value, name))
+    read = {x for node in made.graph.node for x in node.input}
+    add_initializers(made, {n: a for n, a in constants.items() if n in read or "If(" in text})
     return made
 
 
 def poisoned(text: str) -> onnx.ModelProto:
     """Return the model with BAD at the end of all that is a name, or text."""
-    made = parse(text)
+    made = model_of_names(text)
     foreign = {d.domain for d in made.opset_import} - {"", "ai.onnx.ml"}
     made.producer_name += BAD
     made.doc_string = BAD
@@ -117,7 +118,7 @@ def _poison(graph: onnx.GraphProto, foreign: set[str]) -> None:
                 a.strings[:] = [s + BAD.encode() for s in a.strings]
 
 
-def name(text: str) -> str:
+def bad_name(text: str) -> str:
     return text + BAD
 
 
@@ -159,30 +160,30 @@ def test_errors_of_the_package(kind):
         assert e.args[1] == 3
         clean(str(e))
         clean(repr(e))
-    clean(str(errors.unknown("weight", BAD, [name("w")])))
+    clean(str(errors.unknown("weight", BAD, [bad_name("w")])))
 
 
 # -- everything that prints or raises --------------------------------------------------------------
 
 
-def outside(text, **options):
+def outer_trainer(text, **options):
     options = {"max_iter": 2, "random_state": 0, "verbose": 1} | options
     return onnxgrad.OrtGradientForwardBackwardOptimizer(poisoned(text), **options)
 
 
-def fit_inside(text, **options):
+def fit_inner_trainer(text, **options):
     made = onnxgrad.add_loss_output(poisoned(text))
     made = onnxgrad.OrtGradientOptimizer(made, max_iter=2, verbose=1, **options)
     made.fit(X, Y)
     return repr(made)
 
 
-def fit_outside(text, X=X, Y=Y, **options):
-    made = outside(text, **options).fit(X, Y)
+def fit_outer_trainer(text, X=X, Y=Y, **options):
+    made = outer_trainer(text, **options).fit(X, Y)
     return repr(made), made.score(X, Y), made.get_state()
 
 
-def passes(text, feed=None, **options):
+def run_passes(text, feed=None, **options):
     made = onnxgrad.OrtGradientForwardBackward(poisoned(text), enable_logging=True, **options)
     passed = made.new_instance()
     shown = repr(made), repr(passed)
@@ -197,40 +198,40 @@ def derivative(text, *args, **options):
 
 def dangling():
     made = poisoned(LINEAR)
-    made.graph.node[1].input[0] = name("nowhere")
+    made.graph.node[1].input[0] = bad_name("nowhere")
     return made
 
 
-def external():
+def model_with_missing_file():
     made = poisoned(LINEAR)
     tensor = made.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value=name("file"))
+    tensor.external_data.add(key="location", value=bad_name("file"))
     return made
 
 
 def of_maps():
     made = poisoned(LINEAR)
-    node = made.graph.node.add(op_type="ZipMap", domain="ai.onnx.ml", name=name("zip"))
-    node.input.append(name("y"))
-    node.output.append(name("map"))
+    node = made.graph.node.add(op_type="ZipMap", domain="ai.onnx.ml", name=bad_name("zip"))
+    node.input.append(bad_name("y"))
+    node.output.append(bad_name("map"))
     node.attribute.append(helper.make_attribute("classlabels_int64s", [0]))
     kind = helper.make_sequence_type_proto(
         helper.make_map_type_proto(7, helper.make_tensor_type_proto(1, []))
     )
-    made.graph.output[0].CopyFrom(helper.make_value_info(name("map"), kind))
+    made.graph.output[0].CopyFrom(helper.make_value_info(bad_name("map"), kind))
     return made
 
 
 def wrong_shapes():
     """A model that onnxruntime refuses when it runs."""
     made = poisoned(LINEAR)
-    made.graph.input[0].type.tensor_type.shape.dim[1].dim_param = name("M")
+    made.graph.input[0].type.tensor_type.shape.dim[1].dim_param = bad_name("M")
     return made
 
 
-def module(text):
+def poisoned_module(text):
     pytest.importorskip("torch")
     from onnxgrad.torch import OnnxModule
 
@@ -239,14 +240,14 @@ def module(text):
 
 def call_module(text, *inputs, **named):
     import_torch = pytest.importorskip("torch")
-    made = module(text)
+    made = poisoned_module(text)
     made(*[import_torch.as_tensor(x) for x in inputs], **named)
     return repr(made)
 
 
 def load_state():
     torch = pytest.importorskip("torch")
-    made = module(LINEAR)
+    made = poisoned_module(LINEAR)
     made.load_state_dict({key: torch.zeros(7) for key in made.state_dict()})
 
 
@@ -270,102 +271,106 @@ CALLS = {
     "quantized": lambda: derivative(QUANTIZED),
     "rounded": lambda: derivative(ROUNDED),
     "selection": lambda: derivative(SORTED),
-    "unknown weight": lambda: derivative(LINEAR, [name("weight")]),
-    "a weight twice": lambda: derivative(LINEAR, [name("w")] * 2),
-    "a text": lambda: derivative(LINEAR, name("w")),
-    "unknown input": lambda: derivative(LINEAR, [], [name("input")]),
-    "integer weight": lambda: derivative(SORTED, [name("i")]),
-    "no path": lambda: derivative(ROUNDED, [name("w")]),
-    "stop_gradient": lambda: derivative(LINEAR, stop_gradient=[name("q")]),
-    "straight_through": lambda: derivative(LOOP, straight_through=[name("p")]),
+    "unknown weight": lambda: derivative(LINEAR, [bad_name("weight")]),
+    "a weight twice": lambda: derivative(LINEAR, [bad_name("w")] * 2),
+    "a text": lambda: derivative(LINEAR, bad_name("w")),
+    "unknown input": lambda: derivative(LINEAR, [], [bad_name("input")]),
+    "integer weight": lambda: derivative(SORTED, [bad_name("i")]),
+    "no path": lambda: derivative(ROUNDED, [bad_name("w")]),
+    "stop_gradient": lambda: derivative(LINEAR, stop_gradient=[bad_name("q")]),
+    "straight_through": lambda: derivative(LOOP, straight_through=[bad_name("p")]),
     "unknown label": lambda: derivative(
-        LINEAR, options=O.DerivativeOptions.Loss, loss=name("y"), label=name("l")
+        LINEAR, options=O.DerivativeOptions.Loss, loss=bad_name("y"), label=bad_name("l")
     ),
     "unknown loss": lambda: derivative(
-        LINEAR, options=O.DerivativeOptions.Loss, loss=name("l"), label=name("x")
+        LINEAR, options=O.DerivativeOptions.Loss, loss=bad_name("l"), label=bad_name("x")
     ),
     "maps": lambda: O.onnx_derivative(of_maps(), options=O.DerivativeOptions.KeepOutputs),
     "maps alone": lambda: O.add_loss_output(of_maps()),
-    "maps selected": lambda: O.select_model_inputs_outputs(of_maps(), [name("map")]),
+    "maps selected": lambda: O.select_model_inputs_outputs(of_maps(), [bad_name("map")]),
     "dangling": lambda: O.onnx_derivative(dangling()),
     "dangling renamed": lambda: O.onnx_rename_names(dangling()),
     "dangling session": lambda: O.check_gradient(dangling()),
-    "external": lambda: O.onnx_derivative(external()),
-    "no file": lambda: O.onnx_derivative(name("/nowhere/model")),
+    "external": lambda: O.onnx_derivative(model_with_missing_file()),
+    "no file": lambda: O.onnx_derivative(bad_name("/nowhere/model")),
     "no model": lambda: O.onnx_derivative(BAD.encode()),
-    "save nowhere": lambda: O.save(poisoned(LINEAR), name("/nowhere/model")),
+    "save nowhere": lambda: O.save(poisoned(LINEAR), bad_name("/nowhere/model")),
     "rename": lambda: O.onnx_rename_names(poisoned(LOOP), verbose=2),
     "rename weights": lambda: O.onnx_simple_text_plot(O.onnx_rename_weights(poisoned(LINEAR))),
-    "jacobian": lambda: O.to_dot(O.jacobian(poisoned(LINEAR), inputs=[name("x")])),
-    "jacobian of nothing": lambda: O.jacobian(poisoned(LINEAR), [name("input")]),
+    "jacobian": lambda: O.to_dot(O.jacobian(poisoned(LINEAR), inputs=[bad_name("x")])),
+    "jacobian of nothing": lambda: O.jacobian(poisoned(LINEAR), [bad_name("input")]),
     "hessian of a column": lambda: O.hessian(poisoned(TWO)),
-    "hessian": lambda: O.hessian(poisoned(TWO), output=name("y")),
-    "hvp": lambda: O.hvp(poisoned(TWO), [name("q")]),
+    "hessian": lambda: O.hessian(poisoned(TWO), output=bad_name("y")),
+    "hvp": lambda: O.hvp(poisoned(TWO), [bad_name("q")]),
     "jvp": lambda: O.jvp(poisoned(FOREIGN)),
     "vjp": lambda: O.vjp(poisoned(FOREIGN)),
-    "batched": lambda: O.jacobian(poisoned(SORTED), inputs=[name("x")]),
-    "partition": lambda: O.partition(poisoned(LINEAR), [name("q")]),
+    "batched": lambda: O.jacobian(poisoned(SORTED), inputs=[bad_name("x")]),
+    "partition": lambda: O.partition(poisoned(LINEAR), [bad_name("q")]),
     "partition without rule": lambda: O.partition(poisoned(FOREIGN)),
     "check": lambda: str(O.check_gradient(poisoned(LINEAR))),
     "check without kernel": lambda: str(O.check_gradient(poisoned(FOREIGN))),
-    "check with wrong input": lambda: O.check_gradient(poisoned(LINEAR), [name("q")]),
-    "initializer": lambda: O.add_initializer(poisoned(LINEAR), name("w"), np.zeros(3)),
-    "replace": lambda: O.replace_initializers_into_onnx(poisoned(LINEAR), {name("q"): np.zeros(3)}),
+    "check with wrong input": lambda: O.check_gradient(poisoned(LINEAR), [bad_name("q")]),
+    "initializer": lambda: O.add_initializer(poisoned(LINEAR), bad_name("w"), np.zeros(3)),
+    "replace": lambda: O.replace_initializers_into_onnx(
+        poisoned(LINEAR), {bad_name("q"): np.zeros(3)}
+    ),
     "replace shape": lambda: O.replace_initializers_into_onnx(
-        poisoned(LINEAR), {name("w"): np.zeros(3)}
+        poisoned(LINEAR), {bad_name("w"): np.zeros(3)}
     ),
     "feed": lambda: O.random_feed(of_maps().graph.output),
-    "select": lambda: O.select_model_inputs_outputs(poisoned(LINEAR), [name("q")]),
-    "select inputs": lambda: O.select_model_inputs_outputs(poisoned(TWO), None, [name("h")]),
+    "select": lambda: O.select_model_inputs_outputs(poisoned(LINEAR), [bad_name("q")]),
+    "select inputs": lambda: O.select_model_inputs_outputs(poisoned(TWO), None, [bad_name("h")]),
     "loss": lambda: O.add_loss_output(poisoned(TWO)),
-    "loss of nothing": lambda: O.add_loss_output(poisoned(LINEAR), output_index=name("q")),
-    "loss of a name": lambda: O.add_loss_output(poisoned(LINEAR), name("q")),
+    "loss of nothing": lambda: O.add_loss_output(poisoned(LINEAR), output_index=bad_name("q")),
+    "loss of a name": lambda: O.add_loss_output(poisoned(LINEAR), bad_name("q")),
     "loss log": lambda: O.add_loss_output(poisoned(LINEAR), "log"),
     "loss with penalty": lambda: O.add_loss_output(
-        poisoned(LINEAR), penalty={name("q"): {"l1": 1}}
+        poisoned(LINEAR), penalty={bad_name("q"): {"l1": 1}}
     ),
     "loss with null penalty": lambda: O.add_loss_output(
-        poisoned(LINEAR), penalty={name("w"): {"l1": 0}}
+        poisoned(LINEAR), penalty={bad_name("w"): {"l1": 0}}
     ),
     "unreduced": lambda: O.unreduced_onnx_loss(poisoned(TWO)),
-    "fit": lambda: fit_inside(LINEAR),
-    "fit without rule": lambda: fit_inside(FOREIGN),
-    "fit unknown": lambda: fit_inside(LINEAR, weights_to_train=[name("q")]),
+    "fit": lambda: fit_inner_trainer(LINEAR),
+    "fit without rule": lambda: fit_inner_trainer(FOREIGN),
+    "fit unknown": lambda: fit_inner_trainer(LINEAR, weights_to_train=[bad_name("q")]),
     "fit without loss": lambda: O.OrtGradientOptimizer(
-        poisoned(LINEAR), loss_output_name=name("q")
+        poisoned(LINEAR), loss_output_name=bad_name("q")
     ).fit(X, Y),
     "fit a loss of rows": lambda: O.OrtGradientOptimizer(
-        poisoned(LINEAR), loss_output_name=name("y")
+        poisoned(LINEAR), loss_output_name=bad_name("y")
     ).fit(X, Y),
-    "fit on wrong data": lambda: fit_outside(LINEAR, X[:, :1]),
-    "fit on text": lambda: fit_outside(LINEAR, np.array([[name("a")] * 2] * 12)),
-    "fit on NaN": lambda: fit_outside(LINEAR, X * np.nan),
-    "fit on wrong names": lambda: fit_outside(TWO, {name("q"): X}),
-    "fit on wrong rows": lambda: fit_outside(LINEAR, X[:3]),
-    "fit outside": lambda: fit_outside(LINEAR),
-    "fit with penalty": lambda: fit_outside(LINEAR, learning_penalty={name("q"): 1}),
-    "fit diverges": lambda: fit_outside(LINEAR, learning_rate=1e30, max_iter=50),
-    "fit diverges silently": lambda: fit_outside(
+    "fit on wrong data": lambda: fit_outer_trainer(LINEAR, X[:, :1]),
+    "fit on text": lambda: fit_outer_trainer(LINEAR, np.array([[bad_name("a")] * 2] * 12)),
+    "fit on NaN": lambda: fit_outer_trainer(LINEAR, X * np.nan),
+    "fit on wrong names": lambda: fit_outer_trainer(TWO, {bad_name("q"): X}),
+    "fit on wrong rows": lambda: fit_outer_trainer(LINEAR, X[:3]),
+    "fit outside": lambda: fit_outer_trainer(LINEAR),
+    "fit with penalty": lambda: fit_outer_trainer(LINEAR, learning_penalty={bad_name("q"): 1}),
+    "fit diverges": lambda: fit_outer_trainer(LINEAR, learning_rate=1e30, max_iter=50),
+    "fit diverges silently": lambda: fit_outer_trainer(
         LINEAR, learning_rate=1e30, max_iter=50, exc=False
     ),
-    "fit on a device": lambda: fit_outside(LINEAR, device=name("cuda")),
+    "fit on a device": lambda: fit_outer_trainer(LINEAR, device=bad_name("cuda")),
     "fit fails": lambda: O.OrtGradientForwardBackwardOptimizer(wrong_shapes()).fit(
         np.zeros((12, 3), np.float32), Y
     ),
-    "fit with a weight unused": lambda: fit_inside(
-        ROUNDED, weights_to_train=[name("w"), name("b")]
+    "fit with a weight unused": lambda: fit_inner_trainer(
+        ROUNDED, weights_to_train=[bad_name("w"), bad_name("b")]
     ),
-    "state": lambda: outside(LINEAR).fit(X, Y).set_state({name("q"): 0}),
-    "state of a shape": lambda: outside(LINEAR).fit(X, Y).set_state({name("w"): 0}),
-    "slots": lambda: outside(LINEAR).fit(X, Y).set_state({name("w"): {name("q"): 0}}, "grad"),
-    "passes": lambda: passes(LINEAR, class_name=name("Passes")),
-    "passes without rule": lambda: passes(FOREIGN),
-    "passes on wrong data": lambda: passes(LINEAR, [X]),
-    "passes on wrong shapes": lambda: passes(LINEAR, [X[:, :1], X, X]),
-    "passes on a dict": lambda: passes(LINEAR, {name("x"): X}),
-    "passes to a provider": lambda: passes(LINEAR, providers=[name("q")]),
-    "passes to a device": lambda: passes(LINEAR, providers=name("cuda")),
-    "passes of NaN": lambda: passes(
+    "state": lambda: outer_trainer(LINEAR).fit(X, Y).set_state({bad_name("q"): 0}),
+    "state of a shape": lambda: outer_trainer(LINEAR).fit(X, Y).set_state({bad_name("w"): 0}),
+    "slots": lambda: (
+        outer_trainer(LINEAR).fit(X, Y).set_state({bad_name("w"): {bad_name("q"): 0}}, "grad")
+    ),
+    "passes": lambda: run_passes(LINEAR, class_name=bad_name("Passes")),
+    "passes without rule": lambda: run_passes(FOREIGN),
+    "passes on wrong data": lambda: run_passes(LINEAR, [X]),
+    "passes on wrong shapes": lambda: run_passes(LINEAR, [X[:, :1], X, X]),
+    "passes on a dict": lambda: run_passes(LINEAR, {bad_name("x"): X}),
+    "passes to a provider": lambda: run_passes(LINEAR, providers=[bad_name("q")]),
+    "passes to a device": lambda: run_passes(LINEAR, providers=bad_name("cuda")),
+    "passes of NaN": lambda: run_passes(
         LINEAR, [X * np.nan, np.ones((2, 1), "f"), np.ones(1, "f")], debug=True
     ),
     "passes fail": lambda: (
@@ -375,24 +380,24 @@ CALLS = {
     ),
     "module": lambda: call_module(LINEAR, X),
     "module without rule": lambda: call_module(FOREIGN, X),
-    "module on another name": lambda: call_module(LINEAR, **{name("q"): 1}),
-    "module twice": lambda: call_module(LINEAR, X, **{name("x"): 1}),
+    "module on another name": lambda: call_module(LINEAR, **{bad_name("q"): 1}),
+    "module twice": lambda: call_module(LINEAR, X, **{bad_name("x"): 1}),
     "module on a shape": lambda: call_module(LINEAR, X[:, :1]),
     "module on a dtype": lambda: call_module(LINEAR, X.astype(int)),
     "module of two lengths": lambda: call_module(TWO, X, X[:5]),
     "module with nothing": lambda: call_module(TWO),
     "module state": load_state,
-    "function": lambda: O.function_onnx_graph(name("q")),
-    "optimizer": lambda: fit_outside(LINEAR, training_optimizer_name=name("q")),
-    "rate": lambda: fit_outside(LINEAR, learning_rate=name("q")),
-    "loader": lambda: O.OrtDataLoader(X, np.array([[name("a")]] * 12)),
+    "function": lambda: O.function_onnx_graph(bad_name("q")),
+    "optimizer": lambda: fit_outer_trainer(LINEAR, training_optimizer_name=bad_name("q")),
+    "rate": lambda: fit_outer_trainer(LINEAR, learning_rate=bad_name("q")),
+    "loader": lambda: O.OrtDataLoader(X, np.array([[bad_name("a")]] * 12)),
 }
 
 
-def shown(value) -> list[str]:
+def texts_in(value) -> list[str]:
     if isinstance(value, str):
         return [value]
-    return [t for v in value for t in shown(v)] if isinstance(value, (list, tuple)) else []
+    return [t for v in value for t in texts_in(v)] if isinstance(value, (list, tuple)) else []
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -402,7 +407,7 @@ def test_what_is_printed_and_raised(call, capfd, caplog):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
-            texts += shown(CALLS[call]())
+            texts += texts_in(CALLS[call]())
         except Exception as e:
             while e is not None:
                 texts.append(str(e))
@@ -419,15 +424,15 @@ def test_what_is_printed_and_raised(call, capfd, caplog):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder_of_bad_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(dangling(), "dangling.onnx")
     for file, text in (("linear", LINEAR), ("foreign", FOREIGN), ("if", LOOP), ("two", TWO)):
         onnx.save(poisoned(text), f"{file}.onnx")
-    np.savez("data.npz", **{name("x"): X, "y": Y, name("spare"): X})
-    np.savez("two.npz", **{name("x"): X, name("z"): X, "y": Y, name("spare"): X})
-    np.savez("text.npz", **{name("x"): np.array([[name("a")] * 2] * 12), "y": Y})
-    onnx.save(poisoned(LINEAR), name("model"))
+    np.savez("data.npz", **{bad_name("x"): X, "y": Y, bad_name("spare"): X})
+    np.savez("two.npz", **{bad_name("x"): X, bad_name("z"): X, "y": Y, bad_name("spare"): X})
+    np.savez("text.npz", **{bad_name("x"): np.array([[bad_name("a")] * 2] * 12), "y": Y})
+    onnx.save(poisoned(LINEAR), bad_name("model"))
     return tmp_path
 
 
@@ -437,33 +442,36 @@ COMMANDS = [
     ("show", "foreign.onnx"), ("show", "foreign.onnx", "--grad"),
     ("show", "dangling.onnx", "--grad"),
     ("show", "two.onnx", "--grad", "--debug"), ("show", "foreign.onnx", "--grad", "--debug"),
-    ("show", name("model")), ("show", name("nothing")),
-    ("grad", "linear.onnx", "-o", "g.onnx"), ("grad", "if.onnx", "-o", name("out.onnx")),
-    ("grad", "foreign.onnx", "-o", "g.onnx"), ("grad", "two.onnx", "-o", name("/nowhere/g.onnx")),
-    ("grad", "linear.onnx", "-o", name("model")),
-    ("grad", "linear.onnx", "-o", "g.onnx", "--weights", name("q")),
-    ("grad", "linear.onnx", "-o", "g.onnx", "--inputs", name("q"), "--debug"),
+    ("show", bad_name("model")),
+    ("show", bad_name("nothing")),
+    ("grad", "linear.onnx", "-o", "g.onnx"), ("grad", "if.onnx", "-o", bad_name("out.onnx")),
+    ("grad", "foreign.onnx", "-o", "g.onnx"),
+    ("grad", "two.onnx", "-o", bad_name("/nowhere/g.onnx")),
+    ("grad", "linear.onnx", "-o", bad_name("model")),
+    ("grad", "linear.onnx", "-o", "g.onnx", "--weights", bad_name("q")),
+    ("grad", "linear.onnx", "-o", "g.onnx", "--inputs", bad_name("q"), "--debug"),
     ("train", "linear.onnx", "data.npz", *TRAIN),
-    ("train", "two.onnx", "two.npz", *TRAIN, "--output-index", name("y"),
-     "--output", name("t.onnx")),
+    ("train", "two.onnx", "two.npz", *TRAIN, "--output-index", bad_name("y"),
+     "--output", bad_name("t.onnx")),
     ("train", "two.onnx", "two.npz", *TRAIN),
-    ("train", "two.onnx", "two.npz", *TRAIN, "--output-index", name("q")),
-    ("train", "two.onnx", "data.npz", *TRAIN, "--output-index", name("y")),
+    ("train", "two.onnx", "two.npz", *TRAIN, "--output-index", bad_name("q")),
+    ("train", "two.onnx", "data.npz", *TRAIN, "--output-index", bad_name("y")),
     ("train", "foreign.onnx", "data.npz", *TRAIN),
     ("train", "linear.onnx", "text.npz", *TRAIN),
-    ("train", "linear.onnx", "data.npz", *TRAIN, "--weights", name("q")),
-    ("train", "linear.onnx", "data.npz", *TRAIN, "--loss", name("q")),
-    ("train", "linear.onnx", "data.npz", *TRAIN, "--loss-option", name("q=1")),
-    ("train", "linear.onnx", "data.npz", *TRAIN, "--target", name("q")),
-    ("train", "linear.onnx", "data.npz", "--target", name("spare"), "--loss-output", name("q")),
-    ("train", "linear.onnx", "data.npz", "--target", name("q"), "--loss-output", name("y")),
+    ("train", "linear.onnx", "data.npz", *TRAIN, "--weights", bad_name("q")),
+    ("train", "linear.onnx", "data.npz", *TRAIN, "--loss", bad_name("q")),
+    ("train", "linear.onnx", "data.npz", *TRAIN, "--loss-option", bad_name("q=1")),
+    ("train", "linear.onnx", "data.npz", *TRAIN, "--target", bad_name("q")),
+    ("train", "linear.onnx", "data.npz", "--target", bad_name("spare"), "--loss-output",
+     bad_name("q")),
+    ("train", "linear.onnx", "data.npz", "--target", bad_name("q"), "--loss-output", bad_name("y")),
     ("train", "linear.onnx", "data.npz", *TRAIN, "--learning-rate", "1e30", "--epochs", "50"),
-    ("train", "linear.onnx", name("nothing.npz"), *TRAIN),
+    ("train", "linear.onnx", bad_name("nothing.npz"), *TRAIN),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda a: " ".join(a[:2]).replace(BAD, "!"))
-def test_the_command_line(here, capfd, arguments):
+def test_the_command_line(folder_of_bad_names, capfd, arguments):
     made = CliRunner().invoke(app, list(arguments))
     clean(made.output)
     e = made.exception
@@ -477,7 +485,7 @@ def test_the_command_line(here, capfd, arguments):
 
 
 def test_markup_in_names_is_text(tmp_path):
-    made = parse(LINEAR)
+    made = model_of_names(LINEAR)
     made.graph.input[0].name = made.graph.node[0].input[0] = "[red]x[/red]"
     made.graph.node[1].op_type, made.graph.node[1].domain = "Add", ""
     onnx.save(made, tmp_path / "m.onnx")
@@ -488,6 +496,6 @@ def test_markup_in_names_is_text(tmp_path):
 
 def test_names_are_kept_in_models():
     made = onnxgrad.onnx_derivative(poisoned(LINEAR))
-    assert [x.name for x in made.graph.input][:2] == [name("x"), name("w")]
+    assert [x.name for x in made.graph.input][:2] == [bad_name("x"), bad_name("w")]
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert session.get_inputs()[0].name == name("x")
+    assert session.get_inputs()[0].name == bad_name("x")

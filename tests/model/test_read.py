@@ -15,6 +15,8 @@ from onnxgrad import (
     onnx_derivative,
     select_model_inputs_outputs,
 )
+from tests.support.errors import naming
+from tests.support.models import parse_model
 
 DOORS = [
     onnx_derivative,
@@ -25,18 +27,17 @@ DOORS = [
 ]
 
 
-def layer() -> onnx.ModelProto:
-    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,4] X) => (float[N,3] Y) { h = MatMul(X, w)  Y = Add(h, b) }""")
-    for name, shape in (("w", (4, 3)), ("b", (3,))):
-        array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        made.graph.initializer.append(numpy_helper.from_array(array, name))
-    return made
+def affine_model() -> onnx.ModelProto:
+    """Return a matrix and a bias."""
+    rng = np.random.default_rng(0)
+    weights = {n: np.float32(rng.normal(size=s)) for n, s in (("w", (4, 3)), ("b", (3,)))}
+    text = "g (float[N,4] X) => (float[N,3] Y) { h = MatMul(X, w)  Y = Add(h, b) }"
+    return parse_model(text, **weights)
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_model_is_a_proto_bytes_or_a_path(tmp_path, door):
-    path, model = tmp_path / "m.onnx", layer()
+    path, model = tmp_path / "m.onnx", affine_model()
     onnx.save(model, path)
     before = model.SerializeToString()
     expected = str(door(model))
@@ -47,11 +48,11 @@ def test_a_model_is_a_proto_bytes_or_a_path(tmp_path, door):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_other_objects_and_missing_files(tmp_path, door):
-    with pytest.raises(TypeError, match="a model is a ModelProto, bytes or a path, not int"):
+    with pytest.raises(TypeError, match=naming("ModelProto", "bytes", "path", "not int")):
         door(3)
-    with pytest.raises(ModelError, match=r"none\.onnx.*No such file"):
+    with pytest.raises(ModelError, match=naming("none.onnx", "No such")):
         door(tmp_path / "none.onnx")
-    with pytest.raises(ModelError, match="Is a directory"):
+    with pytest.raises(ModelError, match=naming(str(tmp_path), "directory")):
         door(tmp_path)
 
 
@@ -59,11 +60,11 @@ def test_other_objects_and_missing_files(tmp_path, door):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not a model at all", r"m\.onnx' \(18 bytes\) is no ONNX model, or is truncated"),
-        (b"", r"m\.onnx' is no ONNX model: it has no graph"),
-        (layer().SerializeToString()[:-30], r"m\.onnx' \(\d+ bytes\) is .* truncated"),
-        (onnx.ModelProto(ir_version=8).SerializeToString(), "it has no graph"),
-        (onnx.ModelProto(graph=layer().graph).SerializeToString(), "imports no opset"),
+        (b"not a model at all", naming("m.onnx'", "18 bytes", "truncated")),
+        (b"", naming("m.onnx'", "no graph")),
+        (affine_model().SerializeToString()[:-30], naming("m.onnx'", " bytes", "truncated")),
+        (onnx.ModelProto(ir_version=8).SerializeToString(), "no graph"),
+        (onnx.ModelProto(graph=affine_model().graph).SerializeToString(), "no opset"),
     ],
 )
 def test_bad_files(tmp_path, content, message, door):
@@ -74,7 +75,7 @@ def test_bad_files(tmp_path, content, message, door):
 
 
 def test_no_part_of_a_file_is_taken_for_a_model():
-    content = layer().SerializeToString()
+    content = affine_model().SerializeToString()
     for length in range(len(content)):
         with pytest.raises(ModelError):
             get_train_initializer(content[:length])
@@ -82,15 +83,15 @@ def test_no_part_of_a_file_is_taken_for_a_model():
 
 def test_external_data(tmp_path):
     path = tmp_path / "m.onnx"
-    onnx.save(layer(), path, save_as_external_data=True, size_threshold=0, location="m.data")
-    assert onnx_derivative(path) == onnx_derivative(layer())
+    onnx.save(affine_model(), path, save_as_external_data=True, size_threshold=0, location="m.data")
+    assert onnx_derivative(path) == onnx_derivative(affine_model())
     (tmp_path / "m.data").unlink()
-    with pytest.raises(ModelError, match=r"external file 'm\.data', which is not in"):
+    with pytest.raises(ModelError, match=naming("'m.data'", "not in")):
         onnx_derivative(path)
-    with pytest.raises(ModelError, match=r"pass the path of the \.onnx file instead"):
+    with pytest.raises(ModelError, match=naming("path of", ".onnx")):
         onnx_derivative(path.read_bytes())
     (tmp_path / "m.data").write_bytes(b"short")
-    with pytest.raises(ModelError, match=r"'m\.data', which is truncated: 5 bytes where \d+ are"):
+    with pytest.raises(ModelError, match=naming("'m.data'", "truncated", "5 bytes")):
         onnx_derivative(path)
 
 
@@ -101,7 +102,7 @@ def test_external_data_of_other_tensors(tmp_path, place):
         w = If (c) <then_branch = a () => (float[2] t) { t = Identity(v) },
                     else_branch = b () => (float[2] e) { e = Identity(k) }>
         y = Add(x, k) }"""
-    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> {text}')
+    model = parse_model(text)
     branch = model.graph.node[1].attribute[0].g
     branch.initializer.append(numpy_helper.from_array(np.float32([4, 5]), "v"))
     name, tensor = {
@@ -116,7 +117,7 @@ def test_external_data_of_other_tensors(tmp_path, place):
     (tmp_path / "m.data").write_bytes(np.float32([6, 7]).tobytes())
     assert get_train_initializer(path)[name][0].tolist() == [6, 7]
     (tmp_path / "m.data").unlink()
-    with pytest.raises(ModelError, match=rf"stores '{name}' in the external file 'm\.data'"):
+    with pytest.raises(ModelError, match=naming(f"'{name}'", "'m.data'")):
         onnx_derivative(path)
-    with pytest.raises(ModelError, match=rf"stores '{name}' in the external file 'm\.data'"):
+    with pytest.raises(ModelError, match=naming(f"'{name}'", "'m.data'")):
         onnx_derivative(model)

@@ -21,6 +21,8 @@ from onnxgrad import (
     onnx_simple_text_plot,
 )
 from onnxgrad.losses.info import loss_info
+from tests.support.errors import naming
+from tests.support.models import add_initializers, parse_model
 from tests.support.running import run
 
 # Captured names, names that shadow, the same names in both branches, a result called like an input
@@ -51,9 +53,9 @@ SCOPES = """<ir_version: 10, opset_import: ["": 18, "own": 1]>
 FEED = {"r0": np.float32([[0.1, 0.2], [0.3, -0.4]]), "many": np.array(2)}
 
 
-def scopes() -> onnx.ModelProto:
+def scoped_model() -> onnx.ModelProto:
     made = onnx.parser.parse_model(SCOPES)
-    made.graph.initializer.append(numpy_helper.from_array(np.float32(70), "top"))
+    add_initializers(made, {"top": 70.0})
     made.graph.value_info.add(name="h").type.CopyFrom(made.graph.output[0].type)
     made.graph.value_info.add(name="gone").type.CopyFrom(made.graph.input[1].type)
     for name in ("q", "gone"):
@@ -62,19 +64,19 @@ def scopes() -> onnx.ModelProto:
     return made
 
 
-def equal(a: onnx.ModelProto, b: onnx.ModelProto, **feed) -> None:
+def assert_equal_results(a: onnx.ModelProto, b: onnx.ModelProto, **feed) -> None:
     for x, y in zip(run(a, **feed), run(b, **feed), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_names_keep_their_scopes():
-    made = scopes()
+    made = scoped_model()
     before = made.SerializeToString()
     renamed = onnx_rename_names(made)
     assert made.SerializeToString() == before
     onnx.checker.check_model(renamed, full_check=True)
     for c in (True, False):
-        equal(renamed, made, c=np.array(c), **FEED)
+        assert_equal_results(renamed, made, c=np.array(c), **FEED)
     assert onnx_rename_names(renamed) == renamed
     assert (
         onnx_simple_text_plot(renamed, indent=False)
@@ -130,7 +132,7 @@ function: own.scaled(r1)
     )
 
 
-SHARED = """<ir_version: 8, opset_import: ["": 18]> g (float[N] x, bool c) => (float[N] y)
+SHARED = """g (float[N] x, bool c) => (float[N] y)
     <float[1] one = {1}, float[1] again = {1}> {
         [first] a = Exp(x)  %s [second] b = Exp(a)  d = LeakyRelu<alpha=0.5>(b)  u = Add(d, one)
         v = Mul(u, again)
@@ -140,13 +142,13 @@ SHARED = """<ir_version: 8, opset_import: ["": 18]> g (float[N] x, bool c) => (f
 
 def test_names_by_type():
     """Equal operators and values have equal digests; what is added elsewhere changes no name."""
-    made = onnx.parser.parse_model(SHARED % "")
+    made = parse_model(SHARED % "")
     renamed = onnx_rename_names(made, "type")
     onnx.checker.check_model(renamed, full_check=True)
     assert onnx_rename_names(renamed, strategy="type") == renamed
     x = np.float32([-1, 2])
     for c in (True, False):
-        equal(renamed, made, x=x, c=np.array(c))
+        assert_equal_results(renamed, made, x=x, c=np.array(c))
     graph = renamed.graph
     first, second, leaky, add, mul, branch = graph.node
     assert re.fullmatch("r0_[0-9A-F]{2}", first.output[0])
@@ -158,21 +160,21 @@ def test_names_by_type():
     assert [t.name for t in graph.initializer] == [add.input[1], mul.input[1]]
     assert mul.input[1] == f"{add.input[1]}_2"
     assert [v.name for v in (*graph.input, *graph.output)] == ["x", "c", "y"]
-    more = onnx_rename_names(onnx.parser.parse_model(SHARED % "z = Tanh(x)"), "type").graph
+    more = onnx_rename_names(parse_model(SHARED % "z = Tanh(x)"), "type").graph
     names = [y for node in more.node for y in node.output if node.op_type != "Tanh"]
     assert names == [y for node in graph.node for y in node.output]
-    scoped = onnx_rename_names(scopes(), "type")
+    scoped = onnx_rename_names(scoped_model(), "type")
     for c in (True, False):
-        equal(scoped, scopes(), c=np.array(c), **FEED)
+        assert_equal_results(scoped, scoped_model(), c=np.array(c), **FEED)
 
 
 def test_a_strategy_that_is_not_known():
-    with pytest.raises(ValueError, match=r"Unknown strategy 'simpel'\. Did you mean 'simple'"):
-        onnx_rename_names(scopes(), "simpel")
+    with pytest.raises(ValueError, match=naming("'simpel'", "'simple'")):
+        onnx_rename_names(scoped_model(), "simpel")
 
 
 def test_nodes_and_what_is_said_of_values():
-    made = onnx_rename_names(scopes()).graph
+    made = onnx_rename_names(scoped_model()).graph
     assert made.node[0].name == "n0"
     assert [n.name for n in made.node[3].attribute[0].g.node] == ["", "n1"]
     assert [v.name for v in made.value_info] == ["r1"]  # and none that a new name would fit
@@ -183,8 +185,7 @@ def test_nodes_and_what_is_said_of_values():
 
 def test_a_branch_that_names_its_output_like_the_input():
     """The specification forbids it, exporters did it."""
-    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N] x, bool c) => (float[N] y) { h = Exp(x)  y = If (c) <
+    made = parse_model("""g (float[N] x, bool c) => (float[N] y) { h = Exp(x)  y = If (c) <
             then_branch = t () => (float[N] x) { k = Abs(h)  x = Neg(k) },
             else_branch = e () => (float[N] y) { y = Identity(h) }> }""")
     renamed = onnx_rename_names(made)
@@ -196,9 +197,8 @@ def test_a_branch_that_names_its_output_like_the_input():
 
 def test_weights_stay_weights():
     """The constants of a loss are no weights, whatever they are called."""
-    loss = add_loss_output(onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N,2] x) => (float[N,2] f) <float[2] w = {2, 3}> { a = Mul(x, w)  f = Exp(a) }"""),
-        "elastic", output_index="a")  # fmt: skip
+    text = "g (float[N,2] x) => (float[N,2] f) { a = Mul(x, w)  f = Exp(a) }"
+    loss = add_loss_output(parse_model(text, w=[2.0, 3.0]), "elastic", output_index="a")
     assert list(get_train_initializer(loss)) == ["w"]
     renamed = onnx_rename_names(loss)
     assert list(get_train_initializer(renamed)) == ["i0"]
@@ -207,7 +207,9 @@ def test_weights_stay_weights():
     options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
     gradient = onnx_derivative(loss, options=options)
     x, label = np.float32([[1, 2], [3, 4]]), np.float32([[0, 1], [2, 3]])
-    equal(onnx_rename_names(gradient), gradient, x=x, label=label, w=np.float32([1, 2]))
+    assert_equal_results(
+        onnx_rename_names(gradient), gradient, x=x, label=label, w=np.float32([1, 2])
+    )
     loss.graph.output.pop()  # the prediction is no output any more
     renamed = onnx_rename_names(loss)
     assert loss_info(renamed).prediction in {y for n in renamed.graph.node for y in n.output}
@@ -216,19 +218,17 @@ def test_weights_stay_weights():
 def test_inputs_with_defaults_and_constants_as_outputs():
     made = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["": 9]>
         g (float[N,2] x, float[2] v) => (float[N,2] y, float[2] u) { y = Mul(x, v) }""")
-    for name in "vu":
-        made.graph.initializer.append(numpy_helper.from_array(np.float32([4, 5]), name))
+    add_initializers(made, {name: [4.0, 5.0] for name in "vu"})
     assert onnx_rename_names(made) == made
     renamed = onnx_rename_weights(made)
     assert [x.name for x in renamed.graph.input] == ["x", "I0_v"]
     assert [y.name for y in renamed.graph.output] == ["y", "u"]
     assert list(get_train_initializer(renamed)) == ["I0_v", "I1_u"]
-    equal(renamed, made, x=np.float32([[1, 2]]))
+    assert_equal_results(renamed, made, x=np.float32([[1, 2]]))
 
 
 def test_sequences_sparse_tensors_and_no_names():
-    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
-        g (float[N,2] x) => (float[N,2] p, float[2] d) {
+    made = parse_model("""g (float[N,2] x) => (float[N,2] p, float[2] d) {
             p = Softmax(x)  _ = ai.onnx.ml.ZipMap<classlabels_int64s = [0, 1]>(p)  d = Neg(sparse)
         }""")
     made.graph.node[1].output[0] = "maps"
@@ -245,17 +245,19 @@ def test_sequences_sparse_tensors_and_no_names():
 
 
 def test_a_path_with_external_data(tmp_path):
-    made = scopes()
+    made = scoped_model()
     onnx.save(made, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0)
-    equal(onnx_rename_names(tmp_path / "m.onnx"), scopes(), c=np.array(True), **FEED)
+    assert_equal_results(
+        onnx_rename_names(tmp_path / "m.onnx"), scoped_model(), c=np.array(True), **FEED
+    )
 
 
 def test_what_cannot_be_renamed():
-    made = scopes()
+    made = scoped_model()
     made.graph.node[1].input[1] = "nowhere"
-    with pytest.raises(ModelError, match=r"Mul .* reads 'nowhere', which is no input"):
+    with pytest.raises(ModelError, match=naming("Mul", "reads 'nowhere'")):
         onnx_rename_names(made)
-    made = scopes()
+    made = scoped_model()
     made.training_info.add()
     with pytest.raises(ModelError, match="training_info"):
         onnx_rename_names(made)
@@ -265,12 +267,11 @@ def test_what_cannot_be_renamed():
 def test_verbose(caplog, verbose, lines):
     caplog.set_level(logging.WARNING, "onnxgrad")
     caplog.handler.setLevel(logging.NOTSET)
-    onnx_rename_names(scopes(), verbose=verbose)
+    onnx_rename_names(scoped_model(), verbose=verbose)
     assert len(caplog.records) == lines
 
 
-WEIGHTS = """<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
-    g (float[N,2] x, bool c) => (float[N,2] y, float[2] w)
+WEIGHTS = """g (float[N,2] x, bool c) => (float[N,2] y, float[2] w)
     <float[2] w = {2, 3}, float[2] coef = {1, 2}, int64[1] axes = {1}>
     {
         [w] a = Mul(x, w)
@@ -288,7 +289,7 @@ WEIGHTS = """<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
 
 
 def test_weights_in_graph_order():
-    made = onnx.parser.parse_model(WEIGHTS)
+    made = parse_model(WEIGHTS)
     before = made.SerializeToString()
     renamed = onnx_rename_weights(made)
     assert made.SerializeToString() == before
@@ -302,22 +303,21 @@ def test_weights_in_graph_order():
     assert [y.name for y in renamed.graph.output] == ["y", "w"]
     assert [t.name for t in renamed.graph.initializer][2] == "axes"
     for c in (True, False):
-        equal(renamed, made, x=np.float32([[1, 2]]), c=np.array(c))
+        assert_equal_results(renamed, made, x=np.float32([[1, 2]]), c=np.array(c))
 
 
 def test_more_than_ten_weights_and_taken_names():
-    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
-        g (float[N] I00_w) => (float[N] y) { y = Sum(I00_w, w) }""")
+    made = parse_model("""g (float[N] I00_w) => (float[N] y) { y = Sum(I00_w, w) }""")
     names = ["w", *(f"w{i}" for i in range(10))]
-    for i, name in enumerate(names):
-        made.graph.initializer.append(numpy_helper.from_array(np.float32([i + 1]), name))
+    add_initializers(made, {name: [i + 1.0] for i, name in enumerate(names)})
     renamed = onnx_rename_weights(made)
     found = list(get_train_initializer(renamed))
     assert found == sorted(found)
     assert found == ["I00_w_1", *(f"I{i + 1:02d}_w{i}" for i in range(10))]
-    equal(renamed, made, I00_w=np.float32([1]))
+    assert_equal_results(renamed, made, I00_w=np.float32([1]))
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
 def test_scikit_learn():
     pytest.importorskip("sklearn")

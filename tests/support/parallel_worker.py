@@ -360,3 +360,29 @@ def divide_large_vocabulary(chunks: str, large: bool) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         lm.divide_logits(patch, chunks)
         return train_large_vocabulary(large)
+
+
+# -- a module of PyTorch -------------------------------------------------------------------------
+
+
+def train_distributed_module(file: bytes, x: Any, y: Any) -> dict[str, np.ndarray]:
+    """Return the weights of an OnnxModule after three steps of DistributedDataParallel.
+
+    The second process begins with other weights, which are overwritten.
+    """
+    import torch
+
+    from onnxgrad.torch import OnnxModule
+
+    rank, size = rank_and_size()
+    module = OnnxModule(file)
+    if rank:
+        for p in module.parameters():
+            p.data.zero_()
+    whole = torch.nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(whole(x[rank::size]), y[rank::size]).backward()
+        optimizer.step()
+    return {name: value.numpy() for name, value in module.state_dict().items()}
