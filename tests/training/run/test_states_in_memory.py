@@ -19,7 +19,7 @@ X = RNG.standard_normal((32, 160)).astype(np.float32)
 Y = RNG.standard_normal((32, 160)).astype(np.float32)
 
 
-def scaled_model() -> onnx.ModelProto:
+def matrix_with_factors() -> onnx.ModelProto:
     """Return a matrix that is a group of its own, and two weights that are packed together."""
     rng = np.random.default_rng(1)
     shapes = {"w": (160, 160), "b": (160,), "s": (160,)}
@@ -45,7 +45,7 @@ class Each(og.Callback):
 def watched_trainer(function=None, **more) -> og.Trainer:
     callbacks = [] if function is None else [Each(function)]
     options = {"optimizer": "adam", "learning_rate": 0.01, "train": ["w", "b", "s"]} | more
-    return og.Trainer(scaled_model(), "mse", callbacks=callbacks, **options)
+    return og.Trainer(matrix_with_factors(), "mse", callbacks=callbacks, **options)
 
 
 def test_what_a_training_held_is_let_go_without_a_collection():
