@@ -222,3 +222,20 @@ def test_the_refused_are_those_that_onnxruntime_refuses():
     for i in range(-8, 8):
         ids = np.array([i, 0])
         assert runs(made.predict, ids) == runs(session.run, None, {"i": ids})
+
+
+def test_a_part_whose_end_is_another_input_is_indexed():
+    nodes = """e = Sub(n, one) a = Slice(i, zero, e, one) g = Gather(t, a)
+        y = ReduceMean<keepdims=0>(g, one)"""
+    model = float32_model(
+        f"g (int64[N,T] i, int64[1] n) => (float[N,1] y) {{ {nodes} }}",
+        **{**TABLE, "zero": np.array([0]), "one": ONE},
+    )
+    ids = np.full((20, 3), 4)
+    ids[:, -1] = 99  # never looked up
+    batch = {"i": ids, "n": np.array([3]), "label": Y}
+    outer_loss_trainer(model).fit([batch])
+    with pytest.raises(ValueError, match=naming("'i'", "'t'", "1 of 20 rows: 2")):
+        outer_loss_trainer(model).fit(
+            [batch | {"i": np.where(np.arange(20)[:, None] == 2, 5, ids)}]
+        )

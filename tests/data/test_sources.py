@@ -765,6 +765,12 @@ def test_arrays_of_bfloat16_have_a_digest():
     assert one["digest"] != two["digest"]
 
 
+def test_digests_stay_as_earlier_versions_wrote_them():
+    """A training that was saved goes on with the same data."""
+    described = describe_arrays("arrays", {"x": np.arange(6.0).reshape(2, 3)})
+    assert described["digest"] == "3d91e4af8cb16544b719e24d6c5f0bd8"
+
+
 # -- what the Trainer does with them -------------------------------------------------------------
 
 
