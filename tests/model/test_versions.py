@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, ModelError, add_loss_output, check_gradient, onnx_derivative
-from tests.support.cases import run
+from tests.support.cases import run_in_dtype
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep, run_named
@@ -38,7 +38,7 @@ def test_opset_that_is_stated_twice(domain):
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     for made in (onnx_derivative(given, options=ONES), add_loss_output(given)):
         assert [(o.domain, o.version) for o in made.opset_import] == [("", 18)]
-    dx, y = run(onnx_derivative(given, options=ONES), {"x": x})
+    dx, y = run_in_dtype(onnx_derivative(given, options=ONES), {"x": x})
     assert np.array_equal(y, x + x.max(axis=1, keepdims=True))
     assert np.array_equal(dx, [[1, 1, 4], [1, 1, 4]])
 
@@ -60,7 +60,7 @@ def test_newest_operators(body):
     assert report.ok, str(report)
     gradient = onnx_derivative(made, options=ONES)
     assert stated_opset(gradient) == 26
-    dx, y = run(gradient, {"x": np.full((2, 3), 0.3)})
+    dx, y = run_in_dtype(gradient, {"x": np.full((2, 3), 0.3)})
     assert np.isfinite(dx).all()
     assert np.isfinite(y).all()
 
@@ -95,7 +95,7 @@ def test_slopes_before_opset_7_are_of_channels(length):
         g (float[2, 3, 3] x, float[{length}] s) => (float[2, 3, 3] y) {{ y = PRelu(x, s) }}""")
     x = np.random.default_rng(0).standard_normal((2, 3, 3)).astype(np.float32)
     s = np.array([1, 10, 100][:length], np.float32)
-    dx, ds, y = run(onnx_derivative(made, options=ONES), {"x": x, "s": s})
+    dx, ds, y = run_in_dtype(onnx_derivative(made, options=ONES), {"x": x, "s": s})
     slopes = np.broadcast_to(s[:, None], (3, 1))
     np.testing.assert_allclose(y, np.where(x > 0, x, slopes * x))
     np.testing.assert_allclose(dx, np.where(x > 0, 1, slopes * np.ones_like(x)))

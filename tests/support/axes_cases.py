@@ -188,7 +188,9 @@ def moved(rng, op_type):
         axes = rng.permutation(n + more)[:more] - (n + more) * rng.integers(2)
         return NodeCase(op_type, [x, axes], constants=(1,))
     if op_type == "Transpose":
-        return NodeCase(op_type, [x], {"perm": rng.permutation(n).tolist()} if rng.integers(4) else {})
+        return NodeCase(
+            op_type, [x], {"perm": rng.permutation(n).tolist()} if rng.integers(4) else {}
+        )
     if op_type == "Flatten":
         return NodeCase(op_type, [x], {"axis": int(rng.integers(-n, n + 1))})
     if op_type == "Tile":
@@ -249,7 +251,9 @@ def product(rng, op_type):
     if op_type == "MatMul":
         front = lengths(rng, 0, 2)
         fronts = [[d if rng.integers(3) else 1 for d in front[rng.integers(3) :]] for _ in "ab"]
-        return NodeCase(op_type, [draw_floats(rng, *fronts[0], m, k), draw_floats(rng, *fronts[1], k, n)])
+        return NodeCase(
+            op_type, [draw_floats(rng, *fronts[0], m, k), draw_floats(rng, *fronts[1], k, n)]
+        )
     options = draw_flags(rng, "transA", "transB")
     a = draw_floats(rng, *((k, m) if options.get("transA") else (m, k)))
     b = draw_floats(rng, *((n, k) if options.get("transB") else (k, n)))
@@ -355,4 +359,6 @@ def draw_loss(rng, op_type):
     weights = maybe(rng, np.abs(draw_floats(rng, classes)))
     options = {"reduction": str(rng.choice(["none", "none", "sum", "mean"]))}
     outputs = 2 if op_type.startswith("Softmax") else 1
-    return NodeCase(op_type, [draw_floats(rng, rows, classes, *rest), labels, weights], options, (), outputs)
+    return NodeCase(
+        op_type, [draw_floats(rng, rows, classes, *rest), labels, weights], options, (), outputs
+    )

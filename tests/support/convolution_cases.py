@@ -27,9 +27,7 @@ CONVOLUTIONS = [
     Convolution("conv 1x1", "Conv(x, w)", ((2, 3, 4, 4), (5, 3, 1, 1))),
     Convolution("conv 1x1 strided", "Conv<strides=[2,3]>(x, w)", ((2, 3, 6, 5), (5, 3, 1, 1))),
     Convolution("conv strides", "Conv<strides=[2,1]>(x, w)", ((2, 2, 7, 5), (3, 2, 3, 2))),
-    Convolution(
-        "conv strides, rest", "Conv<strides=[3,2]>(x, w)", ((2, 2, 8, 6), (3, 2, 3, 3))
-    ),
+    Convolution("conv strides, rest", "Conv<strides=[3,2]>(x, w)", ((2, 2, 8, 6), (3, 2, 3, 3))),
     Convolution(
         "conv strides, rest in the padding",
         "Conv<strides=[2,2], pads=[1,1,1,1]>(x, w)",
@@ -108,9 +106,7 @@ CONVOLUTIONS = [
     ),
     Convolution("max", "MaxPool<kernel_shape=[2,2], strides=[2,2]>(x)", ((2, 3, 4, 6),)),
     Convolution("max 1-D", "MaxPool<kernel_shape=[3]>(x)", ((2, 3, 7),)),
-    Convolution(
-        "max 3-D", "MaxPool<kernel_shape=[2,2,2], strides=[2,2,2]>(x)", ((1, 2, 4, 4, 2),)
-    ),
+    Convolution("max 3-D", "MaxPool<kernel_shape=[2,2,2], strides=[2,2,2]>(x)", ((1, 2, 4, 4, 2),)),
     Convolution(
         "max overlapping", "MaxPool<kernel_shape=[3,2], strides=[2,1]>(x)", ((2, 2, 7, 5),)
     ),
@@ -132,12 +128,8 @@ CONVOLUTIONS = [
     Convolution(
         "max column major", "MaxPool<kernel_shape=[2,2], storage_order=1>(x)", ((1, 2, 4, 5),)
     ),
-    Convolution(
-        "unpool", "MaxUnpool<kernel_shape=[2,2], strides=[2,2]>(MaxPool)", ((2, 2, 4, 4),)
-    ),
-    Convolution(
-        "average", "AveragePool<kernel_shape=[2,2], strides=[2,2]>(x)", ((2, 3, 4, 6),)
-    ),
+    Convolution("unpool", "MaxUnpool<kernel_shape=[2,2], strides=[2,2]>(MaxPool)", ((2, 2, 4, 4),)),
+    Convolution("average", "AveragePool<kernel_shape=[2,2], strides=[2,2]>(x)", ((2, 3, 4, 6),)),
     Convolution("average 1-D", "AveragePool<kernel_shape=[3]>(x)", ((2, 3, 7),)),
     Convolution(
         "average 3-D", "AveragePool<kernel_shape=[2,1,2], strides=[2,1,1]>(x)", ((1, 2, 4, 3, 3),)

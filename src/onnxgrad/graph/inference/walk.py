@@ -81,6 +81,7 @@ class Walk:
             self._known[node] = self._known_of(node)
 
     def infer_anew(self, node: ir.Node) -> None:
+        """Infer the outputs of a node, also if it was inferred before."""
         op_type = "" if node.domain else node.op_type
         if op_type == "If":
             self._infer_branches(node)
