@@ -226,6 +226,14 @@ def test_scores_and_probabilities(kind, body):
     assert decide_options(spec, y).options["from_logits"] == (kind == "scores")
 
 
+def test_a_sum_of_rows_beside_columns_makes_no_probabilities():
+    """The sums of rows divide the columns."""
+    body = """s = Sigmoid(x) t = ReduceSum <keepdims = 0>(s, last) u = Unsqueeze(t, first)
+        y = Div(s, u) first = Constant <value_ints = [0]>() """
+    y = prediction_of(NUMBERS + body, "float[3,3] x", trained=False)
+    assert value_range(y) == (-np.inf, np.inf)
+
+
 WRITTEN = {  # a softmax over the last axis, of the scores s = x w
     "cast": "p = Softmax(s) y = Cast <to = 11>(p)",
     "squeezed": "u = Unsqueeze(s, last) p = Softmax <axis = 1>(u) y = Squeeze(p, last2)",
