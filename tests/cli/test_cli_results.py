@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -184,3 +185,14 @@ def test_a_divergence_in_the_first_step(here):
     assert "epoch" not in shown
     for name, array in weights_of_file("trained.onnx").items():
         np.testing.assert_array_equal(array, before[name])
+
+
+def test_rows_of_a_resumed_training_are_its_own():
+    """What it has behind it does not count."""
+    watch = Watch(SimpleNamespace(hold=lambda: None, check=lambda: None))
+    progress = SimpleNamespace(epoch=3, rows=8, total_rows=40)
+    trainer = SimpleNamespace(progress=progress)
+    watch.on_train_begin(trainer, None, None)
+    progress.epoch, progress.rows = 5, 20
+    watch.on_step_end(trainer, None, None)
+    assert watch.rows == 2 * 40 + 20 - 8
