@@ -90,6 +90,9 @@ def test_formulas(name, dtype, columns, weighted, opset):
     for model in (kind.loss_grad_onnx_, kind.loss_score_onnx_):
         onnx.checker.check_model(model, full_check=True)
         assert model.opset_import[0].version == opset
+    assert [y.name for y in kind.loss_grad_onnx_.graph.output] == ["Y", "Y_grad"]
+    assert [x.name for x in kind.loss_grad_onnx_.graph.input][:2] == ["X1", "X2"]
+    assert [y.name for y in kind.loss_score_onnx_.graph.output] == ["Y"]
     column = (weight if weighted else np.ones(7)).astype(np.float64)[:, None]
     exact = f.astype(np.float64), y if y.dtype.kind == "i" else y.astype(np.float64)
     rows = (loss(*exact).sum(axis=1, keepdims=True)) * column
