@@ -308,6 +308,14 @@ def test_labels_that_are_nan_and_weights_of_elements(per):
         add_loss_output(identity_model(F.shape), "huber", weight_name="w8", weight_per="label")
 
 
+def test_weights_of_constant_nodes_are_penalized():
+    text = """g (float[N,2] x) => (float[N,2] y) {
+        w = Constant <value = float[2] {3.0, 4.0}>()  y = Mul(x, w) }"""
+    made = add_loss_output(parse_model(text), penalty={"w": {"l1": 2.0}})
+    loss = run_cast(made, {"x": [[0, 0]], "label": [[1, 2]]})[0]
+    np.testing.assert_allclose(loss, [[5 + 2 * 7]])
+
+
 def test_a_loss_of_ones_own():
     def quartic(op, prediction, label):
         d = prediction - label

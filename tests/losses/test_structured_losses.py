@@ -455,6 +455,16 @@ def test_contrastive(dims):
     assert_as_torch(loss_by_name("contrastive", PAIRS, labels, dims), loss, views)
 
 
+def test_contrastive_of_a_low_temperature():
+    """All scores are far below the lowest float16; a row is no other one of its class."""
+    turns = 2 * np.pi / 3 * np.arange(3)
+    x, labels = torch_leaf(np.stack([np.cos(turns), np.sin(turns)], axis=1)), np.array([0, 0, 1])
+    loss = supervised_contrast(x, labels, 1e-6)
+    value = x.detach().numpy()
+    results = loss_by_name("contrastive", value, labels, temperature=1e-6)
+    np.testing.assert_allclose(results[0], loss.item(), rtol=1e-6)
+
+
 def test_nt_xent():
     a, b = torch_leaf(PAIRS[:, 0]), torch_leaf(PAIRS[:, 1])
     loss = supervised_contrast(torch.cat([a, b]), [*range(5), *range(5)], 0.1)

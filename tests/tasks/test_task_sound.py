@@ -314,6 +314,9 @@ def test_predictions_of_clips(tmp_path):
     (short,) = task.predict(trainer, [x[:1000]])
     (padded,) = task.predict(trainer, [np.pad(x[:1000], 500)])
     np.testing.assert_array_equal(short.scores, padded.scores)
+    (short,) = task.predict(trainer, [x[:1999]])
+    (padded,) = task.predict(trainer, [np.pad(x[:1999], (1, 0))])
+    np.testing.assert_array_equal(short.scores, padded.scores)
 
 
 def test_events_are_written(tmp_path):
