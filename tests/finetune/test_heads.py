@@ -158,6 +158,9 @@ CASES = {
         " f = Add(g, g) h = Conv(f, k, b) m = ReduceMean<keepdims=0>(h, n) y = Softmax(m) }",
         lambda x, *a: softmax_of_axis(pointwise(x, *a).mean((2, 3))),
     ),
+    "weights in few bits": (
+        f"{MATRIX} {{ y = com.microsoft.MatMulNBits<K=4, N=3, bits=4, block_size=16>"
+        "(x, packed, scales, , , b) }", affine),
     "in a local function": (
         f"{MATRIX} {{ h = Relu(x) y = local.dense(h, w, b) }}"
         ' <opset_import: ["" : 18], domain: "local"> dense (x, w, b) => (y)'
@@ -170,6 +173,7 @@ CASES = {
 TENSORS = {
     "w": W, "t": W.T, "k": K, "b": B, "row": B[None], "half": W, "bytes": np.int8(W * 10),
     "step": np.float32(0.1), "columns": np.int64([-1, 3]), "back": np.swapaxes(K, 0, 1),
+    "packed": np.zeros((3, 1, 8), np.uint8), "scales": np.ones(3, np.float32),
 }  # fmt: skip
 INPUTS = {MATRIX: X, SEQUENCE: TEXT, IMAGE: IMAGES, MAPS: IMAGES}
 
@@ -205,6 +209,7 @@ def test_new_units(name, units):
     assert model.SerializeToString() == before
     assert units in output_dims(changed)
     w, b = head_tensors(changed)
+    assert (b is not None) == bool({"b", "row"} & set(re.findall(r"\w+", text.partition("{")[2])))
     head = text[: text.index(")") + 1]
     x = next((x for h, x in INPUTS.items() if h.startswith(head)), IMAGES)
     [y] = run(changed, x=x)
@@ -370,6 +375,9 @@ REFUSED = {
     "groups": (
         "f (float[N,4,H,W] x) => (float[N,4,H,W] y) { y = Conv<group=4>(x, g) }", "groups"),
     "none": ("f (float[N,4] x) => (float[N,4] y) { y = Relu(x) }", "no linear"),
+    "a row without a batch": (
+        "f (float[2] x) => (int64[1] l, float[1,2] y) { l, y = ai.onnx.ml.LinearClassifier<"
+        "classlabels_ints=[0, 1], coefficients=[1.0, 2.0, 3.0, 4.0]>(x) }", "matrix"),
     "a color for each unit": (
         "f (float[N,4] x) => (float[N,4] y) { h = MatMul(x, w) a = ArgMax<axis=1, keepdims=0>(h)"
         " y = Gather(t, a) }", "Gather.*old units"),
