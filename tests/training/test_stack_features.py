@@ -115,9 +115,9 @@ def pair(model, **options):
 
 
 OPTIMIZERS = [
-    *("adamw", "lamb", "muon", "adafactor", "schedule_free"),
+    *("adamw", "lamb", "muon", "schedule_free"),
     *map(in_sweep, "sgd momentum nesterov adam adamax nadam radam adagrad adadelta".split()),
-    *map(in_sweep, "rmsprop rprop lion".split()),
+    *map(in_sweep, "rmsprop rprop lion adafactor".split()),
 ]
 FEATURES = {
     "accumulate, clip": (perceptron, {"accumulate": 3, "clip_norm": 0.3}),
@@ -515,8 +515,8 @@ def test_every_kind_of_loss_and_rate(loss):
 
 
 NETWORKS = [
-    "detr",
-    *map(in_sweep, ("cnn", "vit", "gpt", "gru, learned state", "t5")),
+    "gru, learned state",
+    *map(in_sweep, ("cnn", "vit", "gpt", "t5", "detr")),
     *map(in_sweep, ("preactivation", "depthwise", "unet", "mae", "rotary decoder", "encoder")),
     *map(in_sweep, ("lstm", "gru", "rnn", "detector", "point detector", "swin", "convnext")),
     *map(in_sweep, ("cosine attention", "alibi", "scaled logits", "weight norm", "blur pool")),

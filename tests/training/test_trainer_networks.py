@@ -174,7 +174,6 @@ def with_statistics_of(net, model):
 
 DEFAULT = {
     ("legacy-preserve-eval", "fresh", "momentum"),
-    ("dynamo-train", "trained", "adamw"),
 }
 CASES = [
     case if case in DEFAULT else in_sweep(*case)

@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 from tests.support.running import in_sweep
 from tests.support.trainings import ActAtStep, assert_close_arrays, interrupt_training
 
-UNITS = 160  # so that w2 is a group of its own
+UNITS = 300  # so that w2 is a group of its own, and is updated in blocks
 SHAPES = {"w1": (12, UNITS), "b1": (UNITS,), "w2": (UNITS, UNITS), "w3": (UNITS, 3)}
 MORE = [{}, {"clip_norm": 0.1}, {"accumulate": 2}]
 OPTIMIZERS = {
@@ -60,7 +60,7 @@ def small_limits(monkeypatch):
 
     def set_limits() -> None:
         monkeypatch.setattr(without_elements, "LARGE", 0)
-        monkeypatch.setattr(without_elements, "_EACH", 600)
+        monkeypatch.setattr(without_elements, "_EACH", 1000)
         monkeypatch.setattr(in_place, "PART", 4096)  # the last part is shorter
 
     return set_limits
