@@ -261,8 +261,8 @@ def test_blocks_of_a_window_read_the_keys_near_them(window, tokens, symbol):
 def test_of_a_batch_that_is_computed_in_parts(name, monkeypatch):
     proto, data = attention_model(name, 13), random_sequences(13)
     plain = trained_weights(proto, "none", data)
-    monkeypatch.setattr(row_parts, "_BYTES", 1)
-    monkeypatch.setattr(row_parts, "_PER_WEIGHT", 1)
+    monkeypatch.setattr(row_parts, "FORWARD_BYTES", 1)
+    monkeypatch.setattr(row_parts, "WORK_PER_WEIGHT", 1)
     for name, w in trained_weights(proto, "all", data).items():
         np.testing.assert_allclose(w, plain[name], rtol=1e-10, atol=1e-10)
 

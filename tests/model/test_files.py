@@ -30,7 +30,7 @@ from onnxgrad import (
 from onnxgrad.model import external
 from onnxgrad.model.files import replacing
 from onnxgrad.model.write import write_models
-from tests.support.commands import invoke
+from tests.support.commands import run_command
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import PATIENCE, in_sweep
@@ -106,7 +106,7 @@ def test_only_regular_files_are_replaced(work_folder, kind, through):
         save(saved_model(), output)
     assert error.value.filename == output
     for command in (("train", "m.onnx", "d.npz", *TRAIN), ("grad", "m.onnx")):
-        result = invoke(*command, "--output", output, "--overwrite")
+        result = run_command(*command, "--output", output, "--overwrite")
         assert result.exit_code == 2, result.output
         [line] = result.stderr.splitlines()
         assert f"cannot write {output}: this is a {kind}" in line
@@ -122,7 +122,7 @@ def test_only_regular_files_are_replaced(work_folder, kind, through):
 
 def test_curves_are_no_device_either(work_folder):
     device("trained.png")
-    result = invoke("train", "m.onnx", "d.npz", *TRAIN, "--overwrite")
+    result = run_command("train", "m.onnx", "d.npz", *TRAIN, "--overwrite")
     assert result.exit_code == 2
     assert "trained.png: this is a character device" in result.stderr
     assert stat.S_ISCHR(os.lstat("trained.png").st_mode)
@@ -137,7 +137,7 @@ def test_the_name_of_a_folder_is_no_output(work_folder, output):
     with pytest.raises(OSError, match="folder"):
         save(saved_model(), output)
     for command in (("train", "m.onnx", "d.npz", *TRAIN), ("grad", "m.onnx")):
-        result = invoke(*command, "--output", output, "--overwrite")
+        result = run_command(*command, "--output", output, "--overwrite")
         assert result.exit_code == 2, result.output
         [line] = result.stderr.splitlines()
         assert "cannot write" in line
@@ -158,7 +158,7 @@ def test_a_link_stays_one_and_its_target_gets_the_data(work_folder):
     assert os.readlink("first.onnx") == "models/second"
     assert os.readlink("models/second") == "real.onnx"
     assert saved_weight("models/real.onnx")[0] == 7
-    result = invoke("train", "m.onnx", "d.npz", *TRAIN, "--output", "first.onnx", "--overwrite")
+    result = run_command("train", "m.onnx", "d.npz", *TRAIN, "--output", "first.onnx", "--overwrite")
     assert result.exit_code == 0, result.output
     assert os.readlink("first.onnx") == "models/second"
     assert saved_weight("models/real.onnx")[0] not in (0, 7)
@@ -293,7 +293,7 @@ def test_the_output_is_not_an_input(work_folder, model, victim, through):
     commands = [("train", model, "d.npz", *TRAIN)]
     commands += [("grad", model)] if victim != "d.npz" else []
     for command in commands:
-        result = invoke(*command, "--output", output, "--overwrite")
+        result = run_command(*command, "--output", output, "--overwrite")
         assert result.exit_code == 2, result.output
         [line] = result.stderr.splitlines()
         assert re.search(rf"{re.escape(output)} is the input file \S*{victim}: choose", line)
@@ -305,7 +305,7 @@ def test_the_output_is_not_an_input(work_folder, model, victim, through):
 def test_curves_are_not_written_over_an_input(work_folder, victim):
     before = Path(victim).read_bytes()
     os.link(victim, "trained.png")
-    result = invoke("train", "m.onnx", "d.npz", *TRAIN, "--overwrite")
+    result = run_command("train", "m.onnx", "d.npz", *TRAIN, "--overwrite")
     assert result.exit_code == 2
     assert f"trained.png is the input file {victim}: choose" in result.stderr
     assert Path(victim).read_bytes() == before
@@ -314,7 +314,7 @@ def test_curves_are_not_written_over_an_input(work_folder, victim):
 
 def test_the_model_and_its_curves_are_two_files(work_folder):
     os.symlink("trained.png", "trained.onnx")
-    result = invoke("train", "m.onnx", "d.npz", *TRAIN, "--overwrite")
+    result = run_command("train", "m.onnx", "d.npz", *TRAIN, "--overwrite")
     assert result.exit_code == 2
     assert "is the name of the loss curves" in result.stderr
     assert not Path("trained.png").exists()
@@ -439,7 +439,7 @@ def test_a_full_disk_keeps_the_old_file_and_the_trained_weights(small_disk):
 
 
 def test_training_onto_a_full_disk_is_kept_elsewhere(small_disk, work_folder):
-    result = invoke(*WIDE, "--output", small_disk / "out.onnx", "--overwrite")
+    result = run_command(*WIDE, "--output", small_disk / "out.onnx", "--overwrite")
     assert result.exit_code == 1, result.output
     assert f"{small_disk}/out.onnx: No space left on device\n" in result.stderr
     [kept] = re.findall(r"the trained model is kept in (\S+)", result.stderr)
@@ -559,7 +559,7 @@ def test_curves_that_cannot_be_written_cost_nothing_else(work_folder, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    result = invoke("train", "m.onnx", "d.npz", *TRAIN)
+    result = run_command("train", "m.onnx", "d.npz", *TRAIN)
     assert result.exit_code == 1
     assert "the loss curves are not written: trained.png: No space left on device" in result.stderr
     assert "wrote trained.onnx\n" in result.stdout
@@ -874,13 +874,13 @@ def test_a_file_that_came_into_being_meanwhile_is_kept(work_folder):
 def test_handlers_are_restored(work_folder):
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
-    assert invoke("grad", "m.onnx", "-o", "g.onnx").exit_code == 0
+    assert run_command("grad", "m.onnx", "-o", "g.onnx").exit_code == 0
     assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_a_command_in_a_thread_sets_no_handlers(work_folder):
     results, command = [], ("grad", "m.onnx", "-o", "g.onnx")
-    thread = threading.Thread(target=lambda: results.append(invoke(*command)))
+    thread = threading.Thread(target=lambda: results.append(run_command(*command)))
     thread.start()
     thread.join()
     assert results[0].exit_code == 0, results[0].output

@@ -31,9 +31,9 @@ FLOAT = ir.DataType.FLOAT
 
 @pytest.fixture(autouse=True)
 def small_things_are_rewritten(monkeypatch):
-    monkeypatch.setattr(products, "_MANY", 2)
-    monkeypatch.setattr(wide, "_WIDTH", 3)
-    monkeypatch.setattr(max_pools, "_LEAST", 1)
+    monkeypatch.setattr(products, "LEAST_LENGTH", 2)
+    monkeypatch.setattr(wide, "MOST_OPERANDS", 3)
+    monkeypatch.setattr(max_pools, "LEAST_ELEMENTS", 1)
 
 
 def rankless_model(inputs: dict[str, str], nodes: str, constants: str = "") -> onnx.ModelProto:

@@ -7,7 +7,7 @@ import pytest
 
 import onnxgrad as og
 from tests.support import parallel_failing as failing
-from tests.support.commands import LINEAR, features, save
+from tests.support.commands import LINEAR, features, save_model
 from tests.support.process_pool import mpirun, results_of_group, run_group, run_program
 from tests.support.running import in_sweep
 
@@ -70,7 +70,7 @@ def test_after_a_failure_that_is_caught_the_group_trains_no_more(tmp_path, start
 
 
 def test_the_command_line_ends_the_job_of_mpi(tmp_path):
-    save(tmp_path / "model.onnx", LINEAR, W=[[1.0], [1.0]], b=[0.5])
+    save_model(tmp_path / "model.onnx", LINEAR, W=[[1.0], [1.0]], b=[0.5])
     np.savez(tmp_path / "data.npz", x=features(), y=features()[:, :1])
     start = mpirun(1, "-m", "onnxgrad", "train", tmp_path / "model.onnx")
     options = ["--target", "y", "--loss", "l2", "--no-curves", "--output", tmp_path / "new.onnx"]

@@ -108,8 +108,3 @@ def working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_all(tmp_path)
     return tmp_path
-
-
-# names of other rooms
-invoke, refused, save, weights = run_command, refusal, save_model, weights_of_file
-HEADER = '<ir_version: 8, opset_import: ["": 18]>\n'

@@ -56,7 +56,7 @@ def test_a_trainer(name, monkeypatch):
     """Neither a copy nor the original trains the other, and both go on alike."""
     if name == "large":
         monkeypatch.setattr(without_elements, "LARGE", 1)
-        monkeypatch.setattr(without_elements, "_EACH", 1)
+        monkeypatch.setattr(without_elements, "TENSOR_BYTES", 1)
     made = og.Trainer(normalized_model(), "mse", **TRAINERS[name])
     made.fit(X, Y, validation=0.2, epochs=2)
     before, predicted, others = state_arrays(made), made.predict(X), []

@@ -189,7 +189,7 @@ def test_draw(number, exactly, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         if options.large:
             patch.setattr(without_elements, "LARGE", 0)
-            patch.setattr(without_elements, "_EACH", 90)
+            patch.setattr(without_elements, "TENSOR_BYTES", 90)
             patch.setattr(in_place, "PART", 64)
         if options.refused:
             with pytest.raises(ValueError, match=naming(*options.refused)):

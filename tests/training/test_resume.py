@@ -11,7 +11,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.cli.signals import StopRequests
 from onnxgrad.cli.watch import Watch
-from tests.support.commands import invoke, refused, succeed, write_all
+from tests.support.commands import refusal, run_command, succeed, write_all
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays
 from tests.support.running import in_sweep
@@ -100,7 +100,7 @@ def test_another_length_is_refused_where_the_rates_depend_on_it(folder_of_rows, 
     line = (*LINE, *FAST, *schedule, "--checkpoint", "state", "-o", "out.onnx")
     succeed(*line, "--epochs", 3)
     before = (folder_of_rows / "out.onnx").read_bytes()
-    message = refused(*line, "--resume", "--epochs", 5)
+    message = refusal(*line, "--resume", "--epochs", 5)
     for part in ("3 epochs (24 steps)", "--epochs 5", "40 steps", "--epochs 3", "folder"):
         assert part in message
     assert (folder_of_rows / "out.onnx").read_bytes() == before
@@ -146,14 +146,14 @@ def test_another_length_of_a_stack_is_refused(tmp_path):
 )
 def test_a_warm_up_that_does_not_end(folder_of_rows, schedule):
     line = (*LINE, *FAST, "--schedule", schedule, "--epochs", 2)
-    made = invoke(*line, "--warmup", 500)
+    made = run_command(*line, "--warmup", 500)
     assert made.exit_code == 0, made.output
     [warning] = [text for text in made.stderr.splitlines() if text.startswith("Warning: ")]
     numbers = ("500 steps", "16 steps (2 epochs of 8 batches)", f"{0.05 * 15 / 500:.3g}")
     for part in (*numbers, "--warmup 0.1"):
         assert part in warning
-    assert "Warning" not in invoke(*line, "--warmup", 0.1).stderr
-    assert "Warning" not in invoke(*line, "--warmup", 15).stderr
+    assert "Warning" not in run_command(*line, "--warmup", 0.1).stderr
+    assert "Warning" not in run_command(*line, "--warmup", 15).stderr
 
 
 def test_the_warning_is_at_the_line_of_the_call():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from tests.support.commands import invoke, refused, write_all
+from tests.support.commands import refusal, run_command, write_all
 from tests.support.errors import naming
 from tests.support.running import in_sweep
 from tests.support.trainings import linear_model
@@ -93,18 +93,18 @@ def weighed_rows(tmp_path, monkeypatch):
 def test_weights_of_a_column(weighed_rows, tmp_path, name, parts):
     """Rows have the numbers of the file, though some are held out."""
     weighed_rows(WRONG[name][0])
-    message = refused(*LINE, "--sample-weight", "w")
+    message = refusal(*LINE, "--sample-weight", "w")
     assert all(part in message for part in parts), message
     assert not (tmp_path / "trained.onnx").exists()
 
 
 def test_the_target_and_classes(weighed_rows):
     weighed_rows(np.ones(40))
-    assert "--sample-weight y" in refused(*LINE, "--sample-weight", "y")
+    assert "--sample-weight y" in refusal(*LINE, "--sample-weight", "y")
     line = ("train", "layers.onnx", "kinds.csv", "--target", "kind", "--loss", "cross_entropy")
-    assert "--class-weight" in refused(*line, "--class-weight", "0=-1")
+    assert "--class-weight" in refusal(*line, "--class-weight", "0=-1")
     zeros = [word for k in range(3) for word in ("--class-weight", f"{k}=0")]
-    assert "--class-weight is 0" in refused(*line, *zeros)
+    assert "--class-weight is 0" in refusal(*line, *zeros)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_target_and_classes(weighed_rows):
 def test_rates_of_the_command_line(weighed_rows, tmp_path, rate, schedule):
     weighed_rows(np.ones(40))
     line = (*LINE, "--schedule", schedule)
-    made = invoke(*line, "--lr", rate)
+    made = run_command(*line, "--lr", rate)
     assert made.exit_code == 2
     assert "--learning-rate" in made.stderr
     assert "--schedule" not in made.stderr

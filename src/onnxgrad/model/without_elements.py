@@ -13,7 +13,7 @@ from onnxgrad.model.external import holds, is_empty, nbytes, without_elements
 from onnxgrad.model.weights import replace
 
 LARGE = 1 << 28  # bytes of weights where another copy of them matters
-_EACH = 1 << 16  # bytes of one of them, at least: smaller ones stay
+TENSOR_BYTES = 1 << 16  # bytes of one of them, at least: smaller ones stay
 
 
 def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelProto:
@@ -25,7 +25,7 @@ def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelPro
     chosen = {
         t.name
         for t in model.graph.initializer
-        if (names is None or t.name in names) and holds(t, _EACH)
+        if (names is None or t.name in names) and holds(t, TENSOR_BYTES)
     }
     if sum(nbytes(t) for t in model.graph.initializer if t.name in chosen) <= LARGE:
         return model

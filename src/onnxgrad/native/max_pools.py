@@ -27,7 +27,9 @@ from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.phases import BLOCKS, PLAIN
 
 _FLOAT = ir.DataType.FLOAT
-_LEAST = 1 << 9  # elements of a row of the batch, from which the nodes cost less than the indices
+LEAST_ELEMENTS = (
+    1 << 9
+)  # elements of a row of the batch, from which the nodes cost less than the indices
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
         return None
     disjoint = all(k <= s for k, s in zip(kernel, strides, strict=True))
     explicit = node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-    if not disjoint or not explicit or prod(lengths) * channels < _LEAST or 0 in counts:
+    if not disjoint or not explicit or prod(lengths) * channels < LEAST_ELEMENTS or 0 in counts:
         return None
     last = gradient.producer()
     if last is None or last.graph is not node.graph or indices.is_graph_output():

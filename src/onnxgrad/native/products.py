@@ -11,7 +11,7 @@ from onnxgrad.native.phases import NODES
 # Rows and columns of aT b from which a transposed copy of a pays: the kernel transposes a anew for
 # every 128 columns. Measured with 1 thread: 0.73-0.88 of the time of these products, 0.93-0.96 of a
 # step of an MLP; no difference for encoders, whose products have fewer rows or columns.
-_MANY = 512
+LEAST_LENGTH = 512
 _COPIED = 1 << 25  # bytes of a copy, at most
 _PLAIN = {"transB": 0, "alpha": 1.0, "beta": 1.0}
 
@@ -44,5 +44,5 @@ def _is_wide(node: ir.Node) -> bool:
         return False
     attributes = _PLAIN | {name: a.value for name, a in node.attributes.items()}
     columns = [(dims(v) or (0, 0))[1] for v in node.inputs]
-    many = all(isinstance(length, int) and length >= _MANY for length in columns)
+    many = all(isinstance(length, int) and length >= LEAST_LENGTH for length in columns)
     return many and attributes == _PLAIN | {"transA": 1}

@@ -14,16 +14,16 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.native.phases import WIDTH
 
-_WIDTH = 64
+MOST_OPERANDS = 64
 
 
 @rewrites("Concat", group=WIDTH)
 def narrow_concat(op, node):
     """A Concat of more than 64 parts is a Concat of Concats; the driver visits it again."""
     axis, n = node.attributes.get_int("axis", 0), len(node.inputs)
-    if n <= _WIDTH:
+    if n <= MOST_OPERANDS:
         return None
-    groups = (node.inputs[i : i + _WIDTH] for i in range(0, n, _WIDTH))
+    groups = (node.inputs[i : i + MOST_OPERANDS] for i in range(0, n, MOST_OPERANDS))
     return [op.Concat(*(op.Concat(*group, axis=axis) for group in groups), axis=axis)]
 
 
@@ -31,9 +31,9 @@ def narrow_concat(op, node):
 def narrow_split(op, node):
     """A Split into more than 64 parts is a Split of Splits; the driver visits it again."""
     axis = node.attributes.get_int("axis", 0)
-    if len(node.outputs) <= _WIDTH or (sizes := _lengths(node, axis)) is None:
+    if len(node.outputs) <= MOST_OPERANDS or (sizes := _lengths(node, axis)) is None:
         return None
-    groups = [sizes[i : i + _WIDTH] for i in range(0, len(sizes), _WIDTH)]
+    groups = [sizes[i : i + MOST_OPERANDS] for i in range(0, len(sizes), MOST_OPERANDS)]
     wholes = op.split(node.inputs[0], [sum(group) for group in groups], axis)
     pairs = zip(wholes, groups, strict=True)
     return [part for whole, group in pairs for part in op.split(whole, group, axis)]

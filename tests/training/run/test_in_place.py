@@ -60,7 +60,7 @@ def small_limits(monkeypatch):
 
     def set_limits() -> None:
         monkeypatch.setattr(without_elements, "LARGE", 0)
-        monkeypatch.setattr(without_elements, "_EACH", 1000)
+        monkeypatch.setattr(without_elements, "TENSOR_BYTES", 1000)
         monkeypatch.setattr(in_place, "PART", 4096)  # the last part is shorter
 
     return set_limits
@@ -263,7 +263,7 @@ def test_a_weight_that_the_loss_does_not_reach_stays(small_limits):
     with pytest.warns(UserWarning, match="w4"):
         whole = fit_large(proto)
     small_limits()
-    without_elements._EACH = 0  # restored by the fixture
+    without_elements.TENSOR_BYTES = 0  # restored by the fixture
     with pytest.warns(UserWarning, match="w4"):
         parts = fit_large(proto)
     require_close(parts, whole, rtol=1e-5, atol=2e-6)

@@ -27,8 +27,10 @@ def sizes(monkeypatch):
 
     def divide(rows: int = 4) -> list[list[int]]:
         monkeypatch.setattr(process_runner, "rows_at_once", noted)
-        monkeypatch.setattr(row_parts, "_BYTES", 1)
-        monkeypatch.setattr(row_parts, "_PER_WEIGHT", rows)  # as a layer has one for each weight
+        monkeypatch.setattr(row_parts, "FORWARD_BYTES", 1)
+        monkeypatch.setattr(
+            row_parts, "WORK_PER_WEIGHT", rows
+        )  # as a layer has one for each weight
         return found
 
     return divide

@@ -23,10 +23,10 @@ from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 
 Shapes = Mapping[str, tuple[int, ...]]
-_BYTES = 1 << 27  # of the values of a forward pass at once, in a batch that is divided
+FORWARD_BYTES = 1 << 27  # of the values of a forward pass at once, in a batch that is divided
 # multiply-adds of a part for each weight, at least: each part adds up the gradients, which then
 # takes a fiftieth of its time, by the rates of a product and of a copy
-_PER_WEIGHT = 800
+WORK_PER_WEIGHT = 800
 _STATES = {"LSTM": 7, "GRU": 5, "RNN": 2}  # results with the gates, which gradients read
 
 
@@ -65,9 +65,11 @@ class Footprint:
         pairs = [(self._data[n], shape) for n, shape in shapes.items() if n in self._data]
         lengths = {d: n for own, s in pairs for d, n in zip(own, s, strict=False)}
         total = sum(n * prod(lengths.get(s, 0) for s in own) for own, n in self._bytes.items())
-        if total <= _BYTES or not self._work:
+        if total <= FORWARD_BYTES or not self._work:
             return None
-        most = max(1, _BYTES * rows // total, ceil(_PER_WEIGHT * self._weights / self._work))
+        most = max(
+            1, FORWARD_BYTES * rows // total, ceil(WORK_PER_WEIGHT * self._weights / self._work)
+        )
         return most if most < rows else None
 
 

@@ -26,7 +26,7 @@ from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import Call
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
-_LARGE = 1 << 20  # elements of a state
+LARGE_STATE = 1 << 20  # elements of a state
 _DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
 
 
@@ -185,7 +185,7 @@ class Runner:
         frees, it divides between smaller values, and then takes more for the next state.
         """
         dtype = _DTYPES.get(state.data_type())
-        if self.device != CPU or dtype is None or prod(state.shape()) < _LARGE:
+        if self.device != CPU or dtype is None or prod(state.shape()) < LARGE_STATE:
             return None
         arrays = self._memory.setdefault(name, [])
         unread = next((i for i, n in enumerate(_references(arrays)) if n == _UNREAD), None)
