@@ -460,6 +460,14 @@ def test_arguments_that_do_not_fit(call, message):
         call()
 
 
+def test_words_stand_side_by_side_and_long_ones_on_lines_of_their_own():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("Agg")
+    axes = explain.show_text(["ab", "c", "d", "long" * 99], [1.0, -1.0, 0.0, 0.5])
+    assert [text.get_position() for text in axes.texts] == [(0, 0), (3, 0), (5, 0), (0, -1)]
+    plt.close("all")
+
+
 def test_the_submodule_is_a_name_of_the_package():
     assert og.explain is explain
 
