@@ -158,7 +158,8 @@ def test_a_link_stays_one_and_its_target_gets_the_data(work_folder):
     assert os.readlink("first.onnx") == "models/second"
     assert os.readlink("models/second") == "real.onnx"
     assert saved_weight("models/real.onnx")[0] == 7
-    result = run_command("train", "m.onnx", "d.npz", *TRAIN, "--output", "first.onnx", "--overwrite")
+    command = ("train", "m.onnx", "d.npz", *TRAIN, "--output", "first.onnx", "--overwrite")
+    result = run_command(*command)
     assert result.exit_code == 0, result.output
     assert os.readlink("first.onnx") == "models/second"
     assert saved_weight("models/real.onnx")[0] not in (0, 7)

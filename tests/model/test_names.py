@@ -24,51 +24,30 @@ from onnxgrad import errors
 from onnxgrad.cli import app
 from onnxgrad.data.arrays import DataError
 from onnxgrad.errors import printable, printable_lines
-from tests.support.models import add_initializers
+from tests.support.models import add_initializers, parse_model
 
 BAD = "\x1b[31m\r\n\u202e"
 SHOWN = r"\x1b[31m\r\n\u202e"
 X = np.random.default_rng(0).standard_normal((12, 2)).astype(np.float32)
 Y = (X[:, :1] - X[:, 1:]).astype(np.float32)
-HEAD = '<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3, "acme": 1]>'
-LINEAR = HEAD + "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  y = Add(h, b) }"
-TWO = (
-    HEAD
-    + "g (float[N,2] x, float[N,2] z) => (float[N,1] y, float[N,1] h) {\
-    s = Add(x, z)  h = MatMul(s, w)  y = Add(h, b) }"
-)
-FOREIGN = (
-    HEAD
-    + 'g (float[N,2] x) => (float[N,1] y) {\
-    h = MatMul(x, w)  y = acme.Foo<alpha=3, text="a", texts=["a", "b"]>(h, b) }'
-)
-LOOP = (
-    HEAD
-    + "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  c = Greater(h, b) \
-    t = ReduceMax<keepdims=0>(h)  p = Less(t, t)  y = If(p) <\
-    then_branch = one () => (float[N,1] q) { q = Add(h, b) },\
-    else_branch = two () => (float[N,1] r) { r = Mul(h, b) }> }"
-)
-QUANTIZED = (
-    HEAD
-    + "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w) \
-    q = QuantizeLinear(h, b)  y = DequantizeLinear(q, b) }"
-)
-ROUNDED = (
-    HEAD + "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  r = Round(h) y = Add(r, b)}"
-)
-SORTED = (
-    HEAD
-    + "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  r = NonZero(h)\
-    f = Cast<to=1>(r)  t = Transpose(f)  y = Slice(t, i, j, k) }"
-)
+HEAD = "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  "
+LINEAR = HEAD + "y = Add(h, b) }"
+TWO = """g (float[N,2] x, float[N,2] z) => (float[N,1] y, float[N,1] h) {
+    s = Add(x, z)  h = MatMul(s, w)  y = Add(h, b) }"""
+FOREIGN = HEAD + 'y = acme.Foo<alpha=3, text="a", texts=["a", "b"]>(h, b) }'
+LOOP = f"""{HEAD} c = Greater(h, b)
+    t = ReduceMax<keepdims=0>(h)  p = Less(t, t)  y = If(p) <
+    then_branch = one () => (float[N,1] q) {{ q = Add(h, b) }},
+    else_branch = two () => (float[N,1] r) {{ r = Mul(h, b) }}> }}"""
+QUANTIZED = HEAD + "q = QuantizeLinear(h, b)  y = DequantizeLinear(q, b) }"
+ROUNDED = HEAD + "r = Round(h) y = Add(r, b)}"
+SORTED = HEAD + "r = NonZero(h)  f = Cast<to=1>(r)  t = Transpose(f)  y = Slice(t, i, j, k) }"
 
 
 def model_of_names(text: str) -> onnx.ModelProto:
     """Return the model of a text, with initializers of the names that it reads."""
-    made = onnx.parser.parse_model(text)
-    constants = {"w": np.float32([[0.1], [0.2]]), "b": np.float32([0.3])}
-    constants |= {name: np.int64([v]) for name, v in (("i", 0), ("j", 1), ("k", 1))}
+    made = parse_model(text, domains={"ai.onnx.ml": 3, "acme": 1})
+    constants = {"w": [[0.1], [0.2]], "b": [0.3], "i": [0], "j": [1], "k": [1]}
     read = {x for node in made.graph.node for x in node.input}
     add_initializers(made, {n: a for n, a in constants.items() if n in read or "If(" in text})
     return made

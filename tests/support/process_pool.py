@@ -132,6 +132,8 @@ def _coverage_options() -> dict[str, Any] | None:
 
 def _fork_group(folder: Path, processes: int) -> list[int]:
     """Let the forking process start a group; return the exit codes."""
+    if _server().poll() is not None:  # something has killed it
+        _server.cache_clear()
     server = _server()
     server.stdin.write(f"{processes} {folder}\n")
     server.stdin.flush()
