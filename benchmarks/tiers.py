@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -100,13 +101,14 @@ def run_with_coverage(folders: list[str], keep: Path, *options: str) -> None:
     settings = keep / "coverage.ini"
     options_of_coverage = f"source = onnxgrad\ndata_file = {keep / 'lines'}\nparallel = true\n"
     settings.write_text(f"[run]\n{options_of_coverage}patch = subprocess\n")
-    os.environ["ONNXGRAD_RECORD"] = str(keep)
-    sys.path[:0] = [str(Path(__file__).parent)]
     arguments = ["-q", "-n", "2", "-p", "tiers", "--cov=onnxgrad", f"--cov-config={settings}"]
     arguments += ["--cov-context=test", "--cov-report=", *options, *folders]
-    status = pytest.main(arguments)
-    if status:
-        print(f"some tests failed: {status!r}; what they reach counts", file=sys.stderr)
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"ONNXGRAD_RECORD": str(keep), "PYTHONPATH": paths}
+    # in a process of its own: this one may not import the package before it is mutated
+    done = subprocess.run([sys.executable, "-m", "pytest", *arguments], env=environment)
+    if done.returncode:
+        print("some tests failed; what they reach counts", file=sys.stderr)
 
 
 def lines_of_tests(keep: Path) -> Any:
