@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -29,9 +29,11 @@ def row_models() -> list[onnx.ModelProto]:
 
 
 @cache
-def shipped_models() -> list[onnx.ModelProto]:
-    """Return the shipped cases that are checked."""
-    cases = (case for module in module_names() for case in cases_of(module, frozen=True))
+def shipped_models(*operators: str) -> list[onnx.ModelProto]:
+    """Return the shipped cases that are checked, of all operators or of the modules of some."""
+    names = {name.lower() for name in operators}
+    modules = [m for m in module_names() if not names or m.replace("_", "") in names]
+    cases = (case for module in modules for case in cases_of(module, frozen=True))
     return [case.model for case in but_for(cases, NOT_RUN, NOT_IN_FLOAT32)]
 
 
@@ -42,13 +44,13 @@ def models_by_operator(models: list[onnx.ModelProto]) -> Counter[Key]:
     )
 
 
-def attribute_values() -> dict[Key, dict[str, list[Any]]]:
-    """Return the values that the attributes of every operator have in the tests.
+def attribute_values(models: Iterable[onnx.ModelProto]) -> dict[Key, dict[str, list[Any]]]:
+    """Return the values that the attributes of every operator have in models.
 
     Where one is left out that is its default, or None.
     """
     found: dict[Key, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for made in (*row_models(), *shipped_models()):
+    for made in models:
         opset = next((o.version for o in made.opset_import if not o.domain), 0)
         for node in made.graph.node:
             given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -65,20 +67,9 @@ def attribute_values() -> dict[Key, dict[str, list[Any]]]:
     return found
 
 
-def operators_in_gradients() -> dict[Key, set[str]]:
-    """Return the operators in the gradients of the rows, each with the operators of such rows."""
-    return _differentiated()[0]
-
-
+@cache
 def answers_by_input() -> dict[Key, dict[int, set[str]]]:
     """Return what rules answered for each input: "value", "none", or "refused"."""
-    return _differentiated()[1]
-
-
-@cache
-def _differentiated() -> tuple[dict[Key, set[str]], dict[Key, dict[int, set[str]]]]:
-    """Return the results of the two functions above: every row is differentiated once."""
-    found: dict[Key, set[str]] = defaultdict(set)
     answers: dict[Key, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     before = dict(OPERATORS)
     for key, operator in before.items():
@@ -86,13 +77,10 @@ def _differentiated() -> tuple[dict[Key, set[str]], dict[Key, dict[int, set[str]
             add_operator(*key, rule=_recorded(operator.rule, answers[key]))
     try:
         for models in _packs(row_models()):
-            for gradient in _gradients(models):
-                for node in gradient.graph.node:
-                    names = (m.graph.node[-1].op_type for m in models)
-                    found[node.domain, node.op_type].update(names)
+            _differentiate(models)
     finally:
         OPERATORS.update(before)
-    return found, answers
+    return answers
 
 
 def _packs(models: list[onnx.ModelProto]) -> list[list[onnx.ModelProto]]:
@@ -103,14 +91,14 @@ def _packs(models: list[onnx.ModelProto]) -> list[list[onnx.ModelProto]]:
     return [same[i : i + 32] for same in opsets.values() for i in range(0, len(same), 32)]
 
 
-def _gradients(models: list[onnx.ModelProto]) -> Iterator[onnx.ModelProto]:
-    """Yield the gradient of models side by side, or of each half where one has none."""
+def _differentiate(models: list[onnx.ModelProto]) -> None:
+    """Differentiate models side by side, or each half where one has no gradient."""
     try:
-        yield onnx_derivative(side_by_side(models), weights=[])
+        onnx_derivative(side_by_side(models), weights=[])
     except NoGradientRule:
         if len(models) > 1:
-            yield from _gradients(models[: len(models) // 2])
-            yield from _gradients(models[len(models) // 2 :])
+            _differentiate(models[: len(models) // 2])
+            _differentiate(models[len(models) // 2 :])
 
 
 def _recorded(function: Any, answers: dict[int, set[str]]) -> Any:

@@ -102,6 +102,10 @@ shapes = {"x": (3, 4), "u": (2, 4)}
 add("ScatterElements constant, repeated", f"{body}  y = ScatterElements<axis=1>(x, j, u)", shapes)
 body = f"{constant_nodes(i=[1, 0, -1, -3, 0, -1], s=[3, 2])}  j = Reshape(i, s)  y = ScatterND(x, j, u)"
 add("ScatterND constant, repeated", body, {"x": (2, 3, 2), "u": (3, 2)})
+i = "i = Constant<value = int64[2,4] {1, 0, 1, 1, 3, 3, 3, 2}>()"
+add("ScatterElements known, repeated", f"{i}  y = ScatterElements<axis=1>(x, i, u)", shapes)
+i = "i = Constant<value = int64[3,2] {1, 0, 0, 1, 1, 0}>()"
+add("ScatterND known, repeated", f"{i}  y = ScatterND(x, i, u)", {"x": (2, 3, 2), "u": (3, 2)})
 rows = {"i": np.array([[1], [-3]])}
 add("ScatterND rows", "y = ScatterND(x, i, u)", {"x": (3, 2), "u": (2, 2)}, given=rows)
 

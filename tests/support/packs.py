@@ -19,6 +19,7 @@ from onnx import TensorProto
 from onnxgrad import DerivativeOptions, onnx_derivative
 from onnxgrad.autodiff.check.runtimes import NoKernelError, on_either, on_onnxruntime, on_reference
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.convert import in_precision, to_proto
 from onnxgrad.model.weights import is_setting
 from tests.support.members import assert_own_results, stack_members
@@ -178,6 +179,12 @@ class Pack:
                         f"{names_of[f]}: {moved[f].removeprefix(f.prefix)} has the derivative "
                         f"{computed:.7g}, expected {expected:.7g}"
                     )
+
+    def operators_without_gradient(self) -> Iterator[str]:
+        """Yield which operators of the gradient cannot be differentiated again."""
+        for key in sorted({(node.domain, node.op_type) for node in self.gradient.graph.node}):
+            if not OPERATORS[key].is_covered:
+                yield f"{', '.join(part.name for part in self.parts)}: {key} has no gradient"
 
     def _compare(self, moved: dict, vs: Feed, gradients: Feed) -> dict:
         """Return the relative error and both derivatives along `vs`, of the best step of each."""

@@ -128,6 +128,7 @@ def check_pack(kind: Kind) -> Callable[[Sequence[Part]], Iterator[str]]:
     def check(parts: Sequence[Part]) -> Iterator[str]:
         pack = Pack(parts, kind.runtime)
         yield from pack.check_gradients()
+        yield from pack.operators_without_gradient()
         if kind.shapes:
             pack.check_shapes(pack.primal)
         if kind.members:

@@ -11,7 +11,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from tests.support.cases import KINDS, typed
-from tests.support.models import operator_names
+from tests.support.models import operator_names, parse_model
 from tests.support.packs import Part, failures, gradients_on
 from tests.support.running import in_sweep
 
@@ -292,3 +292,38 @@ def test_layers_whose_statistics_are_stated_to_be_less_precise(stash_type):
     found = gradients_for(made, given, {"y": up})
     for name, leaf in zip(given, leaves, strict=True):
         np.testing.assert_allclose(found[name], leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+def packed(values: np.ndarray, bits: int) -> np.ndarray:
+    """Return numbers of few bits along the last axis in bytes, the first in the lowest bits."""
+    count = 8 // bits
+    rest = -values.shape[-1] % count
+    values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, rest)])
+    shifts = bits * np.arange(count)
+    return (values.reshape(*values.shape[:-1], -1, count) << shifts).sum(-1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("opset", [20, 21])
+@pytest.mark.parametrize("zeros", ["", "bytes", "floats"])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_products_with_a_weight_of_few_bits(bits, ordered, zeros, opset):
+    """The gradient is a product with the weight by its formula; 40 columns end within a block."""
+    n, k, block, blocks, rng = 5, 40, 16, 3, np.random.default_rng(0)
+    steps = rng.integers(0, 2**bits, (n, blocks * block))
+    scales = rng.uniform(0.5, 1, (n, blocks)).astype(np.float32)
+    zero = rng.integers(0, 2**bits, (n, blocks)) if zeros else np.full((n, blocks), 2 ** (bits - 1))
+    of_column = rng.integers(0, blocks, k) if ordered else np.arange(k) // block
+    weights = {"w": packed(steps.reshape(n, blocks, block), bits), "s": scales}
+    weights |= {"bytes": {"z": packed(zero, bits)}, "floats": {"z": np.float32(zero)}}.get(
+        zeros, {}
+    )
+    weights |= {"o": of_column.astype(np.int32)} if ordered else {}
+    operands = ", ".join(v if v in "xws" or v in weights else "" for v in "xwszo").rstrip(", ")
+    node = f"com.microsoft.MatMulNBits<K={k}, N={n}, bits={bits}, block_size={block}>({operands})"
+    text = f"g (float[2,3,{k}] x) => (float[2,3,{n}] y) {{ y = {node} }}"
+    made = parse_model(text, opset=opset, **weights)
+    w = scales[:, of_column] * (steps[:, :k] - zero[:, of_column])
+    g = floats_of(2, 3, n)
+    found = gradients_for(made, {"x": floats_of(2, 3, k)}, {"y": g})
+    np.testing.assert_allclose(found["x"], g @ w, rtol=1e-4, atol=1e-4)
