@@ -157,24 +157,6 @@ def new_threads():
     return lambda: set(threading.enumerate()) - before
 
 
-@pytest.fixture(scope="session")
-def genai_llama(tmp_path_factory):
-    """The folder of a small Llama of onnxruntime-genai's builder: the first process builds it."""
-    for name in ("onnxruntime_genai", "transformers", "filelock"):
-        pytest.importorskip(name)
-    from filelock import FileLock
-    from language_models import build
-
-    base = tmp_path_factory.getbasetemp()
-    home = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "small-llama"
-    home.mkdir(exist_ok=True)
-    with FileLock(home / "lock"):
-        if not (home / "built").exists():
-            build(home)
-            (home / "built").touch()
-    return home / "fp32"
-
-
 _CREATE_SESSION = ort.InferenceSession.__init__
 
 
