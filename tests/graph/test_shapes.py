@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -9,16 +10,22 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import NoGradientRule
+from onnxgrad import ModelError, NoGradientRule
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.inference.infer import infer, name_rows
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.shapes import broadcast, dims, equal, rank, static as lengths
-from tests.support.cases import row_feed, row_model
+from tests.support.cases import Row, row_feed, row_model
+from tests.support.microsoft_rows import CASES, kernel_model
 from tests.support.models import parse_model
 from tests.support.packs import Pack, Part, failures
-from tests.support.row_packs import first_rows, kind_of, row_packs
+from tests.support.row_packs import RowPack, first_rows, kind_of, row_packs
+from tests.support.stated_shapes import (
+    all_values,
+    assert_one_length_per_symbol,
+    claims_and_shapes,
+)
 from tests.support.table import ROWS
 
 
@@ -206,23 +213,64 @@ def test_lengths_that_a_loop_changes_are_forgotten_with_what_follows_from_them()
 # -- what is claimed, against what is there -----------------------------------------------------
 
 
-def packs_of_operators() -> list:
-    """Return one row of each operator, in symbols and of known rank only."""
-    ways = [lambda i, row, known=known: known for known in ("symbols", "rank")]
-    packs = [pack for way in ways for pack in row_packs(way, first_rows())]
-    return [pytest.param(pack, id=f"{pack.id} by {pack.known[0]}") for pack in packs]
+def symbols_or_rank(i: int, row: Row) -> str:
+    """Let lengths of every second row be unknown."""
+    return ("symbols", "rank")[i % 2]
 
 
-@pytest.mark.parametrize("pack", packs_of_operators())
-def test_stated_shapes_of_operators_are_those_at_run_time(pack):
-    """All rows: `tests/autodiff/rules/test_row_packs.py`."""
+PROVEN = re.compile("Scatter|MaxPool|MaxUnpool|Sequence|Unique|TopK")  # by their indices
 
+
+def packs_of_rows(rows: list[Row]) -> list[RowPack]:
+    return row_packs(symbols_or_rank, [row for row in rows if kind_of(row).shapes])
+
+
+def assert_stated_shapes(pack: RowPack, gradient: bool) -> None:
     def check(parts):
         made = Pack(parts, "float32")
-        made.check_shapes(made.primal)
+        made.check_shapes(made.primal, gradient)
         return []
 
     assert failures(pack.parts(), check) == []
+
+
+@pytest.mark.parametrize("pack", packs_of_rows(ROWS), ids=lambda pack: pack.id)
+def test_stated_shapes_of_rows_are_those_at_run_time(pack):
+    """Their gradients: `tests/autodiff/rules/test_row_packs.py`."""
+    assert_stated_shapes(pack, gradient=False)
+
+
+ROWS_OF_GRADIENTS = [*first_rows(), *(row for row in ROWS if PROVEN.match(row.id))]
+
+
+@pytest.mark.parametrize("pack", packs_of_rows(ROWS_OF_GRADIENTS), ids=lambda pack: pack.id)
+def test_stated_shapes_of_gradients_are_those_at_run_time(pack):
+    assert_stated_shapes(pack, gradient=True)
+
+
+def test_stated_shapes_of_kernels_of_onnxruntime_are_those_at_run_time():
+    compared = 0
+    for case in CASES:
+        if case.formula is not None:
+            continue  # without a kernel
+        model = ir.from_proto(kernel_model(case, "symbols"))
+        infer(model)
+        stated = ir.to_proto(model)
+        values = all_values(kernel_model(case), case.feed)
+        claims, shapes = claims_and_shapes(stated, values, case.feed)
+        assert_one_length_per_symbol(claims, shapes)
+        compared += len(claims.keys() & values.keys())
+    assert compared > 100
+
+
+LARGE = "l = Constant<value_ints=[{}]>()  e = Constant<value_float=1.0>()  c = Expand(e, l)"
+
+
+def test_a_large_constant_that_nodes_compute_is_refused():
+    text = f"g (float[2] x) => (float[n] y) {{ {LARGE.format(2**40)}  y = Sub(c, x) }}"
+    with pytest.raises(ModelError, match="constant_elements"):
+        prepare(parse_model(text))
+    prepare(parse_model(text.replace(str(2**40), "2")))
 
 
 def filled_rows() -> list:

@@ -181,13 +181,18 @@ CONVOLUTIONS = [
 
 
 def conv_model(case: Convolution, known: str) -> onnx.ModelProto:
-    """Return the model of a row, of x all axes `known`, the "rows" not, or their "lengths"."""
+    """Return the model of a row, of which all lengths are `known`, of the weight only the
+    "kernels", none but the ranks ("nothing"), all but the "rows" of x, or also not those of its images ("channels")."""
     names = "xwb"[: len(case.shapes)]
     shapes = [list(map(str, shape)) for shape in case.shapes]
-    if known != "all":
+    if known == "kernels" and len(shapes) > 1:
+        shapes[1][:2] = "OC"
+    if known not in ("all", "kernels"):
         shapes[0][0] = "N"
     if known == "channels":
         shapes[0][2:] = [f"L{i}" for i in range(len(shapes[0]) - 2)]
+    if known == "nothing":
+        shapes = [[f"{n}{i}" for i in range(len(s))] for n, s in zip(names, shapes, strict=True)]
     inputs = ", ".join(f"float[{', '.join(s)}] {n}" for n, s in zip(names, shapes, strict=True))
     output = f"float[{', '.join(f'd{i}' for i in range(len(shapes[0])))}] y"
     body = f"y = {case.node}"

@@ -43,9 +43,10 @@ def sweep_of(cases: list[Convolution]):
     return pytest.mark.parametrize("case", [in_sweep(case) for case in cases], ids=lambda c: c.id)
 
 
+@pytest.mark.parametrize("known", ["rows", "kernels", "nothing"])
 @pytest.mark.parametrize("start", range(0, len(CONVOLUTIONS), 27))
-def test_gradient_of_first_order(start):
-    parts = convolution_parts(CONVOLUTIONS[start : start + 27], "rows")
+def test_gradient_of_first_order(start, known):
+    parts = convolution_parts(CONVOLUTIONS[start : start + 27], known)
     assert failures(parts, CHECK) == []
 
 
