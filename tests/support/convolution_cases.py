@@ -181,8 +181,11 @@ CONVOLUTIONS = [
 
 
 def conv_model(case: Convolution, known: str) -> onnx.ModelProto:
-    """Return the model of a row, of which all lengths are `known`, of the weight only the
-    "kernels", none but the ranks ("nothing"), all but the "rows" of x, or also not those of its images ("channels")."""
+    """Return the model of a row, of which so much is `known`.
+
+    That are "all" lengths; all but the "rows" of x; also not those of its images ("channels"); of
+    the weight only those of its "kernels"; or "nothing" but the ranks.
+    """
     names = "xwb"[: len(case.shapes)]
     shapes = [list(map(str, shape)) for shape in case.shapes]
     if known == "kernels" and len(shapes) > 1:
