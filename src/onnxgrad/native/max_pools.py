@@ -27,9 +27,7 @@ from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.phases import BLOCKS, PLAIN
 
 _FLOAT = ir.DataType.FLOAT
-LEAST_ELEMENTS = (
-    1 << 9
-)  # elements of a row of the batch, from which the nodes cost less than the indices
+LEAST_ELEMENTS = 1 << 9  # of a row of the batch, from which the nodes cost less than the indices
 
 
 @dataclass(frozen=True)
