@@ -245,5 +245,14 @@ def test_which_optimizers_are_elementwise():
         def update(self, op, u, slots, inputs):
             return super().update(op, u, slots, inputs)
 
+    class Written:  # what it defines for the optimizer is no claim of `Optimizer`
+        def update(self, op, u, slots, inputs):
+            return op.ReduceSum(u) * inputs.minus_learning_rate, {}
+
+    class Mixed(Written, Optimizer):
+        pass
+
     assert Renamed().elementwise
     assert Stated().elementwise
+    assert not Mixed().elementwise
+    assert not Mixed().rate_first

@@ -13,8 +13,10 @@ from tests.support.optimizer_runs import (
     SHAPES,
     TOLERANCE,
     assert_equal_weights,
+    first_slots,
     first_weights,
     fixed_gradients,
+    update_session,
     weights_after_fifty_steps,
 )
 from tests.support.running import in_sweep
@@ -94,6 +96,20 @@ def test_fifty_steps(name, dtype):
         steps_of_torch([(optimizer, 1)], p, dtype),
         TOLERANCE[dtype],
     )
+
+
+def test_adafactor_of_gradients_whose_mean_square_is_below_eps():
+    """There the estimate is the product of the means of rows and columns over eps."""
+    rng, options = np.random.default_rng(0), {"eps": (0.04, 1e-3), "d": 100.0}
+    w, gradient = rng.standard_normal((2, 3)), rng.uniform(0.1, 0.2, (2, 3))
+    p = torch.tensor(w, requires_grad=True)
+    p.grad = torch.tensor(gradient)
+    torch.optim.Adafactor([p], lr=0.1, **options).step()
+    ours = of.adafactor(**options)
+    fed = {"w": w, "w_grad": gradient, **first_slots(ours, {"w": w})}
+    fed |= {"minus_learning_rate": np.array(-0.1), "step": np.array(1)}
+    new = update_session(ours, np.float64, {"w": w.shape}).run(None, fed)[0]
+    np.testing.assert_allclose(new, p.detach().numpy(), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

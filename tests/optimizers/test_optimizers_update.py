@@ -355,6 +355,7 @@ WRONG = [  # an optimizer, and what the message must name
     (lambda: of.muon(other="adam"), ["adam()", "'adam'"]),
     (lambda: of.param_groups({"a": ParamGroup(rate=2.0)}), ["no optimizer"]),
     (lambda: of.param_groups({"a": ParamGroup(of.adam(), weight_decay=0.1)}), ["weight_decay="]),
+    (lambda: of.param_groups({"a": ParamGroup(Optimizer(), weight_decay=0.1)}), ["weight_decay="]),
     (
         lambda: of.param_groups({"a": Chain((of.clip_by_global_norm(1.0), of.adam()))}),
         ["ClipByGlobalNorm", "Chain"],

@@ -9,6 +9,7 @@ import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from onnxgrad.schedules.curves import (
     step_decay,
 )
 from onnxgrad.schedules.plateau import plateau
+from onnxgrad.schedules.rates import OfMembers
 from tests.support.errors import naming
 from tests.support.running import in_sweep
 
@@ -342,6 +344,33 @@ def test_a_record_without_step():
     assert warmup(0.1, 10).observed({}, {"loss": 1.0}) == {}
 
 
+def test_each_member_of_a_stack_observes_its_own_numbers_until_it_is_frozen():
+    schedules = plateau(0.1, patience=0, factor=0.5), constant(0.3)
+    state = SimpleNamespace(schedule={}, frozen={})
+    members = [schedules[k % 2].rates_of_training(state, None, k) for k in range(3)]
+    assert [member.steady for member in members] == [False, True, False]
+    stack = OfMembers(members, state)
+    assert not stack.steady
+    for step, losses in enumerate([(3.0, 3.0, 3.0), (2.0, 4.0, 4.0), (1.0, 4.0, 5.0)]):
+        stack.observe({"step": step, "validation_loss": np.array(losses)})
+    assert_rates(stack.at(7, 2), [[0.1, 0.3, 0.025]] * 2)
+    state.frozen = {2: 3}
+    stack.observe({"step": 3, "validation_loss": np.array([9.0, 9.0, 9.0])})
+    assert_rates(stack.at(8, 1), [[0.05, 0.3, 0.025]])
+    assert json.loads(json.dumps(state.schedule))["0"]["best"] == 1.0
+
+
+def test_one_model_keeps_the_state_of_its_schedule_alone():
+    state, schedule = SimpleNamespace(schedule={}), plateau(0.1, patience=0, factor=0.5)
+    rates_of_one = schedule.rates_of_training(state, None)
+    for loss in (1.0, 2.0):
+        rates_of_one.observe({"step": 1, "validation_loss": loss})
+    assert state.schedule == schedule.observed(
+        schedule.observed({}, {"validation_loss": 1.0}), {"validation_loss": 2.0}
+    )
+    assert_rates(rates_of_one.at(5, 3), [0.05] * 3)
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 
@@ -373,6 +402,7 @@ WRONG = [  # a call, and what the message must name
     (lambda: plateau(0.1, mode="mix"), ["mode 'mix'"]),
     (lambda: plateau(0.1, patience=-1), ["patience of Plateau", "0"]),
     (lambda: plateau(0.1, min_rate=0.2), ["min_rate", "0.2"]),
+    (lambda: plateau(0.1, monitor=3), ["monitor of Plateau", "name", "3"]),
 ]
 
 
