@@ -14,7 +14,7 @@ TOP = "l = Constant<value_ints=[2]>()  t, i = TopK<axis=1>(x, l)"
 
 def indices_of(body: str, kind: str = "int64"):
     """Return the value i that a body computes from x, p, v and n, or its constant c."""
-    inputs = "float[2, 3, 4] x, float[1, 1, 4, 4] p, int64[3] v, int64 n"
+    inputs = "float[2, 3, 4] x, float[1, 1, 4, 4] p, int64[3] v, int64 n, int64[m] k"
     body = body if "i = " in body else f"{body}  i = GatherElements(v, c)"
     model = prepare(parse_model(f"g ({inputs}) => ({kind}[a] i) {{ {body} }}", output_shapes=False))
     i = model.graph.outputs[0]
@@ -31,6 +31,7 @@ def indices_of(body: str, kind: str = "int64"):
         (f"{RANGE}  f = Cast<to=6>(r)  i = Cast<to=7>(f)", -1, True),
         (f"{RANGE}  f = Cast<to=3>(r)  i = Cast<to=7>(f)", -1, False),
         ("i = Identity(v)", -1, False),
+        ("i = Reshape(v, k)", -1, False),  # of unknown rank
         (TOP, -2, True),
         (TOP, -1, False),
         ("c = Constant<value = int64[2,3] {0, 2, 1, 0, 2, 1}>()", -1, True),

@@ -15,6 +15,7 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.inference.infer import infer, name_rows
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.output_shapes import output_shape
+from onnxgrad.graph.sequences import output_type
 from onnxgrad.graph.shapes import broadcast, dims, equal, rank, static as lengths
 from tests.support.cases import Row, row_feed, row_model
 from tests.support.microsoft_rows import CASES, kernel_model
@@ -177,6 +178,36 @@ def test_symbols_pass_through_what_onnx_gives_up_on():
     g = prepared_graph("""g (float[N, 6] x) => (float[a, b] y) {
         s = Constant<value_ints=[-1, 3]>()  r = Reshape(x, s)  y = Exp(r) }""")
     assert dims(g.outputs[0]) == ("2*N", 3)
+
+
+def test_a_length_is_not_below_zero():
+    """Exporters let -1 stand for the length that is there."""
+    g = prepared_graph("""g (float[N, 6] x) => (float[a, b] y) {
+        n = Shape<end=1>(x)  least = Constant<value_ints=[-1]>()  below = Equal(n, least)
+        k = Constant<value_ints=[5]>()  w = Where(below, k, n)  six = Constant<value_ints=[6]>()
+        s = Concat<axis=0>(w, six)  y = Reshape(x, s) }""")
+    assert dims(g.outputs[0]) == ("N", 6)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [("", ("T", "N")), ("scan_input_axes=[1], ", ("N", "T"))],
+    ids=["the first axis", "the second axis"],
+)
+def test_a_scan_stacks_along_the_axis_that_it_takes_apart(attributes, expected):
+    g = prepared_graph(f"""g (float[T, N] x) => (float[a, b] y) {{
+        y = Scan<num_scan_inputs=1, {attributes}body = b (float[k] v) => (float[k] w) {{
+            w = Exp(v) }}>(x) }}""")
+    assert dims(g.outputs[0]) == expected
+
+
+def test_types_of_what_has_no_operand():
+    kind = ir.TypeAndShape(ir.TensorType(ir.DataType.FLOAT), None)
+    attributes = {"type": kind}
+    assert output_type("Optional", [], attributes) == ir.OptionalType(kind.type)
+    assert output_type("Optional", [], {}) is None
+    assert output_type("SequenceAt", [None], {}) is None
+    assert output_type("SequenceEmpty", [], {}) == ir.SequenceType(kind.type)
 
 
 def test_a_declared_output_hides_nothing():

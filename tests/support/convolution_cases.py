@@ -34,6 +34,11 @@ CONVOLUTIONS = [
         ((2, 2, 8, 8), (3, 2, 3, 3)),
     ),
     Convolution("conv uneven pads", "Conv<pads=[2,0,1,3]>(x, w)", ((1, 2, 4, 5), (3, 2, 3, 3))),
+    Convolution(
+        "conv same, smaller than the stride",
+        'Conv<auto_pad="SAME_UPPER", strides=[3,2]>(x, w)',
+        ((1, 2, 5, 7), (3, 2, 2, 1)),
+    ),
     Convolution("conv dilations", "Conv<dilations=[2,3]>(x, w)", ((2, 2, 7, 8), (3, 2, 3, 2))),
     Convolution(
         "conv all of it",

@@ -263,3 +263,8 @@ def test_images_of_unknown_rank_are_refused(node):
     made = parse_model(f"g ({inputs}) => (float y) {{ {body} }}", output_shapes=False)
     with pytest.raises(NoGradientRule, match=naming(node.split("(")[0], "'y'", "rank")):
         onnx_derivative(made, inputs=["p"])
+
+
+def test_what_is_not_padded_gets_no_pads():
+    made = onnx_derivative(conv_model(CONVOLUTIONS[0], "all"))
+    assert "Pad" not in operator_names(made)

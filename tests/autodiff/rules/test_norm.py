@@ -11,6 +11,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from tests.support.cases import KINDS, typed
+from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
 from tests.support.packs import Part, failures, gradients_on
 from tests.support.running import in_sweep
@@ -327,3 +328,12 @@ def test_products_with_a_weight_of_few_bits(bits, ordered, zeros, opset):
     g = floats_of(2, 3, n)
     found = gradients_for(made, {"x": floats_of(2, 3, k)}, {"y": g})
     np.testing.assert_allclose(found["x"], g @ w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(3, np.uint8), (4, np.int8)])
+def test_weights_of_other_bits_are_refused(bits, dtype):
+    weights = {"w": np.zeros((5, 1, 8), dtype), "s": np.ones((5, 1), np.float32)}
+    node = f"com.microsoft.MatMulNBits<K=16, N=5, bits={bits}, block_size=16>(x, w, s)"
+    made = parse_model(f"g (float[2,16] x) => (float[2,5] y) {{ y = {node} }}", **weights)
+    with pytest.raises(NoGradientRule, match=naming("MatMulNBits", "bits")):
+        onnx_derivative(made, weights=[])
