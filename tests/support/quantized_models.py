@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
 from onnxgrad.model.read import read
@@ -67,3 +68,22 @@ def weight_only_model(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto
     quantizer = MatMulNBitsQuantizer(copied, algo_config=config, nodes_to_exclude=excluded)
     quantizer.process()
     return quantizer.model.model
+
+
+def few_bit_operands(
+    bits: int, k: int, n: int, zeros: str = "", order: bool = False, block: int = 16
+) -> dict[str, np.ndarray]:
+    """Return operands of a MatMulNBits with K=k, N=n."""
+    rng, blocks = np.random.default_rng(bits), -(-k // block)
+    operands = {
+        "w": rng.integers(0, 256, (n, blocks, block * bits // 8)).astype(np.uint8),
+        "scales": rng.uniform(0.01, 0.1, n * blocks).astype(np.float32),
+    }
+    if zeros == "packed":
+        shape = n * -(-blocks * bits // 8)
+        operands["zeros"] = rng.integers(0, 256, shape).astype(np.uint8)
+    if zeros == "float":
+        operands["zeros"] = rng.uniform(0, 2**bits, n * blocks).astype(np.float32)
+    if order:
+        operands["order"] = rng.permutation(np.arange(k) // block).astype(np.int32)
+    return operands

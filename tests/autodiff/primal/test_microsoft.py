@@ -121,7 +121,7 @@ def test_every_lowering_has_a_case():
         and (lowering := operator.lowering) is not None
         and not lowering.__module__.endswith("microsoft_quantized")
     }
-    assert of_floats <= FIRST.keys()  # those of integers: test_quantized_training.py
+    assert of_floats <= FIRST.keys()  # those of integers: rules/test_quantization.py
 
 
 # -- models that onnxruntime optimizes -----------------------------------------------------------
