@@ -45,6 +45,7 @@ def names_that_train(proto) -> set[str]:
     return {t.name for t in trainable(proto) if t.trains}
 
 
+TURNS = np.outer(np.arange(4), 0.5 ** np.arange(1, 6))  # angles of positions, below 90 degrees
 CAUSAL = np.where(np.tri(4) > 0, 0.0, -INF).astype(np.float32)
 ATTENTION = """(float[N, 4, 3] X) => (float[N, 4, 3] Y) {
     Q = MatMul(X, W)  K = Transpose<perm=[0, 2, 1]>(Q)
@@ -198,6 +199,12 @@ CASES = {
         role_case("""(float[N, 2] X) => (float[N, 3] Y) {
             Y = Einsum<equation="ni,ij->nj">(X, W) }""",
               W=(2, 3)), {"W"}),
+    "factors of rotations of few positions, and learned ones": (
+        role_case("""(float[N, 4, 5] X) => (float[N, 4, 5] Y) {
+            Z = MatMul(X, W) A = Mul(Z, cosines) B = Mul(Z, sines) C = Mul(Z, halves)
+            D = Mul(Z, large) E = Sum(A, B, C, D) Y = MatMul(E, V) }""",
+              W=(5, 5), V=(5, 5), cosines=np.cos(TURNS), sines=np.sin(TURNS),
+              halves=np.cos(TURNS) / 2, large=1 / np.cos(TURNS / 3)), {"W", "V", "halves", "large"}),
     "embedding, its positions, a wave": (
         role_case("""(int64[N, T] I) => (float[N, T, 2] Y) {
             A = Gather(table, I) s = Shape(I) t = Gather(s, one) r = Range(zero, t, one)
