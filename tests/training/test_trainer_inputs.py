@@ -411,6 +411,34 @@ def test_weights_that_do_not_fit(weight, options, message):
         trainer.fit([(x, y, weight)])
 
 
+TWO_INPUTS = """f (float[{0}] p, float[{0}] q) => (float[{0}] y) {{
+    s = Add(p, q)  r = Relu(s)  y = Gemm(r, w) }}"""
+
+
+@pytest.mark.parametrize(
+    ("dims", "lengths", "parts"),
+    [
+        ("N,2", [(4, 2), (3, 2)], ["'q' has length 3", "axis 0", "'p'", "4", "rows", "symbols"]),
+        ("N,T", [(4, 2), (4, 3)], ["'q' has length 3", "axis 1", "'p'", "2", "as 'T'"]),
+    ],
+)
+def test_axes_of_one_symbol_have_one_length(dims, lengths, parts):
+    trainer = og.Trainer(parse_model(TWO_INPUTS.format(dims), w=np.ones((2, 2), "f")), "mse")
+    batch = dict(zip("pq", (np.ones(shape, "f") for shape in lengths), strict=True))
+    with pytest.raises(ValueError, match=naming("batch 0", *parts)):
+        trainer.evaluate([batch | {"label": np.ones((4, 2), "f")}])
+
+
+def test_a_column_that_no_input_takes_is_named():
+    pandas = pytest.importorskip("pandas")
+    model = parse_model(TWO_INPUTS.format("N,1"), w=np.ones((1, 1), "f"))
+    trainer, y = og.Trainer(model, "mse", train="w"), np.ones((2, 1), "f")
+    table = pandas.DataFrame({"p": [1.0, 2.0], "q": [3.0, 4.0]})
+    assert trainer.evaluate(table, y)["loss"] == pytest.approx((3.0**2 + 5.0**2) / 2)
+    with pytest.raises(ValueError, match=naming("columns ['r', 't']")):
+        trainer.evaluate(table.assign(r=0.0, t=0.0), y)
+
+
 def test_labels_that_are_nan_are_refused_with_the_remedy():
     x, y = np.ones((8, 2), "f"), np.ones((8, 3), "f")
     y[5, 1] = np.nan

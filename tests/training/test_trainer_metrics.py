@@ -278,6 +278,24 @@ def test_metrics_that_do_not_fit_are_refused_before_the_first_step(
         np.testing.assert_equal(trainer.state.weights, before)
 
 
+def test_metrics_of_two_outputs_are_told_apart_by_name():
+    model = parse_model(
+        "f (float[N,2] x) => (float[N,1] y, float[N,1] z) { y = MatMul(x, v)  z = MatMul(x, w) }",
+        v=np.float32([[1.0], [0.0]]),
+        w=np.float32([[0.0], [1.0]]),
+    )
+    x, labels = np.float32([[2.0, 5.0]]), dict.fromkeys("yz", np.zeros((1, 1), np.float32))
+
+    def evaluated(metrics):
+        return og.Trainer(model, {"y": "mse", "z": "mse"}, metrics=metrics).evaluate(x, labels)
+
+    assert evaluated({"z": ["mae"], "y": ["mae"]}) == {"loss": 29.0, "z_mae": 5.0, "y_mae": 2.0}
+    with pytest.raises(ValueError, match=naming("metrics 'u'", "'y', 'z'")):
+        evaluated({"u": ["mae"]})
+    with pytest.raises(ValueError, match=naming("metrics={output: [...]}", "['y', 'z']")):
+        evaluated(["mae"])
+
+
 def test_validation_data_that_are_no_list_are_read_once_an_epoch():
     calls = []
 

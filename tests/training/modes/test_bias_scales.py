@@ -46,7 +46,7 @@ def test_each_channel_has_room_for_its_own_bias():
 
 
 def test_other_scales_stay():
-    """Those of blocks, for which no kernel adds integers, and those of weights that do not train."""
+    """Blocks, for which no kernel adds integers, and weights that do not train keep theirs."""
     blocks = np.full((3, 2), 1e-12, np.float32)
     after = scales_beside_biases(blocks, attributes="<axis=1, block_size=1>")
     np.testing.assert_array_equal(after, blocks)

@@ -204,7 +204,8 @@ CASES = {
             Z = MatMul(X, W) A = Mul(Z, cosines) B = Mul(Z, sines) C = Mul(Z, halves)
             D = Mul(Z, large) E = Sum(A, B, C, D) Y = MatMul(E, V) }""",
               W=(5, 5), V=(5, 5), cosines=np.cos(TURNS), sines=np.sin(TURNS),
-              halves=np.cos(TURNS) / 2, large=1 / np.cos(TURNS / 3)), {"W", "V", "halves", "large"}),
+              halves=np.cos(TURNS) / 2, large=1 / np.cos(TURNS / 3)),
+        {"W", "V", "halves", "large"}),
     "embedding, its positions, a wave": (
         role_case("""(int64[N, T] I) => (float[N, T, 2] Y) {
             A = Gather(table, I) s = Shape(I) t = Gather(s, one) r = Range(zero, t, one)

@@ -82,6 +82,29 @@ def test_tokens_whose_labels_are_ignored_count_in_no_part(sizes):
     assert_close_arrays(parts.state.weights, whole.state.weights, 1e-5, 1e-6)
 
 
+def test_losses_of_two_outputs_are_means_over_counts_of_their_own(sizes):
+    rng = np.random.default_rng(0)
+    shapes = {"u": (3, 5), "v": (5, 2), "w": (5, 4)}
+    proto = parse_model(
+        """g (double[N,3] x) => (double[N,2] y, double[N,4] z) {
+            h = MatMul(x, u)  r = Tanh(h)  y = MatMul(r, v)  z = MatMul(r, w) }""",
+        **{name: rng.normal(size=shape) for name, shape in shapes.items()},
+    )
+    X, labels = rng.normal(size=(23, 3)), {"y": rng.normal(size=(23, 2))}
+    labels["z"] = rng.normal(size=(23, 4))
+
+    def trained() -> og.Trainer:
+        own = {"loss_weights": {"y": 1.0, "z": 0.3}, "optimizer": "sgd", "learning_rate": 0.1}
+        trainer = og.Trainer(proto, {"y": "mse", "z": "huber"}, **own)
+        return trainer.fit(X, labels, batch_size=23, epochs=3, shuffle=False)
+
+    whole, found = trained(), sizes(1)
+    parts = trained()
+    assert max(map(len, found)) > 1
+    assert_close_arrays(parts.state.weights, whole.state.weights, 1e-12, 1e-12)
+    assert parts.history[-1]["loss"] == pytest.approx(whole.history[-1]["loss"], rel=1e-12)
+
+
 class NormsOfSteps(og.Callback):
     """The norms of gradients after every step."""
 
