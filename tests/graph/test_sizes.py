@@ -174,3 +174,22 @@ def test_a_product_over_no_axes(axes, noop):
     dx, y = run(ones_gradient(model), x=x)
     np.testing.assert_array_equal(y, run(model, x=x)[0])
     np.testing.assert_array_equal(dx, np.ones_like(x))
+
+
+@pytest.mark.parametrize(
+    ("node", "length"),
+    [
+        ("t = Mul(n, two)", "2*N"), ("t = Mul(two, n)", "2*N"), ("t = Mul(n, one)", "N"),
+        ("u = Mul(two, n)  t = Mul(u, three)", "6*N"), ("t = Mul(two, three)", 6),
+        ("t = Mul(n, m)", None), ("t = Mul(n, zero)", None), ("t = Mul(n, minus)", None),
+        ("t = Mul(n, given)", None), ("t = Mul(given, two)", None),
+    ],
+)  # fmt: skip
+def test_products_of_lengths(node, length):
+    """A symbol is multiplied by numbers from 1 on: other products are not known."""
+    numbers = {"zero": 0, "one": 1, "two": 2, "three": 3, "minus": -1}
+    text = f"""g (float[N, M] x, int64[1] given) => (float[?] y) {{ n = Shape<end=1>(x)
+        m = Shape<start=1>(x)  {node}  y = ConstantOfShape(t) }}"""
+    model = parse_model(text, output_shapes=False, **{k: np.int64([v]) for k, v in numbers.items()})
+    [found] = dims(prepare(model).graph.outputs[0])
+    assert found == length or (length is None and str(found).startswith("unk"))
