@@ -298,7 +298,7 @@ def test_forms_of_data():
     read = []
     counted = lambda: (read.append(len(y)) or (x, y) for x, y in batches)  # noqa: E731
     assert og.quantize(model, counted, rows=60) == og.quantize(model, IMAGES[:60])
-    assert read == [30] * 3  # the first batch twice: to know its form, and for the ranges
+    assert 2 <= len(read) < 2 * len(batches)  # a thread may read ahead, but not all of it
     assert og.quantize(model, IMAGES, rows=4).SerializeToString() != found[0]
 
 
