@@ -138,6 +138,7 @@ def test_members_of_a_stack():
         (["cat", "dog", "cat"], (), ["text", "'cat'", "classes=['cat', 'dog']"]),
         (["cat", "cow"], ["cat", "dog"], ["'cow'", "row 1", "cat, dog"]),
         ([3, 4], [3, 5], ["label 4", "row 1", "3, 5"]),
+        ([["cat", "dog"], ["dog", "cow"]], ["cat", "dog"], ["'cow'", "row 1", "cat, dog"]),
     ],
 )
 def test_labels_that_are_none(labels, classes, parts):

@@ -120,6 +120,16 @@ CASES = {
         " s = Shape<start=0, end=1>(x) d = Concat<axis=0>(s, n) y = Reshape(p, d) }",
         lambda *a: pointwise(*a).mean((2, 3)),
     ),
+    "squeezed": (
+        f"{IMAGE} <int64[2] n = {{2, 3}}> {{ h = Conv(x, k, b) p = GlobalAveragePool(h)"
+        " l = Squeeze(p, n) y = Softmax<axis=1>(l) }",
+        lambda *a: softmax_of_axis(pointwise(*a).mean((2, 3))),
+    ),
+    "squeezed in front": (
+        f"{MATRIX} <int64[1] n = {{0}}> {{ u = Unsqueeze(x, n) h = MatMul(u, w) l = Squeeze(h, n)"
+        " y = Softmax<axis=1>(l) }",
+        lambda *a: softmax_of_axis(affine(*a)),
+    ),
     "segmentation": (
         f"{MAPS} <float[4] f = {{1, 1, 2, 2}}> {{ h = Conv(x, k, b)"
         ' y = Resize<mode="nearest">(h, , f) }',
@@ -312,6 +322,43 @@ def test_squeezed_unit():
         run(several, x=X)[0], softmax_of_axis(X @ head_tensors(several)[0]), rtol=1e-5
     )
     assert output_dims(several) == ["N", 5]
+
+
+def test_a_squeeze_without_axes():
+    """It stays where it removes other axes than that of several units, and goes with one unit."""
+    maps = parse_model(
+        "f (float[N,4,1,1] x) => (float[N,3] y) { h = Conv(x, k) y = Squeeze(h) }", k=K
+    )
+    several = checked_head(og.replace_head(maps, 5))
+    ones = IMAGES[:, :, :1, :1]
+    expected = pointwise(ones, head_tensors(several)[0])[:, :, 0, 0]
+    np.testing.assert_allclose(run(several, x=ones)[0], expected, rtol=1e-5, atol=1e-6)
+    text = "f (float[N,{}4] x) => (float[N] y) {{ h = MatMul(x, w) y = Squeeze(h) }}"
+    one = parse_model(text.format(""), w=W[:, :1])
+    assert output_dims(checked_head(og.replace_head(one, 5))) == ["N", 5]
+    both = parse_model(text.format("1,"), w=W[:, :1])
+    unknown = parse_model(text.format("T,"), w=W[:, :1])
+    for model, units in ((maps, 1), (both, 5), (unknown, 5)):
+        with pytest.raises(ValueError, match=naming("Squeeze", "its axes")):
+            og.replace_head(model, units)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        f"LinearRegressor<targets=3, coefficients={[0.5] * 12}>",
+        f"LinearRegressor<targets=3, coefficients={[0.5] * 12}, intercepts={[1.0] * 3}>",
+        f"SVMRegressor<coefficients={[0.5] * 4}, rho=[1.0], n_supports=0>",
+        f"SVMRegressor<support_vectors={[0.5] * 8}, coefficients=[1.0, 2.0], n_supports=2>",
+    ],
+)
+def test_a_regressor_tells_the_number_of_features(node):
+    """Where the shape of what it reads does not."""
+    model = parse_model(f"f (float[N,M] x) => (float[N,K] y) {{ y = ai.onnx.ml.{node}(x) }}")
+    changed = og.replace_head(model, 5)
+    w, b = head_tensors(changed)
+    assert (w.shape, b.shape) == ((5, 4), (5,))
+    np.testing.assert_allclose(run(changed, x=X)[0], affine(X, w.T, b), rtol=1e-5, atol=1e-6)
 
 
 def test_initial_weights():

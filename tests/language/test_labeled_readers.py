@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
+from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.sound_files import folder_of_tones
 
@@ -90,6 +91,42 @@ def test_labeled_texts():
     assert [w.argmax(1).tolist() for w in found.of_words(batches)] == [[2], [1, 1], []]
     part = reader.subset(np.array([1]))
     assert (part.rows, next(part.batches(2, None, 0))[1].tolist()) == (1, [[0]])
+
+
+def test_entities_label_the_words_that_they_touch():
+    """Not its neighbors, which it reaches; one that ends in a word is warned of."""
+    row = {"text": "red one red one", "entities": [{"start": 3, "end": 8, "label": "NUM"}]}
+    words = word_tokenizer()
+    reader = og.labeled_texts([row], words, max_length=8)
+    assert reader.classes == ["O", "B-NUM", "I-NUM"]
+    assert next(reader.batches(1, None, 0))[1].tolist() == [[0, 1, 0, 0]]
+    row["entities"] += [{"start": 9, "end": 14, "label": "NUM"}]
+    with pytest.warns(UserWarning, match="1 entities"):
+        reader = og.labeled_texts([row], words, max_length=8)
+    assert next(reader.batches(1, None, 0))[1].tolist() == [[0, 1, 1, 2]]
+    for start, end, part in ((3, 4, "no word"), (0, 5, "overlaps")):
+        rows = [row | {"entities": [*row["entities"], {"start": start, "end": end, "label": "X"}]}]
+        with pytest.raises(ValueError, match=naming("row 0", part)):
+            og.labeled_texts(rows, words)
+
+
+@pytest.mark.parametrize("source", ["pairs", "texts"])
+def test_some_rows_of_paired_texts(source):
+    texts = ["red", "one", "red one"]
+    rows = [{"anchor": t, "positive": "one", "negative": "red red"} for t in texts]
+    reader = og.paired_texts(rows if source == "pairs" else texts, word_tokenizer())
+    part = reader.subset(np.array([2, 0]))
+    assert (part.rows, reader.rows) == (2, 3)
+    assert part.describe() != reader.describe()
+    [found] = part.batches(2, None, 0)
+    expected = reader.take(np.array([2, 0]), None)
+    for a, b in zip(found, expected, strict=True):
+        for name in a if isinstance(a, dict) else ():
+            np.testing.assert_array_equal(a[name], b[name])
+    if source == "texts":
+        assert (len(found), part.labels, part.kind) == (1, None, "texts")
+    else:
+        assert found[1].tolist() == part.labels.tolist() == [2, 2, 11, 0, 0, 5]
 
 
 def test_paired_texts():

@@ -313,6 +313,33 @@ def test_shares_that_are_no_probabilities():
         decide_options(spec, y)
 
 
+CLIPPED = {  # what holds the clipped scores s, and the operator that clips them
+    "a line": ("c = Clip(s, minus, unit) a = Add(unit, c) y = Mul(a, half)", "Clip"),
+    "hard sigmoid": ("h = HardSigmoid(s) y = Sub(unit, h)", "HardSigmoid"),
+    "shares": ("c = Clip(s, nil, unit) t = ReduceSum(c, last1) y = Div(c, t)", "Clip"),
+    "shares or one": (
+        """c = Clip(s, nil, unit) t = ReduceSum(c, last1) e = Equal(t, nil) f = Cast <to = 1>(e)
+        p = Add(c, f) u = Add(t, f) y = Div(p, u)""", "Clip",
+    ),
+    "bounded": ("a = Tanh(s) d0 = Add(a, unit) d = Mul(d0, half) y = Clip(d, nil, unit)", None),
+    "not clipped": ("a = Tanh(s) d = Add(a, unit) y = Mul(d, half)", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CLIPPED)
+def test_clipped_scores_are_named(form, caplog):
+    body, clip = CLIPPED[form]
+    body += " half = Constant <value_float = 0.5>()"
+    loss = "cross_entropy" if "shares" in form else "binary_cross_entropy"
+    labels = np.zeros(2, np.int64) if "shares" in form else np.zeros((2, 7), np.float32)
+    proto = constant_model(CONSTANTS + body, "float[N,3] x", "float[N,7] y")
+    proto = replace(proto, {"w": np.ones((3, 7), np.float32)})
+    Trainer(proto, loss).evaluate(np.ones((2, 3), np.float32), labels)
+    warned = {r.message for r in caplog.records if r.levelname == "WARNING"}
+    assert len(warned) == (clip is not None)
+    assert all(f"by {clip}" in text and "scores 's'" in text for text in warned)
+
+
 def test_plain_options_stay():
     y = prediction_of("y = MatMul(x, w)", LAST)
     spec = LOSSES["cross_entropy"].with_options({"axis": -3, "from_logits": False})
