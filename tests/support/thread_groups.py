@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,61 +17,58 @@ from tests.support.running import PATIENCE
 
 
 class ThreadGroup:
-    """A group as `onnxgrad.parallel.Group`, of threads that share what each has sent."""
+    """A group as `onnxgrad.parallel.Group`; `board` has what each thread has sent last."""
 
-    def __init__(self, rank: int, size: int, sent: Any, barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._sent, self._barrier = rank, size, sent, barrier
-        self._count = 0
-
-    def _exchange(self, item: Any) -> Callable[[], list[Any]]:
-        """Send an item; return what waits for the items of all, by rank."""
-        number, self._count = self._count, self._count + 1
-        self._sent[self.rank][number] = item
-
-        def received() -> list[Any]:
-            self._barrier.wait(PATIENCE)
-            items = [self._sent[rank][number] for rank in range(self.size)]
-            self._barrier.wait(PATIENCE)
-            del self._sent[self.rank][number]
-            return items
-
-        return received
-
-    def sum(self, array: np.ndarray) -> Callable[[], None]:
-        received = self._exchange(array.copy())
-
-        def wait() -> None:
-            array[...] = sum(received())
-
-        return wait
-
-    def broadcast(self, array: np.ndarray, root: int) -> None:
-        array[...] = self._exchange(array.copy())()[root]
+    def __init__(self, rank: int, barrier: threading.Barrier, board: list[bytes]) -> None:
+        self.rank, self.size, self._barrier, self._board = rank, len(board), barrier, board
 
     def gather(self, item: Any) -> list[Any]:
-        return self._exchange(item)()
+        self._board[self.rank] = pickle.dumps(item)
+        self._barrier.wait(PATIENCE)
+        items = [pickle.loads(data) for data in self._board]
+        self._barrier.wait(PATIENCE)
+        return items
 
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def sum(self, array: np.ndarray) -> Callable[[], None]:
+        array[...] = np.sum(self.gather(array), axis=0)
+        return lambda: None
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        array[...] = self.gather(array)[root]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._barrier.abort()
+            raise
 
 
 def run_in_threads(
     monkeypatch: pytest.MonkeyPatch, function: Callable[[int], Any], size: int = 2
 ) -> list[Any]:
     """Return what `function(rank)` returns in each thread of a new group, in which trainers are."""
-    local, sent = threading.local(), [{} for _ in range(size)]
-    barrier = threading.Barrier(size)
-    monkeypatch.setattr(sharing, "group_of", lambda parallel: local.group)
+    own, barrier, board = threading.local(), threading.Barrier(size), [b""] * size
 
-    def run(rank: int) -> Any:
-        local.group = group = ThreadGroup(rank, size, sent, barrier)
+    def group_of(parallel: Any) -> ThreadGroup | None:
+        return None if parallel is False else getattr(own, "group", None)
+
+    def called(rank: int) -> Any:
+        own.group = ThreadGroup(rank, barrier, board)
         try:
             result = function(rank)
-            group.gather(None)  # fails at once if another waits in an exchange
+            assert own.group.gather("end") == ["end"] * size  # none is still in an exchange
             return result
         except BaseException:
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, range(size)))
+    monkeypatch.setattr(sharing, "group_of", group_of)
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(called, rank) for rank in range(size)]
+    errors = [future.exception() for future in futures]
+    errors.sort(key=lambda e: isinstance(e, threading.BrokenBarrierError))  # of the other threads
+    if any(errors):
+        raise next(filter(None, errors))
+    return [future.result() for future in futures]

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training import sharing
 from tests.support.errors import naming
 from tests.support.running import in_sweep, run
+from tests.support.thread_groups import run_in_threads
 from tests.support.trainings import normalized_model
 
 RNG = np.random.default_rng(0)
@@ -82,57 +78,6 @@ GROUPS = {  # arguments of DataParallel
 }
 
 
-# -- groups of processes --------------------------------------------------------------------------
-
-
-class ThreadGroup:
-    """A group whose processes are threads."""
-
-    own = threading.local()
-
-    def __init__(self, rank, barrier, board):
-        self.rank, self.size, self._barrier, self._board = rank, len(board), barrier, board
-
-    def gather(self, item):
-        self._board[self.rank] = pickle.dumps(item)
-        self._barrier.wait()
-        items = [pickle.loads(data) for data in self._board]
-        self._barrier.wait()
-        return items
-
-    def sum(self, array):
-        array[...] = np.sum(self.gather(array), axis=0)
-        return lambda: None
-
-    def broadcast(self, array, root):
-        array[...] = self.gather(array)[root]
-
-    @contextmanager
-    def together(self):
-        try:
-            yield
-        except BaseException:
-            self._barrier.abort()
-            raise
-
-
-def in_threads(function, size=2):
-    """Return what a function returns in each thread of a group."""
-    barrier, board = threading.Barrier(size), [b""] * size
-
-    def called(rank):
-        ThreadGroup.own.group = ThreadGroup(rank, barrier, board)
-        return function()
-
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(called, rank) for rank in range(size)]
-    errors = [future.exception() for future in futures]
-    errors.sort(key=lambda e: isinstance(e, threading.BrokenBarrierError))  # of the other threads
-    if any(errors):
-        raise next(filter(None, errors))
-    return [future.result() for future in futures]
-
-
 # -- the test -------------------------------------------------------------------------------------
 
 
@@ -190,11 +135,10 @@ CHOSEN = {
 def test_validation_is_of_the_model_as_it_is(
     form, batch_norm, average, group, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sharing, "group_of", lambda p: ThreadGroup.own.group if p else None)
     options = GROUPS[group]
     FORMS[form](tmp_path)  # which writes the file, if it is one
 
-    def trained():
+    def trained(rank=0):
         watch, stopping = CompareValidation(form), og.EarlyStopping(patience=1)
         recorder = og.Recorder(tmp_path / "run", seconds=0, profile=0)
         trainer = og.Trainer(
@@ -217,7 +161,7 @@ def test_validation_is_of_the_model_as_it_is(
         assert watch.compared >= 3
         return trainer, watch
 
-    results = [trained()] if options is None else in_threads(trained)
+    results = [trained()] if options is None else run_in_threads(monkeypatch, trained)
     trainer, watch = results[0]
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())
     assert recorded["history"] == trainer.history
@@ -231,15 +175,14 @@ def test_validation_is_of_the_model_as_it_is(
 @pytest.mark.filterwarnings("ignore:the gradient of a batch is not proven")
 def test_running_statistics_of_a_group_are_those_of_all_rows(monkeypatch):
     """Each process has statistics of its rows; their means, by the number of rows, are kept."""
-    monkeypatch.setattr(sharing, "group_of", lambda p: ThreadGroup.own.group if p else None)
     options = {"optimizer": "sgd", "learning_rate": 1e-6, "batch_norm": "train"}
 
-    def statistics():
+    def statistics(rank):
         made = og.Trainer(normalized_model(), "mse", parallel=og.DataParallel(), **options)
         made.fit(X[:21], Y[:21], batch_size=21, shuffle=False)
         return made.state.buffers
 
-    for buffers in in_threads(statistics):
+    for buffers in run_in_threads(monkeypatch, statistics):
         expected = 0.9 * np.float32([0.5, 0, 0]) + 0.1 * X[:21].mean(axis=0)
         np.testing.assert_allclose(buffers["mean"], expected, rtol=1e-5)
 
