@@ -228,6 +228,14 @@ def test_a_lowering_that_leaves_a_node():
         onnx_derivative(model_of_vector("Y = Floor(X)"))
 
 
+@pytest.mark.parametrize(("before", "unknown"), [("Exp(X)", False), ("Reshape(X, L)", True)])
+def test_the_message_without_a_rule_names_an_input_of_unknown_rank(before, unknown):
+    text = f"g (float[4] X, int64[R] L) => (float[4] Y) {{ H = {before}  Y = my.What(H) }}"
+    with pytest.raises(NoGradientRule, match=naming("What", "@rule('What', domain='my')")) as error:
+        onnx_derivative(parse_model(text, domains={"my": 1}))
+    assert ("rank of its input 'H'" in str(error.value)) == unknown
+
+
 # -- what a rule returns ---------------------------------------------------------------------------
 
 

@@ -226,6 +226,7 @@ for name, node, shapes, options in (
     (f"Skip{SIMPLE}", f"y, m, r, u = Skip{SIMPLE}<epsilon=0.1>(x, z, s, b)", XZSB, HALF),
     (f"Skip{SIMPLE} 2", f"y = Skip{SIMPLE}(x, z, s)", {"x": (3, 4), "z": (3, 4), "s": (4,)},
      {"opset": 23}),
+    (f"Skip{SIMPLE} 23", f"y, , r = Skip{SIMPLE}(x, z, s)", LAYER | {"z": (3, 4)}, {"opset": 23}),
     (f"Skip{SIMPLE} sum", f"y, , , u = Skip{SIMPLE}(x, z, s)", LAYER | {"z": (3, 4)}, {}),
 ):  # fmt: skip
     add_kernel(name, node, shapes, **options)

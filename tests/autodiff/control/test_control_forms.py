@@ -215,6 +215,19 @@ def test_a_sequence_that_a_loop_extends():
     assert report.ok, str(report)
 
 
+def test_what_is_read_behind_an_insertion_is_kept():
+    """The forward body does not run again in every iteration of the backward one."""
+    text = """g (float[3] s, int64 n) => (float y) { start = SequenceConstruct(s)
+        y, all = Loop<body = b (int64 i, bool c, float[3] a, seq(float[3]) q) => (d, a1, q1) {
+            d = Identity(c)  q1 = SequenceInsert(q, a)  first = SequenceAt(q1, i)
+            t = Mul(first, a)  a1 = Sin(t) }>(n, , s, start) }"""
+    made = onnx_derivative(model_of_loops(text))
+    bodies = [a.g for node in made.graph.node for a in node.attribute if a.name == "body"]
+    assert bodies
+    assert not any(node.op_type == "Loop" for body in bodies for node in body.node)
+    assert check_gradient(model_of_loops(text), feed={"s": S, "n": FOUR}).ok
+
+
 def test_random_numbers_beside_a_state_that_grows_are_refused():
     text = """g (float[N] s, int64 n) => (float y) { half = Constant<value = float {0.5}>()
         yes = Constant<value = bool {1}>()

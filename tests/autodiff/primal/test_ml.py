@@ -16,6 +16,7 @@ from onnxgrad import (
     onnx_derivative,
 )
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph.operators import OPPOSITE
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.weights import replace
 from tests.support.errors import naming
@@ -215,6 +216,25 @@ def test_intercepts_of_another_number_are_not_read(targets, intercepts):
     check_lowered(model)
     gradients = output_names(onnx_derivative(model))
     assert ("y.intercepts_grad" in gradients) == (targets == intercepts)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "intercepts", "opposite"),
+    [
+        ([1, -2, 0.5, -1, 2, -0.5], [-0.3, 0.3], True), ([1, -2, 0.5, -1, 2, -0.5], [], True),
+        ([1, -2, 0.5, -1, 2, -0.500001], [-0.3, 0.3], True),
+        ([1, -2, 0.5, -1, 2, -0.501], [-0.3, 0.3], False),
+        ([1, -2, 0.5, -1, 2, -0.5], [0.3, 0.3], False), ([1, -2, 0.5, -1, 2], [-0.3, 0.3], False),
+        ([1, -2, 0.5, -1, 2, -0.5, 1, 1, 1], [1, -1, 0], False),
+    ],
+)  # fmt: skip
+def test_opposite_scores_of_two_classes_are_noted(coefficients, intercepts, opposite):
+    rows = f"coefficients={float_list(coefficients)}"
+    rows += f", intercepts={float_list(intercepts)}" if intercepts else ""
+    classes = list(range(max(2, len(intercepts))))
+    node = f"LinearClassifier<{rows}, classlabels_ints={classes}>"
+    values = (y for n in prepare(ml_model(node, label="int64")).graph for y in n.outputs)
+    assert any(OPPOSITE in y.meta for y in values) == opposite
 
 
 def test_more_classes_than_scores():

@@ -12,7 +12,7 @@ from onnxgrad.autodiff.primal import free_rows as module
 from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.shapes import dims
-from onnxgrad.model.convert import in_precision
+from onnxgrad.model.convert import in_precision, to_proto
 from tests.support.exports import export_module
 from tests.support.models import operator_names, parse_model
 from tests.support.running import in_sweep, run, session_of
@@ -307,6 +307,30 @@ def test_a_carried_state_goes_from_row_to_row_by_default():
         y, state = session.run(None, {"x": x[None], "state": state})
         rows.append(y[0])
     np.testing.assert_allclose(start.predict(data), rows, rtol=1e-5)
+
+
+RESHAPED = """f (float[1,12] x) => (float[1,12] y) { a = Reshape(x, front)
+        b = Transpose <perm = [1, 0, 2]> (a)  c = Reshape(b, mixed)  d = Neg(c)
+        e = Reshape(d, again)  g = Transpose <perm = [1, 0, 2]> (e)  y = Reshape(g, flat) }"""
+
+
+@pytest.mark.parametrize(
+    ("axes", "mixed", "is_freed"),
+    [
+        ((4, 3), (2, 1, 6), True), ((6, 2), (3, 4), True), ((6, 2), (2, 3, 1, 2), True),
+        ((6, 2), (12,), True), ((4, 3), (6, 1, 2), False), ((6, 2), (4, 3, 1), False),
+    ],
+)  # fmt: skip
+def test_rows_are_followed_through_a_reshape_that_keeps_them_together(axes, mixed, is_freed):
+    before, behind = axes
+    shapes = {"front": (0, before, behind), "mixed": mixed, "again": (before, 1, behind)}
+    shapes = {name: np.array(shape) for name, shape in shapes.items()} | {"flat": np.array([0, -1])}
+    proto = parse_model(RESHAPED, **shapes)
+    freed = free_rows(prepare(proto), "rows", {})
+    assert (freed is not None) == is_freed
+    if is_freed:
+        x = rng.normal(size=(5, 12)).astype(np.float32)
+        np.testing.assert_array_equal(run(to_proto(freed), x=x)[0], -x)
 
 
 def test_the_search_gives_up(monkeypatch):

@@ -224,16 +224,23 @@ def test_every_lowering_has_a_case():
     assert {name for name in lowered if name not in text} == {"QuantizeLinear", "DequantizeLinear"}
 
 
-def test_quantization_of_com_microsoft():
+@pytest.mark.parametrize(
+    ("kind", "opset", "working"), [("uint8", 17, 18), ("int16", 17, 21), ("uint16", 22, 22)]
+)
+def test_quantization_of_com_microsoft(kind, opset, working):
+    """Opset 21 is the first whose operators have the 16 bits that these have at any."""
     pair = "com.microsoft.QuantizeLinear(a, s, z) y = com.microsoft.DequantizeLinear(q, s, z)"
     results = []
-    for text in (pair, pair.replace("com.microsoft.", "")):
+    for text, version in ((pair, opset), (pair.replace("com.microsoft.", ""), max(opset, 21))):
         text = f"""g (float[2, 3] x) => (float loss) {{ a = Mul(x, gain) q = {text}
             e = Sin(y) loss = ReduceSum<keepdims=0>(e) }}"""
-        model = parse_model(text, opset=21, gain=np.ones(3, F), s=F(0.1), z=np.uint8(9))
+        operands = {"gain": np.ones(3, F), "s": F(0.1), "z": np.array(9, kind)}
+        model = parse_model(text, opset=version, **operands)
         results += trained_gradients(
             model, ["gain"], x=np.arange(6, dtype=F).reshape(2, 3)
         ).values()
+        if version == opset:
+            assert prepare(model).graph.opset_imports[""] == working
     assert_close_in_scale(*results, 1e-6)
 
 
