@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
+import pytest
 
 from tests.support.models import parse_model
+from tests.support.packs import Part, gradients_on
+from tests.support.running import in_sweep
 
 
 class Convolution(NamedTuple):
@@ -214,3 +217,19 @@ def convolution_feed(case: Convolution) -> dict[str, np.ndarray]:
     """Return normal numbers for the inputs of a row."""
     rng = np.random.default_rng(7)
     return {n: rng.standard_normal(s) for n, s in zip("xwb", case.shapes, strict=False)}
+
+
+def convolution_parts(cases: list[Convolution], known: str) -> list[Part]:
+    return [
+        Part(case.id, conv_model(case, known), feed, tuple(feed))
+        for case in cases
+        for feed in [convolution_feed(case)]
+    ]
+
+
+CHECK = gradients_on("reference", "mixed", "float32")
+
+
+def sweep_of(cases: list[Convolution]):
+    """Return the cases singly, of the sweep, where the gradient is differentiated again."""
+    return pytest.mark.parametrize("case", [in_sweep(case) for case in cases], ids=lambda c: c.id)
