@@ -91,6 +91,13 @@ def test_options_of_other_kinds_of_data(here, name, kind):
             (*NUMBERS, "--loss", "l2", "--monitor", "loss"),
             "--monitor ... --early-stopping ... --checkpoint",
         ),
+        ((*NUMBERS, "--loss", "l2", "--local-steps", 2), "--local-steps ... torchrun ... mpirun"),
+        ((*NUMBERS, "--loss", "l2", "--shard-optimizer"), "--shard-optimizer ... torchrun"),
+        ((*NUMBERS, "--loss", "l2", "--sync-batch-norm"), "--sync-batch-norm ... torchrun"),
+        (
+            (*NUMBERS, "--loss", "l2", "--checkpoint-seconds", 1),
+            "--checkpoint-seconds ... --checkpoint",
+        ),
         ((*CLASSES, "--loss", "ce", "--columns", "a,nine"), "column (--columns) 'nine'"),
         ((*CLASSES, "--loss", "ce", "--columns", "a,a"), "--columns ... twice"),
     ],
@@ -121,6 +128,23 @@ def test_paths_are_checked_before_training(here, options, message):
     line = refusal(*CLASSES, "--loss", "cross_entropy", "--epochs", 1, *options)
     assert_names(line, message)
     assert sorted(here.iterdir()) == before
+
+
+def test_checkpoints_are_written_when_seconds_have_passed(here):
+    line = (*NUMBERS, "--loss", "l2", *FAST, "--batch-size", 10)
+    for folder, seconds in (("often", 1e-9), ("never", 1e6)):
+        succeed(*line, "--checkpoint", folder, "--checkpoint-seconds", seconds)
+    assert Path("often", "step-0000000004").exists()
+    assert not list(Path("never").glob("step-*"))
+
+
+def test_curves_of_a_line_are_drawn_though_its_file_says_none(here):
+    Path("job.toml").write_text("curves = false\n")
+    line = (*NUMBERS, "--loss", "l2", "--epochs", 1, "--config", "job.toml", "--overwrite")
+    succeed(*line)
+    assert not Path("trained.png").exists()
+    succeed(*line, "--curves")
+    assert Path("trained.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- columns ------------------------------------------------------------------------------------

@@ -64,6 +64,16 @@ def test_a_folder_trains_as_in_python(tmp_path):
     assert found["metrics"] == {"perplexity": pytest.approx(expected["perplexity"], rel=1e-6)}
 
 
+def test_packed_texts_fill_fewer_rows():
+    line = ("train", "lm", "texts.jsonl", *LOSS, "--max-length", 12, "--validation", 0, "--dry-run")
+    model = og.load_folder("lm")
+    with pytest.warns(UserWarning, match="max_length=12"):
+        padded = og.texts("texts.jsonl", model, 12)
+    packed = og.texts("texts.jsonl", model, 12, packing=True)
+    assert as_json(*line)["rows"] == padded.rows
+    assert as_json(*line, "--packing")["rows"] == packed.rows < padded.rows
+
+
 def test_samples_are_shown_and_recorded(tmp_path):
     options = ("--epochs", 1, "--prompt", "the cat", "--prompt", "a dog", "--record", "record")
     samples = as_json("train", "lm", "texts.txt", *LOSS, *options, "-o", "out")["samples"]
