@@ -9,8 +9,8 @@ from onnx import numpy_helper
 
 from onnxgrad import get_train_initializer
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.model.convert import to_proto
-from onnxgrad.model.weights import replace
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.weights import is_setting, replace
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import run
@@ -108,6 +108,29 @@ def test_wrong_values():
         replace(model_of_weights(), {"v": np.ones(3)})
     with pytest.raises(ValueError, match=naming("'V'", "'v'")):
         replace(model_of_weights(), {"V": np.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "setting"),
+    [
+        ("y = Resize(x, , s)", True),
+        ("t = Concat<axis=0>(one, s)  y = Resize(x, , t)", True),
+        ("t = Gather(s, i)  u = Identity(t)  y = Resize(x, , u)", True),
+        ("a = Resize(x, , s)  y = Resize(a, , s)", True),
+        ("a = Resize(x, , s)  y = Mul(a, s)", False),
+        ("t = Identity(s)  a = Resize(x, , t)  y = Mul(a, t)", False),
+        ("t = Identity(s)  y = Mul(x, t)", False), ("y = Mul(x, s)", False),
+        ("t = Identity(s)  y = Neg(x)", False), ("y = Neg(x)", False),
+        ("y = Resize(s, , s)", False), ("t = Neg(s)  y = Resize(x, , t)", False),
+        ("y = com.microsoft.RotaryEmbedding(x, i, s, s)", True),
+        ("y = RotaryEmbedding(x, i, s, s)", False),
+    ],
+)  # fmt: skip
+def test_an_input_that_only_tells_how_to_compute_is_a_setting(nodes, setting):
+    text = f"g (float[2,3] x, float[2] s, int64[2] i) => (float y) {{ {nodes} }}"
+    made = to_ir(parse_model(text, output_shapes=False, one=np.float32([1])))
+    assert is_setting(made.graph.inputs[1]) == setting
+    assert not is_setting(made.graph.inputs[0])
 
 
 def test_a_constant_called_like_a_value_computed_in_another_branch():

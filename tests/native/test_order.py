@@ -9,7 +9,8 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.native.order import Lives, Memory, depth_first, eager, order, peak
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.native.order import Lives, Memory, depth_first, eager, nbytes, order, peak
 from onnxgrad.runtime.session import ordered_session
 from onnxgrad.training.run import sessions
 from tests.support.models import parse_model
@@ -41,6 +42,25 @@ def test_an_order_has_every_node_behind_what_it_reads(form):
     for node in nodes:
         assert {x for x in node.inputs if x is not None} <= done
         done.update(node.outputs)
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ("y = Expand(x, five)", 5 * 2 * 3 * 4), ("y = Cast<to=11>(x)", 6 * 8),
+        ("y = ReduceSum<keepdims=0>(x)", 4), ("y = Neg(n)", 4), ("y = Shape(x)", 2 * 8),
+        ("y = Expand(x, s)", 6 * 4), ("y = Reshape(w, s)", 14 * 4), ("y = Gather(w, v)", 14 * 4),
+        ("y, z = Split<axis=0, num_outputs=2>(w)", 7 * 4), ("y, z = Split(w, v)", 7 * 4),
+        ("u = Reshape(x, s)  y = Shape(u)", 0), ("u = Reshape(x, s)  y = Neg(u)", 0),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_value(node, expected):
+    """Where its shape is unknown, as many as its largest operand has, and none for lengths."""
+    text = f"""g (float[2,3] x, int64[R] s, float[14] w, float[1] n, int64[K] v) => (float q)
+        <int64[3] five = {{5, 1, 1}}> {{ {node}  q = Neg(x) }}"""
+    model = ir.from_proto(parse_model(text))
+    infer(model)
+    assert nbytes(list(model.graph)[-2].outputs[0]) == expected
 
 
 def test_values_that_are_read_late_are_computed_late():
