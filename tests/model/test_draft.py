@@ -52,9 +52,9 @@ def test_an_output_may_be_an_input_of_another_name():
 
 def test_names_that_are_taken_are_refused():
     draft, outputs = mean_draft()
-    with pytest.raises(ValueError, match=naming("'x'", "another input")):
+    with pytest.raises(ValueError, match=naming("'x'", "new")):
         draft.input("x")
-    with pytest.raises(ValueError, match=naming("'x'", "by an output")):
+    with pytest.raises(ValueError, match=naming("'x'", "output")):
         draft.model({"x": outputs["y"]})
 
 
