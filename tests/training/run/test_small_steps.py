@@ -4,29 +4,21 @@ import signal
 import warnings
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
 from onnxgrad import native
-from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import all_nodes
-from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.native import Target
-from onnxgrad.native.phases import PLAIN
-from onnxgrad.runtime.device import CPU
 from onnxgrad.training import loop as training_loop
 from onnxgrad.training.step import epoch
 from tests.support.models import initializer_arrays, parse_model
-from tests.support.running import in_sweep, run
+from tests.support.running import in_sweep
 from tests.support.trainings import (
     assert_close_arrays,
     assert_equal_trainings,
     default_signal_handlers,
 )
 
-NEWEST = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
-has_gated_add = pytest.mark.skipif(not NEWEST, reason="onnxruntime has no GatedAdd")
 RNG = np.random.default_rng(0)
 
 
@@ -36,48 +28,6 @@ class Look(og.Callback):
 
 def normal_rows(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
-
-
-# -- sums x + s y ---------------------------------------------------------------------------------
-
-SPECIAL = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, 1, 1 / 3])
-SUMS = {
-    "x + y s": ("float[100] x, float[100] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
-    "s y + x": ("float[100] x, float[100] y, float[1] s", "t = Mul(s, y)  z = Add(t, x)"),
-}
-
-
-@has_gated_add
-@pytest.mark.parametrize("s", [0.0, -1e-3, 1 / 3, np.inf, np.nan])
-@pytest.mark.parametrize("name", ["x + y s", "s y + x"])
-def test_scaled_sum_changes_no_bit(name, s):
-    inputs, nodes = SUMS[name]
-    model = parse_model(f"g ({inputs}) => (float[100] z) {{ {nodes} }}")
-    x, y = (a.ravel() for a in np.meshgrid(SPECIAL, SPECIAL))
-    feed = {"x": x, "y": y, "s": np.full((1,) if "[1]" in inputs else (), s, np.float32)}
-    wanted, native_form = run(model, feed)[0], to_ir(model)
-    assert rewrite(native_form.graph, GROUPS[PLAIN], Target(CPU, 1, 4))
-    assert "GatedAdd" in {node.op_type for node in native_form.graph}
-    got = run(to_proto(native_form), feed)[0]
-    nan = np.isnan(wanted)
-    np.testing.assert_array_equal(np.isnan(got), nan)
-    np.testing.assert_array_equal(got[~nan].view(np.int32), wanted[~nan].view(np.int32))
-
-
-@pytest.mark.parametrize(
-    ("inputs", "nodes"),
-    [
-        ("double[9] x, double[9] y, double s", "t = Mul(y, s)  z = Add(x, t)"),
-        ("float[3,3] x, float[3,3] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
-        ("float[9] x, float[1] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
-        ("float[9] x, float[9] y, float[9] s", "t = Mul(y, s)  z = Add(x, t)"),
-        ("float[N] x, float[N] y, float s", "t = Mul(y, s)  z = Add(x, t)"),
-    ],
-)
-def test_other_sums_stay(inputs, nodes):
-    output = inputs.split(" ", 1)[0]
-    model = to_ir(parse_model(f"g ({inputs}) => ({output} z) {{ {nodes} }}"))
-    assert not rewrite(model.graph, GROUPS[PLAIN], Target(CPU, 1, 4))
 
 
 # -- the loop -------------------------------------------------------------------------------------
