@@ -240,6 +240,17 @@ def test_boxes_of_a_figure_do_not_overlap():
         assert not any(a.overlaps(b) for b in places[:i])
     written = {t.get_text(): place.y0 for t, place in zip(texts, places, strict=True)}
     assert written["x\nfloat32(('N', 2))"] > written["out_mul_0"] > written["loss_diff"]
+    arrows = [t for t in ax.texts if not t.get_text()]
+    line = texts[0].get_fontsize() * 1.4 * figure.dpi / 72
+    starts, tips = (
+        ax.transData.transform([getattr(t, end) for t in arrows]) for end in ("xyann", "xy")
+    )
+    assert len(arrows) == 23
+    for start, (x, y) in zip(starts, tips, strict=True):  # just above the middle of a box
+        middles = [p for p in places if abs((p.x0 + p.x1) / 2 - x) < 1 and 0 < y - p.y1 < line / 3]
+        (end,) = middles
+        (begin,) = [p for p in places if p.contains(*start)]
+        assert begin.y0 > end.y1
 
 
 def test_given_axes():
