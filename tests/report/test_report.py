@@ -272,6 +272,30 @@ def test_rows_of_a_hold_out_have_their_own_numbers(tmp_path):
     assert max(row["row"] for row in found["worst"]) >= 27
 
 
+def test_scores_of_next_tokens_are_compared_with_the_tokens_behind(tmp_path):
+    rng = np.random.default_rng(2)
+    ids, table = rng.integers(0, 5, (8, 6)), rng.normal(size=(5, 5)).astype(np.float32)
+    model = parse_model(
+        "f (int64[N,T] i) => (float[N,T,5] y) { y = Gather(table, i) }", opset=20, table=table
+    )
+    trainer = og.Trainer(
+        model,
+        "cross_entropy",
+        loss_options={"shift": True},
+        callbacks=[og.Recorder(tmp_path, profile=0)],
+    )
+    trainer.fit(ids, ids, epochs=1, validation=(ids, ids))
+    predicted, matrix = trainer.predict(ids)[:, :-1].argmax(axis=-1), np.zeros((5, 5), int)
+    np.add.at(matrix, (ids[:, 1:], predicted), 1)
+    found = recorded_values(tmp_path)["examined"]
+    pairs = [[*pair, matrix[*pair]] for pair in np.argwhere(matrix).tolist()]
+    assert found["outputs"][0]["confusion"] == pairs
+    for row in found["worst"]:
+        (values,) = row["values"]
+        assert values["label"] == ids[row["row"], 1:].tolist()
+        assert values["prediction"] == predicted[row["row"]].tolist()
+
+
 def test_operators_are_those_of_a_step(recorded_classifier):
     rows = {row[0]: row for row in recorded_values(recorded_classifier[1])["operators"]["rows"]}
     products = sum(rows[name][1] for name in rows if name.endswith(("MatMul", "Gemm")))
