@@ -251,6 +251,24 @@ def test_masks(how, fill, tmp_path, caplog):
     assert "Softmax_1" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "Where_1, Softmax_1"),
+        ({"operators": ["MatMul", "Softmax"]}, "Softmax_1"),
+        ({"exclude": "scores"}, "Where_1"),
+    ],
+)
+def test_masked_nodes_that_would_become_integers_are_named(options, named, caplog):
+    model = masked_attention("where", -np.inf)
+    (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")
+    softmax.name = "scores" if "exclude" in options else ""
+    with caplog.at_level(logging.INFO, "onnxgrad"):
+        og.quantize(model, {"i": IDS[:8], "m": PADDED[:8]}, **options)
+    (message,) = [text for text in caplog.messages if "masks" in text]
+    assert message.rpartition(": ")[2] == named
+
+
 def test_scores_without_masks_become_integers(tmp_path):
     quantized = og.quantize(masked_attention("add", -5), {"i": IDS, "m": PADDED}, reduce_range=True)
     kernels = optimized_operators(og.Trainer(quantized, "squared_error").model, tmp_path)
