@@ -352,7 +352,9 @@ def test_as_estimators():
     assert "ElasticLearningLoss(l1_weight=0.1" in repr(kind)
     assert kind == ElasticLearningLoss(0.1)
     assert kind != ElasticLearningLoss(0.2)
-    assert kind != SquareLearningLoss()
+    assert SquareLearningLoss() == SquareLearningLoss()
+    for other in (ElasticLearningLoss(), AbsoluteLearningLoss(), "square", None):
+        assert SquareLearningLoss() != other
     assert hash(kind) == hash(ElasticLearningLoss(0.1))
     kind.set_params(l1_weight=0.3)
     assert kind.l1_weight == 0.3
