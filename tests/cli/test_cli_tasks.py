@@ -7,7 +7,15 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from tests.support.commands import as_json, assert_names, refusal, save_model, succeed
+from tests.support.commands import (
+    as_json,
+    assert_names,
+    refusal,
+    save_model,
+    succeed,
+    weights_of_file,
+)
+from tests.support.models import initializer_arrays
 from tests.support.sound_files import RATE, folder_of_tones, write_wave
 
 PIL = pytest.importorskip("PIL.Image")
@@ -216,6 +224,9 @@ def test_what_is_refused(tmp_path):
     assert_names(text, "clases ... classes")
     text = refusal(*start, "--task", "segmentation", "--max-length", 3)
     assert "--max-length" in text
+    size = (*start, "--task", "segmentation", "--image-size", 16)
+    assert "(16, 16)" in refusal(*size)
+    assert "(32, 32)" in refusal(*size, "--task-option", "image_size=[32, 32]")
     assert "--task" in refusal(*start, "--task-option", "classes=3")
     text = refusal("predict", "model.onnx", inputs, "--task", "segmentation", "--device", "cuda")
     assert "--device" in text
@@ -227,6 +238,16 @@ def test_what_is_refused(tmp_path):
     text = refusal("predict", "model.onnx", inputs, "--task", "segmentation", "--output", "file")
     assert "file" in text
     assert not (tmp_path / "trained.onnx").exists()
+
+
+def test_the_seed_is_that_of_new_weights_too(tmp_path):
+    data, _, _ = segmentation_job(tmp_path)
+    own = ("--task", "segmentation", "--task-option", "classes=3", "--seed", 3, "--lr", 1e-12)
+    succeed("train", "model.onnx", data, *own, "--epochs", 1, "--no-curves")
+    task = og.tasks.segmentation.Segmentation("model.onnx", data, classes=3, seed=3)
+    found = weights_of_file("trained.onnx")
+    for name, expected in initializer_arrays(task.model).items():
+        np.testing.assert_allclose(found[name], expected, atol=1e-9, err_msg=name)
 
 
 def test_a_dry_run(tmp_path):
