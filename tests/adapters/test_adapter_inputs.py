@@ -185,6 +185,13 @@ def test_adapters_that_another_tool_stored_as_constants_are_adapters(tmp_path):
     np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_products_behind_a_sum_of_data_are_no_adapters():
+    text = """f (float[N,4] x, float[N,3] r, float[4,2] a, float[2,3] b) => (float[N,3] y) {
+        h = MatMul(x, w) s = Add(h, r) n = MatMul(x, a) l = MatMul(n, b) y = Add(s, l) }"""
+    other = og.add_lora(random_model(text, w=(4, 3)), "w")
+    assert [x.name for x in other.graph.input] == ["x", "r", "a", "b"]
+
+
 def test_products_of_other_data_are_no_adapters():
     text = """f (float[N,4] x, float[4,2] a, float[2,3] b) => (float[N,3] y) {
         h = MatMul(x, w) z = Tanh(x) n = MatMul(z, a) l = MatMul(n, b) y = Add(h, l) }"""

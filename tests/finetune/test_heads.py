@@ -125,6 +125,11 @@ CASES = {
         " l = Squeeze(p, n) y = Softmax<axis=1>(l) }",
         lambda *a: softmax_of_axis(pointwise(*a).mean((2, 3))),
     ),
+    "expanded": (
+        f"{MAPS} <int64[3] n = {{3, 3, 3}}> {{ h = Conv(x, k, b) p = GlobalAveragePool(h)"
+        " y = Expand(p, n) }",
+        lambda *a: pointwise(*a).mean((2, 3), keepdims=True).repeat(3, 2).repeat(3, 3),
+    ),
     "squeezed in front": (
         f"{MATRIX} <int64[1] n = {{0}}> {{ u = Unsqueeze(x, n) h = MatMul(u, w) l = Squeeze(h, n)"
         " y = Softmax<axis=1>(l) }",

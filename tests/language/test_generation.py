@@ -63,6 +63,7 @@ def test_draws_follow_a_seed_and_the_probabilities(genai_folder, forget_genai):
     for _ in range(4000):
         counts[Choice(1.0, 0.7).of(scores, rng)] += 1
     np.testing.assert_allclose(counts / 4000, [0.625, 0.375, 0, 0], atol=0.03)
+    assert {Choice(1.0, 0.5).of(np.zeros(4), rng) for _ in range(100)} == {0, 1}
 
 
 def test_what_generation_refuses(genai_folder):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
+from onnxgrad.language.tokenizer import Tokenizer
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.sound_files import folder_of_tones
@@ -22,6 +23,13 @@ def word_tokenizer():
     made.enable_padding(length=9)
     made.enable_truncation(1)
     return made
+
+
+def test_special_tokens_that_the_vocabulary_lacks_are_those_of_the_given_numbers():
+    special = {"pad": "[PAD]", "eos": "gone"}
+    made = Tokenizer(word_tokenizer(), special, ids={"pad": 7, "eos": 2, "bos": None})
+    assert (made.pad_id, made.eos_id, made.bos_id, made.fill_id) == (3, 2, None, 3)
+    assert (made.size, made.max_length) == (4, 1)
 
 
 def test_boxes(tmp_path):
@@ -108,6 +116,8 @@ def test_entities_label_the_words_that_they_touch():
         rows = [row | {"entities": [*row["entities"], {"start": start, "end": end, "label": "X"}]}]
         with pytest.raises(ValueError, match=naming("row 0", part)):
             og.labeled_texts(rows, words)
+    with pytest.raises(ValueError, match=naming("row 0", "labels")):
+        og.labeled_texts(["red"], words, ["O"])
 
 
 @pytest.mark.parametrize("source", ["pairs", "texts"])

@@ -182,6 +182,29 @@ def test_a_constant_node_in_a_file_as_it_is():
     assert value_range(ir.from_proto(model).graph.outputs[0]) == (-np.inf, np.inf)
 
 
+LOOP = """i = Constant <value_int = 2>() s0 = {}(x)
+    y, z = Loop(i, , s0) <body = b (int64 n, bool c, float[N,3] s) =>
+        (bool d, float[N,3] t, float[N,3] u) {{ d = Identity(c) t = Sigmoid(s) u = Tanh(s) }}>"""
+SCAN = """s0 = {}(x) y, z = Scan <num_scan_inputs = 1, body = b (float[N,3] s, float[3] e) =>
+    (float[N,3] t, float[3] u) {{ t = Sigmoid(s) u = Tanh(e) }}>(s0, x)"""
+BRANCHES = """s = {}(x) z = Tanh(x)
+    y = If(chosen) <then_branch = a () => (float[N,3] r) {{ r = Sigmoid(x) }},
+        else_branch = b () => (float[N,3] q) {{ q = Identity(s) }}>"""
+
+
+@pytest.mark.parametrize("text", [LOOP, SCAN, BRANCHES])
+def test_the_range_of_what_bodies_compute(text):
+    """A state may be its initial value, if no step is taken."""
+    for function, high in (("Sigmoid", 1), ("Softplus", np.inf)):
+        model = parse_model(
+            f"g (float[N,3] x, bool chosen) => (float[N,3] y, float[A,B,C] z) {{ {text.format(function)} }}",
+            opset=20,
+            output_shapes=False,
+        )
+        y, z = prepare(model).graph.outputs
+        assert (value_range(y), value_range(z)) == ((0, high), (-1, 1))
+
+
 def test_a_deep_network():
     """Hundreds of residual branches exceed no limit of Python."""
     lines = ["a0 = MatMul(x, w)"]
@@ -295,6 +318,18 @@ def test_large_scores_have_their_gradient(loss, form):
     expected.backward()
     (new,) = (r.array() for r in constant_refs(trainer.model) if r.name == "w")
     np.testing.assert_allclose(new, (w64 - 0.1 * w64.grad).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("joined", ["d, p", "p, d"])
+def test_two_columns_of_a_sigmoid_are_the_softmax_of_its_score(joined):
+    body = f"""v = MatMul(x, w1) p = Sigmoid(v) d = Sub(unit, p) y = Concat <axis = 1>({joined})
+        unit = Constant <value_float = 1.0>()"""
+    w = np.float32([[60.0], [0.0], [0.0]])
+    proto = replace(constant_model(body, "float[N,3] x", "float[N,2] y"), {"w1": w})
+    x = np.eye(3, dtype=np.float32) - 0.25
+    found = Trainer(proto, "cross_entropy").evaluate(x, np.ones(3, np.int64))["loss"]
+    sign = -1 if joined == "d, p" else 1
+    assert found == pytest.approx(np.logaddexp(0, sign * (x @ w)).mean(), rel=1e-5)
 
 
 def test_shares_that_are_no_probabilities():

@@ -180,6 +180,15 @@ def test_constants_are_no_boxes():
     assert {"v = [1.0, 2.0]", "c = [3.0]", "n value_floats=[4]"} <= texts
 
 
+def test_long_names_of_constants_are_cut():
+    names = "a" * 18, "b" * 17 + "cd"
+    model = parse_model(f"""<ir_version: 9, opset_import: ["": 20]>
+        f (float[1] x) => (float[1] y) <float[1] {names[0]} = {{1}}, float[1] {names[1]} = {{2}}>
+        {{ h = Add(x, {names[0]}) y = Add(h, {names[1]}) }}""")
+    texts = {t.text for t in ElementTree.fromstring(og.to_svg(model)).iter(f"{NS}text")}
+    assert {f"{names[0]} = [1.0]", f"...{names[1][-15:]} = [2.0]"} <= texts
+
+
 def test_a_broken_model_is_drawn():
     made = parse_model(MLP)
     made.graph.node[2].input[0] = "nothing"

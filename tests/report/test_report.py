@@ -462,6 +462,16 @@ def test_small_curves_are_cut_alike():
     np.testing.assert_allclose(heights, [2, 2, 2 + 28 / 3, 2 + 56 / 3, 30], atol=0.01)
 
 
+def test_the_axis_of_a_curve():
+    """It is that of most values where the others would take three times its length."""
+    values = [*map(float, range(100, 110))]
+    assert figures.scale([[110.0, *values]], False) == (False, None)
+    assert figures.scale([[127.0, *values]], False) == (False, (100, 109))
+    assert figures.scale([[126.9, *values]], False) == (False, None)
+    assert figures.scale([[10.0, 10.0, 10.0]], True) == (False, None)
+    assert figures.scale([[100.0, *values, 1.0]], True) == (True, None)
+
+
 # -- rows that are files --------------------------------------------------------------------------
 
 

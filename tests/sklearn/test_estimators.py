@@ -584,6 +584,8 @@ def test_frozen_layers_and_other_losses():
     assert hinge.score(X, TWO) > 0.9
     assert not hasattr(hinge, "predict_proba")
     assert hasattr(hinge, "decision_function")
+    has = [hasattr(OnnxClassifier(loss=loss), "predict_proba") for loss in (None, "ce", "hinge")]
+    assert has == [True, True, False]
     named = OnnxClassifier(linear_scores(3), loss={"y": "cross_entropy"}, max_iter=3).fit(X, THREE)
     assert named.predict_proba(X).shape == (120, 3)
     huber = OnnxRegressor(loss=og.LOSSES["huber"], max_iter=3, random_state=0).fit(X, Z)

@@ -291,6 +291,22 @@ def test_windows_of_one_file_as_rows(tmp_path):
     assert np.abs(scores[0] - scores[1]).max() > 0
 
 
+def test_a_window_has_the_class_of_half_of_it(tmp_path):
+    """The background is the first class, and of windows without a label."""
+    write_wave(tmp_path / "a.wav", random_sound(200, scale=0.05))
+    lines = ["file,label,start,end"]
+    for label, first, last in (("beep", 20, 80), ("background", 80, 120), ("click", 120, 179)):
+        lines.append(f"a.wav,{label},{first / RATE},{last / RATE}")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    text = """f (float[N,40] x, float[1,N,1] state) => (float[N,3] y, float[1,N,1] new) {
+        y = MatMul(x, w)  new = Identity(state) }"""
+    model = parse_model(text, opset=20, w=np.zeros((40, 3), np.float32))
+    task = Sound(model, tmp_path / "list.csv", rate=RATE, carry={"state": "new"})
+    assert task.classes == ["background", "beep", "click"]
+    labels = [int(y[0]) for _, y, _ in task.data.batches(1, None, 0)]
+    assert labels == [1, 1, 0, 2, 0]
+
+
 # -- results --------------------------------------------------------------------------------------
 
 
