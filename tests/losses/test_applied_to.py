@@ -195,12 +195,10 @@ BRANCHES = """s = {}(x) z = Tanh(x)
 @pytest.mark.parametrize("text", [LOOP, SCAN, BRANCHES])
 def test_the_range_of_what_bodies_compute(text):
     """A state may be its initial value, if no step is taken."""
+    head = "g (float[N,3] x, bool chosen) => (float[N,3] y, float[A,B,C] z)"
     for function, high in (("Sigmoid", 1), ("Softplus", np.inf)):
-        model = parse_model(
-            f"g (float[N,3] x, bool chosen) => (float[N,3] y, float[A,B,C] z) {{ {text.format(function)} }}",
-            opset=20,
-            output_shapes=False,
-        )
+        body = text.format(function)
+        model = parse_model(f"{head} {{ {body} }}", opset=20, output_shapes=False)
         y, z = prepare(model).graph.outputs
         assert (value_range(y), value_range(z)) == ((0, high), (-1, 1))
 

@@ -379,11 +379,19 @@ def own_terms(op, prediction, label):
     return Terms(op.ReduceMean(d * d, [2], keepdims=1), op.ReduceMax(label, [2], keepdims=1))
 
 
+def terms_of_shared_weights(op, prediction, label):
+    d = prediction - label
+    return Terms(d * d, op.ReduceMax(label, [2], keepdims=1))
+
+
+FUNCTIONS = [pseudo_huber_terms, cosine_terms, terms_by_row, own_terms, terms_of_shared_weights]
+
+
 @pytest.mark.parametrize(
     ("text", "weighted"),
     [("N,T,3", False), ("?,?,?", True), in_sweep("4,2,3", True), in_sweep("N,T,3", True)],
 )
-@pytest.mark.parametrize("function", [pseudo_huber_terms, cosine_terms, terms_by_row, own_terms])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions(function, weighted, text):
     x, y = RNG.standard_normal((4, 2, 3)), RNG.random((4, 2, 3))
     result = written_loss(identity_of(text), function, x, y, ROWS if weighted else None)
@@ -392,9 +400,12 @@ def test_functions(function, weighted, text):
         cosine_terms: 1 - (x * y).sum(2, keepdims=True),
         terms_by_row: abs(x - y).sum((1, 2), keepdims=True),
         own_terms: ((x - y) ** 2).mean(2, keepdims=True),
+        terms_of_shared_weights: (x - y) ** 2,
     }[function]
     w = np.ones(4)[:, None, None] if not weighted else ROWS[:, None, None]
-    w = w * (y.max(2, keepdims=True) if function is own_terms else np.ones(terms.shape))
+    w = w * np.ones(terms.shape)
+    if function in (own_terms, terms_of_shared_weights):
+        w *= y.max(2, keepdims=True)
     np.testing.assert_allclose(result.total, (w * terms).sum() / w.sum(), **EXACT)
     np.testing.assert_allclose(result.counts, w.sum(), **EXACT)
     result.check_counts_alone()

@@ -227,6 +227,18 @@ def test_resolution(monkeypatch, tmp_path, dpi, asked):
     plt.close(ax.figure)
 
 
+def test_lines_of_a_figure_are_as_thick_as_its_font_is_large():
+    shares = []
+    for size in (2, 6):
+        ax = Figure(figsize=(size, size)).add_subplot()
+        plot_onnxs(parse_model(SEED), ax=ax, renderer="matplotlib")
+        [font] = {t.get_fontsize() for t in ax.texts if t.get_text()}
+        arrows = [t.arrow_patch for t in ax.texts if not t.get_text()]
+        boxes = [t.get_bbox_patch() for t in ax.texts if t.get_text()]
+        shares.append([line.get_linewidth() / font for line in (arrows[0], boxes[0])])
+    np.testing.assert_allclose(*shares)
+
+
 def test_boxes_of_a_figure_do_not_overlap():
     figure = Figure(figsize=(4, 4))
     FigureCanvasAgg(figure)
