@@ -211,6 +211,27 @@ def linear_scores(units: int) -> onnx.ModelProto:
     return parse_model(text, opset=20, w=np.full((4, units), 0.1, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("units", "labels", "parts"),
+    [
+        (3, [0, 3], ["3 outputs", "2 classes", "units=2"]),
+        (3, [-1, 1], ["3 outputs", "2 classes", "units=2"]),
+        (3, ["a", "b"], ["3 outputs", "2 classes", "units=2"]),
+        (1, [0, 1, 2], ["1 outputs", "3 classes", "units=3"]),
+        (3, [[0, 1], [1, 1]], ["3 outputs", "2 labels", "units=2"]),
+    ],
+)
+def test_labels_that_a_network_does_not_have(units, labels, parts):
+    y = np.resize(labels, (len(X), *np.shape(labels)[1:]))
+    with pytest.raises(ValueError, match=naming(*parts, "replace_head")):
+        OnnxClassifier(linear_scores(units), max_iter=1).fit(X, y)
+
+
+def test_numbers_of_classes_that_do_not_occur():
+    ours = OnnxClassifier(linear_scores(3), max_iter=1, tol=None).fit(X, np.resize([0, 2], len(X)))
+    assert ours.classes_.tolist() == [0, 1, 2]
+
+
 def test_a_network_without_labels():
     """Its outputs are scores, of the classes in sorted order; the number of outputs decides."""
     ours = OnnxClassifier(linear_scores(3), max_iter=60, learning_rate=0.1, tol=None).fit(X, THREE)
