@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 import onnxgrad as og
 from tests.support.paths import ROOT
-from tests.support.running import PATIENCE, in_sweep
+from tests.support.running import PATIENCE
 
 CLIENT = ROOT / "clients" / "javascript"
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH")
@@ -50,7 +50,8 @@ def install_packages() -> None:
 
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="needs Node and npm")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("browser", [False, in_sweep(True)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("browser", [False, True])
 def test_javascript(browser: bool, tmp_path: Path) -> None:
     """The client's own tests pass, and Python reads the states and models that the client wrote.
 

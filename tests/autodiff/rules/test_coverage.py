@@ -118,6 +118,7 @@ def test_every_attribute_has_cases():
     assert lacking_values(attributes, [*rows, *shipped]) == {}
 
 
+@pytest.mark.sweep
 def test_page_of_operators_is_not_stale(monkeypatch):
     """If this fails, run `python docs/operators.py`."""
     page = (DOCS / "operators.md").read_text()
