@@ -69,7 +69,7 @@ class Recorder:
 
     def _recording(self, error: type, start: Callable[..., None]) -> Callable[..., None]:
         def record_error(instance: Any, *arguments: Any, **more: Any) -> None:
-            self.errors.add(error.__name__ if type(instance) is error else "")
+            self.errors.add(error.__name__)  # of subclasses, too
             start(instance, *arguments, **more)
 
         return record_error
@@ -163,9 +163,8 @@ def page_commands() -> set[str]:
     found = set()
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         text = re.sub(r"\\\n\s*", "", page.read_text())
-        found |= set(
-            re.findall(r"^\s*(?:\$ )?onnxgrad ([a-z][^|>]*?)(?: 2?[|>].*)?$", text, re.MULTILINE)
-        )
+        line = r"^\s*(?:\$ )?onnxgrad ([a-z][^|>#]*?)\s*(?:2?[|>#].*)?$"
+        found |= set(re.findall(line, text, re.MULTILINE))
     commands = {command for command, _ in shell_options()}
     return {line for line in found if line.split()[0] in commands}
 

@@ -210,9 +210,22 @@ def test_an_error_is_one_line(here, command, parts):
     assert set(os.listdir()) == before
 
 
-def test_debug_shows_the_traceback(here):
-    made = run_command("show", "none.onnx", "--debug")
-    assert isinstance(made.exception, ValueError)
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(
+            "show none.onnx",
+            "check none.onnx --seed 3",
+            "trainable none.onnx",
+            "grad none.onnx -o g.onnx",
+        ),
+        *("train none.onnx rows.csv", "eval none.onnx rows.csv", "predict none.onnx rows.csv"),
+        *("losses none", "merge none.onnx -o m.onnx --json", "report none", "generate none text"),
+    ],
+)
+def test_debug_shows_the_traceback(here, command):
+    made = run_command(*command.split(), "--debug")
+    assert isinstance(made.exception, ValueError | OSError)
 
 
 def test_overwrite(here):

@@ -73,6 +73,29 @@ def test_options_of_other_kinds_of_data(here, name, kind):
     assert sorted(here.rglob("*")) == before
 
 
+@pytest.mark.parametrize("name", [name for name in VALUES if TABLES not in LIMITED[name].data])
+def test_options_of_other_data_than_tables_in_eval(here, name):
+    line = ("eval", "layers.onnx", "kinds.csv", "--target", "kind", "--loss", "cross_entropy")
+    message = refusal(*line, LIMITED[name].flag, *VALUES[name])
+    assert_names(message, f"{LIMITED[name].flag} ... tables ... 'kinds.csv'")
+
+
+def test_options_of_eval(here):
+    """The loss is that of a plain formula, whatever the size of batches, device and output are."""
+    line = ("eval", "linear.onnx", "rows.csv", "--target", "y", "--loss", "l2")
+    session = ort.InferenceSession("linear.onnx")
+    rows = csv_rows(Path("rows.csv").read_text())
+    a, b, y = (np.float32([float(row[name]) for row in rows]) for name in "aby")
+    for options in ("--batch-size", 7), ("--device", "cpu"), ("--output-index", "y"):
+        found = as_json(*line, *options)["loss"]
+        [z] = session.run(None, {"x": np.stack([a, b], 1)})
+        assert found == pytest.approx(np.square(z[:, 0] - y).mean(), rel=1e-5)
+    found = as_json(*line, "--columns", "b,a")["loss"]
+    [z] = session.run(None, {"x": np.stack([b, a], 1)})
+    assert found == pytest.approx(np.square(z[:, 0] - y).mean(), rel=1e-5)
+    assert_names(refusal(*line, "--loss-output", "y"), "--loss-output ... --loss")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

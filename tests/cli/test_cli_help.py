@@ -1,10 +1,12 @@
 """The help, the completion of the shell, and the documents of the command line."""
 
 import re
+import shlex
 from inspect import isfunction
 from typing import get_type_hints
 
 import pytest
+from tiers import page_commands
 
 from onnxgrad import __version__
 from onnxgrad.cli import complete, train_options
@@ -134,3 +136,20 @@ def test_the_page_lists_every_command():
     page = (DOCS / "cli.md").read_text()
     for name in COMMANDS:
         assert f"\n| `{name}` |" in page
+
+
+def test_commands_of_pages_lack_only_their_files(tmp_path, monkeypatch):
+    """In an empty folder, each is refused for a model, data or a folder that is not there."""
+    monkeypatch.chdir(tmp_path)
+    lines = sorted(page_commands())
+    assert len(lines) > 50
+    for line in lines:
+        command, *words = shlex.split(line)
+        result = run_command(command, *words)
+        if command == "losses":
+            assert result.exit_code == 0
+        else:
+            assert result.exit_code == 2, line
+            files = [word for word in words if not word.startswith("-")]
+            assert any(word in result.stderr for word in files), (line, result.stderr)
+    assert list(tmp_path.iterdir()) == []
