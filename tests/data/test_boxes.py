@@ -10,6 +10,8 @@ from onnxgrad.tasks.detection import Detection
 from tests.support.detection_cases import small_yolox
 from tests.support.errors import naming
 
+pytest.importorskip("pycocotools")  # of the metrics of a task
+
 
 def write_picture(path, size=(60, 40), box=None):
     image = pytest.importorskip("PIL.Image").new("RGB", size, (120, 130, 140))

@@ -239,6 +239,7 @@ def test_lines_of_a_figure_are_as_thick_as_its_font_is_large():
     np.testing.assert_allclose(*shares)
 
 
+@pytest.mark.newest  # matplotlib 3.9 ends arrows at other points
 def test_boxes_of_a_figure_do_not_overlap():
     figure = Figure(figsize=(4, 4))
     FigureCanvasAgg(figure)

@@ -58,6 +58,7 @@ def shipped_part(case: ShippedCase) -> Part:
 MANY = 24  # modules of a pack
 
 
+@pytest.mark.newest  # onnxruntime 1.31 gives NaN for rows of Attention that are masked as a whole
 @pytest.mark.parametrize("first", range(0, len(MODULES), MANY), ids=lambda i: f"from {MODULES[i]}")
 def test_gradient_of_every_case(first):
     """Of the first order, where every other input is a constant: the rest are below."""
