@@ -48,8 +48,8 @@ def test_memory_is_shared_but_where_a_copy_is_asked_for():
 def test_elements_of_a_vector_of_ortvalues():
     from onnxruntime.capi.onnxruntime_pybind11_state import OrtValueVector
 
-    values = OrtValueVector()
-    values.push_back(to_ortvalue(np.float32([1, 2]), CPU)._ortvalue)
+    values, array = OrtValueVector(), np.float32([1, 2])  # whose memory the vector does not keep
+    values.push_back(to_ortvalue(array, CPU)._ortvalue)
     assert isinstance(wrapped(values[0]), ort.OrtValue)
     np.testing.assert_array_equal(to_numpy(values[0]), [1, 2])
 

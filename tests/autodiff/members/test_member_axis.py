@@ -14,16 +14,20 @@ from tests.support.cases import row_feed, row_model
 from tests.support.members import assert_own_results, stack_members
 from tests.support.models import operator_names, parse_model
 from tests.support.packs import Pack, failures
-from tests.support.row_packs import first_rows, kind_of, lengths_or_symbols, row_packs
+from tests.support.row_packs import (
+    first_rows,
+    kind_of,
+    lengths_or_symbols,
+    pack_parameters,
+    row_packs,
+)
 from tests.support.table import ROWS
 
 CHOICES = {"all": slice(None), "first": slice(1), "others": slice(1, None)}
 SOME = {row.id: row for row in (*first_rows(), *ROWS[::5]) if kind_of(row).members}
 
 
-@pytest.mark.parametrize(
-    "pack", row_packs(lengths_or_symbols, [*SOME.values()]), ids=lambda pack: pack.id
-)
+@pytest.mark.parametrize("pack", pack_parameters(row_packs(lengths_or_symbols, [*SOME.values()])))
 def test_each_member_gets_its_own_result(pack):
     def check(parts):
         made = Pack(parts, pack.kind.runtime)

@@ -21,6 +21,7 @@ from tests.support.row_packs import (
     check_pack,
     kind_of,
     lengths_or_symbols,
+    pack_parameters,
     row_packs,
 )
 from tests.support.running import in_sweep
@@ -29,7 +30,7 @@ from tests.support.table import ROWS
 PACKS = row_packs(lengths_or_symbols)
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.id)
+@pytest.mark.parametrize("pack", pack_parameters(PACKS))
 def test_rows(pack):
     assert failures(pack.parts(), check_pack(pack.kind)) == []
 
