@@ -153,16 +153,19 @@ def drawn_mutants(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     return chosen
 
 
-def tests_by_line(keep: Path, path: str) -> dict[int, set[str]]:
-    """Return the tests that run each line of a file: all of its tests, if import runs the line."""
-    data = tiers.lines_of_tests(keep)
+def tests_of_line(keep: Path, path: str, line: int) -> set[str]:
+    """Return the tests that run a line of a file: all of the file, if only import runs the line."""
+    from coverage.python import PythonParser
+
+    parser = PythonParser(filename=str(ROOT / path))
+    parser.parse_source()
+    data, first = tiers.lines_of_tests(keep), parser.first_line(line)
     lines: dict[int, set[str]] = collections.defaultdict(set)
     for file in data.measured_files():
         if file.endswith(path):
-            for line, contexts in data.contexts_by_lineno(file).items():
-                lines[line] |= {context.split("|")[0] for context in contexts} - {""}
-    everything = set().union(*lines.values(), set())
-    return {line: tests or everything for line, tests in lines.items()}
+            for number, contexts in data.contexts_by_lineno(file).items():
+                lines[number] |= {context.split("|")[0] for context in contexts} - {""}
+    return lines[first] or set().union(*lines.values())
 
 
 def first_failure(mutant: Mutant, tests: list[str], source: Path, log: Path) -> int:
@@ -222,7 +225,7 @@ def survivors(mutants: list[Mutant], keep: Path, jobs: int) -> dict[Mutant, str]
     while waiting or running:
         while waiting and free:
             mutant = waiting.pop(0)
-            reached = tests_by_line(keep, mutant.path).get(mutant.line, set())
+            reached = tests_of_line(keep, mutant.path, mutant.line)
             folder = test_folder(Path(mutant.path))
             tests = [t for t in reached if t.startswith(f"{folder}/")]
             if not tests:
