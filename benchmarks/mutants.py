@@ -164,8 +164,9 @@ def tests_of_line(keep: Path, path: str, line: int) -> set[str]:
     for file in data.measured_files():
         if file.endswith(path):
             for number, contexts in data.contexts_by_lineno(file).items():
-                lines[number] |= {context.split("|")[0] for context in contexts} - {""}
-    return lines[first] or set().union(*lines.values())
+                lines[number] |= {context.split("|")[0] for context in contexts}
+    by_import = "" in lines[first] or not lines[first]
+    return (set().union(*lines.values()) if by_import else lines[first]) - {""}
 
 
 def first_failure(mutant: Mutant, tests: list[str], source: Path, log: Path) -> int:

@@ -132,8 +132,9 @@ if __name__ == '__main__':
 def run_script(folder, text: str) -> str:
     """Return what a script prints to stderr; it must succeed, and print nothing to stdout."""
     (folder / "script.py").write_text(text)
+    ignored = "ignore:This process:DeprecationWarning"  # since Python 3.12, of forks beside threads
     done = subprocess.run(
-        [sys.executable, "script.py"],
+        [sys.executable, "-W", ignored, "script.py"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
