@@ -186,3 +186,11 @@ def test_show_layers(here):
     found = as_json("show", "linear.onnx", "--summary")
     assert [layer["multiply_adds"] for layer in found["layers"]] == [2, 1]
     assert found["lengths"] == {"N": 1}
+
+
+def test_data_of_a_model_are_no_output(here):
+    whole = {"save_as_external_data": True, "location": "apart.data", "size_threshold": 0}
+    onnx.save(onnx.load("linear.onnx"), "apart.onnx", **whole)
+    before = (here / "apart.data").read_bytes()
+    assert "apart.data" in refusal("grad", "apart.onnx", "--output", "apart.data", "--overwrite")
+    assert (here / "apart.data").read_bytes() == before
