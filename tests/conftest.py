@@ -90,7 +90,11 @@ _STATES: dict[int, dict] = {}  # of the generators of modules, by `id`, as their
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let each test draw the same numbers, whatever tests ran before it."""
+    """Let each test draw the same numbers in a folder that exists, whatever tests ran before."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # code of a page has changed into a folder that is gone with it
+        os.chdir(item.config.invocation_params.dir)
     for value in vars(getattr(item, "module", item)).values():
         if isinstance(value, np.random.Generator):
             bits = value.bit_generator
