@@ -164,7 +164,7 @@ def tests_of_line(keep: Path, path: str, line: int) -> set[str]:
     for file in data.measured_files():
         if file.endswith(path):
             for number, contexts in data.contexts_by_lineno(file).items():
-                lines[number] |= {context.split("|")[0] for context in contexts}
+                lines[number] |= {context.rpartition("|")[0] for context in contexts}
     by_import = "" in lines[first] or not lines[first]
     return (set().union(*lines.values()) if by_import else lines[first]) - {""}
 
@@ -184,19 +184,20 @@ def first_failure(mutant: Mutant, tests: list[str], source: Path, log: Path) -> 
     sys.path.insert(0, str(source))
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
-    options = [
-        "-x",
-        "-q",
-        "-n",
-        "0",
-        f"--timeout={TEST_PATIENCE}",
-        "-p",
-        "no:randomly",
-        "-p",
-        "no:cacheprovider",
-        "--no-cov",
-    ]
+    options = ["-x", "-q", "-n0", f"--timeout={TEST_PATIENCE}", "--no-cov"]
+    options += ["-p", "no:randomly", "-p", "no:cacheprovider"]
     os._exit(int(pytest.main([*options, *tests])))
+
+
+def outcome_of(code: int, output: str) -> str:
+    """Return what the exit code of pytest says of a mutant.
+
+    Raises:
+        RuntimeError: the tests did not run, for another reason than the mutant.
+    """
+    if code == pytest.ExitCode.USAGE_ERROR and "ERROR: not found" in output:
+        raise RuntimeError(f"tests that were recorded are not there:\n{output[-2000:]}")
+    return {0: "survived", -signal.SIGKILL: "no end"}.get(code, "killed")
 
 
 def survivors(mutants: list[Mutant], keep: Path, jobs: int) -> dict[Mutant, str]:
@@ -249,7 +250,7 @@ def survivors(mutants: list[Mutant], keep: Path, jobs: int) -> dict[Mutant, str]
             continue
         mutant, place, _ = running.pop(process)
         code = os.waitstatus_to_exitcode(status)
-        outcome[mutant] = {0: "survived", -signal.SIGKILL: "no end"}.get(code, "killed")
+        outcome[mutant] = outcome_of(code, (place / "output.txt").read_text())
         print(f"{outcome[mutant]:9} {mutant}", flush=True)
         restore(mutant, place)
     for folder in free:

@@ -17,6 +17,7 @@ from onnxgrad import (
     onnx_simple_text_plot,
     random_feed,
 )
+from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import run, session_of
 
@@ -283,3 +284,13 @@ def test_models_damaged_at_random(seed):
         i = rng.randrange(len(data))
         changed = data[:i] + bytes([rng.randrange(256)]) + data[i + 1 :]
         derive_or_refuse(changed)
+
+
+@pytest.mark.parametrize("name", ["to", ""])
+def test_attributes_twice_or_without_a_name_are_refused(name):
+    model = parse_model("g (float[2] X) => (float[2] Y) { Y = Cast <to = 1> (X) }")
+    attribute = model.graph.node[0].attribute.add()
+    attribute.CopyFrom(model.graph.node[0].attribute[0])
+    attribute.name = name
+    with pytest.raises(ModelError, match=naming("Cast", "attribute")):
+        onnx_derivative(model)

@@ -20,7 +20,7 @@ from onnxgrad import (
     trainable,
 )
 from tests.support.errors import naming
-from tests.support.models import initializer_arrays
+from tests.support.models import initializer_arrays, parse_model
 from tests.support.small_models import float32_model
 
 RNG = np.random.default_rng(0)
@@ -446,3 +446,15 @@ def test_zeros_that_an_exporter_wrote_as_a_constant():
     proto = float32_model(text, **arrays)
     proto.producer_name = "pytorch"
     assert names_that_train(proto) == {"W", "W2"}
+
+
+def test_a_factor_of_numbers_in_int64_is_no_scale():
+    """Only integers of few bits, or such as nodes unpack, are weights that a scale belongs to."""
+    rng = np.random.default_rng(0)
+    model = parse_model(
+        """g (float[N,3] x) => (float[N,4] y) {
+            k = Cast<to=1>(counts)  m = Mul(k, w)  y = MatMul(x, m) }""",
+        counts=rng.integers(2, 9, (3, 4)),
+        w=rng.normal(size=(3, 4)).astype(np.float32),
+    )
+    assert [weight.name for weight in trainable(model).trained] == ["w"]
