@@ -5,7 +5,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad.autodiff.row_sums import NotASum, require_sums
+from onnxgrad.autodiff.row_sums import NotASum, require_apart, require_sums
 from tests.support.models import parse_model
 from tests.support.running import session_of
 
@@ -23,7 +23,7 @@ MODEL = """f (float[N,4] x, float[N,2,4,4] images, float[3,N,4] steps, int64[N,3
      float[2,2,3,3] k = {{{k}}}, float[6,5] rows = {{{rows}}},
      int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] six = {{6}}, int64[1] last = {{-1}},
      int64[1] least = {{-100}},
-     int64[3] heads = {{3, -1, 2}}, int64[2] flat = {{-1, 4}}, int64 first = {{0}}> {{
+     int64[3] heads = {{3, -1, 2}}, int64[2] flat = {{-1, 4}}, int64[2] pairs = {{-1, 2}}, int64 first = {{0}}> {{
         {nodes} }}"""
 
 SUMS = {
@@ -43,6 +43,7 @@ SUMS = {
     "  d = Softmax<axis = 1>(c)  s = ReduceSumSquare(d)",
     "time and rows in one axis": "a = Reshape(steps, flat)  b = Gemm(a, w)  c = Shape(steps)"
     "  d = Reshape(b, c)  e = Add(d, steps)  s = ReduceSumSquare(e)",
+    "two elements a row": "a = Reshape(x, pairs)  b = Softmax<axis = 1>(a)  s = ReduceSumSquare(b)",
     "recurrent": "y, a = LSTM<hidden_size = 3>(steps, r, h)  b = Squeeze(a, zero)"
     "  s = ReduceSumSquare(b)",
     "expanded": "n = Shape<start = 0, end = 1>(ids)  c = Concat<axis = 0>(n, one)"
@@ -70,6 +71,8 @@ MIXED = {
     "divided by the size": "a = ReduceSum(x)  n = Size(x)  f = Cast<to = 1>(n)  s = Div(a, f)",
     "one row": "a = Gather(x, first)  s = ReduceSum(a)",
     "other rows": "a = Slice(x, one, six, zero)  s = ReduceSum(a)",
+    "half of the rows": "a = Reshape(x, pairs)  n = Shape<start = 0, end = 1>(x)"
+    "  b = Slice(a, zero, n, zero)  s = ReduceSum(b)",
     "reversed": "a = Slice(x, last, least, zero, last)  b = Mul(a, x)  s = ReduceSum(b)",
     "rows from the wrong axis": "a = Reshape(steps, flat)  b = Concat<axis = 1>(x, x, x)"
     "  c = Reshape(b, flat)  d = Mul(a, c)  s = ReduceSum(d)",
@@ -87,6 +90,23 @@ MIXED = {
     "random weights": "q = RandomNormal<shape = [4,4]>()  a = MatMul(x, q)  s = ReduceSum(a)",
 }  # fmt: skip
 ALSO_ADD_UP = ("random", "random weights")
+
+
+APART = {
+    "products": "a = MatMul(x, w)  s = Relu(a)",
+    "two elements a row, and one again": "a = Reshape(x, pairs)  b = Softmax<axis = 1>(a)"
+    "  s = Reshape(b, flat)",
+    "time first, and rows first": "a = MatMul(steps, w)  s = Transpose<perm = [1,0,2]>(a)",
+}
+NOT_APART = {
+    "two elements a row": "s = Reshape(x, pairs)",
+    "rows after one another": "t = Transpose(x)  a = Reshape(t, last)  s = Identity(a)",
+    "rows last": "s = Transpose(x)",
+    "time first": "s = MatMul(steps, w)",
+    "two outputs a row": "a = Concat<axis = 1>(x, x)  s = Reshape(a, flat)",
+    "a sum": "s = ReduceSum(x, zero)",
+    "a scalar": "s = ReduceSum(x)",
+}
 
 
 def numbers_as_text(n: int) -> str:
@@ -133,3 +153,26 @@ def test_other_values_are_refused(name):
     whole, parts = totals_of_whole_and_parts(proto)
     if name not in ALSO_ADD_UP:
         assert abs(parts - whole) > 1e-3, "the case does not show anything"
+
+
+def prove_apart(nodes: str) -> onnx.ModelProto:
+    proto = model_of_sum(nodes)
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    require_apart(ir.from_proto(proto), AXES, {n: array.shape for n, array in ARRAYS.items()})
+    return proto
+
+
+@pytest.mark.parametrize("nodes", APART.values(), ids=APART)
+def test_rows_that_are_apart(nodes):
+    session = session_of(prove_apart(nodes))
+    names = {x.name for x in session.get_inputs()}
+    (whole,) = session.run(None, {n: a for n, a in ARRAYS.items() if n in names})
+    for i in range(6):
+        cut = {n: np.take(a, [i], AXES[n]) for n, a in ARRAYS.items() if n in names}
+        np.testing.assert_allclose(session.run(None, cut)[0], whole[i : i + 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", NOT_APART.values(), ids=NOT_APART)
+def test_outputs_without_a_row_for_each(nodes):
+    with pytest.raises(NotASum):
+        prove_apart(nodes)

@@ -18,7 +18,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.operators import ARITHMETIC, RANDOM, VIEWS
-from onnxgrad.graph.shapes import Dims, coefficient, dims, is_real, rank, static
+from onnxgrad.graph.shapes import Dim, Dims, coefficient, dims, is_real, static
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 
 _ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
@@ -42,13 +42,7 @@ def require_sums(
     replaced. `axes` has the axis of the rows of each input of data, None for one without rows, and
     `lengths` the shape of each.
     """
-    replace_calls(Emit(model.graph), model)
-    rows = _Rows(_with_lengths(model, axes, lengths))
-    fold_sizes(model.graph, infer(model))
-    needed = nodes_behind(outputs)
-    for node in model.graph:
-        if node in needed:
-            rows.visit(node)
+    rows = _follow_rows(model, axes, lengths, outputs)
     for y in outputs:
         if y not in rows.sums:
             raise NotASum(f"{y.name!r} is no sum over rows")
@@ -59,17 +53,35 @@ def require_apart(
 ) -> None:
     """Raise `NotASum` unless row i of each output depends on row i of the data only.
 
-    The arguments are those of `require_sums`; `model` gets nodes.
+    The arguments are those of `require_sums`.
     """
-    op, sums = Emit(model.graph), []
+    rows = _follow_rows(model, axes, lengths, model.graph.outputs)
     for y in model.graph.outputs:
-        n = rank(y)
-        if not n:
-            raise NotASum(f"the rank of {y.name!r} is {'unknown' if n is None else 'zero'}")
-        if n > 1:
-            y = op.ReduceSum(y, list(range(1, n)), keepdims=0)
-        sums.append(op.ReduceSum(y, [0], keepdims=0))
-    require_sums(model, axes, lengths, sums)
+        shape = dims(y)
+        if not shape:
+            raise NotASum(f"the rank of {y.name!r} is {'unknown' if shape is None else 'zero'}")
+        if shape[0] != _ROWS or rows.axes.get(y) != 0:
+            raise NotASum(
+                f"{y.name!r} of shape {printable(shape)} does not have one row for each row of the "
+                "inputs along its first axis"
+            )
+
+
+def _follow_rows(
+    model: ir.Model,
+    axes: Mapping[str, int | None],
+    lengths: Mapping[str, Dims],
+    outputs: Sequence[ir.Value],
+) -> _Rows:
+    """Return what the values before `outputs` are to the rows; see `require_sums`."""
+    replace_calls(Emit(model.graph), model)
+    rows = _Rows(_with_lengths(model, axes, lengths))
+    fold_sizes(model.graph, infer(model))
+    needed = nodes_behind(outputs)
+    for node in model.graph:
+        if node in needed:
+            rows.visit(node)
+    return rows
 
 
 def _with_lengths(
@@ -97,7 +109,7 @@ class _Rows:
     - `axes`: the axis of the rows of values whose row i depends on row i only.
     - `sums`: sums over rows of such values, times constants.
     - `outer`: how many times the rows follow each other along that axis, if not once: a Reshape
-      turns [T, N, D] into [T N, D].
+      turns [T, N, D] into [T N, D]. The length of the axis says how many elements each row has.
     - `sizes`: integers that depend on the number of rows.
 
     All others do not depend on the batch.
@@ -175,12 +187,14 @@ class _Rows:
             self._place(node, y, rows[0])
 
     def _by_row(self, node: ir.Node) -> None:
-        outer = {self.outer.get(x, 1) for x in reads(node) if x in self.axes}
+        read = [x for x in reads(node) if x in self.axes]
+        layouts = {(self.outer.get(x, 1), (dims(x) or ())[self.axes[x]]) for x in read}
         for y, place in zip(node.outputs, follow(node, self.axes), strict=True):
             if place == SUMMED:
                 self.sums.add(y)
-            elif isinstance(place, int) and len(outer) == 1 and self._meets_rows(node, y, place):
-                self._place(node, y, place, *outer)
+            elif isinstance(place, int) and len(layouts) == 1 and self._meets_rows(node, y, place):
+                ((outer, length),) = layouts
+                self._place(node, y, place, outer, length)
             elif y.uses() or y is node.outputs[0]:
                 raise _mixes(node)
 
@@ -211,11 +225,15 @@ class _Rows:
             raise _mixes(node)
         self._place(node, y, rows[0], outer)
 
-    def _place(self, node: ir.Node, y: ir.Value, axis: int, outer: int = 1) -> None:
-        """Note where the rows are in `y`; raise if the length of that axis does not count them."""
+    def _place(
+        self, node: ir.Node, y: ir.Value, axis: int, outer: int = 1, length: Dim = None
+    ) -> None:
+        """Note where the rows are in `y`; raise unless that axis counts them, and has `length`."""
         shape = dims(y)
         if shape is None or axis >= len(shape) or not _counts_rows(shape[axis]):
             raise _mixes(node)
+        if length not in (None, shape[axis]):
+            raise _mixes(node)  # some of the rows, which are others in a part of a batch
         self.axes[y], self.outer[y] = axis, outer
 
 
