@@ -429,6 +429,11 @@ def test_refused():
         og.Trainer(float32_copy(narrow_model()), "cross_entropy", precision="mixed")
     with pytest.raises(ValueError, match=naming("'half'", "'auto'")):
         og.Trainer(narrow_model(), "cross_entropy", precision="half")
+    for precision in ("mixed", "file"):
+        refusal = naming(f"precision='{precision}'", "bfloat16", "precision='float32'")
+        for build, more in ((og.Trainer, {}), (og.TrainerStack, {"members": 2})):
+            with pytest.raises(ValueError, match=refusal):
+                build(narrow_model(BFLOAT), "cross_entropy", precision=precision, **more)
 
 
 def test_shell_python_and_estimator_agree(tmp_path):

@@ -26,9 +26,10 @@ def resolved(precision: str, proto: ModelProto, device: Device) -> str:
     A model without floats of 16 bits computes as it is.
 
     Raises:
-        ValueError: "mixed", of such a model.
+        ValueError: "mixed", of such a model; bfloat16 on the CPU in anything but float32.
     """
-    if not any(dtype in HALVES for dtype in _dtypes(proto)):
+    halves = set(HALVES).intersection(_dtypes(proto))
+    if not halves:
         if precision == "mixed":
             raise ValueError(
                 f"{argument('precision', 'mixed')} computes in the 16 bits of the file, and the "
@@ -36,7 +37,15 @@ def resolved(precision: str, proto: ModelProto, device: Device) -> str:
                 "onnxconverter_common.float16, or leave the argument out"
             )
         return "file"
-    return ("float32" if device.kind == "cpu" else "mixed") if precision == "auto" else precision
+    if precision == "auto":
+        return "float32" if device.kind == "cpu" else "mixed"
+    if device.kind == "cpu" and precision != "float32" and ir.DataType.BFLOAT16 in halves:
+        raise ValueError(
+            f"{argument('precision', precision)}: the model has floats of bfloat16, for whose "
+            f"products onnxruntime has no kernels on the CPU: give {argument('precision', 'float32')}, "
+            "after which the file comes out in bfloat16 again, or train on a GPU"
+        )
+    return precision
 
 
 def _dtypes(proto: ModelProto) -> Iterator[int]:
