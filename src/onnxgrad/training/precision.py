@@ -41,8 +41,8 @@ def resolved(precision: str, proto: ModelProto, device: Device) -> str:
         return "float32" if device.kind == "cpu" else "mixed"
     if device.kind == "cpu" and precision != "float32" and ir.DataType.BFLOAT16 in halves:
         raise ValueError(
-            f"{argument('precision', precision)}: the model has floats of bfloat16, for whose "
-            f"products onnxruntime has no kernels on the CPU: give {argument('precision', 'float32')}, "
+            f"{argument('precision', precision)}: onnxruntime has no products of bfloat16, which "
+            f"the model has, on the CPU: give {argument('precision', 'float32')}, "
             "after which the file comes out in bfloat16 again, or train on a GPU"
         )
     return precision
