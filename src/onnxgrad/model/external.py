@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
+from hashlib import sha1
 from itertools import chain
 from math import ceil, prod
 from pathlib import Path
@@ -280,6 +281,18 @@ def without_data(model: ModelProto) -> ModelProto:
         if holds(tensor, _LARGE):
             refer(result.graph.initializer[i], _IN_ORIGIN, i, nbytes(tensor))
     return result
+
+
+def content_digest(model: ModelProto) -> bytes:
+    """Return a digest of `model` and of its data; a file of data counts by its size and time."""
+    digest = sha1(without_data(model).SerializeToString())
+    for tensor in model.graph.initializer:
+        if holds(tensor, _LARGE):
+            digest.update(tensor.SerializeToString())
+    for file in sorted(files_of(model)):
+        stat = Path(file).stat() if Path(file).is_file() else None
+        digest.update(repr(stat and (stat.st_size, stat.st_mtime_ns, stat.st_ino)).encode())
+    return digest.digest()
 
 
 def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha1
 from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.shapes import Dim, Dims, dims, lengths
-from onnxgrad.model.external import without_data
+from onnxgrad.model.external import content_digest
 from onnxgrad.model.feeds import random_feed
 from onnxgrad.reporting import logger, warn_once
 from onnxgrad.runtime.device import CPU
@@ -58,7 +57,7 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
 
 def _run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of inputs and outputs in a run; none if the model fails."""
-    key = sha1(without_data(proto).SerializeToString()).digest(), lengths
+    key = content_digest(proto), lengths
     if key not in _runs:
         if len(_runs) == _KEPT:
             del _runs[next(iter(_runs))]
