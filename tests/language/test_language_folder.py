@@ -224,6 +224,28 @@ def test_a_model_does_not_replace_the_data_that_it_reads(tmp_path, monkeypatch):
     assert logits.argmax() == 2
 
 
+def test_a_model_with_other_inputs_or_outputs_is_refused(tmp_path):
+    """As that of losses of preferences, whose adapters and weights fit the language model."""
+    old, new = write_optimum_folder(tmp_path / "old"), tmp_path / "new"
+    policy = og.sequence_log_probs(og.add_lora(old / "model.onnx", "w", rank=2))
+    with pytest.raises(ValueError, match=naming("['logits']", "model.onnx", "load_adapter")):
+        og.save_folder(policy, new, like=old)
+    asking = parse_model(
+        """f (int64[N,T] input_ids, float[4] b) => (float[N,T,4] logits) {
+            a = Gather(w, input_ids) logits = Add(a, b) }""",
+        opset=20,
+        w=np.eye(4, dtype=np.float32),
+    )
+    for adapter in (None, "mine"):
+        model = asking if adapter is None else og.add_lora(asking, "w", rank=2)
+        with pytest.raises(ValueError, match=naming("['b']", "model.onnx")):
+            og.save_folder(model, new, like=old, adapter=adapter)
+    assert not new.exists()
+    og.save_adapter(policy, tmp_path / "adapter")
+    tuned = og.load_adapter(og.load_folder(old), tmp_path / "adapter")
+    assert og.save_folder(tuned, new, like=old, adapter="mine").path == new
+
+
 def test_links_of_a_cache_become_files(tmp_path):
     blobs = write_optimum_folder(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()

@@ -15,9 +15,10 @@ from onnx import ModelProto, TensorProto
 
 from onnxgrad.adapters.files import save_adapter
 from onnxgrad.adapters.inputs import adapter_inputs
-from onnxgrad.errors import ModelError, argument
+from onnxgrad.errors import ModelError, argument, named
 from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
 from onnxgrad.model import external
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import read
 from onnxgrad.model.write import data_files
 from onnxgrad.training.trainer import Trainer
@@ -55,6 +56,8 @@ def save_folder(
         ModelError: `like` is no folder of a language model, or `model` cannot be read.
         OSError: the folder cannot be written.
         ValueError: `adapter` is no name of a file, or `model` has no adapters.
+        ValueError: `model` lacks an output of the model of `like`, or needs another input, as what
+            `sequence_log_probs` returns.
         ValueError: `path` is `like`, or is in it, and the model reads its data from there.
 
     Examples:
@@ -128,6 +131,8 @@ def check_folder(
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{os.fspath(path)!r} is a file: name a folder")
     files = external.files_of(model) if model is not None else ()
+    if model is not None:
+        _check_interface(model, like)
     if any(Path(os.path.realpath(file)).is_relative_to(target) for file in files):
         raise ValueError(
             f"the model reads its data from {os.fspath(path)!r}: save to another folder"
@@ -146,6 +151,21 @@ def check_folder(
     if not os.access(home, os.W_OK):
         raise PermissionError(f"cannot write {os.fspath(path)!r}: {str(home)!r} is read-only")
     return target
+
+
+def _check_interface(model: ModelProto, like: ModelFolder) -> None:
+    """Raise ValueError if what runs the model of a folder cannot run another one in its place."""
+    held = onnx.load_model_from_string(like.model.read_bytes())
+    inputs, outputs = ({x.name for x in face} for face in (held.graph.input, held.graph.output))
+    lost = sorted(outputs - {y.name for y in model.graph.output})
+    new = [x for x in names_without_default(model) if x not in inputs]
+    if lost or new:
+        differs = f"lacks the outputs {lost[:3]}" if lost else f"needs the inputs {new[:3]}"
+        raise ValueError(
+            f"the model {differs}, unlike {str(like.model)!r}, whose place it would take: put what "
+            f"was trained into this file, adapters by {named('save_adapter')} and "
+            f"{named('load_adapter')}, weights by {named('replace_initializers_into_onnx')}"
+        )
 
 
 def _beside(target: Path) -> Path:
