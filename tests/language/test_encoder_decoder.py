@@ -363,6 +363,25 @@ def test_labels_that_cannot_be_shifted():
         og.shift_right([[0.5]], start=0)
 
 
+def test_an_array_is_the_only_input_of_the_encoder():
+    """As features of sound, which are no tokens."""
+    encoder = parse_model(
+        "e (float[N,S,2] features) => (float[N,S,2] last_hidden_state) {"
+        " last_hidden_state = Tanh(features) }"
+    )
+    decoder = parse_model(
+        """d (int64[N,T] input_ids, float[N,S,2] encoder_hidden_states) => (float[N,T,2] logits) {
+            t = Gather(w, input_ids) s = ReduceMax<keepdims=1>(encoder_hidden_states, one)
+            logits = Add(t, s) }""",
+        opset=20,
+        w=np.float32([[0, 1], [1, 0]]),
+        one=np.array([1]),
+    )
+    features = np.float32([[[0, 0]], [[9, -9]]])
+    found = og.greedy_decode(encoder, decoder, features.tolist(), start=0, max_new_tokens=3)
+    np.testing.assert_array_equal(found, [[1, 0, 1], [0, 0, 0]])
+
+
 def test_inputs_that_the_encoder_does_not_have():
     encoder, decoder = hand_written_file(ENCODER), hand_written_file(DECODER)
     ids = np.ones((1, 2), np.int64)
@@ -371,3 +390,6 @@ def test_inputs_that_the_encoder_does_not_have():
     inputs = {"input_ids": ids, "attention_mask": ids, "pixels": ids}
     with pytest.raises(ValueError, match=r"not \['pixels'\]"):
         og.greedy_decode(encoder, decoder, inputs, start=0)
+    two = parse_model("e (float[N,S,2] a, float[N,S,2] b) => (float[N,S,2] y) { y = Add(a, b) }")
+    with pytest.raises(ValueError, match=naming("['a', 'b']")):
+        og.greedy_decode(two, decoder, np.ones((1, 1, 2)), start=0)

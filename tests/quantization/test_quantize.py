@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import warnings
 from collections import Counter
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -16,6 +19,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import onnxgrad as og
+from onnxgrad.quantization import overflow
 from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
 from tests.support.quantized_models import dynamic_model, static_model, weight_only_model
@@ -172,6 +176,40 @@ def test_nothing_is_printed_or_logged(capfd):
         og.quantize(model, activations=None, weights="int4", block_size=16)
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger().handlers == root
+
+
+def test_products_that_overflow_are_those_of_processors_without_vnni():
+    flags = Path("/proc/cpuinfo")
+    if not flags.is_file() or "avx2" not in (words := flags.read_text().split()):
+        pytest.skip("not a processor of x86 under Linux")
+    knows = not {"avx_vnni", "avx512_vnni"}.isdisjoint(words)
+    assert overflow.integer_products_overflow("uint8", "int8") == (not knows)
+    assert not overflow.integer_products_overflow("uint8", "uint8")
+    assert not overflow.integer_products_overflow("uint16", "int8")
+
+
+def test_a_warning_where_products_overflow(monkeypatch):
+    """On this processor or not: the kernel of the session is exchanged."""
+
+    def saturating(*_, **options):
+        return SimpleNamespace(run=lambda outputs, feed: [np.int32([[32767 * 32]])])
+
+    monkeypatch.setattr(overflow, "loaded", saturating)
+    overflow.integer_products_overflow.cache_clear()
+    try:
+        model = image_classifier()
+        with pytest.warns(
+            UserWarning, match=naming("weights='int8'", "reduce_range=True")
+        ) as found:
+            og.quantize(model, IMAGES)
+        assert found[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            og.quantize(model, IMAGES, reduce_range=True)
+            og.quantize(model, activations=None)
+            og.quantize(model, IMAGES, activations="uint16")
+    finally:
+        overflow.integer_products_overflow.cache_clear()
 
 
 def test_batch_normalization_becomes_a_part_of_convolutions(tmp_path):

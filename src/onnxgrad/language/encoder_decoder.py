@@ -185,7 +185,8 @@ def greedy_decode(
     Args:
         encoder: model, serialized model or path.
         decoder: `decoder_model.onnx` or `decoder_model_merged.onnx`, likewise.
-        inputs: tokens (N, S), with `pad` behind them; or all inputs of the encoder by name.
+        inputs: tokens (N, S), with `pad` behind them; an array for the only input of the encoder,
+            as features of sound; or all inputs of the encoder by name.
         start: the token that a row begins with.
         end: the token that ends a row, or None.
         pad: the token at padding, also behind `end` in the result.
@@ -213,7 +214,7 @@ def greedy_decode(
         [[1, 2]]
     """
     first, second = read(encoder), without_cache(read(decoder))
-    inputs = inputs if isinstance(inputs, Mapping) else _ids_and_mask(first, inputs, pad)
+    inputs = inputs if isinstance(inputs, Mapping) else _encoder_feed(first, inputs, pad)
     scores = _scores(first, second, inputs)
     tokens = np.full((len(next(iter(inputs.values()))), 1), start, np.int64)
     done = np.zeros(len(tokens), bool)
@@ -244,10 +245,12 @@ def _scores(
     return scores
 
 
-def _ids_and_mask(encoder: ModelProto, tokens: Any, pad: int) -> dict[str, np.ndarray]:
-    ids = np.asarray(tokens)
-    given = {"input_ids": ids, _MASK: ids != pad}
-    return {k: v for k, v in given.items() if k in names_without_default(encoder)}
+def _encoder_feed(encoder: ModelProto, given: Any, pad: int) -> dict[str, np.ndarray]:
+    """Return the inputs of the encoder by name: tokens and their mask, or its only input."""
+    names, array = names_without_default(encoder), np.asarray(given)
+    if len(names) == 1:
+        return {names[0]: array}
+    return {k: v for k, v in {"input_ids": array, _MASK: array != pad}.items() if k in names}
 
 
 def _session(model: ModelProto) -> ort.InferenceSession:

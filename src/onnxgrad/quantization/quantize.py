@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +17,8 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.quantization.by_onnxruntime import Job, prepared
 from onnxgrad.quantization.calibration import feeds
+from onnxgrad.quantization.overflow import integer_products_overflow
+from onnxgrad.reporting import frames_inside
 from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.modes.stored_integers import as_floats, stored
 from onnxgrad.training.parameters.patterns import as_list
@@ -58,7 +61,8 @@ def quantize(
         per_channel: whether each output channel has a scale; otherwise each weight.
         block_size: elements, along the inputs of a MatMul or Gemm, that share a scale: a power of
             2, at least 16. Of weights alone; those of other operators stay floats.
-        reduce_range: whether weights get 7 of 8 bits, for processors without VNNI.
+        reduce_range: whether weights get 7 of 8 bits, for processors without VNNI: where products
+            overflow on this one, a warning says so.
         calibration: how ranges follow from values: "minmax", "entropy" or "percentile".
         rows: how many rows of `data` are looked at, at most.
         batch_size: rows of one call of the runtime, of data that are not batches already.
@@ -85,6 +89,14 @@ def quantize(
     job.reduce_range = reduce_range
     job.operators = None if operators is None else as_list(operators)
     sizes = check_count("batch_size", batch_size), check_count("rows", rows)
+    if not reduce_range and integer_products_overflow(activations, weights):
+        kinds = f"{argument('weights', weights)} and {argument('activations', activations)}"
+        warnings.warn(
+            f"onnxruntime's products of {kinds} overflow on this processor, as on others without "
+            "VNNI: the saved file may compute something else than the model that trained. Pass "
+            f"{argument('reduce_range', True)}, which gives weights 7 bits",
+            stacklevel=frames_inside() + 1,
+        )
     return _quantized(read(model), data, job, sizes, as_list(exclude))
 
 
