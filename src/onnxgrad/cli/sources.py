@@ -92,7 +92,7 @@ def open_data(path: str, options: InputOptions, proto: ModelProto) -> Source:
     if not streamed and not (suffix in PARQUET and _is_large(path)):
         opened = standard_input("CSV file") if path == STDIN else path
         return read_table(opened, options.ignore, options.drop_missing)
-    types = arrow_dataset(path).describe()["columns"]
+    types = dict(arrow_dataset(path).describe()["columns"])
     for name in options.ignore:
         if name not in types:
             raise unknown("column (--ignore)", name, types)

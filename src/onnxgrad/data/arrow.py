@@ -14,7 +14,7 @@ from onnxgrad.data.arrays import column_array
 from onnxgrad.data.arrow_blocks import Block, ColumnArrays
 from onnxgrad.data.arrow_files import pieces, read
 from onnxgrad.data.prefetch import read_ahead
-from onnxgrad.data.readers import Reader, describe_files
+from onnxgrad.data.readers import Reader, describe_files, with_arguments
 from onnxgrad.errors import unknown
 
 _BUFFER_BYTES = 1 << 26  # of the rows that are shuffled together
@@ -32,6 +32,7 @@ def is_arrow_dataset(X: Any) -> bool:
     return type(X).__module__.startswith("pyarrow") and hasattr(X, "get_fragments")
 
 
+@with_arguments(data="source")
 def arrow_dataset(
     source: Any,
     y: str | Sequence[str] | None = None,
@@ -217,8 +218,9 @@ class ArrowReader(Reader):
 
     def describe(self) -> dict[str, Any]:
         """Return the columns, the number of rows, and a digest of sizes and times of files."""
-        schema = {name: str(self._dataset.schema.field(name).type) for name in self._names}
-        entries = {"kind": "arrow", "rows": self.rows, "columns": schema}
+        schema = self._dataset.schema
+        columns = [[name, str(schema.field(name).type)] for name in self._names]
+        entries = {"kind": "arrow", "rows": self.rows, "columns": columns}
         files = getattr(self._dataset, "files", [])
         return entries | {"files": len(files), "digest": describe_files(files)}
 

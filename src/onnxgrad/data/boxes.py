@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxgrad.data.image_files import is_image, open_image, pillow
 from onnxgrad.data.images import RandomFlip, named_transform
-from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.graph.shapes import Dims
 
@@ -26,6 +26,7 @@ _SLACK = 2e-3  # of the side of an image: annotations are rounded
 BoxTransform = Callable[[Any, np.ndarray, np.random.Generator], tuple[Any, np.ndarray]]
 
 
+@with_arguments(data="path")
 def annotated_images(
     path: str | os.PathLike,
     size: int | tuple[int, int] | None = None,

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.readers import DiskArrays, IndexedReader, Reader, describe_arrays
+from onnxgrad.data.readers import DiskArrays, IndexedReader, Reader, describe_arrays, with_arguments
 from onnxgrad.errors import argument
 from onnxgrad.graph.shapes import Dims
 
 
+@with_arguments(data="data labels")
 def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> ClassBatches:
     """Return data whose batches have P classes with K rows each, for losses of embeddings.
 

@@ -15,7 +15,7 @@ from onnxgrad.data import image_nodes
 from onnxgrad.data.class_folders import below, read_classes
 from onnxgrad.data.foreign_transforms import adapted
 from onnxgrad.data.image_files import open_image, pillow
-from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.shapes import Dims
 
@@ -25,6 +25,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 Transform = Callable[[Any, np.random.Generator | None], Any]
 
 
+@with_arguments(data="path")
 def image_folder(
     path: str | os.PathLike,
     size: int | tuple[int, int],

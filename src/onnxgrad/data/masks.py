@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
 from onnxgrad.data.images import CenterCrop, RandomFlip, Resize, named_transform
-from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -25,6 +25,7 @@ _WHITE = 255  # in masks: class 1 of black and white ones; in others, mostly wha
 MaskTransform = Callable[[Any, Any, np.random.Generator], tuple[Any, Any]]
 
 
+@with_arguments(data="path images")
 def masked_images(
     path: str | os.PathLike,
     size: int | tuple[int, int],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrays import to_numbers
-from onnxgrad.data.readers import Reader, describe_arrays
+from onnxgrad.data.readers import Reader, describe_arrays, with_arguments
 from onnxgrad.errors import unknown
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.values import to_numpy
@@ -73,6 +73,7 @@ def _sequence(number: int, values: Any) -> np.ndarray:
     return array
 
 
+@with_arguments(data="X y sample_weight")
 def by_length(
     X: Any,
     y: Any = None,
@@ -385,11 +386,14 @@ class ByLength(Reader):
         return *parts, weight
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows, and a digest of the lengths and labels."""
+        """Return the number of rows, and a digest of lengths, arrays and some sequences."""
         arrays = {f"lengths {i}": lengths for i, lengths in enumerate(self._sorted_by)}
-        arrays |= {name: c for name, c in self._y.items() if isinstance(c, np.ndarray)}
-        apart = {"apart": [*self._apart]} if self._apart else {}
-        return describe_arrays("sequences", arrays) | {"rows": self.rows} | apart
+        some = np.unique(np.linspace(0, self.rows - 1, 16).astype(int))
+        for name, column in {**self._X, **self._y, "sample_weight": self._weight}.items():
+            array = column[some] if isinstance(column, _Padded) else column
+            if array is not None and not array.dtype.hasobject:
+                arrays[name] = array
+        return describe_arrays("sequences", arrays) | {"rows": self.rows, "apart": [*self._apart]}
 
 
 def _first(values: Any) -> Any:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from onnxgrad.graph.shapes import Dims
 from onnxgrad.runtime.values import to_numpy
+
+P = ParamSpec("P")
+R = TypeVar("R", bound="Reader")
 
 _DIGESTED = 1 << 20  # bytes
 _SAMPLED = 16  # batches of a list
@@ -34,6 +40,8 @@ class Reader:
         pads: whether rows are padded, of which only a mask tells how long they were.
         sequences: whether a seed changes the order of whole sequences only, each of which begins
             with None, so that states can be carried although rows are shuffled.
+        arguments: those of the function that returned it, which a resumed training must have equal,
+            without the data, which `describe` identifies.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -53,6 +61,7 @@ class Reader:
     reuses = False
     pads = False
     sequences = False
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def order(self) -> np.ndarray | None:
@@ -100,6 +109,34 @@ class Reader:
     def subset(self, numbers: np.ndarray) -> Reader | None:
         """Return the reader of the rows with these numbers; None if rows cannot be drawn."""
         return None
+
+
+def with_arguments(data: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let the reader that a function returns keep its arguments: `Reader.arguments`.
+
+    Each argument counts in a resumed training, unless it is named in `data`: what `describe` of the
+    reader identifies by its content.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature, contents = inspect.signature(function), data.split()
+
+        @functools.wraps(function)
+        def make_reader(*values: P.args, **named_values: P.kwargs) -> R:
+            reader = function(*values, **named_values)
+            given = signature.bind(*values, **named_values)
+            given.apply_defaults()
+            reader.arguments = {
+                name: value.arguments if isinstance(value, Reader) else value
+                for name, value in given.arguments.items()
+                if isinstance(value, Reader) or name not in contents
+            }
+            return reader
+
+        make_reader.data_arguments = contents  # type: ignore[attr-defined]
+        return make_reader
+
+    return decorate
 
 
 class IndexedReader(Reader):

@@ -17,13 +17,14 @@ import numpy as np
 
 from onnxgrad.data.audio import resample
 from onnxgrad.data.class_folders import number_classes
-from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.data.readers import IndexedReader, describe_arrays, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
 SUFFIXES = frozenset(".wav .flac .ogg .mp3 .aiff .aif .opus".split())
 _ENDS = ("start", "end")
 
 
+@with_arguments(data="path noise")
 def sound_folder(
     path: str | os.PathLike,
     rate: int = 16000,
@@ -313,4 +314,5 @@ class SoundFolder(IndexedReader):
                       self.samples, self.augment.rate))  # fmt: skip
         digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
         files = describe_files([clip.file for clip in self.clips])
-        return {"kind": "sounds", "rows": self.rows, "digest": digest + files}
+        noise = describe_arrays("noise", dict(enumerate(map(np.asarray, self.augment.noise))))
+        return {"kind": "sounds", "rows": self.rows, "digest": digest + files + noise["digest"]}

@@ -135,6 +135,12 @@ class _HuggingFace(Reader):
             if names is not None and name not in names:
                 raise unknown("column", name, names)
 
+    def _roles(self) -> dict[str, Any]:
+        """Return the names of all columns, of labels and of sample weights."""
+        names = self.dataset.column_names
+        columns = names and list(names)
+        return {"columns": columns, "y": self.targets, "sample_weight": self.weights}
+
     def _parts(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the tables of a batch."""
         arrays = {name: _column(name, values) for name, values in batch.items()}
@@ -169,8 +175,7 @@ class HuggingFaceRows(_HuggingFace, IndexedReader):
     def describe(self) -> dict[str, Any]:
         """Return the columns, and the fingerprint that `datasets` computes."""
         fingerprint = getattr(self.dataset, "_fingerprint", None)
-        columns = list(self.dataset.column_names)
-        return {"kind": "datasets", "rows": self.rows, "columns": columns, "digest": fingerprint}
+        return {"kind": "datasets", "rows": self.rows, **self._roles(), "digest": fingerprint}
 
 
 class HuggingFaceStream(_HuggingFace):
@@ -185,5 +190,5 @@ class HuggingFaceStream(_HuggingFace):
             yield self._parts(batch)
 
     def describe(self) -> dict[str, Any]:
-        """Return the columns."""
-        return {"kind": "datasets stream", "columns": self.dataset.column_names}
+        """Return the columns, and which are labels and weights."""
+        return {"kind": "datasets stream", **self._roles()}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.padding import by_length
-from onnxgrad.data.readers import Reader, describe_arrays
+from onnxgrad.data.readers import Reader, describe_arrays, with_arguments
 from onnxgrad.graph.shapes import Dims
 from onnxgrad.language.records import LINES, TABLES, records
 from onnxgrad.language.tokenizer import as_tokenizer
@@ -25,6 +25,7 @@ _IGNORED, _DEFAULT_LENGTH = -100, 512
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
+@with_arguments(data="source tokenizer")
 def labeled_texts(
     source: Any,
     tokenizer: Any,

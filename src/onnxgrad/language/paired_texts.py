@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.padding import pad_sequences
-from onnxgrad.data.readers import IndexedReader, describe_arrays
+from onnxgrad.data.readers import IndexedReader, describe_arrays, with_arguments
 from onnxgrad.graph.shapes import Dims
 from onnxgrad.language.records import LINES, TABLES, Record, records
 from onnxgrad.language.tokenizer import as_tokenizer
@@ -23,6 +23,7 @@ _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
+@with_arguments(data="source tokenizer")
 def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTexts:
     """Return texts that belong together as data for losses of embeddings.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.padding import by_length, pad_sequences
-from onnxgrad.data.readers import Reader, full_name
+from onnxgrad.data.readers import Reader, full_name, with_arguments
 from onnxgrad.data.torch_data import is_hugging_face_stream
 from onnxgrad.errors import ModelError, argument
 from onnxgrad.graph.shapes import Dims
@@ -29,6 +29,7 @@ _BUFFER = 1000  # rows that a stream shuffles together
 _IDS, _MASK = "input_ids", "attention_mask"
 
 
+@with_arguments(data="source tokenizer")
 def texts(
     source: Any,
     tokenizer: Any,

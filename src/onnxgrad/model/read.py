@@ -23,6 +23,11 @@ escape_loggers("onnx_ir")  # its warnings quote names of invalid models
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
+def names_model(value: object) -> bool:
+    """Return whether a text is the path of a model, rather than the name of something else."""
+    return isinstance(value, str) and value.endswith(".onnx")
+
+
 def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False) -> ModelProto:
     """Return `model` as a `ModelProto` that passed `validate`; the argument is not modified.
 

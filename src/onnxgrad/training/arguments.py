@@ -1,8 +1,9 @@
-"""The arguments of trainers: checked, and turned into a learning rate and an optimizer."""
+"""The arguments of trainers: what depends on each; checks; a learning rate and an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,72 @@ import numpy as np
 from onnxgrad.errors import named, unknown
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.base import LearningRate, select as select_schedule
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What depends on an argument of `Trainer`, `TrainerStack` or `fit`.
+
+    Args:
+        attributes: the attributes of `Settings` that follow from it. None where it belongs to the
+            call of `fit`, or is read in a way of its own: `identity_of`.
+        in_step: whether the compiled step or evaluation depends on it.
+        free: why a resumed training may have another value; empty: it must have an equal one, and
+            so must all processes of a group.
+    """
+
+    attributes: str = ""
+    in_step: bool = False
+    free: str = ""
+
+
+_BEGINNING = "the checkpoint has the weights of all members"
+ARGUMENTS: Mapping[str, Argument] = {
+    "model": Argument(),
+    "loss": Argument("loss", in_step=True),
+    "loss_options": Argument("loss_options", in_step=True),
+    "loss_weights": Argument("loss_weights", in_step=True),
+    "class_weight": Argument("class_weight", in_step=True),
+    "classes": Argument("classes"),
+    "optimizer": Argument("optimizer optimizers", in_step=True),
+    "learning_rate": Argument("learning_rate learning_rates"),
+    "train": Argument("trained straight_through", in_step=True),
+    "freeze": Argument("trained", in_step=True),
+    "train_ranges": Argument("trained", in_step=True),
+    "clip_norm": Argument("clip_norm", in_step=True),
+    "accumulate": Argument("accumulate", in_step=True),
+    "batch_norm": Argument("batch_norm", in_step=True),
+    "dropout": Argument("dropout", in_step=True),
+    "mix": Argument("mix", in_step=True),
+    "batch_axes": Argument("batch_axes", in_step=True),
+    "carry": Argument("carry", in_step=True),
+    "recompute": Argument("recompute", in_step=True),
+    "precision": Argument("precision", in_step=True),
+    "seed": Argument("seed", in_step=True),
+    "members": Argument("members", in_step=True),
+    "weights": Argument(free=_BEGINNING),
+    "init": Argument(free=_BEGINNING),
+    "device": Argument("device", in_step=True, free="another device computes the same"),
+    "metrics": Argument(free="those that no callback and no schedule monitors are only reported"),
+    "callbacks": Argument(free="what they keep in checkpoints is compared by their own arguments"),
+    "parallel": Argument(),
+    "X": Argument(),
+    "y": Argument(),
+    "sample_weight": Argument(),
+    "validation": Argument(),
+    "batch_size": Argument(),
+    "shuffle": Argument(),
+    "epochs": Argument(free="schedules that depend on it refuse another length"),
+    "resume": Argument(free="it names the checkpoint"),
+}
+
+
+def attributes_where(**wanted: bool) -> list[str]:
+    """Return the attributes of `Settings` whose arguments are `in_step`, or not `free`."""
+    chosen = (
+        of for of in ARGUMENTS.values() if all(bool(getattr(of, n)) == v for n, v in wanted.items())
+    )
+    return list(dict.fromkeys(name for of in chosen for name in of.attributes.split()))
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

@@ -128,6 +128,7 @@ class TrainerBase(Settings):
         self.names = read_names(self.proto)
         if classes:
             self.names.classes = list(classes)
+        self.classes = list(self.names.classes)
         self.class_weight = weights_by_number(class_weight, self.names.classes)
 
     def _take_weights(self) -> None:

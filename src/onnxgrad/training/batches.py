@@ -289,6 +289,7 @@ class ReaderSource(BatchSource):
         self, reader: Reader, fields: Fields, batch_size: int, prefetch: int = PREFETCHED
     ) -> None:
         self.reader, self.fields = fitted(reader, fields), fields
+        self.arguments = reader.arguments
         self.batch_size, self.prefetch = int(batch_size), prefetch
         self.rows, self.batches = reader.rows, self.reader.count_batches(self.batch_size)
         self.shuffles = reader.shuffles and not reader.sequences
@@ -305,13 +306,13 @@ class ReaderSource(BatchSource):
         part = self.reader.subset(indices)
         if part is None:
             return super().take(indices)
-        size = min(self.batch_size, len(indices))
-        return ReaderSource(part, self.fields, size, self.prefetch)
+        part.arguments = self.arguments
+        return ReaderSource(part, self.fields, min(self.batch_size, len(indices)), self.prefetch)
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What the reader says of its data."""
-        return self.reader.describe()
+        """What the reader says of its data, and the arguments with which it was made."""
+        return self.reader.describe() | {"arguments": dict(self.arguments)}
 
     def epoch(
         self, rng: np.random.Generator | None, skip: int, budget: Budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import operator
 import os
 import re
@@ -15,10 +16,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model import external
+from onnxgrad.model.read import names_model
 from onnxgrad.model.without_elements import emptied, is_empty
 
 T = TypeVar("T")
@@ -31,6 +34,8 @@ def describe(value: Any, here: bool = False) -> Any:
     captured, and other objects by class and attributes. With `here`, only this process compares
     it: functions and classes stand for themselves, and what has no description equals nothing.
     """
+    if isinstance(value, Path) or names_model(value):
+        return _digest_of_file(Path(value))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     again = partial(describe, here=here)
@@ -44,8 +49,6 @@ def describe(value: Any, here: bool = False) -> Any:
         return _digest_of_model(value)
     if isinstance(value, bytes):
         return _digest(value)
-    if isinstance(value, Path):
-        return _digest(value.read_bytes()) if value.is_file() else str(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -88,6 +91,15 @@ def model_fingerprint(model: Any) -> Any:
         return os.fspath(path), stamp, _stamps(_data_files(path, stamp))
     except Exception:  # missing or no model: the error is raised where it is read
         return object()
+
+
+def options_of(value: Any) -> Any:
+    """Return the class of a callback or metric, and of the package's own the arguments."""
+    kind = type(value)
+    if not kind.__module__.startswith("onnxgrad."):
+        return kind.__qualname__
+    names = inspect.signature(kind).parameters
+    return {kind.__qualname__: {n: getattr(value, n) for n in names if hasattr(value, n)}}
 
 
 class BuildCache:
@@ -137,7 +149,7 @@ def _is_settled(value: Any) -> bool:
     if value is None or value is dict or value is list:
         return True
     if kind in (bool, int, float, str, bytes):
-        return True
+        return not names_model(value)
     if kind in (tuple, frozenset):
         return all(map(_is_settled, value))
     if isinstance(value, types.FunctionType):
@@ -190,6 +202,17 @@ def _describe_object(value: Any, here: bool) -> Any:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    """Return the digest of a file, of a model with its external data; without a file, the path."""
+    if not path.is_file():
+        return str(path)
+    try:
+        files = (path, *_data_files(path, _stamp(path))) if names_model(str(path)) else (path,)
+        return _digest(b"".join(_digest(file.read_bytes()).encode() for file in files))
+    except (DecodeError, OSError):  # no model: the error is raised where it is read
+        return _digest(path.read_bytes())
 
 
 def _digest_of_model(model: ModelProto) -> str:

@@ -103,17 +103,13 @@ class Fit:
         if held_out is not None:
             values = self.buffers | trainer.evaluated()
             self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
-        state = trainer.state if self.further else self._state(source, shuffle, resume)
-        if self.further and state.frozen:
-            remedy = "call fit to begin another training"
-            if len(state.frozen) == trainer.members:
-                raise ValueError(f"all members are frozen: {remedy}")
-            text = f"the members {sorted(state.frozen)} are frozen and do not train: {remedy}"
-            warnings.warn(text, stacklevel=3)
+        identity = partial(identity_of, trainer, source, held_out, shuffle, shared)
+        state = trainer.state if self.further else self._state(identity(), resume)
+        self._check_frozen(state)
         first = state.epoch if self.further else 0
         callbacks = trainer.callbacks
         if shared is not None:
-            shared.check(trainer, state, identity_of(trainer, source, shuffle), source, held_out)
+            shared.check(trainer, state, identity(), source, held_out)
             source, callbacks = shared.source(source, fields.axes), shared.callbacks(callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out, self.evaluator.fields.axes)
@@ -142,6 +138,16 @@ class Fit:
             explain=self._explain,
         )
         return self.loop
+
+    def _check_frozen(self, state: TrainState) -> None:
+        """Warn of the members that `partial_fit` does not train; raise if these are all."""
+        if not self.further or not state.frozen:
+            return
+        remedy = "call fit to begin another training"
+        if len(state.frozen) == self.trainer.members:
+            raise ValueError(f"all members are frozen: {remedy}")
+        text = f"the members {sorted(state.frozen)} are frozen and do not train: {remedy}"
+        warnings.warn(text, stacklevel=4)
 
     def end(self) -> None:
         """Let go of the data."""
@@ -233,9 +239,7 @@ class Fit:
             check_length(rate, state, batches, epochs)
         return rate.rates_of_training(state, None if batches is None else batches * epochs, k)
 
-    def _state(
-        self, source: BatchSource, shuffle: bool, resume: str | os.PathLike | None
-    ) -> TrainState:
+    def _state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
         """Return the state that a new training begins with, or that of a checkpoint.
 
         Raises:
@@ -243,7 +247,7 @@ class Fit:
             ValueError: it is of another training.
         """
         shared = self.sharing
-        begun = partial(self._begun, identity_of(self.trainer, source, shuffle), resume)
+        begun = partial(self._begun, identity, resume)
         return begun() if shared is None or resume is None else shared.from_first(begun)
 
     def _begun(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:

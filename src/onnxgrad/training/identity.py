@@ -12,11 +12,14 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named
 from onnxgrad.model.without_elements import emptied
+from onnxgrad.training.arguments import attributes_where
 from onnxgrad.training.batches import BatchSource
-from onnxgrad.training.equality import describe
+from onnxgrad.training.equality import describe, options_of
 from onnxgrad.training.settings import Settings
+from onnxgrad.training.sharing import Sharing
 
 _SHOWN = 200  # characters of a value in a message
+_OF_MEMBERS = ("members", "optimizers", "learning_rates")
 
 
 def without_weights(proto: ModelProto, names: Collection[str]) -> tuple[ModelProto, str | None]:
@@ -58,35 +61,63 @@ class Identity(Mapping[str, Any]):
         return dict, (self._all,)
 
 
-def identity_of(trainer: Settings, source: BatchSource, shuffle: bool) -> Identity:
-    """Return what two trainings must have in common for one to go on with the other."""
-    arguments = (
-        "optimizer learning_rate clip_norm accumulate batch_norm dropout mix carry recompute "
-        "precision seed"
-    )
+def identity_of(
+    trainer: Settings,
+    source: BatchSource,
+    held_out: BatchSource | None,
+    shuffle: bool,
+    sharing: Sharing | None = None,
+) -> Identity:
+    """Return what two trainings must have in common for one to go on with the other.
+
+    These are the arguments that `ARGUMENTS` does not declare free, the data, the arguments on which
+    the entries of callbacks in a checkpoint depend, and the metrics that decide something.
+    """
+    values = {name: getattr(trainer, name) for name in attributes_where(free=False)}
+    if trainer.members is None:
+        values = {name: v for name, v in values.items() if name not in _OF_MEMBERS}
     return Identity(
         trainer.digest or trainer.proto,
-        {
-            "trained": trainer.trained,
-            "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
-            "class_weight": trainer.class_weight,
+        values
+        | {
             "batch_size": source.batch_size,
             "shuffle": shuffle,
             "data": source.description,
-            **{name: getattr(trainer, name) for name in arguments.split()},
-            **_of_members(trainer),
+            "validation": None if held_out is None else held_out.description,
+            "parallel": {} if sharing is None else sharing.identity(trainer.batch_norm),
+            "callbacks": {
+                c.key: {name: getattr(c, name) for name in c.compared_arguments}
+                for c in trainer.callbacks.all
+                if c.compared_arguments
+            },
+            "monitored metrics": _monitored_metrics(trainer),
         },
     )
 
 
-def _of_members(trainer: Settings) -> dict[str, Any]:
-    names = () if trainer.members is None else ("members", "optimizers", "learning_rates")
-    return {name: getattr(trainer, name) for name in names}
+def _monitored_metrics(trainer: Settings) -> dict[str, Any]:
+    """Return the arguments of the metrics that a callback or a schedule monitors, by name."""
+    rates = trainer.learning_rates or [trainer.learning_rate]
+    monitored = [name for rate in rates for name in rate.monitors]
+    monitored += [getattr(callback, "monitor", None) or "" for callback in trainer.callbacks.all]
+    listed = [m for metrics in trainer.metrics_by_output.values() for m in metrics]
+    return {
+        m.name: options_of(m) for m in listed if any(name.endswith(m.name) for name in monitored)
+    }
 
 
 def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
-    """Raise `ValueError` for a checkpoint of another training, with what differs."""
-    differing = _differences(saved, json.loads(json.dumps(dict(now))))  # as a checkpoint holds it
+    """Raise `ValueError` for a checkpoint of another training, with what differs.
+
+    A callback that only one of both has is not compared: it has kept nothing, or goes on by itself.
+    """
+    now = json.loads(json.dumps(dict(now)))  # as a checkpoint holds it
+    both = saved.get("callbacks", {}).keys() & now["callbacks"].keys()
+    differing = {
+        path: values
+        for path, values in _differences(saved, now).items()
+        if not path.startswith("callbacks.") or path.split(".")[1] in both
+    }
     if differing:
         lines = [
             f"{key}: {_abbreviate(old)} in the checkpoint, {_abbreviate(new)} now"

@@ -14,9 +14,10 @@ from onnxgrad.errors import named
 from onnxgrad.losses.causal import is_causal
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.other_models import LossModel
+from onnxgrad.model.read import names_model
 from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
-from onnxgrad.training.arguments import check_choice
+from onnxgrad.training.arguments import attributes_where, check_choice
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.filled import fillable, is_cache
 from onnxgrad.training.label_facts import balanced_weights, label_shapes
@@ -29,11 +30,7 @@ from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
 
-_ARGUMENTS = (  # of a trainer, that decide what a step or an evaluation computes
-    *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
-    *("batch_norm", "dropout", "mix", "batch_axes", "carry", "recompute", "precision"),
-    *("seed", "trained", "members", "optimizers", "class_weight", "device"),
-)
+_IN_STEP = attributes_where(in_step=True)
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -100,7 +97,7 @@ class Recipe:
         # of the number of rows only matters whether it is 1
         shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in facts.labels.items()}
         of_data = shapes, facts.weight_axes, facts.balanced, facts.filled, facts.labeled
-        arguments = trainer.built.fingerprint({n: getattr(trainer, n) for n in _ARGUMENTS})
+        arguments = trainer.built.fingerprint({n: getattr(trainer, n) for n in _IN_STEP})
         shared = None if self.sharing is None else self.sharing.key
         return id(trainer.proto), arguments, of_data, self.norms, shared
 
@@ -254,5 +251,4 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
 
 def _is_model(loss: Any) -> bool:
     """Return whether a loss is an ONNX model, or the path of one."""
-    path = isinstance(loss, str) and loss.endswith(".onnx")
-    return path or isinstance(loss, (ModelProto, bytes, os.PathLike))
+    return names_model(loss) or isinstance(loss, (ModelProto, bytes, os.PathLike))

@@ -57,6 +57,7 @@ class Settings:
     seed: int = 0
     parallel: DataParallel | bool | None = False
     straight_through: bool = False
+    classes: list[Any] = field(default_factory=list)  # given, or of the file
     names: Names = field(default_factory=Names)
     state: TrainState = field(default_factory=TrainState)
     built: BuildCache = field(default_factory=BuildCache)

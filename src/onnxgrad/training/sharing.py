@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
 import zlib
@@ -15,9 +14,10 @@ import numpy as np
 
 from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
+from onnxgrad.training.arguments import attributes_where
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.equality import describe
+from onnxgrad.training.equality import describe, options_of
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
@@ -60,6 +60,15 @@ class Sharing:
         shards = self.options.shard_optimizer and self.part.size > 1
         return Across(self.part, self.options.sync_batch_norm, shards)
 
+    def identity(self, batch_norm: str) -> dict[str, Any]:
+        """Return on which options and processes the weights depend by more than rounding."""
+        options, own = self.options, {}
+        if options.local_steps > 1:
+            own = {"local_steps": options.local_steps, "processes": self.part.size}
+        if batch_norm == "train" and not options.sync_batch_norm and self.part.size > 1:
+            own |= {"sync_batch_norm": False, "processes": self.part.size}
+        return own | ({"shards": True, "processes": self.part.size} if options.shards else {})
+
     def callbacks(self, callbacks: Callbacks) -> Callbacks:
         """Return those that this process calls."""
         return callbacks if self.part.rank == 0 else callbacks.without_writers()
@@ -97,7 +106,7 @@ class Sharing:
         """
         trainer, held_out = call.trainer, call.held_out
         callbacks, share = trainer.callbacks, held_out is None or isinstance(held_out, float)
-        own = {
+        own = {name: getattr(trainer, name) for name in attributes_where(free=False)} | {
             "method": "partial_fit" if call.further else "fit",
             "epochs": epochs,
             "shuffle": shuffle,
@@ -105,12 +114,11 @@ class Sharing:
             "batch_size": call.batch_size,
             "validation": held_out if share else "data",
             "sample weights": call.recipe.facts.weight_axes,
-            "batch_axes": trainer.batch_axes,
             "parallel": vars(self.options),
-            "callbacks": [_options(c) for c in callbacks.all if not c.writes],
+            "callbacks": [options_of(c) for c in callbacks.all if not c.writes],
             "gradient norms": callbacks.gradient_norms,
             "metrics": {
-                str(output): [_options(metric) for metric in metrics]
+                str(output): [options_of(metric) for metric in metrics]
                 for output, metrics in trainer.metrics_by_output.items()
             },
         }
@@ -218,15 +226,6 @@ def in_group(trainer: Any) -> Iterator[None]:
             yield
         finally:
             trainer.sharing = None
-
-
-def _options(value: Any) -> Any:
-    """Return the class of a callback or metric, and of the package's own the arguments."""
-    kind = type(value)
-    if not kind.__module__.startswith("onnxgrad."):
-        return kind.__qualname__
-    names = inspect.signature(kind).parameters
-    return {kind.__qualname__: {n: getattr(value, n) for n in names if hasattr(value, n)}}
 
 
 class _OfGroup(BatchSource):

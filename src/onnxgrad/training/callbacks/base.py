@@ -57,6 +57,8 @@ class Callback:
         every_steps: the loop ends a call of the runtime at every multiple of it, so that
             `on_step_end` is called then. With None, `on_step_end` is called after every call of the
             runtime, which runs one or more steps.
+        compared_arguments: the arguments on which its entry in `state.callbacks` depends: a
+            training that is resumed with it must have equal ones.
         writes: whether it writes files or to the terminal: of several processes that train one
             model, only the first calls its events.
         checkpoints: the folder into which `write_checkpoint` writes; None: it writes none.
@@ -81,6 +83,7 @@ class Callback:
     every_steps: int | None = None
     gradient_norms: bool = False
     of_members: bool = True
+    compared_arguments: tuple[str, ...] = ()
     writes: bool = False
     checkpoints: Any = None
     _key: str | None = None

@@ -61,6 +61,7 @@ class Checkpoint(Callback):
         100
     """
 
+    compared_arguments = ("monitor", "mode")
     writes = True
 
     def __init__(

@@ -68,6 +68,8 @@ class EarlyStopping(Callback):
         5
     """
 
+    compared_arguments = ("monitor", "restore", "min_delta", "mode")
+
     def __init__(
         self,
         monitor: str = "validation_loss",
