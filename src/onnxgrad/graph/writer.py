@@ -266,7 +266,7 @@ class Writer:
 
         Args:
             v: a number, of shape []; a list or tuple, of dtype int64; an array, of its own shape
-                and dtype, where objects become strings. A value or None is returned unchanged.
+                and dtype, where objects become texts. A value or None is returned unchanged.
             dtype: that of a number; float32 by default.
         """
         if v is None or isinstance(v, ir.Value):
@@ -278,10 +278,10 @@ class Writer:
         if not isinstance(v, (np.ndarray, np.generic)):
             v = np.asarray(v, dtype=(dtype or ir.DataType.FLOAT).numpy())
         v = np.asarray(v)
-        text = v.dtype == object
+        text = v.dtype.kind in "OSU"
         key = (v.dtype, v.shape, tuple(v.ravel()) if text else v.tobytes())
         if key not in self._constants:
-            tensor: Any = ir.StringTensor(np.char.encode(v.astype(str))) if text else ir.Tensor(v)
+            tensor: Any = ir.StringTensor(_encoded_texts(v)) if text else ir.Tensor(v)
             tensor.name = self.name("const")
             value = ir.Value(
                 name=tensor.name,
@@ -388,3 +388,8 @@ class Writer:
             return sequence_nodes.total(self, terms)
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.set_type_like(y, terms[0]) if y.shape is None else y
+
+
+def _encoded_texts(texts: np.ndarray) -> np.ndarray:
+    """Return texts, or their bytes, as an array of bytes in UTF-8."""
+    return texts if texts.dtype.kind == "S" else np.char.encode(texts.astype(str), "utf-8")

@@ -50,16 +50,21 @@ def to_ir(proto: ModelProto) -> ir.Model:
         model = ir.from_proto(kept)
     except ir.serde.SerdeError as e:
         raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e
-    _type_constants(model)
+    note_constants(model)
     return model
 
 
-def _type_constants(model: ir.Model) -> None:
-    """Let constants have the shapes that they have: onnxruntime-genai's builder states others."""
+def note_constants(model: ir.Model) -> None:
+    """Let constants have the shapes of their tensors, and texts be tensors of bytes, in place.
+
+    onnxruntime-genai's builder states other shapes, and onnx_ir reads texts as ASCII.
+    """
     for outer in (model.graph, *(function.graph for function in model.functions.values())):
         for graph in (outer, *outer.subgraphs()):
             stored = [(v, v.const_value) for v in graph.initializers.values()]
             nodes = [n for n in graph if n.op_type == "Constant" and not n.domain]
+            for node in nodes:
+                _encode_texts(node)
             values = ((n.outputs[0], n.attributes.get("value")) for n in nodes)
             stored += [(y, a.as_tensor()) for y, a in values if a is not None and not a.is_ref()]
             for value, tensor in stored:
@@ -67,6 +72,18 @@ def _type_constants(model: ir.Model) -> None:
                     value.shape = ir.Shape(tensor.shape.numpy())
                 if tensor is not None and value.type is None:  # onnx_ir warns of shapes without
                     value.type = ir.TensorType(tensor.dtype)
+
+
+def _encode_texts(node: ir.Node) -> None:
+    """Replace the attribute of a Constant of texts by a tensor of their bytes, in place."""
+    for name in ("value_string", "value_strings"):
+        attribute = node.attributes.get(name)
+        if attribute is not None and not attribute.is_ref():
+            texts = [attribute.as_string()] if name == "value_string" else attribute.as_strings()
+            shape = ir.Shape([] if name == "value_string" else [len(texts)])
+            tensor = ir.StringTensor([text.encode() for text in texts], shape=shape)
+            del node.attributes[name]
+            node.attributes["value"] = ir.AttrTensor("value", tensor)
 
 
 def in_precision(

@@ -13,6 +13,7 @@ from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.constants import ConstantRef, standard
+from onnxgrad.model.convert import note_constants
 from onnxgrad.model.opsets import WORKING_OPSET, convert
 from onnxgrad.model.rewrites import declare_once, own_results, use_standard_domain
 from onnxgrad.model.scopes import unshadow
@@ -74,6 +75,7 @@ def replace_calls(op: Emit, model: ir.Model) -> None:
         return
     before = set(model.graph)
     InlinePass()(model)
+    note_constants(model)
     for node in model.graph:
         for y in () if node in before else node.outputs:
             y.name = op.name(str(y.name))  # the pass does not know the names in subgraphs

@@ -104,9 +104,7 @@ def label_of(op: Emit, node: ir.Node, winner: ir.Value) -> ir.Value:
     labels = list(class_labels(node)) or [0, 1]
     if isinstance(labels[0], int):
         return op.Gather(op.const(labels), winner, axis=0)
-    table = op.Constant(value_strings=labels)
-    table.dtype = ir.DataType.STRING
-    return op.Gather(table, winner, axis=0)
+    return op.Gather(op.const(np.array(labels, object)), winner, axis=0)
 
 
 def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
