@@ -36,7 +36,8 @@ def run_named(model: Model, feed: Mapping[str, Any] | None = None, **inputs: Any
 
 
 def _run(session: ort.InferenceSession, feed: Mapping[str, Any], inputs: dict) -> list[Any]:
-    kinds = {x.name: x.type for x in session.get_inputs()}
+    optional = session.get_overridable_initializers()
+    kinds = {x.name: x.type for x in (*session.get_inputs(), *optional)}
     fed = {name: value for name, value in feed.items() if name in kinds} | inputs
     tensors = {name for name, kind in kinds.items() if kind.startswith("tensor")}
     return session.run(None, {n: np.asarray(v) if n in tensors else v for n, v in fed.items()})

@@ -12,6 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
+from onnxgrad.autodiff.primal.defaults import has_default, is_weight, restore_defaults
 from onnxgrad.autodiff.primal.prepare import listed_as, prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
@@ -149,7 +150,7 @@ class DerivativeRequest:
 def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
     """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
     flags, options, loss = DerivativeOptions, request.options, request.loss
-    model = prepare(proto, keep={*request.stop_gradient, *request.straight_through})
+    model = prepare(proto, keep={*request.stop_gradient, *request.straight_through}, defaults=True)
     graph, inputs = model.graph, list(model.graph.inputs)
     logger.info("prepared: %d nodes", graph.num_nodes())
     original_outputs = list(graph.outputs)
@@ -159,6 +160,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     chosen_inputs = choose_inputs(graph, request.inputs, request.labels, has_reals)
     weights = as_inputs(proto, graph, request.weights)
     wrt = [*chosen_inputs, *weights]
+    once("input or weight", [str(x.name) for x in wrt])
 
     op = Emit(graph)
     if loss is not None:
@@ -187,6 +189,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     if not options & flags.KeepYieldOp:
         data = [x for x in inputs if x.name not in request.labels]
         require_equal_lengths(graph, data, dict(zip(reached, map(current, results), strict=True)))
+    restore_defaults(graph)
     constants.note_constants(model, proto)
     if request.note_primal:
         for node in graph:
@@ -265,10 +268,12 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
         dtype = ir.DataType(tensor.data_type)
         if not dtype.is_floating_point():
             raise ValueError(f"weight {name!r} holds {dtype}: only floats have a gradient")
-        value = graph.initializers.pop(name, None)
+        listed = next((x for x in graph.inputs if x.name == name), None)
+        value = listed or graph.initializers.pop(name, None)
         if value is None:  # no node reads it
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(tensor.dims))
-        graph.inputs.append(value)
+        if listed is None:
+            graph.inputs.append(value)
         weights.append(value)
     return weights
 
@@ -276,6 +281,8 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
 def as_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
     """Undo `as_inputs` for `values`."""
     for value in values:
+        if has_default(value):
+            continue
         graph.inputs.remove(value)
         if value.const_value is not None:
             graph.register_initializer(value)
@@ -302,13 +309,15 @@ def choose_inputs(
 ) -> list[ir.Value]:
     """Return the inputs to differentiate with respect to, in the order of `names`.
 
-    `names=None`: all floats except labels and settings, such as the scales of a Resize.
+    `names=None`: all floats except labels, settings, such as the scales of a Resize, and weights
+    that the file lists among the inputs.
     """
     floats = [x for x in graph.inputs if varies(x)]
     for name in labels:
         by_name("input", name, graph.inputs)
     if names is None:
-        return [x for x in floats if x.name not in labels and not constants.is_setting(x)]
+        others = (x for x in floats if x.name not in labels and not constants.is_setting(x))
+        return [x for x in others if not is_weight(x)]
     inputs = [by_name("input", name, graph.inputs) for name in once("input", names)]
     for x in inputs:
         if x not in floats:

@@ -20,6 +20,7 @@ from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.feeds import inputs_without_default
 
 
 def jacobians_of_rows(
@@ -115,11 +116,11 @@ def _prove(sheet: Sheet, data: Collection[ir.Value], rowed: Collection[str]) -> 
 
 
 def _of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
-    """Return a model whose inputs with rows have one."""
+    """Return a model whose inputs with rows have one, except those with a default."""
     one = ModelProto()
     one.CopyFrom(origin)
     del one.graph.value_info[:]
-    for x in one.graph.input:
+    for x in inputs_without_default(one):
         if x.name in rowed:
             x.type.tensor_type.shape.dim[0].Clear()
             x.type.tensor_type.shape.dim[0].dim_value = 1
@@ -138,17 +139,27 @@ def _inputs_outside(
     """
     rows = []
     for x in list(body.inputs):
+        default = body.initializers.pop(str(x.name), None)
         if str(x.name) not in rowed:
-            body.inputs.remove(x)
-            op.graph.inputs.append(x)
-            continue
-        whole = ir.Value(name=x.name, type=x.type, shape=rowed[str(x.name)].shape)
+            body.inputs.remove(whole := x)
+        else:
+            shape = x.shape if default else rowed[str(x.name)].shape
+            whole = ir.Value(name=x.name, type=x.type, shape=shape, const_value=x.const_value)
+            x.name, x.const_value = op.name(f"{x.name}_row"), None
+            rows.append(whole)
         op.graph.inputs.append(whole)
-        x.name = op.name(f"{x.name}_row")
-        rows.append(whole)
-    count = op.Shape(rows[0], start=0, end=1)
+        if default:
+            op.graph.initializers.add(whole)
+    count = op.Shape(next(x for x in rows if not x.is_initializer()), start=0, end=1)
     missing = op.Max(op.Sub([1], count), [0])
-    return [op.Unsqueeze(_lengthened(op, x, missing), [1]) for x in rows], count
+    same = [_for_each_row(op, x, count) if x.is_initializer() else x for x in rows]
+    return [op.Unsqueeze(_lengthened(op, x, missing), [1]) for x in same], count
+
+
+def _for_each_row(op: Emit, x: ir.Value, count: ir.Value) -> ir.Value:
+    """Return an input with a default, whose one row is repeated for all `count` rows."""
+    ones = [1] * ((rank(x) or 1) - 1)
+    return op.set_type_like(op.Expand(x, op.vector(count, *ones)), x)
 
 
 def _lengthened(op: Emit, x: ir.Value, missing: ir.Value) -> ir.Value:

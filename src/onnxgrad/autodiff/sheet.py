@@ -11,6 +11,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import as_constants, as_inputs, by_name, choose_inputs
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
+from onnxgrad.autodiff.primal.defaults import restore_defaults
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
@@ -57,18 +58,19 @@ class Sheet:
         own: bool = False,
     ) -> None:
         self.origin = read(model)
-        self.model = prepare(self.origin, own=own)
+        self.model = prepare(self.origin, own=own, defaults=True)
         chosen = choose_inputs(self.model.graph, inputs)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:
             names = {str(d) for x in self.model.graph.inputs for d in dims(x) or ()}
             symbol = next(s for s in ("rows", "rows_of_inputs") if s not in names)
-            self.model = prepare(self.origin, batch=symbol)
+            self.model = prepare(self.origin, batch=symbol, defaults=True)
             chosen = choose_inputs(self.model.graph, inputs)
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
         self._select(outputs)
         self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
+        once("input or weight", [str(x.name) for x in self.wrt])
         by_default = [chosen if inputs is None else (), chosen_weights if weights is None else ()]
         self._by_default = [x for values in by_default for x in values]
         self.kept = list(self.graph.outputs)
@@ -150,6 +152,7 @@ class Sheet:
         if self._dummies:
             tidy(self.model)
         require_equal_lengths(self.graph, self._original_inputs, {})
+        restore_defaults(self.graph)
         constants.note_constants(self.model, self.origin)
         logger.info("finished: %d nodes", self.graph.num_nodes())
         return to_proto(self.model)

@@ -68,9 +68,11 @@ def note_constants(model: ir.Model) -> None:
             values = ((n.outputs[0], n.attributes.get("value")) for n in nodes)
             stored += [(y, a.as_tensor()) for y, a in values if a is not None and not a.is_ref()]
             for value, tensor in stored:
-                if tensor is not None and value.shape != tensor.shape:
+                if tensor is None or value.is_graph_input():  # another tensor may be fed
+                    continue
+                if value.shape != tensor.shape:
                     value.shape = ir.Shape(tensor.shape.numpy())
-                if tensor is not None and value.type is None:  # onnx_ir warns of shapes without
+                if value.type is None:  # onnx_ir warns of shapes without
                     value.type = ir.TensorType(tensor.dtype)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto, ValueInfoProto
 
+from onnxgrad.graph.shapes import dims, static
+
 _SESSION_TYPES = {"float": ir.DataType.FLOAT, "double": ir.DataType.DOUBLE}
 
 
@@ -23,6 +25,19 @@ def inputs_without_default(model: ModelProto) -> list[Any]:
 def names_without_default(model: ModelProto) -> list[str]:
     """Return the names of `inputs_without_default`."""
     return [x.name for x in inputs_without_default(model)]
+
+
+def unsized_defaults(model: ModelProto) -> set[str]:
+    """Return the names of the inputs with a default that state a length which is not static.
+
+    They are data, as tensors of another length may be fed. Other inputs with a default may be
+    weights, which some exporters list among the inputs.
+    """
+    if model.ir_version < 4:  # a default cannot be replaced
+        return set()
+    given = set(names_without_default(model))
+    optional = [x for x in model.graph.input if x.name not in given]
+    return {x.name for x in optional if static(dims(ir.from_proto(x))) is None}
 
 
 def random_feed(

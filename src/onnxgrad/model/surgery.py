@@ -75,7 +75,8 @@ def select_model_inputs_outputs(
     Args:
         onx: model, serialized model or path; never modified.
         outputs: names of any tensors of the graph; None keeps the outputs.
-        inputs: names of any tensors of the graph; None keeps all inputs.
+        inputs: names of any tensors of the graph; None keeps all inputs. Inputs with a default stay
+            inputs where the outputs depend on them.
         infer_shapes: False declares only the shapes that `onx` declares. The types of new inputs
             and outputs are inferred in any case.
         verbose: 1 reports the number of nodes through `logging`, to stderr where it is not
@@ -113,7 +114,8 @@ def select_model_inputs_outputs(
     if outputs is not None:
         graph.outputs[:] = [values[name] for name in outputs]
     if inputs is not None:
-        graph.inputs[:] = [as_input(graph, values[name]) for name in inputs]
+        optional = [x for x in declared if x.is_initializer() and x.name not in inputs]
+        graph.inputs[:] = [*(as_input(graph, values[name]) for name in inputs), *optional]
     tidy(model)
     name_rest(graph)
     lost = [v.name for v in declared if v not in graph.inputs and v.uses()]

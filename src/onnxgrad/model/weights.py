@@ -20,6 +20,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
 from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan, standard
 from onnxgrad.model.external import without_elements
+from onnxgrad.model.feeds import unsized_defaults
 from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
 from onnxgrad.model.rewrites import own_results
 from onnxgrad.model.scopes import rename_values, unused
@@ -50,13 +51,13 @@ _MOVES = REORDERS | SELECTS
 def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     """Yield references to the constants of `model` in graph order, each with a unique name.
 
-    `default` is false for those that `note_constants` recorded (factors of a loss or a gradient)
-    and for settings (the scales of a Resize, the ends of a Range).
+    `default` is false for those that `note_constants` recorded (factors of a loss or a gradient),
+    for settings (the scales of a Resize, the ends of a Range), and for inputs of any length.
 
     If several constants have the same name, as those of two branches may, the later ones get a
     numeric suffix; so does one that has the name of a computed value.
     """
-    noted_names = noted(model)
+    no_weights = noted(model) | unsized_defaults(model)
     refs = list(scan(model))  # keeps the graphs alive, and so their ids unique
     settings = _settings(model) if any(ref.default for ref in refs) else set()
     seen = _computed(model.graph)
@@ -65,7 +66,7 @@ def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
         name = unused(ref.name, taken) if ref.name in seen else ref.name
         seen.add(name)
         setting = (id(ref.graph), ref.graph_name) in settings
-        ours = ref.graph is model.graph and not {name, ref.name}.isdisjoint(noted_names)
+        ours = ref.graph is model.graph and not {name, ref.name}.isdisjoint(no_weights)
         ref.default = ref.default and not (ours or setting)
         ref.name = name
         yield ref

@@ -9,8 +9,8 @@ from math import ceil, prod
 
 import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
+from onnxgrad.autodiff.primal.defaults import close_defaults
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.inference.infer import infer
@@ -203,7 +203,7 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
     bare = external.without_data(raise_opset(proto))
     model = to_ir(inlined(bare, lifted=True))
     external.with_data(model, proto)
-    RemoveInitializersFromInputsPass()(model)
+    close_defaults(model)
     assumed: dict[str, int] = {}
     every = (d for x in model.graph.inputs for d in dims(x) or ())
     symbols = [d for d in every if isinstance(d, str) and d != "?"]

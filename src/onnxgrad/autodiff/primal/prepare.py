@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveInitializersFromInputsPass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from onnxgrad.autodiff.primal.branches import take_static_branches
+from onnxgrad.autodiff.primal.defaults import close_defaults, open_defaults
 from onnxgrad.autodiff.primal.final_states import read_final_states
 from onnxgrad.autodiff.primal.function_bodies import function_body, initializer, operators_with_body
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
@@ -53,6 +54,7 @@ def prepare(
     exempt: Collection[str] | None = None,
     wide: Collection[str] | None = None,
     fill: Callable[[ir.Model], None] | None = None,
+    defaults: bool = False,
 ) -> ir.Model:
     """Return a copy of `proto` in the working dialect, with inferred types and shapes.
 
@@ -71,9 +73,13 @@ def prepare(
         wide: compute in float32 what the model computes in 16 bits: see `widen`, which gets these
             names of constants. None: compute it as the model does.
         fill: replaces inputs of the model, of which types and shapes are inferred, by nodes.
+        defaults: inputs with a default stay inputs, see `open_defaults`; else they are constants.
     """
     asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt, wide, fill)
     model = _in_working_opset(proto)
+    if defaults:
+        open_defaults(model, proto, own)
+    close_defaults(model)
     for apply in PASSES:
         apply(model, asked)
     return model
@@ -102,10 +108,9 @@ class _Asked:
 
 
 def _in_working_opset(proto: ModelProto) -> ir.Model:
-    """Return a copy without functions, Constants and initializers among the inputs."""
+    """Return a copy without functions and Constants."""
     model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
     external.with_data(model, proto)
-    RemoveInitializersFromInputsPass()(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
     return model
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
+from onnxgrad.autodiff.primal.defaults import close_defaults
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.model import external, weights as constants
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.feeds import unsized_defaults
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.roles import Roles, Verdict
 from onnxgrad.training.parameters.table import Tensor, Tensors
@@ -19,12 +20,12 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
     """Return the graph of `proto`, functions inlined, and its float constants in their order."""
     inner = to_ir(inlined(external.without_data(proto), lifted=True))
     external.with_data(inner, proto)
-    RemoveInitializersFromInputsPass()(inner)
+    close_defaults(inner)
     values = inner.graph.initializers
     stated = evidence.stated_kinds(proto.graph)
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
     roles = Roles(inner.graph, proto.producer_name, buffers)
-    noted = constants.noted(proto)
+    noted, data = constants.noted(proto), unsized_defaults(proto)
     rows = Tensors()
     for ref in constants.constant_refs(proto):
         if ref.read().data_type in constants.FLOATS:
@@ -33,6 +34,8 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
                 verdict = Verdict(False, "part of a loss or of a gradient")
             elif not array.size:
                 verdict = Verdict(False, "it has no elements: a place for an adapter")
+            elif ref.name in data:
+                verdict = Verdict(False, "an input, in whose place another length can be fed")
             elif value is None:
                 verdict = Verdict(False, "no node reads it")
             else:

@@ -1,0 +1,64 @@
+"""Inputs with a default: initializers that are among the inputs, so that others can be fed.
+
+`open_defaults` makes them plain inputs, of which no pass and no rule reads the elements, and
+`restore_defaults` gives them back their elements and their shapes.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.graph.shapes import dims, is_real, static
+from onnxgrad.model.weights import is_setting
+
+_DEFAULT = "onnxgrad.default"  # in `meta` of an input: its elements and its stated shape
+
+
+def open_defaults(model: ir.Model, origin: ModelProto, own: bool) -> None:
+    """Make inputs with a default plain inputs, in place.
+
+    Before IR version 4, all initializers were among the inputs, and could not be fed. Where a file
+    still lists all of them, integers and settings remain constants, as rules read them, unless it
+    is a prepared one.
+    """
+    if origin.ir_version < 4:
+        return
+    optional = [x for x in model.graph.inputs if x.is_initializer()]
+    stored = len(origin.graph.initializer) + len(origin.graph.sparse_initializer)
+    for x in optional:
+        is_constant = static(dims(x)) is not None and (not is_real(x) or is_setting(x))
+        if is_constant and len(optional) == stored and not own:
+            continue
+        assert x.const_value is not None
+        x.meta[_DEFAULT] = x.const_value, x.shape
+        pairs = zip(dims(x) or (), x.const_value.shape, strict=False)
+        x.shape = ir.Shape([d if d == length else None for d, length in pairs])
+        del model.graph.initializers[str(x.name)]
+        x.const_value = None
+
+
+def close_defaults(model: ir.Model) -> None:
+    """Remove initializers from the inputs, in place: they are constants of the default's shape."""
+    for graph in model.graphs():
+        for x in [x for x in graph.inputs if x.is_initializer()]:
+            graph.inputs.remove(x)
+            if x.const_value is not None:
+                x.shape = ir.Shape(x.const_value.shape)
+
+
+def has_default(x: ir.Value) -> bool:
+    """Return whether `x` is an input with a default, in whose place anything can be fed."""
+    return _DEFAULT in x.meta
+
+
+def is_weight(x: ir.Value) -> bool:
+    """Return whether `x` is an input with a default whose stated shape is static."""
+    return has_default(x) and static(dims(ir.Value(shape=x.meta[_DEFAULT][1]))) is not None
+
+
+def restore_defaults(graph: ir.Graph) -> None:
+    """Make the inputs with a default initializers again, in place."""
+    for x in filter(has_default, graph.inputs):
+        x.const_value, x.shape = x.meta.pop(_DEFAULT)
+        graph.initializers.add(x)
