@@ -27,7 +27,7 @@ def model_with_default(ir_version: int = 9) -> onnx.ModelProto:
     return parse_model(text, ir_version=ir_version, **weights)
 
 
-def lengths(model: onnx.ModelProto, name: str) -> list[str | int]:
+def stated_lengths(model: onnx.ModelProto, name: str) -> list[str | int]:
     [found] = [x for x in model.graph.input if x.name == name]
     return [d.dim_param or d.dim_value for d in found.type.tensor_type.shape.dim]
 
@@ -65,7 +65,7 @@ MADE = {
 def test_default_can_be_fed(name):
     """A one is broadcast to ones for all rows, and another number for each row changes results."""
     made = MADE[name](model_with_default())
-    assert lengths(made, "r") == ["N"]
+    assert stated_lengths(made, "r") == ["N"]
     assert initializer_arrays(made)["r"].tolist() == [1]
     fed, default = stated(made, r=R), stated(made)
     same = stated(made, r=np.float32([1, 1, 1]))
@@ -94,7 +94,7 @@ def test_listed_weights():
     gradients = og.onnx_derivative(made)
     assert [y.name for y in gradients.graph.output] == ["x_grad", "r_grad", "w_grad"]
     assert [y.name for y in og.vjp(made).graph.output] == ["y", "x_grad", "r_grad"]
-    assert lengths(og.vjp(made), "w") == [2]
+    assert stated_lengths(og.vjp(made), "w") == [2]
     assert list(og.get_train_initializer(made)) == ["w"]
     with pytest.raises(ValueError, match=naming("'w'", "twice")):
         og.vjp(made, ["w"], ["w"])
@@ -107,6 +107,6 @@ def test_trained_files(tmp_path):
     trainer.fit(X, X, epochs=1)
     trainer.save(tmp_path / "trained.onnx")
     trained = onnx.load(tmp_path / "trained.onnx")
-    assert lengths(trained, "r") == ["N"]
+    assert stated_lengths(trained, "r") == ["N"]
     assert initializer_arrays(trained)["r"].tolist() == [1]
     assert initializer_arrays(trained)["w"].tolist() != [1, 2]

@@ -97,6 +97,9 @@ def test_penalty_nodes(dtype, options, opset):
     initializers, nodes = penalty_loss_onnx("w", dtype, existing_names=taken, **options)
     made = {name for node in nodes for name in node.output} | {t.name for t in initializers}
     assert made.isdisjoint(taken)
+    fields = {np.float32: "float_data", np.float64: "double_data"}
+    numbers = [n for t in initializers for n in getattr(t, fields.get(dtype, "raw_data"))]
+    assert dtype == np.float16 or numbers == list(options.values())
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     values = [onnx.helper.make_tensor_value_info(n, kind, None) for n in ("w", nodes[-1].output[0])]
     graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:], initializers)

@@ -341,12 +341,13 @@ def test_clone_and_parameters():
     made.set_params(learning_rate__eta0=0.05)
 
 
-def test_a_given_learning_rate_stays_as_it_is():
+def test_a_learning_rate_has_the_value_of_the_last_epoch():
     x, y = line_rows()
     rate = LearningRateSGD(0.05, learning_rate="adaptive")
     made = inner_line_trainer(learning_rate=rate, max_iter=60).fit(x, y)
     assert made.learning_rate_ < 0.05
-    assert rate.value is None
+    assert rate.value == made.learning_rate_
+    assert made.fit(x, y).learning_rate_ == rate.value  # each call begins with the first epoch
 
 
 def test_the_seed_gives_the_same_bits():
@@ -462,7 +463,9 @@ def test_setting_and_getting_the_state():
 # -- progress, validation, interruption ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("every", "count"), [(1, 5), (2, 2), (0.2, 5), (0.4, 2), (9, 0)])
+@pytest.mark.parametrize(
+    ("every", "count"), [(1, 5), (2, 2), (0.2, 5), (0.4, 2), (0.39, 5), (9, 0)]
+)
 def test_validation(every, count):
     x, y = line_rows()
     seen = []

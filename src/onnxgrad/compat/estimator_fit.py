@@ -117,7 +117,7 @@ class EstimatorFit:
             lambda _: state.rng,
             last_epoch=state.epoch + trainer.max_iter,
             evaluate=evaluate,
-            evaluate_every=max(1, round(every if every >= 1 else every * trainer.max_iter)),
+            evaluate_every=max(1, int(every if every >= 1 else every * trainer.max_iter)),
             singly=not isinstance(source, ArraySource),
             log_steps=trainer.enable_logging,
             log_epochs=bool(trainer.verbose or trainer.enable_logging),

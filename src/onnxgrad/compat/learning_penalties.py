@@ -71,7 +71,17 @@ def penalty_loss_onnx(
     if isinstance(existing_names, MutableSet):
         existing_names |= {str(t.name) for t in tensors}
         existing_names |= {y for node in nodes for y in node.output}
-    return [ir.to_proto(t) for t in tensors], nodes
+    return [_with_number_fields(t) for t in tensors], nodes
+
+
+def _with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
+    """Return a tensor with its numbers in `float_data`, `double_data` or `int64_data`."""
+    proto = ir.to_proto(tensor)
+    field = {1: "float_data", 7: "int64_data", 11: "double_data"}.get(proto.data_type)
+    if field is not None:
+        proto.ClearField("raw_data")
+        getattr(proto, field).extend(tensor.numpy().ravel().tolist())
+    return proto
 
 
 class BaseLearningPenalty(SmallFunctions):

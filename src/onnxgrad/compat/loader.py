@@ -21,14 +21,13 @@ class OrtDataLoader:
         X: features, (N, ...), kept in their dtype.
         y: targets, (N, ...), kept in their dtype and with their columns; (N,) becomes (N, 1).
         sample_weight: sample weights, (N,) or (N, 1), or None; yielded as (N,).
-        batch_size: rows of a batch, at least 1.
+        batch_size: rows of a batch; 0 or less for all rows.
         device: the device of OrtValues: "cpu", "cuda" or "cuda:1", a GPU by its number.
         random_iter: draw the rows in a new random order for every pass; else in their order.
         random_state: seed of that order, or a `numpy.random.Generator`; None is random.
 
     Raises:
-        ValueError: arrays of different lengths, empty arrays, arrays that are not numeric, or
-            `batch_size` below 1.
+        ValueError: arrays of different lengths, empty arrays, or arrays that are not numeric.
         ProviderError: the installed onnxruntime has no execution provider for `device`.
 
     Examples:
@@ -62,8 +61,6 @@ class OrtDataLoader:
         if len(set(counts.values())) > 1:
             raise ValueError(f"the arrays have different numbers of rows: {counts}")
         self.batch_size = operator.index(batch_size)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: a batch has at least 1 row")
         self._device = Device.of(device).check()
         self.device, self.random_iter = device, random_iter
         self._arrays = tuple(arrays.values())
@@ -92,8 +89,9 @@ class OrtDataLoader:
     def iter_numpy(self) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield batches (X, y) or (X, y, weight) as arrays; views without `random_iter`."""
         order = self._rng.permutation(len(self)) if self.random_iter else None
-        for start in range(0, len(self), self.batch_size):
-            rows = slice(start, start + self.batch_size)
+        count = self.batch_size if self.batch_size > 0 else len(self)
+        for start in range(0, len(self), count):
+            rows = slice(start, start + count)
             yield tuple(a[rows] if order is None else a[order[rows]] for a in self._arrays)
 
     def iter_ortvalue(self) -> Iterator[tuple[ort.OrtValue, ...]]:

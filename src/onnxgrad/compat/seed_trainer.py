@@ -184,6 +184,8 @@ class SeedTrainer(Arguments):
         finally:
             self._state = state if before is None or loop.moved else before
             self._state.stop_reason = state.stop_reason
+            if isinstance(self.learning_rate, BaseLearningRate):
+                self.learning_rate.value = self._state.learning_rate
             state.end()
 
     def _model(self, state: EstimatorState | None) -> ModelProto:
