@@ -72,3 +72,23 @@ def test_targets_keep_their_order(here):
     turned = ("--target", "v", "--target", "u", "--output", "again.onnx")
     made = run_command("train", "trained.onnx", "wide.csv", *turned, *both)
     assert "column 1 is 'v', and was 'u'" in made.stderr
+
+
+def test_all_columns_that_may_be_left_out_are_named(here):
+    """One of the first may be no feature, as a number of rows: nothing says which."""
+    write_wide("id,a,b,y", "1,2,3,4")
+    message = refusal(*OLD)
+    assert_names(message, "--ignore", "--columns", "id, a, b")
+    assert "--ignore b" not in message
+
+
+def test_columns_that_skl2onnx_renames(here):
+    text = """g (float[N,1] width__cm_, float[N,1] _2nd) => (float[N,1] y) {
+        h = Mul(width__cm_, W) y = Add(h, _2nd) }"""
+    save_model("linear.onnx", text, W=[[1.0]])
+    write_wide("2nd,width (cm),y")
+    succeed(*OLD)
+    kept = metadata_of_file("trained.onnx")["onnxgrad.columns"]
+    assert kept == '{"width__cm_": ["width (cm)"], "_2nd": ["2nd"]}'
+    write_wide("2nd,width (cm),width [cm],y", "1,2,3,4")
+    assert_names(refusal(*OLD, "--overwrite"), "'width__cm_'", "'width (cm)'", "'width [cm]'")

@@ -562,6 +562,17 @@ def test_a_model_with_several_inputs_takes_a_table():
     np.testing.assert_allclose(ours.predict(named), ours.predict(table))
 
 
+def test_columns_that_skl2onnx_renames():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(X[:, :2], columns=["width (cm)", "2nd"])
+    scaled = ColumnTransformer([("scaled", StandardScaler(), ["2nd", "width (cm)"])])
+    theirs = make_pipeline(scaled, LogisticRegression()).fit(table, TWO)
+    ours = OnnxClassifier(theirs, max_iter=1, learning_rate=1e-30, tol=None).fit(table, TWO)
+    assert [x.name for x in ours.to_onnx().graph.input] == ["width__cm_", "_2nd"]
+    expected = theirs.predict_proba(table)
+    np.testing.assert_allclose(ours.predict_proba(table), expected, atol=1e-6)
+
+
 def test_images_and_static_batches():
     text = "f (float[8,2,2,1] x) => (float[8,1] y) { h = Flatten(x)  y = MatMul(h, w) }"
     model = parse_model(text, opset=20, w=np.zeros((4, 1), np.float32))

@@ -19,7 +19,7 @@ from onnxgrad.cli.label_columns import (
     in_other_order,
 )
 from onnxgrad.cli.sources import ArrowSource, ImageSource, TextSource
-from onnxgrad.data.arrays import DataError
+from onnxgrad.data.arrays import DataError, fit_shape
 from onnxgrad.data.class_numbers import check_count, first_names
 from onnxgrad.data.columns import Names, Part
 from onnxgrad.data.readers import Reader
@@ -155,7 +155,8 @@ def map_arrow(
     source: ArrowSource, objective: Objective, options: LabelOptions, classes: Labels | None
 ) -> Task:
     """Return what reads columns while training, for a model with one label."""
-    inputs = [str(x.name) for x in _features(source.name, objective)]
+    features = _features(source.name, objective)
+    inputs = [str(x.name) for x in features]
     weight = options.sample_weight
     targets = Targets.of(options, source.types, objective.names)
     targets.by_label(objective)
@@ -164,6 +165,10 @@ def map_arrow(
     columns = names.by_input(rest, inputs, source.lists)
     numbers = [n for group in columns.values() for n in group]
     source.check_numbers(numbers if classes else [*numbers, *targets.names])
+    for x in features:
+        group = columns[str(x.name)]
+        if {*group}.isdisjoint(source.lists):
+            fit_shape(np.empty((1, len(group))), dims(x), f"input {x.name!r}", True, group)
     reader = source.reader(columns, targets.names, weight)
     stored = _stored_names(columns, source.lists, targets)
     stored.classes = classes or []

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import PrintableError, printable
+from onnxgrad.errors import PrintableError, argument, printable
 from onnxgrad.graph.shapes import Dim, Dims
 from onnxgrad.runtime.values import to_numpy
+
+_LISTED = 30  # columns in a message
 
 
 class DataError(PrintableError, ValueError):
@@ -145,7 +147,13 @@ def shape_text(shape: Sequence[Dim]) -> str:
     return f"({lengths[0]},)" if len(lengths) == 1 else f"({', '.join(lengths)})"
 
 
-def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -> np.ndarray:
+def fit_shape(
+    array: np.ndarray,
+    shape: Dims | None,
+    what: str,
+    reshape: bool,
+    columns: Sequence[str] | None = None,
+) -> np.ndarray:
     """Return `array` in the shape that an input declares; the first axis counts rows.
 
     Args:
@@ -154,6 +162,7 @@ def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -
         what: the subject of the message, such as the quoted name of the input.
         reshape: give the values of a row, which come from columns, any declared shape of as many
             elements. If false, only a last axis of length one may be added or removed.
+        columns: the names of the columns that hold the values of a row.
 
     Raises:
         DataError: the shapes do not fit.
@@ -175,9 +184,19 @@ def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -
     count, least = math.prod(array.shape[1:]), math.prod(d for d in fixed if d > 0)
     free = fixed.count(-1)
     if free > 1 or (count % least if free else count != least):
-        multiple = "a multiple of " * bool(free)
+        multiple, chosen = "a multiple of " * bool(free), ""
+        if not free and columns is not None and len(columns) == count > least:
+            chosen = f"; {_choose_columns(columns, least)}"
         raise DataError(
             f"{what} takes {multiple}{least} values a row (shape {shape_text(declared)}); "
-            f"the data has {count} (shape {shape_text(array.shape)})"
+            f"the data has {count} (shape {shape_text(array.shape)}){chosen}"
         )
     return array.reshape(len(array), *fixed)
+
+
+def _choose_columns(columns: Sequence[str], count: int) -> str:
+    """Return the advice to choose some of more columns, and all of which they may be."""
+    extra, option = len(columns) - count, argument("ignore")
+    how = f" with {option}, or name {count} with {argument('columns')}" * option.startswith("--")
+    more = f", and {len(columns) - _LISTED} more" if len(columns) > _LISTED else ""
+    return f"leave out {extra} of its columns{how}: {', '.join(columns[:_LISTED])}{more}"

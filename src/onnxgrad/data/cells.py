@@ -5,7 +5,6 @@ Messages count rows from 1, without the header of a CSV file.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import numpy as np
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.errors import argument
-from onnxgrad.graph.shapes import Dims
 
 _ENCODED = 20  # different texts that can be columns of zeros and ones
 
@@ -128,15 +126,6 @@ class Cells(ColumnArrays):
             f"{short(rows[first])}{also}; {remedy(rows[first], filled)}, or leave it out with "
             f"{leave}"
         )
-
-    def superfluous(self, shape: Dims | None) -> str:
-        """Return what to do about more columns than an input takes; "" if they are not more."""
-        lengths = (shape or ())[1:]
-        taken = math.prod(d for d in lengths if isinstance(d, int))
-        if len(self.values) <= max(taken, 1) or not all(isinstance(d, int) for d in lengths):
-            return ""
-        leave = argument("ignore", [self.columns[-1]])
-        return f"; choose its columns: {argument('ignore')} leaves out others, such as {leave}"
 
 
 def flat(array: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ A table is any object with column names: a DataFrame of pandas or polars, a tabl
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -133,6 +134,12 @@ def same_columns(
     )
 
 
+def _named_by(name: str, columns: Sequence[str]) -> str:
+    """Return the column of an input, which skl2onnx may call by another name."""
+    renamed = [c for c in columns if re.sub(r"^(?=\d)|[^\w+]", "_", c) == name]
+    return renamed[0] if name not in columns and len(renamed) == 1 else name
+
+
 def _listed(names: Sequence[str]) -> str:
     more = f", and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(map(repr, names[:8])) + more
@@ -166,8 +173,9 @@ class Names:
         """Return the columns of a table that each input takes; `names` are those of no label.
 
         Each of several inputs takes the columns that it was trained on, or else the column of its
-        name. A single input takes all columns, by name if it was trained on some; or the column of
-        its name, if that is among `arrays`, which hold an array for each row.
+        name, or the only one that skl2onnx calls so. A single input takes all columns, by name if
+        it was trained on some; or the column of its name, if that is among `arrays`, which hold an
+        array for each row.
         """
         rest, first = list(names), inputs[0]
         if not rest:
@@ -177,7 +185,7 @@ class Names:
             order = self.columns.get(first, rest)
             same_columns(rest, order, f"input {first!r}", by_name=True)
             return {first: list(order)}
-        columns = {name: self.columns.get(name, [name]) for name in inputs}
+        columns = {name: self.columns.get(name, [_named_by(name, rest)]) for name in inputs}
         for name in (name for group in columns.values() for name in group):
             if name not in rest:
                 raise unknown("column (every input of the model needs one)", name, rest)

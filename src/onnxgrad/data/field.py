@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
 from onnxgrad.data.class_numbers import outside
-from onnxgrad.data.columns import Part, is_table, stack_columns
+from onnxgrad.data.columns import Part, column_names, is_table, stack_columns
 from onnxgrad.data.indices import Table
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import named
@@ -123,10 +123,7 @@ class Field:
             cells.refuse(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
 
         values = self._values(array, cells.title, refuse)
-        try:
-            return fit_shape(values, self.shape, cells.title, reshape=True)
-        except DataError as e:
-            raise DataError(f"{e}{cells.superfluous(self.shape)}") from None
+        return fit_shape(values, self.shape, cells.title, True, cells.columns)
 
     def numbers(self, data: Any) -> np.ndarray:
         """Return `data` as an array of numbers, that of a table in the shape of the input."""
@@ -142,7 +139,8 @@ class Field:
             return self.of_cells(cells)
         if not is_table(data):
             return to_numbers(self.name, data)
-        return fit_shape(stack_columns(self.name, data), self.shape, repr(self.name), reshape=True)
+        values, names = stack_columns(self.name, data), column_names(data)
+        return fit_shape(values, self.shape, repr(self.name), True, names)
 
     def cells(self, data: Any) -> Cells | None:
         """Return the columns of a file in `data`; None if it is none, or a part of none."""

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.data.columns import is_table
+from onnxgrad.data.columns import Names, column_names
 from onnxgrad.data.field import Field
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
@@ -144,7 +144,10 @@ class Predictor:
         if not by_name(X):
             if len(names) == 1:
                 columns = {names[0]: X}
-            elif not is_table(X):
+            elif (own := column_names(X)) is None:
                 raise ValueError(f"the model has the inputs {names}: pass a table of these columns")
+            else:
+                groups = Names().by_input(own, names)
+                columns = {name: X[group[0]] for name, group in groups.items()}
         read = raw_array if self.raw else Field.check
         return {field.name: read(field, columns[field.name]) for field in self.fields}
