@@ -210,6 +210,9 @@ from .language.texts import (
 from .limits import (
     set_limits as set_limits,
 )
+from .losses.applied_to import (
+    are_probabilities as are_probabilities,
+)
 from .losses.boxes import (
     box_iou as box_iou,
     distribution_focal as distribution_focal,

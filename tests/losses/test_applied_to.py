@@ -8,7 +8,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import LOSSES, Emit, OrtGradientOptimizer, Trainer, add_loss_output
+from onnxgrad import (
+    LOSSES,
+    Emit,
+    OrtGradientOptimizer,
+    Trainer,
+    add_loss_output,
+    are_probabilities,
+)
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.compat.learning_losses import FunctionLearningLoss
@@ -460,3 +467,26 @@ def test_probabilities_that_are_moved_into_pixels():
     spec = LOSSES["binary_cross_entropy"].with_options({"from_logits": None})
     assert value_range(y) == (0, 1)
     assert not decide_options(spec, y).options["from_logits"]
+
+
+CAPTURED = """p = Sigmoid(x)  y = If (c) <then_branch = t () => (float[N,3] a) { a = Identity(p) },
+    else_branch = e () => (float[N,3] b) { b = If (c) <
+        then_branch = f () => (float[N,3] d) { d = Identity(p) },
+        else_branch = g () => (float[N,3] h) { h = Mul(p, SECOND) }> }>"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (CAPTURED.replace("SECOND", "p"), True),
+        (CAPTURED.replace("SECOND", "x"), False),
+        ("e = Exp(x)  i = Add(e, one)  y = Div(e, i)", True),
+        ("y = HardSigmoid(x)", True),
+        ("p = Sigmoid(x)  y = Add(p, one)", False),
+    ],
+)
+def test_probabilities_of_a_model(body, expected):
+    made = parse_model(f"f (float[N,3] x, bool c) => (float[N,3] y) {{ {body} }}", one=1.0)
+    assert are_probabilities(made, "y") == expected
+    with pytest.raises(ValueError, match=naming("output 'x'", "'y'")):
+        are_probabilities(made, "x")

@@ -361,6 +361,17 @@ def test_outputs_that_are_no_probabilities():
         task.predict(task.model, [np.zeros((2, 2), np.float32)])
 
 
+def test_probabilities_of_branches_are_recognized():
+    captured = "then_branch = a () => (float[N,1] u) { u = Identity(p) }"
+    made = parse_model(f"""f (float[N,4] x) => (float[N,1] y) {{ s = MatMul(x, w)  p = Sigmoid(s)
+        y = If (t) <{captured}, else_branch = b () => (float[N,1] v) {{ v = Mul(p, p) }}> }}""",
+        w=np.ones((4, 1), np.float32), t=np.array(True))  # fmt: skip
+    wave = np.float32([-1, 0, 0, 0, -2, 0, 0, 0])
+    [heard] = Sound(made, rate=4, word="beep").predict(made, [wave])
+    [scores] = session_of(made).run(None, {"x": wave.reshape(2, 4)})
+    np.testing.assert_array_equal(heard.scores, scores)
+
+
 def test_false_alarms_are_a_metric(tmp_path):
     """In batches, at the threshold by which a share of the words is missed."""
     root = folder_of_tones(tmp_path / "data")

@@ -13,7 +13,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.errors import argument
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.errors import argument, unknown
+from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.graph.traversal import made_by
@@ -33,6 +35,8 @@ from onnxgrad.losses.value_range import (
     summed_axes,
     value_range,
 )
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import logger
 
 _LINES = VIEWS | frozenset("Add Cast Concat Div Gather Mul Slice Sub Transpose".split())
@@ -191,10 +195,39 @@ def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
     return not is_probability(prediction)
 
 
+def are_probabilities(model: ModelLike, output: str) -> bool:
+    """Return whether the graph of a model proves that an output holds numbers from 0 to 1.
+
+    That is so for any weights and data, as behind a Sigmoid or a Softmax, also in branches.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        output: name of the output.
+
+    Raises:
+        ValueError: no output has this name.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N] x) => (float[N] y, float[N] z) { y = Sigmoid(x)  z = Mul(x, x) }''')
+        >>> og.are_probabilities(model, "y"), og.are_probabilities(model, "z")
+        (True, False)
+    """
+    inner = to_ir(inlined(read(model)))
+    infer(inner)
+    found = {str(y.name): y for y in inner.graph.outputs}
+    if output not in found:
+        raise unknown("output", output, found)
+    return is_probability(found[output])
+
+
 def is_probability(prediction: ir.Value) -> bool:
     """Return whether the graph proves that all numbers are from 0 to 1; shapes are inferred."""
     low, high = value_range(prediction)
-    return low >= 0 and high <= 1
+    return (low >= 0 and high <= 1) or _last_of_elements(prediction) == "Sigmoid"
 
 
 def _last_of_elements(x: ir.Value) -> str | None:

@@ -53,7 +53,7 @@ class Sound(Task):
         shift, gain, noise, snr: what is random about clips in training, see `og.sound_folder`.
         output: name of the output of scores, if several could be.
         activation: "sigmoid" or "softmax", which makes probabilities of outputs; "none" if they are
-            such. None: by the last operator of the model.
+            such. None: by `are_probabilities`.
 
     Raises:
         ValueError: files that cannot be read, classes that do not fit, or inputs of unknown length.

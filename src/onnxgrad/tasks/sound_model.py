@@ -9,11 +9,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+import onnxgrad as og
 from onnxgrad.tasks.base import Runner
 
-_VIEWS = frozenset(
-    "Identity Reshape Squeeze Unsqueeze Flatten Transpose Cast Gather Slice ReduceMean".split()
-)
 Shape = tuple[int | str | None, ...]
 
 
@@ -71,7 +69,7 @@ class SoundModel:
         self.units = self.out[-1] if len(self.out) > 1 else 1
         self.samples = self._samples(seconds)
         self.rows = self.shape[0] if isinstance(self.shape[0], int) else None
-        self.activation = _activation(proto.graph, self.output)
+        self.activation = "none" if og.are_probabilities(proto, self.output) else None
 
     def _samples(self, seconds: float | None) -> int:
         stated = self.shape[-1]
@@ -167,14 +165,3 @@ def _only(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | 
     if chosen is not None or len(names) != 1:
         raise ValueError(f"{what}: the model has {names}: choose one, carry= or constants= others")
     return names[0]
-
-
-def _activation(graph: onnx.GraphProto, output: str) -> str | None:
-    """Return "none" if the output is one of probabilities by its last operator, None if not."""
-    makers = {name: node for node in graph.node for name in node.output}
-    while (node := makers.get(output)) is not None and node.op_type in _VIEWS:
-        output = node.input[0]
-    if node is not None and node.op_type == "If":
-        branch = next(a.g for a in node.attribute if a.name == "then_branch")
-        return _activation(branch, branch.output[list(node.output).index(output)].name)
-    return "none" if node is not None and node.op_type in ("Sigmoid", "Softmax") else None
