@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import LOSSES
+from onnxgrad import LOSSES, Trainer, by_length
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
@@ -18,7 +18,7 @@ from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.spec import Terms
 from onnxgrad.model.convert import to_proto
 from tests.support.combinations import parametrize_chosen
-from tests.support.models import parse_model
+from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep, run
 from tests.support.written_losses import WrittenLoss, torch_leaf
 
@@ -524,6 +524,30 @@ def test_ctc(pad, time_major, dims):
     if time_major:
         results = *results[:2], results[2].transpose(1, 0, 2)
     assert_as_torch(results, loss.mean(), x)
+
+
+@pytest.mark.parametrize("data", ["arrays", "reader"])
+@pytest.mark.parametrize("length", [4, in_sweep("T")])
+def test_ctc_of_rows_behind_time_steps(data, length):
+    """Rows have weights, and a reader counts rows, where time steps are first."""
+    made = parse_model(
+        f"""f (float[N,{length},2] x) => (float[{length},N,3] y)
+        {{ t = Transpose<perm=[1,0,2]>(x)  y = MatMul(t, w) }}""",
+        w=[[3.0, -1.0, -1.0], [2.0, 0.0, 1.0]],
+    )
+    rng = np.random.default_rng(0)
+    x, label = rng.normal(size=(6, 4, 2)).astype("f"), rng.integers(1, 3, size=(6, 2))
+    weight = np.ones(6) if data == "reader" else np.float32([1, 2, 1, 0.5, 0, 3])
+    scores = torch.tensor(x @ initializer_arrays(made)["w"])
+    each = ctc_of_torch(scores, label.tolist(), [4] * 6)
+    trainer = Trainer(made, "ctc", loss_options={"time_major": True})
+    if data == "reader":
+        rows = by_length([*x], [*label], axis={"X": 0, "y": 0}, value=0, same_length=False)
+        found = trainer.evaluate(rows, batch_size=4)
+    else:
+        found = trainer.evaluate(x, label, sample_weight=weight, batch_size=4)
+    expected = (each.numpy() * weight).sum() / weight.sum()
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("time_major", [True, False])

@@ -209,7 +209,8 @@ class TrainingLoss:
                 shape = tuple(self.weight_shape or ())
                 by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
                 axes = 1 if by_row or len(ranks) > 1 else ranks[0]
-                written.weight = sample_weight(op, predictions.values(), axes or 1)
+                first = next((one.label for one in found.values()), None)
+                written.weight = sample_weight(op, predictions.values(), axes or 1, first)
             for name, one in found.items():
                 self._add_terms(op, written, name, one)
             for name, x in predictions.items():
@@ -280,15 +281,18 @@ class TrainingLoss:
         return formula_terms(op, loss, prediction, label_name, shape, self.mixed)
 
 
-def sample_weight(op: Emit, predictions: Iterable[ir.Value], axes: int = 1) -> ir.Value:
+def sample_weight(
+    op: Emit, predictions: Iterable[ir.Value], axes: int = 1, label: ir.Value | None = None
+) -> ir.Value:
     """Return an input of sample weights, in the widest dtype of the sums.
 
-    It has the shape (N,), or so many axes, and is not yet an input of the graph.
+    It has the shape (N,), or so many axes, and is not yet an input of the graph. N is the length of
+    `label`, or without one, of the first prediction.
     """
     values = list(predictions)
     double = any(x.dtype == ir.DataType.DOUBLE for x in values)
     dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
-    shape = (dims(values[0]) or (None,))[:1] if axes == 1 else (None,) * axes
+    shape = (dims(label or values[0]) or (None,))[:1] if axes == 1 else (None,) * axes
     return ir.Value(name=op.name(WEIGHT), type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 

@@ -84,10 +84,13 @@ def totals(
     if weight is None:
         return op.ReduceSum(losses, keepdims=0), number_of(op, losses, axes, losses, labels)
     weight = op.Cast(weight, to=losses.dtype)
-    column = op.Reshape(weight, [-1] + [1] * len(axes[1:]))
+    shape, rows = dims(losses) or (), (dims(weight) or (None,))[0]
+    at = shape.index(rows) if rows is not None and rows in shape else 0
+    others = [i for i in axes if i != at]
+    column = op.Reshape(weight, [-1 if i == at else 1 for i in axes])
     count = op.ReduceSum(weight, keepdims=0)
-    if axes[1:]:
-        count = count * number_of(op, losses, axes[1:], losses, labels)
+    if others:
+        count = count * number_of(op, losses, others, losses, labels)
     return op.ReduceSum(losses * column, keepdims=0), count
 
 

@@ -28,15 +28,14 @@ def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: F
             f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
             "first, or pass the weights of the classes"
         )
-    symbol = fields.row_axes.symbol
+    if data.sample_weight is None or recipe.facts.weight_axes != 1:
+        return
+    shapes, symbol = fields.row_axes.shapes, fields.row_axes.symbol
+    labels = {info.prediction: shapes[label] for label, info in objective.labels.items()}
     for name, prediction in objective.predictions.items():
         shape = dims(prediction) or ()
-        if (
-            data.sample_weight is not None
-            and recipe.facts.weight_axes == 1
-            and symbol in shape[1:]
-            and shape[0] != symbol
-        ):
+        label = labels.get(name) or shape
+        if symbol in shape[1:] and label[0] != symbol:
             raise ValueError(
                 f"{named('sample_weight')}: the rows of the output {name!r}, {shape}, are not on "
                 "its first axis: pass a weight for each label, in its shape, or batch_axes"
