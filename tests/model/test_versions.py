@@ -7,9 +7,11 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, ModelError, add_loss_output, check_gradient, onnx_derivative
+from onnxgrad.autodiff.primal import prepare
+from onnxgrad.model.opsets import newest_opset
 from tests.support.cases import run_in_dtype
 from tests.support.errors import naming
-from tests.support.models import parse_model
+from tests.support.models import operator_names, parse_model
 from tests.support.running import in_sweep, run_named
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
@@ -25,7 +27,7 @@ def stated_opset(made: onnx.ModelProto) -> int:
     return next(o.version for o in made.opset_import if not o.domain)
 
 
-@pytest.mark.parametrize(("given", "made"), [(9, 18), (18, 18), (22, 22), (26, 26), (28, 26)])
+@pytest.mark.parametrize(("given", "made"), [(9, 18), (18, 18), (22, 22), (28, newest_opset())])
 def test_opset_of_the_gradient(given, made):
     assert stated_opset(onnx_derivative(model_of_opset("y = Relu(x)", given))) == made
 
@@ -54,15 +56,58 @@ def test_opset_that_is_stated_twice(domain):
     ],
 )
 def test_newest_operators(body):
-    """onnxruntime 1.31 does not load their opset; what replaces them runs."""
+    """Not all runtimes have their kernels; what replaces them runs."""
     made = model_of_opset(body, 28)
     report = check_gradient(made, order=2)
     assert report.ok, str(report)
     gradient = onnx_derivative(made, options=ONES)
-    assert stated_opset(gradient) == 26
+    assert stated_opset(gradient) == newest_opset()
     dx, y = run_in_dtype(gradient, {"x": np.full((2, 3), 0.3)})
     assert np.isfinite(dx).all()
     assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("body", ["y = Celu(x)", "y = Einsum<equation = 'ij,ij->ij'>(x, x)"])
+@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+@pytest.mark.parametrize("newest", [26, None])
+def test_types_that_an_opset_has_added(monkeypatch, newest, dtype, body):
+    """A runtime of an older opset gets other operators where it lacks the type."""
+    if newest is not None:
+        monkeypatch.setattr(prepare, "newest_opset", lambda: newest)
+    text = f"g ({dtype}[2, 3] x) => ({dtype}[2, 3] y) {{ {body} }}".replace("'", '"')
+    gradient = onnx_derivative(parse_model(text, opset=28, ir_version=10), options=ONES)
+    assert stated_opset(gradient) == (newest or newest_opset())
+    if "Celu" in body:
+        kept = newest is None or dtype == "float"
+        assert ("Celu" in operator_names(gradient)) == kept
+        if dtype == "double" and not kept:  # its body is Elu, which onnxruntime has in float32
+            return
+    kind = {"float": np.float32, "float16": np.float16, "double": np.float64}[dtype]
+    x = np.array([[-1.5, -0.5, 0.5], [1, 2, 3]], kind)
+    named = run_named(gradient, x=x)
+    y, dx = (np.minimum(np.expm1(x), x.clip(0)), np.minimum(np.exp(x), 1))
+    y, dx = (np.where(x > 0, x, y), dx) if "Celu" in body else (x * x, 2 * x)
+    np.testing.assert_allclose(named["y"], y, rtol=1e-2)
+    np.testing.assert_allclose(named["x_grad"], dx, rtol=1e-2)
+
+
+def test_an_operator_without_a_kernel_of_its_opset():
+    """onnxruntime has quantization at opset 26, and at 28 not."""
+    text = """g (float[2, 3] x) => (float[2, 3] y) {
+        s = Constant<value = float {0.5}>()  q = QuantizeLinear(x, s)
+        d = DequantizeLinear(q, s)  y = Mul(d, x) }"""
+    gradient = onnx_derivative(parse_model(text, opset=28, ir_version=10), options=ONES)
+    x = np.float32([[0.1, 1.1, 2.1], [3.1, 4.1, 5.1]])
+    assert np.isfinite(run_named(gradient, x=x)["x_grad"]).all()
+
+
+def test_an_operator_of_another_meaning_keeps_its_opset():
+    """Modes of GridSample have other names before opset 20; RoiAlign has no newer kernel."""
+    text = """g (float[1, 1, 4, 4] x, float[1, 2, 2, 2] p, float[1, 4] r) => (float[1, 1, 2, 2] y)
+        <int64[1] i = {0}> { s = GridSample(x, p)
+        a = RoiAlign<output_height = 2, output_width = 2>(x, r, i)  y = Add(a, s) }"""
+    made = [onnx_derivative(parse_model(text, opset=v, ir_version=10)) for v in (20, 21, 22)]
+    assert list(map(stated_opset, made)) == [20, 21, 21]
 
 
 def test_body_is_the_last_resort():

@@ -52,7 +52,7 @@ def function_onnx_graph(
 
     Args:
         name: a key of `get_supported_functions()`.
-        target_opset: 14 to 26; None is 18.
+        target_opset: 14 or newer; None is 18.
         dtype: numpy dtype of the floats.
         weight_name: for losses, the name of an input of sample weights, (N,), ones by default; None
             for none.

@@ -133,7 +133,7 @@ class BaseLearningLoss(SmallFunctions):
         row, (N, 1).
 
         Args:
-            opset: opset of the models, 14 to 26; None is 18.
+            opset: opset of the models, 14 or newer; None is 18.
             device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
             weight_name: name of an input of sample weights, (N,); None for none.
             dtype: numpy dtype of the prediction.

@@ -125,7 +125,7 @@ class BaseLearningPenalty(SmallFunctions):
         every weight W that has a penalty. If no weight has one, neither attribute is set.
 
         Args:
-            opset: opset of the models, 14 to 26; None is 18.
+            opset: opset of the models, 14 or newer; None is 18.
             device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
             n_tensors: number of weights, W0, W1, ...; not used with `names`.
             dtype: numpy dtype of the weights.

@@ -20,7 +20,7 @@ from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.feeds import names_without_default
-from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
+from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 from onnxgrad.model.read import read
 from onnxgrad.model.write import write_models
 from onnxgrad.runtime.device import Device
@@ -311,7 +311,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         shape = dims(prediction)
         shape = ("N", "k") if shape is None else ("N", *shape[1:])
         dtype = numpy_dtype(prediction)
-        opset = max(WORKING_OPSET, min(objective.model.opset_imports[""], NEWEST_OPSET))
+        opset = max(WORKING_OPSET, min(objective.model.opset_imports[""], newest_opset()))
         step = build_step(objective, optimizer)
         passes = OrtGradientForwardBackward(proto, step.weights, output_names=[output])
         loss, penalty = copy.deepcopy((losses.loss, losses.penalty))

@@ -11,15 +11,15 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, escaping, first_line
 from onnxgrad.graph.precision import FLOATS, set_precision
-from onnxgrad.model.opsets import min_ir_version
+from onnxgrad.model.opsets import min_ir_version, newest_ir_version
 from onnxgrad.model.rewrites import normalized
 from onnxgrad.model.traversal import keep_only
 
 
 def to_proto(model: ir.Model) -> ModelProto:
-    """Return `model` as a `ModelProto` of the lowest IR version that its opsets allow."""
+    """Return `model` as a `ModelProto` of an IR version that its opsets allow."""
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
-    model.ir_version = max(8, min(model.ir_version, 13), min_ir_version(imports))
+    model.ir_version = max(8, min(model.ir_version, newest_ir_version()), min_ir_version(imports))
     try:
         return ir.to_proto(model)
     except ir.serde.SerdeError as e:

@@ -17,7 +17,7 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import constant
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
-from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
+from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 
 OLDEST_OPSET = 14
 
@@ -29,7 +29,7 @@ class Draft:
 
     Args:
         name: name of the graph.
-        opset: 14 to 26; None is 18.
+        opset: 14 to the newest that onnxruntime loads; None is 18.
         dtype: numpy dtype of the floats.
 
     Raises:
@@ -38,8 +38,8 @@ class Draft:
 
     def __init__(self, name: str, opset: int | None = None, dtype: Any = np.float32) -> None:
         opset = WORKING_OPSET if opset is None else operator.index(opset)
-        if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
-            raise ValueError(f"opset {opset}: give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
+        if not OLDEST_OPSET <= opset <= newest_opset():
+            raise ValueError(f"opset {opset}: give one from {OLDEST_OPSET} to {newest_opset()}")
         self.dtype = ir.DataType.from_numpy(np.dtype(dtype))
         if not self.dtype.is_floating_point():
             raise ValueError(f"dtype {np.dtype(dtype)}: give one of floats")

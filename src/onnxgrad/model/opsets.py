@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, numpy_helper
 
 from onnxgrad.errors import ModelError, first_line
@@ -22,26 +23,127 @@ from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subg
 # onnxruntime has these in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
+_CPU = ort.get_available_providers()[-1]  # sorted from the fastest
+_OLD_IR = 8  # that any onnxruntime loads
+_NO_END = (1 << 31) - 1  # of the opsets of a kernel: it is then that of one version of the operator
 _CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
 
 WORKING_OPSET = 18
-NEWEST_OPSET = 26  # the newest that onnxruntime 1.31 loads
-
-
-def exists(node: ir.Node, opset: int) -> bool:
-    """Return whether `opset` has the operator of `node`, with its attributes."""
-    if node.domain:
-        return True
-    known = _attributes(node.op_type, opset)
-    return known is not None and all(name in known for name in node.attributes.data)
 
 
 @cache
-def _attributes(op_type: str, opset: int) -> frozenset[str] | None:
-    """Return the names of the attributes of an operator; None if `opset` does not have it."""
+def newest_opset() -> int:
+    """Return the newest opset of onnx that the installed onnxruntime loads."""
+    newest = defs.onnx_opset_version()
+    return next(v for v in range(newest, WORKING_OPSET - 1, -1) if _is_loaded(v, _OLD_IR))
+
+
+@cache
+def newest_ir_version() -> int:
+    """Return the newest IR version of onnx that the installed onnxruntime loads."""
+    return next(v for v in range(onnx.IR_VERSION, _OLD_IR - 1, -1) if _is_loaded(WORKING_OPSET, v))
+
+
+def _is_loaded(opset: int, ir_version: int) -> bool:
+    """Return whether onnxruntime loads a model of these versions; its only node is `y = x`."""
+    model = ModelProto(ir_version=ir_version)
+    model.opset_import.add(version=opset)
+    model.graph.name = "versions"
+    for name, values in (("x", model.graph.input), ("y", model.graph.output)):
+        values.add(name=name).type.tensor_type.elem_type = TensorProto.FLOAT
+    model.graph.node.add(op_type="Identity", input=["x"], output=["y"])
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(model.SerializeToString(), options, providers=[_CPU])
+    except Exception:  # onnxruntime's errors have no common base
+        return False
+    return True
+
+
+def exists(node: ir.Node, opset: int) -> bool:
+    """Return whether `opset` has the operator of `node`, with its attributes and types."""
+    if node.domain:
+        return True
+    known = _signature(node.op_type, opset)
+    return (
+        known is not None
+        and known.defaults.keys() >= node.attributes.keys()
+        and _accepts(known.input_types, node.inputs)
+        and _accepts(known.output_types, node.outputs)
+    )
+
+
+def runs(node: ir.Node, opset: int) -> bool:
+    """Return whether onnxruntime has a kernel, or onnx a function body, for `node` at `opset`."""
+    known = None if node.domain else _signature(node.op_type, opset)
+    return bool(node.domain) or (known is not None and known.runs)
+
+
+def is_same(node: ir.Node, opset: int, other: int) -> bool:
+    """Return whether `node` means the same at an `other` opset, where it exists."""
+    if node.domain or opset == other:
+        return True
+    a, b = (_signature(node.op_type, version) for version in (opset, other))
+    if a is None or b is None:
+        return False
+    common = a.defaults.keys() & b.defaults.keys()
+    n = len(node.inputs)
+    return a.inputs[:n] == b.inputs[:n] and all(a.defaults[k] == b.defaults[k] for k in common)
+
+
+class _Signature(NamedTuple):
+    """An operator of the standard domain at an opset; operands behind the last are like it."""
+
+    runs: bool
+    defaults: Mapping[str, bytes]  # of all attributes
+    inputs: tuple[str, ...]
+    input_types: tuple[Set[str], ...]
+    output_types: tuple[Set[str], ...]
+
+
+@cache
+def _signature(op_type: str, opset: int) -> _Signature | None:
+    """Return the signature of an operator; None if `opset` does not have it."""
     if not defs.has(op_type, opset):
         return None
-    return frozenset(defs.get_schema(op_type, opset).attributes)
+    schema: Any = defs.get_schema(op_type, opset)
+    if schema.deprecated:
+        return None
+    since, has_body = schema.since_version, schema.has_function
+    return _Signature(
+        has_body
+        or schema.has_context_dependent_function
+        or any(
+            first == since or first < since <= last < _NO_END
+            for first, last in _kernels().get(op_type, ())
+        ),
+        {name: a.default_value.SerializeToString() for name, a in schema.attributes.items()},
+        tuple(p.name for p in schema.inputs),
+        tuple(frozenset(p.types) for p in schema.inputs),
+        tuple(frozenset(p.types) for p in schema.outputs),
+    )
+
+
+def _accepts(allowed: Sequence[Set[str]], values: Sequence[ir.Value | None]) -> bool:
+    """Return whether the types of tensors, as far as they are known, are allowed."""
+    return all(
+        f"tensor({v.type.dtype.name.lower()})" in allowed[min(i, len(allowed) - 1)]
+        for i, v in enumerate(values)
+        if v is not None and isinstance(v.type, ir.TensorType)
+    )
+
+
+@cache
+def _kernels() -> dict[str, list[tuple[int, int]]]:
+    """Return the first and last opset of each kernel of the CPU, by operator."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    found: dict[str, list[tuple[int, int]]] = {}
+    for kernel in state.get_all_opkernel_def():
+        if not kernel.domain and kernel.provider == _CPU:
+            found.setdefault(kernel.op_name, []).append(kernel.version_range)
+    return found
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:

@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxgrad import check_gradient, random_feed
 from onnxgrad.autodiff.check.original_model import OriginalModel
 from onnxgrad.autodiff.check.runtimes import on_reference
+from onnxgrad.autodiff.primal import prepare
 from onnxgrad.graph.operators import OPERATORS, Operator
 from onnxgrad.model.convert import in_precision
 from tests.support.errors import naming
@@ -41,6 +42,17 @@ def test_a_wrong_rule_is_found(monkeypatch, wrong):
     assert report.max_error > 1e-6
     assert "<-- wrong" in str(report)
     assert str(report).splitlines()[-1].startswith("WRONG, float64 on")
+
+
+@pytest.mark.newest  # whose runtime loads opset 28
+def test_a_gradient_that_the_runtime_does_not_load_is_not_ok(monkeypatch):
+    """It is of an opset whose Celu does not take float64, although the model's does."""
+    model = parse_model("g (double[N,2] x) => (double[N,2] y) { y = Celu(x) }", opset=28)
+    assert check_gradient(model).ok
+    monkeypatch.setattr(prepare, "newest_opset", lambda: 26)
+    monkeypatch.setattr(prepare, "exists", lambda node, opset: True)
+    with pytest.raises(RuntimeError, match=naming("gradient", "Celu")):
+        check_gradient(model)
 
 
 def many_weights(scales=(1.0,) * 24, operator="Tanh", place=5) -> onnx.ModelProto:

@@ -106,6 +106,28 @@ def test_terms_of_a_sum_are_scaled(rows, read):
         assert kinds[-1] == "Add"
 
 
+@READ
+def test_a_product_by_an_inverse_is_a_quotient(read):
+    x, d = value_of("x", "N", 2), value_of("d", "N", 1)
+    op = emitter_of(x, d)
+    with op:
+        y = (1.0 / d) * x
+    kinds = assert_finished(op, [y], read, {"x": quarters(3, 2), "d": np.float32([[1], [2], [3]])})
+    assert kinds == (["Div", "Mul", "Neg", "Neg"] if read else ["Div"])
+
+
+def test_a_quotient_of_a_product_by_one():
+    """onnxruntime removes the product after it has fused 1 / d with what reads it, and fails."""
+    model = parse_model(
+        "f (float[N] x, float[N] z) => (float[N] y) <float one = {1}> "
+        "{ t = Atan(x)  u = Mul(t, one)  y = Add(u, z) }"
+    )
+    options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+    x = np.float32([1, 2, 3])
+    found = run_named(onnx_derivative(model, [], ["x", "z"], options), x=x, z=x)
+    np.testing.assert_allclose(found["x_grad"], 1 / (1 + x * x), rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_scalars_whose_product_is_too_small(dtype):
     """In float16, 1e-4 * 1e-4 is 0: a gradient must not be."""

@@ -13,14 +13,23 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.check.comparison import COARSE, METHODS, Method, Problem, compare
 from onnxgrad.autodiff.check.report import GradientReport
-from onnxgrad.autodiff.check.runtimes import NoKernelError, accuracy, on_either
+from onnxgrad.autodiff.check.runtimes import (
+    Feed,
+    NoKernelError,
+    accuracy,
+    on_either,
+    on_onnxruntime,
+)
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import random_feed
+from onnxgrad.model.opsets import newest_ir_version
 from onnxgrad.model.read import ModelLike, read
 
 Names = Sequence[str] | None
@@ -86,7 +95,7 @@ def check_gradient(
     seed = int(np.random.default_rng(random_state).integers(1 << 32))
     problem = _problem(read(model), inputs, weights, feed or {}, rtol, order, seed)
     alone = len(problem.wrt) <= _FEW if separately is None else separately
-    return _judge(replace(problem, separately=alone, deadline=deadline))
+    return _require_run(problem, _judge(replace(problem, separately=alone, deadline=deadline)))
 
 
 def _deadline(seconds: float | None) -> float:
@@ -118,7 +127,7 @@ def _problem(
         raise ValueError("there is no float input or weight, or no float output, to check")
     original = ModelProto()
     original.CopyFrom(proto)
-    original.ir_version = min(proto.ir_version, 13)  # onnxruntime 1.31 rejects later ones
+    original.ir_version = min(proto.ir_version, newest_ir_version())
     values = on_either(original)(point)
     as_inputs(proto, graph, weights)
     point |= {name: refs[name].array() for name in weights}
@@ -144,6 +153,31 @@ def _judge(problem: Problem) -> GradientReport:
         return _best(coarse)
     best = _best(fine)
     return replace(best, computed=f"{best.computed}; the model itself, float32")
+
+
+def _require_run(problem: Problem, report: GradientReport) -> GradientReport:
+    """Return the report; raise if it is ok, and onnxruntime runs the model, but not its gradient.
+
+    What is compared is of other floats, and may run elsewhere.
+    """
+    if not report.ok:
+        return report
+    sheet = Sheet(problem.primal, [], problem.wrt, own=True)
+    reached = sweep(sheet.op, sheet.cotangents(ones=True), sheet.wrt)
+    gradient = sheet.finish([(f"{x.name}_grad", g) for x, g in reached.items()])
+    error = _run_error(gradient, problem.point)
+    if error is not None and _run_error(problem.original, problem.point) is None:
+        raise NoKernelError(f"the model runs, and its gradient does not: {error}") from error
+    return report
+
+
+def _run_error(proto: ModelProto, feed: Feed) -> NoKernelError | None:
+    """Return why onnxruntime does not run `proto`; None if it does."""
+    try:
+        on_onnxruntime(proto)(feed)
+    except NoKernelError as e:
+        return e
+    return None
 
 
 def _best(reports: list[GradientReport]) -> GradientReport:

@@ -66,3 +66,14 @@ def multiply_without_expand(op, node):
         if (expand := made_by(expanded, "Expand")) and equal(dims(expanded), dims(y)):
             return [op.Mul(expand.inputs[0], y)]
     return None
+
+
+@rewrites("Mul", group=GRADIENT)
+def divide_once(op, node):
+    """(1 / d) x = x / d; onnxruntime (1.32) does so too, and fails if x is a product by 1."""
+    for v, x in (node.inputs, node.inputs[::-1]) if op.is_own(node) else ():
+        if is_own(op, v, "Div") and read_once(v):
+            one, d = v.producer().inputs
+            if not dims(one) and op.is_all(one, 1):
+                return [op.Div(x, d)]
+    return None

@@ -1,8 +1,8 @@
 """`prepare`: any model -> the working dialect, so that rules stay few and short.
 
-The dialect: opset 18 to 26, no local functions, no tensor `Constant` nodes, no initializer that is
-also an input, a symbol for every input axis without one. Operators without a rule are replaced by a
-lowering, or by their function body in ONNX. `PASSES` lists what is done, in order.
+The dialect: opset 18 or newer, no local functions, no tensor `Constant` nodes, no initializer that
+is also an input, a symbol for every input axis without one. Operators without a rule are replaced
+by a lowering, or by their function body in ONNX. `PASSES` lists what is done, in order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from onnxgrad.graph.tidy import current, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.opsets import NEWEST_OPSET, exists
+from onnxgrad.model.opsets import WORKING_OPSET, exists, is_same, newest_opset, runs
 from onnxgrad.reporting import escape_loggers
 from onnxgrad.runtime.run_shapes import confirmed_by_run
 
@@ -116,9 +116,15 @@ def _in_working_opset(proto: ModelProto) -> ir.Model:
 
 
 def _lower_opset(model: ir.Model, asked: _Asked) -> None:
-    """Let the opset be one that the runtime has, if all operators exist there."""
-    if all(exists(n, NEWEST_OPSET) for n in all_nodes(model.graph)):
-        model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
+    """Let the opset be the newest one that has all operators, and that the runtime loads."""
+    own, nodes = model.opset_imports[""], all_nodes(model.graph)
+    newest = min(own, newest_opset())
+    if newest < own or not all(runs(n, own) for n in nodes):
+        fitting = (
+            v for v in range(newest, WORKING_OPSET - 1, -1)
+            if all(runs(n, v) and exists(n, v) and is_same(n, own, v) for n in nodes)
+        )  # fmt: skip
+        model.opset_imports[""] = next(fitting, own)
 
 
 def _select_outputs(model: ir.Model, asked: _Asked) -> None:
@@ -234,8 +240,8 @@ def _lowerings(model: ir.Model, asked: _Asked) -> Table:
 
 def _missing_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Write the function body of a node that nothing covers, or that is too new for the runtime."""
-    newest = min(op.opset, NEWEST_OPSET)
-    covered = operator_of(node).is_covered and exists(node, newest)
+    newest = newest_opset()
+    covered = operator_of(node).is_covered and (op.opset <= newest or exists(node, newest))
     return None if covered else function_body(op, node)
 
 

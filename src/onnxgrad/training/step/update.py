@@ -204,7 +204,7 @@ def build_update(
     Args:
         weights: `{name: (shape, dtype)}`.
         optimizer: as in training.
-        opset: 18 to 26.
+        opset: 18 or newer.
 
     Raises:
         ValueError: as `write_update`.
