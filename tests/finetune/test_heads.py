@@ -71,6 +71,10 @@ CASES = {
         f"{MATRIX} {{ h = Gemm(x, w) y = Relu(h) }}", lambda *a: relu(affine(*a))),
     "matmul": (f"{MATRIX} {{ y = MatMul(x, w) }}", affine),
     "matmul and add": (f"{MATRIX} {{ h = MatMul(x, w) y = Add(h, b) }}", affine),
+    "cast before add": (
+        f"{MATRIX} {{ h = MatMul(x, w) c = Cast<to=1>(h) i = Identity(c) y = Add(row, i) }}",
+        affine,
+    ),
     "add the other way": (f"{MATRIX} {{ h = MatMul(x, w) y = Add(row, h) }}", affine),
     "tokens": (f"{SEQUENCE} {{ h = MatMul(x, w) y = Add(h, b) }}", affine),
     "tokens, softmax": (

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import BaseLearningLoss, NegLogLearningLoss, SquareLearningLoss
+from onnxgrad import BaseLearningLoss, NegLogLearningLoss, SquareLearningLoss, Trainer
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.objectives import training_loss
@@ -580,3 +580,24 @@ def test_losses_whose_labels_cannot_be_left_out(name):
     remedy = "ignore_index" if name != "kl_divergence" else "leave out"
     with pytest.raises(ValueError, match=naming("ignore_nan=True", remedy)):
         written_loss(identity_of("N,3"), name, ROWS, ROWS, options={"ignore_nan": True})
+
+
+@pytest.mark.parametrize(
+    ("body", "output"),
+    [
+        ("y = ArgMax<axis=-1, keepdims=0>(s)", "int64[N,5] y"),
+        (in_sweep("values, y = TopK(s, one)", "int64[N,5,1] y")),
+        ("i = ArgMax<axis=2>(s)  q = Squeeze(i, last)  y = Gather(names, q)", "string[N,5] y"),
+    ],
+)
+def test_scores_behind_labels(body, output):
+    """Where a model returns labels only, the scores whose largest one they are have the loss."""
+    made = parse_model(
+        f"f (float[N,5,3] x) => ({output}) {{ m = MatMul(x, w)  s = Add(m, b)  {body} }}",
+        w=np.ones((3, 2), np.float32), b=[1.0, 2.0], one=np.int64([1]), last=np.int64([2]),
+        names=np.array(["other", "person"]),
+    )  # fmt: skip
+    trainer = Trainer(made, "cross_entropy", loss_options={"axis": -1})
+    found = trainer.evaluate(np.zeros((4, 5, 3), np.float32), np.ones((4, 5), int))
+    assert found["loss"] == pytest.approx(np.log(1 + np.exp(-1)))
+    assert list(trainer.predict(np.zeros((4, 5, 3), np.float32)).shape) == [4, 5, 2]

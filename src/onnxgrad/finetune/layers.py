@@ -59,7 +59,8 @@ class Layer:
         axis: of the units in `y`, counted from the end.
         dtype: of the weights.
         bias: whether it has one.
-        add: the Add of the bias, if that is a node of its own.
+        add: the Add of the bias, if that is a node of its own; perhaps behind a Cast.
+        addend: which of its operands is the bias.
         probable: whether it returns probabilities.
     """
 
@@ -72,6 +73,7 @@ class Layer:
     dtype: ir.DataType
     bias: bool = False
     add: ir.Node | None = None
+    addend: int = 1
     probable: bool = False
 
     @property
@@ -85,7 +87,7 @@ class Layer:
         weight, bias = _OPERANDS.get((standard(self.node.domain), self.node.op_type), (None, None))
         own = [self.node.inputs[i] for i in (weight, bias) if i is not None and _has(self.node, i)]
         if self.add is not None:
-            own += [v for v in self.add.inputs if v is not self.node.outputs[0]]
+            own.append(self.add.inputs[self.addend])
         return [v for v in own if v is not None]
 
 
@@ -201,11 +203,10 @@ def _has(node: ir.Node, index: int) -> bool:
 
 def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
     """Return `layer` with the Add behind it, if that adds one number to each unit."""
-    uses = list(layer.node.outputs[0].uses())
-    if layer.bias or len(uses) != 1 or layer.node.outputs[0].is_graph_output():
-        return layer
-    [(node, index)] = uses
-    if node.op_type != "Add" or node.domain:
+    node, index = _only_reader(layer.node.outputs[0])
+    while node is not None and node.op_type in ("Cast", "Identity"):
+        node, index = _only_reader(node.outputs[0])
+    if layer.bias or node is None or node.op_type != "Add" or node.domain:
         return layer
     other = node.inputs[1 - index]
     shape = static(dims(other))
@@ -214,8 +215,14 @@ def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
     numbers = [n for i, n in enumerate(shape, -len(shape)) if i != layer.axis]
     length = shape[layer.axis] if len(shape) >= -layer.axis else 1
     if length == layer.units and prod(numbers) == 1:
-        layer.bias, layer.add, layer.y = True, node, node.outputs[0]
+        layer.bias, layer.add, layer.addend, layer.y = True, node, 1 - index, node.outputs[0]
     return layer
+
+
+def _only_reader(value: ir.Value) -> tuple[ir.Node | None, int]:
+    """Return the only node that reads `value`, and as which operand; None if others do, too."""
+    uses = list(value.uses())
+    return uses[0] if len(uses) == 1 and not value.is_graph_output() else (None, 0)
 
 
 def columns_are_units(node: ir.Node) -> bool:
@@ -230,7 +237,7 @@ def operands(layer: Layer) -> list[tuple[ir.Node, int]]:
     weight, bias = _OPERANDS[standard(node.domain), node.op_type]
     places = [(node, weight)]
     if add is not None:
-        places.append((add, 1 - list(add.inputs).index(node.outputs[0])))
+        places.append((add, layer.addend))
     elif layer.bias and bias is not None:
         places.append((node, bias))
     return places

@@ -12,6 +12,7 @@ from onnxgrad.errors import argument, named, node_text, unknown
 from onnxgrad.finetune.head_groups import nodes_text, shortened, suggestions
 from onnxgrad.finetune.layers import Layer, data_values, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
+from onnxgrad.losses.value_range import before_casts
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.training.parameters.choice import matching_weights
@@ -164,7 +165,7 @@ class Search:
         """Return the product whose bias the Add `node` adds, or else `node`."""
         if node.op_type == "Add" and not node.domain:
             for x in node.inputs:
-                producer = None if x is None else x.producer()
+                producer = None if x is None else before_casts(x).producer()
                 layer = None if producer is None else layer_of(producer, self.data)
                 if isinstance(layer, Layer) and layer.add is node:
                     return layer.node

@@ -83,11 +83,11 @@ def replace_weights(
     new = [initializer(op, weights, layer.dtype, f"{name}.weight")]
     if layer.bias:
         shape: tuple[int, ...] = (units,)
-        if layer.add is not None:
-            _, (add, i) = operands(layer)
-            before = static(dims(add.inputs[i])) or (1,)
+        dtype = layer.dtype
+        if layer.add is not None and (bias := layer.add.inputs[layer.addend]) is not None:
+            before, dtype = static(dims(bias)) or (1,), bias.dtype or dtype
             shape = tuple(units if i == layer.axis else 1 for i in range(-len(before), 0))
-        new.append(initializer(op, biases.reshape(shape), layer.dtype, f"{name}.bias"))
+        new.append(initializer(op, biases.reshape(shape), dtype, f"{name}.bias"))
     for each in (layer, *twins):
         for (reader, i), value in zip(operands(each), new, strict=True):
             reader.replace_input_with(i, value)

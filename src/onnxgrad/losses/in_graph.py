@@ -191,13 +191,14 @@ def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") 
             default is the index.
     """
     outputs, floats = list(proto.graph.output), float_outputs(proto)
-    behind = [tensor_behind(proto, o.name) for o in outputs if non_tensor(o)]
-    choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
+    behind = scores_behind(proto)
+    choice = ", ".join(map(repr, [*floats, *behind]))
     choice = f"one of {choice}" if choice else "a float tensor inside of the graph"
     if index is None:
         held = caches(proto).values()
-        if len(predictions := [name for name in floats if name not in held]) == 1:
-            return predictions[0]
+        predictions = [name for name in floats if name not in held]
+        if len(predictions or behind) == 1:
+            return (predictions or behind)[0]
         say = remedy or f"say which one with {argument('output_index')}"
         raise ValueError(f"the model has {len(floats)} float outputs: {say}, {choice}")
     if not isinstance(index, str) and not -len(outputs) <= index < len(outputs):
@@ -211,6 +212,31 @@ def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") 
     if not any(name in node.output for node in proto.graph.node):
         raise unknown("output", name, [o.name for o in outputs])
     return name
+
+
+def scores_behind(proto: ModelProto) -> list[str]:
+    """Return the tensors in outputs that are maps, and those of whose largest ones labels are.
+
+    Each is named once; none is an output.
+    """
+    makers = {y: node for node in proto.graph.node for y in node.output}
+    found = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
+    for output in proto.graph.output:
+        name, node = output.name, makers.get(output.name)
+        while node is not None and node.op_type in _OF_LABELS:
+            name = node.input[_OF_LABELS[node.op_type]]
+            if node.op_type in ("ArgMax", "TopK"):
+                found.append(name)
+                break
+            node = makers.get(name)
+    return [x for x in dict.fromkeys(found) if x and x not in float_outputs(proto)]
+
+
+# operators from scores to labels, and which operand holds the scores, or the indices
+_OF_LABELS = {
+    **dict.fromkeys("ArgMax Cast Identity LabelEncoder Reshape Squeeze TopK Unsqueeze".split(), 0),
+    **dict.fromkeys(("ArrayFeatureExtractor", "Gather"), 1),
+}
 
 
 def float_outputs(proto: ModelProto) -> list[str]:

@@ -17,14 +17,13 @@ from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, write_causal
 from onnxgrad.losses.class_columns import keep_opposite
 from onnxgrad.losses.formulas import LOSSES, loss_spec
-from onnxgrad.losses.in_graph import choose_output, float_outputs, label_input
+from onnxgrad.losses.in_graph import choose_output, label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.mixed_rows import MixedRows, check_mixable
 from onnxgrad.losses.output_terms import OutputTerms, formula_terms
 from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.losses.vocabulary import OwnGradients, in_chunks, scaled
-from onnxgrad.model.convert import non_tensor, tensor_behind
 
 ALIASES = {
     "mse": "squared_error",
@@ -169,10 +168,7 @@ class TrainingLoss:
         """
         if None not in self.losses:
             return [choose_output(proto, name) for name in self.losses]
-        inside = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
-        names = [] if float_outputs(proto) else [name for name in inside if name is not None]
-        remedy = f"name it, as {named('loss={output: loss}')}"
-        return [choose_output(proto, names[0] if len(names) == 1 else None, remedy)]
+        return [choose_output(proto, None, f"name it, as {named('loss={output: loss}')}")]
 
     def write(self, op: Emit, predictions: Values, weighted: bool = False) -> Written:
         """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
