@@ -113,13 +113,15 @@ from .data.image_files import (
     list_images as list_images,
     open_image as open_image,
 )
-from .data.images import (
+from .data.image_transforms import (
     center_crop as center_crop,
-    image_folder as image_folder,
     normalize as normalize,
     random_crop as random_crop,
     random_flip as random_flip,
     resize as resize,
+)
+from .data.images import (
+    image_folder as image_folder,
 )
 from .data.masks import (
     masked_images as masked_images,

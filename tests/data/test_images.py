@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onnxgrad import OrtGradientOptimizer, Trainer, add_loss_output, preprocess
-from onnxgrad.data import images
+from onnxgrad.data import image_transforms
 from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
@@ -70,7 +70,11 @@ def test_classes_are_folders(folder_of_colors):
 
 
 def test_an_order_that_the_seed_decides(folder_of_colors):
-    transforms = [images.random_crop(7), images.random_flip(), images.normalize([0.5] * 3, [2] * 3)]
+    transforms = [
+        image_transforms.random_crop(7),
+        image_transforms.random_flip(),
+        image_transforms.normalize([0.5] * 3, [2] * 3),
+    ]
     noise = np.random.default_rng(0).integers(0, 255, (12, 10, 12, 3), np.uint8)
     reader = image_folder(folder_of_colors, (6, 8), transforms)
     for file, pixels in zip(reader.files, noise, strict=True):
@@ -127,24 +131,28 @@ def test_gray_images(folder_of_colors):
 def test_transforms():
     pixels = np.arange(10 * 12, dtype=np.uint8).reshape(10, 12)
     image, rng = Image.fromarray(pixels), np.random.default_rng(0)
-    assert images.resize(5)(image, None).size == (6, 5)
-    assert images.resize((4, 7))(image, None).size == (7, 4)
-    np.testing.assert_array_equal(images.center_crop((4, 6))(image, None), pixels[3:7, 3:9])
-    np.testing.assert_array_equal(images.random_crop((4, 6))(image, None), pixels[3:7, 3:9])
+    assert image_transforms.resize(5)(image, None).size == (6, 5)
+    assert image_transforms.resize((4, 7))(image, None).size == (7, 4)
+    np.testing.assert_array_equal(
+        image_transforms.center_crop((4, 6))(image, None), pixels[3:7, 3:9]
+    )
+    np.testing.assert_array_equal(
+        image_transforms.random_crop((4, 6))(image, None), pixels[3:7, 3:9]
+    )
     found = set()
     for _ in range(60):
-        crop = np.asarray(images.random_crop((8, 11))(image, rng))
+        crop = np.asarray(image_transforms.random_crop((8, 11))(image, rng))
         top, left = divmod(int(crop[0, 0]), 12)
         np.testing.assert_array_equal(crop, pixels[top : top + 8, left : left + 11])
         found.add((top, left))
     assert found == {(top, left) for top in range(3) for left in range(2)}
-    assert images.center_crop(24)(image, None).size == (24, 24)  # enlarged first
-    flips = [np.asarray(images.random_flip()(image, rng)) for _ in range(100)]
+    assert image_transforms.center_crop(24)(image, None).size == (24, 24)  # enlarged first
+    flips = [np.asarray(image_transforms.random_flip()(image, rng)) for _ in range(100)]
     mirrored = [bool((f == pixels[:, ::-1]).all()) for f in flips]
     assert all(m or (f == pixels).all() for m, f in zip(mirrored, flips, strict=True))
     assert 30 < sum(mirrored) < 70
-    np.testing.assert_array_equal(images.random_flip(1)(image, None), pixels)
-    normal = images.normalize([0.5, 0.25], [0.5, 2])(np.float32([[[1, 1]]]), None)
+    np.testing.assert_array_equal(image_transforms.random_flip(1)(image, None), pixels)
+    normal = image_transforms.normalize([0.5, 0.25], [0.5, 2])(np.float32([[[1, 1]]]), None)
     np.testing.assert_allclose(normal, [[[1, 0.375]]])
 
 
@@ -174,14 +182,14 @@ def test_rotated_photographs_are_upright(tmp_path):
 
 def test_folders_that_cannot_be_used(folder_of_colors, monkeypatch):
     folder = folder_of_colors
-    wrong_order = [images.normalize([0], [1]), images.resize(3)]
+    wrong_order = [image_transforms.normalize([0], [1]), image_transforms.resize(3)]
     for call, parts in (
         (lambda: image_folder(folder / "none", 8), ["none", "folder"]),
         (lambda: image_folder(folder / "red" / "deep", 8), ["deep", "class"]),
         (lambda: image_folder(folder, 8, wrong_order), ["normalize", "last"]),
         (lambda: image_folder(folder, 8, layout="HWC"), ["layout", "'HWC'"]),
         (lambda: image_folder(folder, 8, channels=2), ["channels=2", "1, 3, 4"]),
-        (lambda: images.normalize([0], [0]), ["std=[0]", "above 0"]),
+        (lambda: image_transforms.normalize([0], [0]), ["std=[0]", "above 0"]),
         (lambda: source(image_folder(folder, 8), color_classifier("N,c,h,w")), ["channels"]),
         (lambda: batches_of_epoch(source(image_folder(folder, 8))), ["6 x 8", "8 x 8", "size="]),
     ):
@@ -251,7 +259,7 @@ def test_the_value_of_white(tmp_path, scale, most):
     reader = image_folder(tmp_path, (6, 8), scale=scale)
     x = np.moveaxis(reader.take(np.arange(1), None)[0], 1, -1)
     np.testing.assert_allclose(x[0, 0, 0], [most, most * 128 / 255, 0], rtol=1e-6)
-    normal = image_folder(tmp_path, (6, 8), [images.normalize([3], [2])], scale=scale)
+    normal = image_folder(tmp_path, (6, 8), [image_transforms.normalize([3], [2])], scale=scale)
     y = np.moveaxis(normal.take(np.arange(1), None)[0], 1, -1)
     np.testing.assert_allclose(y, (x - 3) / 2, rtol=1e-6)
     assert (image_folder(tmp_path, (6, 8)).describe() == reader.describe()) == (scale == 1)
@@ -274,7 +282,7 @@ def test_an_input_of_bytes_gets_those_of_the_files(folder_of_colors):
     with pytest.raises(ValueError, match=naming("uint8", "scale=")):
         source(image_folder(folder_of_colors, (6, 8), scale=255), made)
     with pytest.raises(ValueError, match="normalize="):
-        source(image_folder(folder_of_colors, (6, 8), [images.normalize([0], [1])]), made)
+        source(image_folder(folder_of_colors, (6, 8), [image_transforms.normalize([0], [1])]), made)
 
 
 def test_images_without_labels(folder_of_colors):
@@ -309,8 +317,8 @@ def test_descriptions(folder_of_colors):
     def of(*transforms):
         return source(image_folder(folder_of_colors, (6, 8), transforms)).description
 
-    assert of(images.random_flip()) == of(images.random_flip())
-    assert of(images.random_flip()) != of(images.random_flip(0.1))
+    assert of(image_transforms.random_flip()) == of(image_transforms.random_flip())
+    assert of(image_transforms.random_flip()) != of(image_transforms.random_flip(0.1))
     before = of()
     Image.new("RGB", (2, 2)).save(folder_of_colors / "red" / "0.png")
     assert of() != before
@@ -327,7 +335,9 @@ def test_images_of_more_than_eight_bits(tmp_path):
 
 
 def test_a_share_is_held_out_without_random_transforms(folder_of_colors):
-    reader = image_folder(folder_of_colors, (6, 8), transforms=[images.random_crop((6, 8))])
+    reader = image_folder(
+        folder_of_colors, (6, 8), transforms=[image_transforms.random_crop((6, 8))]
+    )
     own = Trainer(color_classifier(), train=["w"], seed=3)
     own.fit(reader, validation=0.4, epochs=1, batch_size=2)
     order, count = np.random.default_rng([3, 1]).permutation(reader.rows), round(reader.rows * 0.4)
@@ -435,7 +445,7 @@ def test_models_get_no_transforms_that_only_augment():
         "g (float[N,3,6,8] x) => (float[N,3] y) { y = ReduceMean<keepdims=0>(x, axes) }",
         axes=np.array([2, 3]),
     )
-    last = images.normalize([0.5] * 3, [1.0] * 3)
+    last = image_transforms.normalize([0.5] * 3, [1.0] * 3)
     for augmenting in (Albumentation(), Vision()):
         raw, plain = preprocess(made, [augmenting, last]), preprocess(made, [last])
         assert raw.SerializeToString() == plain.SerializeToString()
@@ -451,7 +461,7 @@ def test_transforms_of_albumentations(tmp_path, channels):
     reader = image_folder(
         tmp_path,
         8,
-        [transform, images.normalize([0.5] * channels, [1.0] * channels)],
+        [transform, image_transforms.normalize([0.5] * channels, [1.0] * channels)],
         channels=channels,
     )
     rows = np.arange(12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,19 @@ from onnxgrad.cli.value_range import range_warning
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.class_folders import parts_of
 from onnxgrad.data.image_files import SUFFIXES, is_image
-from onnxgrad.data.images import ImageFolder, Normalize, image_folder
-from onnxgrad.model.notes import read_note, write_note
+from onnxgrad.data.image_transforms import (
+    IMAGES,
+    Normalize,
+    Transform,
+    noted_normalization,
+    noted_transforms,
+)
+from onnxgrad.data.images import ImageFolder, image_folder
+from onnxgrad.model.notes import read_note
 
 STREAMED = (".arrow", ".feather", ".ipc")
 PARQUET = (".parquet", ".pq")
 _SEEN = 10_000  # files of a folder that say what it holds
-_NOTE = "onnxgrad.images"  # metadata: a list of one dict, how values were scaled in a training
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of values from 0 to 1
 Options = TypeVar("Options", bound=InputOptions)
 
@@ -34,7 +40,8 @@ Options = TypeVar("Options", bound=InputOptions)
 class ImageSource:
     """Images in folders, one for each class, and how they become numbers.
 
-    - `scale`: the value of white; `normalize`: None for values as they are.
+    - `scale`: the value of white; `normalize`: None for values as they are; `steps`: how images get
+      their size.
     """
 
     name: str
@@ -42,22 +49,28 @@ class ImageSource:
     proto: ModelProto
     scale: float = 1.0
     normalize: Normalize | None = None
+    steps: tuple[Transform, ...] = ()
 
     @classmethod
     def of(cls, path: str, options: InputOptions, proto: ModelProto) -> ImageSource:
-        """Return what reads `path`; what options do not say is as in the training of the model."""
-        kept: dict[str, Any] = (read_note(proto, _NOTE) or [{}])[0]
+        """Return what reads `path`; what options do not say is as in the training of the model.
+
+        Raises:
+            DataError: the model was trained on images whose values nothing tells.
+        """
+        kept: dict[str, Any] = (read_note(proto, IMAGES) or [{}])[0]
+        if options.scale is None and options.normalize is None:
+            _require_known(path, kept)
         scale = kept.get("scale", 1.0) if options.scale is None else options.scale
         if not 0 < scale < np.inf:
             raise ValueError(f"--scale {scale} must be above 0: the value of white, 1 or 255")
         if options.normalize is not None:
             normalize = _normalization(options.normalize, scale)
-        elif options.scale is not None or "mean" not in kept:
-            normalize = None
         else:
-            normalize = Normalize(tuple(kept["mean"]), tuple(kept["std"]))
-        size = image_size(options.image_size) or tuple(kept.get("size", ())) or None
-        return cls(path, size, proto, float(scale), normalize)
+            normalize = None if options.scale is not None else noted_normalization(kept)
+        asked, own = image_size(options.image_size), tuple(kept.get("size", ()))
+        steps = noted_transforms(kept) if asked in (None, own) else []
+        return cls(path, asked or own or None, proto, float(scale), normalize, tuple(steps))
 
     def reader(
         self,
@@ -80,7 +93,7 @@ class ImageSource:
         reader = image_folder(
             self.name,
             self.size or (lengths[0], lengths[1]),
-            [] if self.normalize is None else [self.normalize],
+            [*self.steps, *[self.normalize] * (self.normalize is not None)],
             classes=classes,
             labels=labels,
             scale=self.scale,
@@ -108,14 +121,15 @@ class ImageSource:
         values = "as they are, from 0 to 255" if reader.raw else self.values
         return f"{reader.rows} image{'s' * (reader.rows != 1)}, values {values}"
 
-    def keep(self, proto: ModelProto) -> None:
-        """Write how values are scaled into the metadata of a trained model, in place."""
-        kept: dict[str, Any] = {"scale": self.scale}
-        if self.size is not None:
-            kept["size"] = list(self.size)
-        if self.normalize is not None:
-            kept |= {"mean": list(self.normalize.mean), "std": list(self.normalize.std)}
-        write_note(proto, _NOTE, [] if kept == {"scale": 1.0} else [kept])
+
+def _require_known(path: str, kept: Mapping[str, Any]) -> None:
+    """Raise `DataError` if a training read images in a way that its model cannot note."""
+    if "arrays" in kept or "function" in kept:
+        how = f"through the function {kept['function']!r}" if "function" in kept else "as arrays"
+        raise DataError(
+            f"{path!r} holds images, which the training of the model got {how}: say how values are "
+            "scaled with --scale and --normalize, or --normalize none for values from 0 to 1"
+        )
 
 
 def image_size(text: str | None) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from onnxgrad.cli.arguments import trainer_arguments
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.image_source import ImageSource, with_parts
 from onnxgrad.cli.label_columns import Targets, names_in
-from onnxgrad.cli.loss_note import keep_loss, with_loss_of
+from onnxgrad.cli.loss_note import with_loss_of
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.cli.sources import TextSource, begin_errors, open_data
 from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, map_texts, split
@@ -187,9 +187,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     if size is not None and rows is not None and size > rows:
         raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
     job = Job(trainer, proto, task, training, validation, classes or task.names.classes or None)
-    job.pruned, job.keep = model is not proto, [lambda model: keep_loss(model, options)]
-    if task.finish is not None:
-        job.keep.append(task.finish)
+    job.pruned = model is not proto
     if (named := named_classes(options)) is not None:
         job.keep.append(lambda model: write_note(model, CLASSES, list(named)))
     return job

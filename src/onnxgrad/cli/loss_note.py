@@ -1,4 +1,4 @@
-"""The loss of a training, which the shell notes in the trained model for later commands."""
+"""The loss of an earlier training, which the trained model notes for later commands."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from onnx import ModelProto
 
 from onnxgrad.cli.train_options import LossOptions
 from onnxgrad.losses.objectives import ALIASES
-from onnxgrad.model.notes import read_note, write_note
+from onnxgrad.model.notes import read_note
+from onnxgrad.training.remembered import LOSS
 
-_NOTE = "onnxgrad.training_loss"  # metadata: a list of one dict, options of the shell
-_OPTIONS = "loss", "loss_option", "loss_weight", "output_index"
 Options = TypeVar("Options", bound=LossOptions)
-
-
-def keep_loss(proto: ModelProto, options: LossOptions) -> None:
-    """Write the loss into the metadata of a trained model, in place; no loss that is a file."""
-    kept: dict[str, Any] = {name: getattr(options, name) for name in _OPTIONS}
-    named = bool(options.loss) and not any(loss.endswith(".onnx") for loss in options.loss)
-    write_note(proto, _NOTE, [{n: v for n, v in kept.items() if v}] if named else [])
 
 
 def loss_of(proto: ModelProto) -> str | None:
     """Return the name of the only loss of an earlier training; None if it is not known."""
-    kept: dict[str, Any] = (read_note(proto, _NOTE) or [{}])[0]
+    kept: dict[str, Any] = (read_note(proto, LOSS) or [{}])[0]
     losses = [text.rpartition("=")[2] for text in kept.get("loss", ())]
     return ALIASES.get(losses[0], losses[0]) if len(losses) == 1 else None
 
@@ -36,7 +28,7 @@ def with_loss_of(proto: ModelProto, options: Options) -> tuple[Options, list[str
     Returns:
         The options, and a message if the loss is that of the file.
     """
-    kept: dict[str, Any] = (read_note(proto, _NOTE) or [{}])[0]
+    kept: dict[str, Any] = (read_note(proto, LOSS) or [{}])[0]
     own = any(output.name == options.loss_output for output in proto.graph.output)
     if options.loss or own or not kept:
         return options, []

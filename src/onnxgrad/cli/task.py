@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto
 
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.label_columns import (
@@ -40,7 +39,6 @@ class Task:
     - `rows`: their number, None if it is unknown.
     - `names`: of the columns, which the trained model stores.
     - `numbers`: of the rows in the data that they are held out of; None if they are no part.
-    - `finish`: writes into the metadata of the trained model how the data became numbers.
     - `notes`: messages before training; `remarks`: after it, about columns.
     """
 
@@ -50,7 +48,6 @@ class Task:
     notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     in_memory: bool = True
-    finish: Callable[[ModelProto], None] | None = None
     numbers: np.ndarray | None = None
 
     def take(self, rows: np.ndarray) -> Task:
@@ -117,7 +114,7 @@ def check_counts(arrays: dict[str, np.ndarray]) -> None:
 def _stored_names(columns: Columns, lists: Collection[str], targets: Targets) -> Names:
     """Return the names that a trained model stores: of inputs that take columns of numbers."""
     named = {n: list(group) for n, group in columns.items() if not {*group} <= {*lists}}
-    return Names(named, targets.names if named else [])
+    return Names(named, targets.names)
 
 
 def map_images(source: ImageSource, objective: Objective, classes: Labels | None) -> Task:
@@ -140,7 +137,7 @@ def map_images(source: ImageSource, objective: Objective, classes: Labels | None
         f"classes by number, and their images: {first_names(named)}",
     ]
     names = Names(classes=classes or reader.class_names)
-    return Task(Dataset(reader), reader.rows, names, notes, in_memory=False, finish=source.keep)
+    return Task(Dataset(reader), reader.rows, names, notes, in_memory=False)
 
 
 def map_texts(source: TextSource) -> Task:

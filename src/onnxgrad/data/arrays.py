@@ -185,8 +185,8 @@ def fit_shape(
     free = fixed.count(-1)
     if free > 1 or (count % least if free else count != least):
         multiple, chosen = "a multiple of " * bool(free), ""
-        if not free and columns is not None and len(columns) == count > least:
-            chosen = f"; {_choose_columns(columns, least)}"
+        if not free and columns is not None and len(columns) > 1 and count > least:
+            chosen = f"; {_choose_columns(columns, len(columns) - count + least)}"
         raise DataError(
             f"{what} takes {multiple}{least} values a row (shape {shape_text(declared)}); "
             f"the data has {count} (shape {shape_text(array.shape)}){chosen}"
@@ -195,8 +195,8 @@ def fit_shape(
 
 
 def _choose_columns(columns: Sequence[str], count: int) -> str:
-    """Return the advice to choose some of more columns, and all of which they may be."""
-    extra, option = len(columns) - count, argument("ignore")
-    how = f" with {option}, or name {count} with {argument('columns')}" * option.startswith("--")
+    """Return the advice to choose `count` of more columns, if they are numbers, and their names."""
+    extra, option = len(columns) - count if count > 0 else "some", argument("ignore")
+    how = f" with {option}, or name others with {argument('columns')}" * option.startswith("--")
     more = f", and {len(columns) - _LISTED} more" if len(columns) > _LISTED else ""
     return f"leave out {extra} of its columns{how}: {', '.join(columns[:_LISTED])}{more}"

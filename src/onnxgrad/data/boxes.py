@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.image_files import is_image, open_image, pillow
-from onnxgrad.data.images import RandomFlip, named_transform
+from onnxgrad.data.image_transforms import RandomFlip, named_transform
 from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.graph.shapes import Dims

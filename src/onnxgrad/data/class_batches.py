@@ -114,6 +114,11 @@ class ClassBatches(Reader):
         """The names of the classes that labels number, which trained models store; often none."""
         return self.data.class_names
 
+    @property
+    def remembered(self) -> Mapping[str, list[Any]]:
+        """How the data become numbers."""
+        return self.data.remembered
+
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ClassBatches:
         """Return the reader for features of these dtypes."""
         return self._with(self.data.for_dtypes(dtypes), self.labels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -150,12 +150,14 @@ class Names:
     """The names of the columns of each input, of those of the label, and of the classes.
 
     They are in their order. Inputs that were not fed from tables with column names are missing.
-    `classes` are those that texts name, in the order of the output; empty if unknown.
+    `classes` are those that texts name, in the order of the output; empty if unknown. `notes` are
+    what else the trained model stores of its training, by key of its metadata.
     """
 
     columns: dict[str, list[str]] = field(default_factory=dict)
     target: list[str] = field(default_factory=list)
     classes: Labels = field(default_factory=list)
+    notes: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def check(self, name: str, names: Sequence[str]) -> None:
         """Raise if an input gets other columns than before; store the names if it is new."""
@@ -193,7 +195,7 @@ class Names:
 
     def copy(self) -> Names:
         """Return a copy that can be modified independently."""
-        return Names(dict(self.columns), self.target, self.classes)
+        return replace(self, columns=dict(self.columns))
 
     def keep(self, proto: ModelProto) -> None:
         """Write the names into the metadata of `proto`, in place.
@@ -209,6 +211,8 @@ class Names:
                 entry.value = json.dumps(value)
         if self.classes and self.classes != class_names(proto):
             write_note(proto, CLASSES, list(self.classes))
+        for key, note in self.notes.items():
+            write_note(proto, key, note)
 
 
 def read_names(proto: ModelProto) -> Names:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onnxgrad.data import image_nodes
 from onnxgrad.data.class_folders import below, read_classes
 from onnxgrad.data.foreign_transforms import adapted
 from onnxgrad.data.image_files import open_image, pillow
+from onnxgrad.data.image_transforms import (
+    IMAGES,
+    CenterCrop,
+    Normalize,
+    Transform,
+    check_order,
+    cover,
+    height_and_width,
+    image_note,
+    named_transform,
+)
 from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.shapes import Dims
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-
-# (image of Pillow, generator or None) -> image; a `Normalize` takes and returns an array instead
-Transform = Callable[[Any, np.random.Generator | None], Any]
 
 
 @with_arguments(data="path")
@@ -52,7 +59,7 @@ def image_folder(
         size: height and width of the images for the model, a number for both. What the transforms
             leave in another size is resized to cover it, and cropped at the center.
         transforms: applied to each image in this order: `resize`, `center_crop`, `random_crop`,
-            `random_flip`, and at the end `normalize`, all of `onnxgrad.data.images`; or functions
+            `random_flip`, and at the end `normalize`, all of `onnxgrad`; or functions
             `(image of Pillow, numpy.random.Generator or None) -> image`. Also those of
             albumentations and `torchvision.transforms` that return images of 8 bits; they are
             applied in training only, and draw by the same seeds.
@@ -82,7 +89,7 @@ def image_folder(
     pillow()
     _check(layout, channels, scale)
     check_order(transforms)
-    read = _pair(size), tuple(map(adapted, transforms)), layout, channels, float(scale)
+    read = height_and_width(size), tuple(map(adapted, transforms)), layout, channels, float(scale)
     folder = Path(path)
     found = read_classes(folder, classes) if labels else (below(folder), None, [])
     return ImageFolder(folder, *read, *found)
@@ -95,12 +102,6 @@ def _check(layout: str | None, channels: int | None, scale: float) -> None:
         raise ValueError(f"channels={channels} must be one of {', '.join(map(str, _MODES))}")
     if not scale > 0:
         raise ValueError(f"{argument('scale', scale)} must be above 0: the value of white")
-
-
-def check_order(transforms: Sequence[Transform]) -> None:
-    """Raise if another transform follows `normalize`."""
-    if any(isinstance(transform, Normalize) for transform in transforms[:-1]):
-        raise ValueError("normalize must be the last transform: the others take images")
 
 
 @dataclass(eq=False)
@@ -159,6 +160,11 @@ class ImageFolder(IndexedReader):
         """The names of the classes; none where folders are called by the numbers of these."""
         return [] if self.classes == list(map(str, range(len(self.classes)))) else self.classes
 
+    @property
+    def remembered(self) -> dict[str, list[Any]]:
+        """How images became numbers."""
+        return {IMAGES: [image_note(self.size, self.scale, self.transforms)]}
+
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
         """Return the images of a batch, and their labels if they have any."""
         images = np.stack([self._image(int(row), seed) for row in indices])
@@ -172,7 +178,7 @@ class ImageFolder(IndexedReader):
         for transform in self.transforms[:-1] if normalize else self.transforms:
             image = transform(image, rng)
         if image.size != self.size[::-1]:
-            image = CenterCrop(self.size)(_cover(image, self.size), None)
+            image = CenterCrop(self.size)(cover(image, self.size), None)
         array = np.asarray(image).reshape(*self.size, channels)
         if not self.raw:
             array = array.astype(np.float32) / np.float32(255 / self.scale)
@@ -200,12 +206,6 @@ class ImageFolder(IndexedReader):
         }
 
 
-def named_transform(transform: Any) -> str:
-    """Return what identifies a transform, without its address in memory."""
-    named = getattr(transform, "__qualname__", None)
-    return named or repr(transform)
-
-
 def layout_of(
     name: str,
     shape: Dims | None,
@@ -228,171 +228,3 @@ def layout_of(
             f"{caller}(..., layout='NCHW'), or 'NHWC'"
         )
     return layout, channels or 3
-
-
-def _cover(image: Any, size: tuple[int, int]) -> Any:
-    """Return `image` resized so that it just covers (height, width)."""
-    width, height = image.size
-    scale = max(size[0] / height, size[1] / width)
-    wide, high = max(size[1], round(width * scale)), max(size[0], round(height * scale))
-    return image.resize((wide, high), pillow().Resampling.BILINEAR)
-
-
-def _crop(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
-    return image.crop((left, top, left + size[1], top + size[0]))
-
-
-def _room(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
-    """Return the image, enlarged if it is too small for the crop, and the rows and columns left."""
-    if image.size[0] < size[1] or image.size[1] < size[0]:
-        image = _cover(image, size)
-    return image, image.size[1] - size[0], image.size[0] - size[1]
-
-
-@dataclass(frozen=True)
-class Resize:
-    """See `resize`."""
-
-    size: int | tuple[int, int]
-
-    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the resized image."""
-        if isinstance(self.size, int):
-            short = min(image.size)
-            wide, high = (max(1, round(n * self.size / short)) for n in image.size)
-        else:
-            high, wide = self.size
-        return image.resize((wide, high), pillow().Resampling.BILINEAR)
-
-    def write(self, op: Any, x: Any) -> Any:
-        """Write the resized images."""
-        return image_nodes.write_resize(op, x, self.size)
-
-
-@dataclass(frozen=True)
-class CenterCrop:
-    """See `center_crop`."""
-
-    size: tuple[int, int]
-
-    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the part in the middle."""
-        image, rows, columns = _room(image, self.size)
-        return _crop(image, self.size, rows // 2, columns // 2)
-
-    def write(self, op: Any, x: Any) -> Any:
-        """Write the part in the middle."""
-        x = image_nodes.write_cover(op, x, self.size, only_small=True)
-        return image_nodes.write_center(op, x, self.size)
-
-
-@dataclass(frozen=True)
-class RandomCrop(CenterCrop):
-    """See `random_crop`; models get the part in the middle, as evaluations do."""
-
-    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return a part that `rng` draws, without it the one in the middle."""
-        if rng is None:
-            return super().__call__(image, None)
-        image, rows, columns = _room(image, self.size)
-        top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
-        return _crop(image, self.size, top, left)
-
-
-@dataclass(frozen=True)
-class RandomFlip:
-    """See `random_flip`."""
-
-    probability: float = 0.5
-
-    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image, mirrored if `rng` draws it."""
-        if rng is None or rng.random() >= self.probability:
-            return image
-        return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
-
-    def write(self, op: Any, x: Any) -> Any:
-        """Return the images as they are, as in evaluations."""
-        return x
-
-
-@dataclass(frozen=True)
-class Normalize:
-    """See `normalize`."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def __call__(self, array: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
-        """Return the array (height, width, channels) with the channels normalized."""
-        return (array - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-
-    def write(self, op: Any, x: Any) -> Any:
-        """Write the images, float32 (N, height, width, channels), normalized."""
-        centered = op.Sub(x, np.array(self.mean, np.float32))
-        return op.Div(centered, np.array(self.std, np.float32))
-
-
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def resize(size: int | tuple[int, int]) -> Transform:
-    """Return a transform: the shorter side becomes `size` pixels, or the image (height, width).
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> og.resize(256)
-        Resize(size=256)
-    """
-    return Resize(size if isinstance(size, int) else _pair(size))
-
-
-def center_crop(size: int | tuple[int, int]) -> Transform:
-    """Return a transform: the part of (height, width) in the middle of the image.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> og.center_crop(224)
-        CenterCrop(size=(224, 224))
-    """
-    return CenterCrop(_pair(size))
-
-
-def random_crop(size: int | tuple[int, int]) -> Transform:
-    """Return a transform: a part of (height, width) at random.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> og.random_crop((224, 160))
-        RandomCrop(size=(224, 160))
-    """
-    return RandomCrop(_pair(size))
-
-
-def random_flip(probability: float = 0.5) -> Transform:
-    """Return a transform: left and right are swapped with this probability.
-
-    Examples:
-        >>> import onnxgrad as og
-        >>> transforms = [og.resize(256), og.random_crop(224), og.random_flip()]
-        >>> transforms[-1]
-        RandomFlip(probability=0.5)
-    """
-    return RandomFlip(probability)
-
-
-def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
-    """Return a transform: (value - mean) / std, of values from 0 to 1, by channel.
-
-    Examples:
-        >>> import numpy as np, onnxgrad as og
-        >>> image = np.full((1, 1, 3), 0.5, np.float32)  # height, width, channels
-        >>> og.normalize([0.5, 0.4, 0.0], [0.1, 0.1, 0.5])(image, None).round(3).tolist()
-        [[[0.0, 1.0, 1.0]]]
-    """
-    if len(mean) != len(std):
-        raise ValueError(f"mean has {len(mean)} numbers, and std {len(std)}: one for each channel")
-    if any(s <= 0 for s in std):
-        raise ValueError(f"std={list(std)} must be above 0")
-    return Normalize(tuple(mean), tuple(std))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
-from onnxgrad.data.images import CenterCrop, RandomFlip, Resize, named_transform
+from onnxgrad.data.image_transforms import CenterCrop, RandomFlip, Resize, named_transform
 from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 

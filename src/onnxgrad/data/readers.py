@@ -96,6 +96,11 @@ class Reader:
         """The names of the classes that labels number, which trained models store; often none."""
         return ()
 
+    @property
+    def remembered(self) -> Mapping[str, list[Any]]:
+        """How data become numbers, by keys of metadata, which trained models store; often none."""
+        return {}
+
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> Reader:
         """Return the reader for features of these dtypes, by name."""
         return self

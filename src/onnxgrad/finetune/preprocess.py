@@ -15,7 +15,8 @@ from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
 from onnxgrad.data.audio import Waveforms
 from onnxgrad.data.foreign_transforms import adapted
-from onnxgrad.data.images import ImageFolder, Normalize, check_order, layout_of
+from onnxgrad.data.image_transforms import Normalize, check_order
+from onnxgrad.data.images import ImageFolder, layout_of
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit

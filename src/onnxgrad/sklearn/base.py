@@ -18,7 +18,7 @@ from sklearn.utils import check_array, check_consistent_length, check_random_sta
 from sklearn.utils._param_validation import Interval, Options, StrOptions
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
-from onnxgrad.data.columns import is_table
+from onnxgrad.data.columns import column_names, is_table, read_names, target_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import read
 from onnxgrad.optimizers import Optimizer
@@ -158,6 +158,7 @@ class OnnxEstimator(BaseEstimator):
     ) -> None:
         """Train on checked data; `rows` of them, if that is not all."""
         X, y, weight = data
+        self._network.take_names([*getattr(self, "feature_names_in_", ())], self._target)
         options |= {"batch_size": self._batch_size(rows or len(y)), "shuffle": self.shuffle}
         options |= {"sample_weight": self._sample_weights(y, weight)}
         callbacks = [*self.callbacks, *callbacks]
@@ -266,7 +267,7 @@ class OnnxEstimator(BaseEstimator):
     ) -> tuple[Any, np.ndarray, np.ndarray | None]:
         """Return checked data."""
         if reset:
-            self._tables = takes_tables(self.model)
+            self._tables, self._target = takes_tables(self.model), target_names(y) or []
         X = self._check_inputs(X, reset)
         if y is None:
             raise ValueError(
@@ -288,6 +289,7 @@ class OnnxEstimator(BaseEstimator):
         checks: dict[str, Any] = {"dtype": (np.float64, np.float32)}
         if by_name(X) or (not reset and self._is_as_in_fit(X)):
             return X
+        X = self._in_order(X)
         if self._tables and is_table(X):
             checks = {"skip_check_array": True}
         elif self.model is not None:
@@ -295,6 +297,15 @@ class OnnxEstimator(BaseEstimator):
             dtype = None if text else "numeric"
             checks = {"dtype": dtype, "ensure_all_finite": "allow-nan", "allow_nd": True}
         return validate_data(self, X, reset=reset, **checks)
+
+    def _in_order(self, X: Any) -> Any:
+        """Return a table with its columns in the order of an earlier training of the file."""
+        names = column_names(X)
+        if names is None or self.model is None or is_estimator(self.model):
+            return X
+        known = self._network.trainer.names if self._begun else read_names(read(self.model))
+        order = next(iter(known.columns.values()), names)
+        return X[order] if sorted(order) == sorted(names) and order != names else X
 
     def _is_as_in_fit(self, X: Any) -> bool:
         """Return whether scikit-learn's checks, which take longer than a row, return X itself."""

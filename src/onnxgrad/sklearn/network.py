@@ -14,6 +14,7 @@ from onnxgrad.data.field import Field
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
@@ -67,9 +68,18 @@ class Network:
 
     @property
     def model(self) -> ModelProto:
-        """The trained model."""
+        """The trained model, with the names of columns."""
         model = self.trainer.model
-        return self.front.merge(model) if self.front else model
+        model = self.front.merge(model) if self.front else model
+        self.trainer.names.keep(model)
+        return model
+
+    def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
+        """Let the trained model store the names of the columns of inputs and labels."""
+        whole, names = self.front.whole if self.front else self.trainer.proto, self.trainer.names
+        inputs = names_without_default(whole)
+        names.columns |= names.by_input(columns, inputs) if columns else {}
+        names.target = list(target) or names.target
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target, and the labels if the model has an output of them."""

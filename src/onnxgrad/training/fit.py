@@ -27,6 +27,7 @@ from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.remembered import training_notes
 from onnxgrad.training.run.runner import micro_batches
 from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.run_length import check_length
@@ -98,6 +99,8 @@ class Fit:
         fields.accumulates = not trainer.carry
         if not self.further:
             _say(objective, fields)
+        features = (fields.fields[name] for name in fields.features)
+        self.names.notes = training_notes(trainer, self.data.reader, features)
         check_weights(self.recipe, self.data, objective, fields)
         source, held_out = self._sources(fields, shuffle)
         if held_out is not None:

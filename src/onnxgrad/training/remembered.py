@@ -1,0 +1,76 @@
+"""What a trained file remembers of its training, beside the names of its columns and classes.
+
+Later commands and trainings read in its metadata which loss it was and how images became numbers.
+What a note cannot hold, users are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.field import Field
+from onnxgrad.data.image_transforms import IMAGES
+from onnxgrad.data.readers import Reader
+from onnxgrad.graph.shapes import Dims
+from onnxgrad.model.notes import read_note
+from onnxgrad.model.read import names_model
+from onnxgrad.training.settings import Settings
+
+LOSS = "onnxgrad.training_loss"  # metadata: a list of one dict, options of the shell
+
+_CHANNELS = (1, 3, 4)
+
+
+def training_notes(
+    trainer: Settings, reader: Reader | None, features: Iterable[Field]
+) -> dict[str, list[Any]]:
+    """Return the notes of a training, by key of the metadata.
+
+    Args:
+        trainer: the arguments of the training.
+        reader: what reads the rows, None for arrays.
+        features: the inputs other than labels.
+    """
+    notes = {LOSS: _loss_note(trainer), **({} if reader is None else reader.remembered)}
+    known = read_note(trainer.proto, IMAGES) or trainer.names.notes.get(IMAGES)
+    if IMAGES not in notes and not known and any(map(_takes_images, features)):
+        notes[IMAGES] = [{"arrays": True}]  # of values that nothing tells
+    return dict(trainer.names.notes) | notes
+
+
+def _loss_note(trainer: Settings) -> list[dict[str, list[str]]]:
+    """Return the loss as the options of the shell say it; empty for what they cannot say."""
+    loss, options = trainer.loss, trainer.loss_options or {}
+    by_output = loss if isinstance(loss, Mapping) else {None: loss}
+    names = list(by_output.values())
+    if not all(isinstance(name, str) and not names_model(name) for name in names):
+        return []
+    if None not in by_output:
+        if options and len(names) > 1:
+            return []
+        options = next(iter(options.values()), {})
+    try:
+        stated = [f"{name}={json.dumps(v, default=_as_list)}" for name, v in options.items()]
+    except TypeError:
+        return []
+    weights = [f"{output}={float(w)}" for output, w in (trainer.loss_weights or {}).items()]
+    losses = [name if output is None else f"{output}={name}" for output, name in by_output.items()]
+    note = {"loss": losses, "loss_option": stated, "loss_weight": weights}
+    return [{name: texts for name, texts in note.items() if texts}]
+
+
+def _as_list(value: Any) -> Any:
+    """Return an array as a list, and a number of numpy as one of Python."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"no value of JSON: {type(value).__name__}")
+
+
+def _takes_images(field: Field) -> bool:
+    """Return whether an input may take images, whose values are not those of the files."""
+    shape: Dims = field.shape or ()
+    return field.dtype.kind == "f" and len(shape) == 4 and bool({*shape[1::2]} & {*_CHANNELS})
