@@ -13,7 +13,7 @@ from onnxgrad.autodiff.quantized import described, refuse_quantized
 from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import GRADIENT_OF, operator_of
+from onnxgrad.graph.operators import GRADIENT_OF, RULED_AS, operator_of
 from onnxgrad.graph.shapes import Dims, dims, is_real
 from onnxgrad.graph.traversal import reads
 from onnxgrad.reporting import logger
@@ -103,6 +103,9 @@ def dependent(
 
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
     """Apply the rule of `node`; return pairs of an input or a captured value and its gradient."""
+    if RULED_AS in node.meta:
+        node = node.meta[RULED_AS](node)
+        gs = [*gs, *[None] * (len(node.outputs) - len(gs))]
     untyped = _first_untyped(node, active)
     operator = operator_of(node)
     if untyped is None and operator.subgraph_rule is not None:
@@ -126,7 +129,7 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
         gradients = (gradients,)
     _check_gradients(node, function, gradients)
     for i, dx in enumerate(gradients):
-        if isinstance(dx, ir.Value):
+        if isinstance(dx, ir.Value) and not operator.of_user:
             dx.meta.setdefault(GRADIENT_OF, (node, i, gs))
     return zip(node.inputs, gradients, strict=False)
 

@@ -240,7 +240,8 @@ class _Rows:
 def _draws(node: ir.Node) -> bool:
     """Return whether random numbers are drawn, also in a subgraph: others for a part."""
     nodes = (node, *(n for graph in subgraphs(node) for n in all_nodes(graph)))
-    return any(n.op_type in RANDOM and not n.domain for n in nodes)
+    random = (n for n in nodes if n.op_type in RANDOM and not n.domain)
+    return any(n.op_type != "Dropout" or len(n.inputs) > 2 for n in random)  # 2: in inference mode
 
 
 def _keeps_sums(x: ir.Value, y: ir.Value) -> bool:

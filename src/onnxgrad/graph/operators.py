@@ -166,6 +166,10 @@ OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"
 # before, or so far behind, the position of the query
 FIRST_KEY, LAST_KEY = "onnxgrad.first_key", "onnxgrad.last_key"
 
+# metadata key of a node that computes what a node of another operator would: a function from it to
+# what a user's rule of that operator reads
+RULED_AS = "onnxgrad.ruled_as"
+
 # metadata key that the sweep writes, of a gradient: node, index of the input, and cotangents
 GRADIENT_OF = "onnxgrad.gradient_of"
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import Emit, Trainer
+from onnxgrad import Emit, Trainer, rule
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
@@ -622,6 +622,37 @@ def test_dropout_in_a_branch_but_in_no_loop():
             l = Identity(k) z = Relu(h) }> }"""
     with pytest.raises(ValueError, match="Loop"):
         training_model(parse_model(loop), dropout={"z": 0.5})
+
+
+USED = "g (float[N,4] X) => (float[N,4] Y) <float r = {{0.5}}, bool t = {{1}}, bool f = {{0}}> {}"
+IN_GRAPH = "{{ a = Neg(X)  d = Dropout(a{})  Y = Neg(d) }}"
+IN_BRANCH = """{{ a = Neg(X)  s = ReduceSum<keepdims = 0>(X)  c = Equal(s, s)  k = If(c)<
+    then_branch = u () => (float[N,4] e) {{ d = Dropout(a{})  e = Identity(d) }},
+    else_branch = v () => (float[N,4] z) {{ z = Exp(a) }}>  Y = Neg(k) }}"""
+
+
+@pytest.mark.parametrize("settings", ["", ", r, f", ", r, t"])
+@pytest.mark.parametrize("nodes", [IN_GRAPH, in_sweep(IN_BRANCH)])
+@pytest.mark.parametrize("dropout", [{}, {"d": 0}, {"d": 0.5}, {"a": 0.5}])
+def test_a_rule_of_a_user_gives_the_gradient_of_dropout(dropout, nodes, settings):
+    """It reads what a Dropout has, also where a mask is written for one that the file lacks."""
+    operands = set()
+
+    @rule("Dropout")
+    def triple(op, node, g, *_):
+        """y = x mask:  dx = 3 g, whatever the mask."""
+        operands.add((node.op_type, len(node.inputs)))
+        return [3.0 * g, *[None] * (len(node.inputs) - 1)]
+
+    proto = parse_model(USED.format(nodes.format(settings)))
+    model, _ = training_model(proto, dropout=dropout, gradients=["X"])
+    active = "a" in dropout or dropout.get("d", 0.5 * settings.endswith("t"))
+    X = RNG.normal(size=(100, 4)).astype(np.float32)
+    found = run_named(model, {"X": X, "draw": np.int64(0)} if active else {"X": X})
+    assert ((found["Y"] == 0).mean() > 0.4) if active else (found["Y"] == X).all()
+    dropouts = 1 + ("a" in dropout)
+    np.testing.assert_allclose(found["X_grad"], 2 * 3**dropouts * found["Y"], rtol=1e-6)
+    assert operands <= {("Dropout", 1), ("Dropout", 3)}
 
 
 FED_MODE = NODES.replace("N,4] X)", "N,4] X, bool t)").replace(", bool t = {1}", "")

@@ -230,7 +230,7 @@ def _lowerings(model: ir.Model, asked: _Asked) -> Table:
         key: [one.lowering] for key, one in OPERATORS.items()
         if one.lowering is not None and (asked.on_demand or not one.on_demand or one in untyped)
     }  # fmt: skip
-    if asked.keep_dropout:
+    if asked.keep_dropout and not OPERATORS["", "Dropout"].of_user:
         del table["", "Dropout"]
     for key in operators_with_body():
         table[key] = [*table.get(key, ()), _missing_body]

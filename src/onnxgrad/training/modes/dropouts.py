@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import OPERATORS, RULED_AS
 from onnxgrad.graph.shapes import constant
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.dropout_masks import Masks
@@ -84,12 +85,43 @@ def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) ->
             uses = list(x.uses())  # before the shape of x is read
             keep, scale = masks.keep(inner, index, x, site.ratio)
             factor = inner.Cast(keep, to=x.dtype) * scale
+            y = inner.set_type_like(inner.emit("Mul", [x, factor], {}, fresh=True), x)
+            if _has_user_rule():
+                settings = inner.const(np.float32(site.ratio)), inner.const(np.True_)
+                node = y.producer()
+                node.name = site.node.name if site.of_file else None
+                node.meta[RULED_AS] = partial(_AsDropout, settings)
             if site.of_file:
-                y = inner.set_type_like(x * factor, x)
                 replace(inner, site.node, [y, keep])
             else:
-                _insert(inner, x, factor, uses)
+                _insert(inner, x, y, uses)
         index += 1
+
+
+def _has_user_rule() -> bool:
+    """Return whether a user's rule gives the gradient of Dropout."""
+    return OPERATORS["", "Dropout"].of_user
+
+
+class _AsDropout:
+    """What a user's rule of Dropout reads of the product that is written: x, and a mask."""
+
+    domain, op_type = "", "Dropout"
+
+    def __init__(self, settings: tuple[ir.Value, ir.Value], product: ir.Node) -> None:
+        x, factor = product.inputs
+        self.name, self.graph, self.attributes = product.name, product.graph, product.attributes
+        self.inputs = x, *settings
+        self.outputs = product.outputs[0], self._operand(self._operand(factor))
+
+    @staticmethod
+    def _operand(value: ir.Value | None) -> ir.Value:
+        """Return the first operand of the node that computes `value`."""
+        assert value is not None
+        node = value.producer()
+        assert node is not None
+        assert node.inputs[0] is not None
+        return node.inputs[0]
 
 
 def _is_dropout(node: ir.Node | None) -> bool:
@@ -110,9 +142,8 @@ def _following(graphs: Iterable[ir.Graph | ir.Function | None]) -> dict[ir.Node,
     return following
 
 
-def _insert(op: Emit, x: ir.Value, factor: ir.Value, uses: Iterable) -> None:
-    """Replace `uses` of `x` by `x * factor`, and a graph output, which keeps its name."""
-    y = op.set_type_like(op.emit("Mul", [x, factor], {}, fresh=True), x)
+def _insert(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
+    """Replace `uses` of `x` by `y`, and a graph output, which keeps its name."""
     for user, i in uses:
         user.replace_input_with(i, y)
     if x.is_graph_output():
@@ -121,8 +152,12 @@ def _insert(op: Emit, x: ir.Value, factor: ir.Value, uses: Iterable) -> None:
 
 
 def _switch_off(op: Emit, node: ir.Node) -> None:
+    """Remove a Dropout; if it has a user's rule, only what makes it active."""
     x = node.inputs[0]
     assert x is not None
+    if _has_user_rule():
+        node.resize_inputs(1)
+        return
     with op.at(node):
         results = [x]
         if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):

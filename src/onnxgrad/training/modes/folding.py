@@ -8,6 +8,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.training.modes.replacement import replace
 
@@ -28,7 +29,7 @@ def fold_normalizations(
         kept: values that must stay what they are.
     """
     for node in list(op.graph):
-        if node.domain or node.op_type != "BatchNormalization":
+        if node.domain or node.op_type != "BatchNormalization" or operator_of(node).of_user:
             continue
         x = node.inputs[0]
         conv = None if x is None else x.producer()
