@@ -543,3 +543,33 @@ def test_rows_on_axis_1(called, whole, loss):
         assert stack.evaluate(x, y, batch_size=5)["mae"] == pytest.approx(
             [np.abs(p - y).mean() for p in stack.predict(x, batch_size=5)], rel=1e-5
         )
+
+
+ONE = "float[1,3] x"
+STATES = "float[batch,3] x, float[1,1] h"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "body", "expected"),
+    [
+        (STATES, "float[batch] y", "a = Add(x, h)  m = MatMul(a, w)  y = Reshape(m, s)", "rows"),
+        (ONE, "float[4] y", "m = MatMul(x, w)  y = Squeeze(m, z)", "rows"),
+        in_sweep(ONE, "float[4] y", "m = MatMul(x, w)  y = Reshape(m, s)", "rows"),
+        in_sweep(ONE, "float y", "m = MatMul(x, w)  y = ReduceMean<keepdims=0>(m)", "means"),
+        in_sweep(ONE, "float[2,2] y", "m = MatMul(x, w)  y = Reshape(m, q)", "squares"),
+    ],
+)
+def test_outputs_of_one_row_without_its_axis(inputs, output, body, expected):
+    """A file of one row that returns numbers without the axis of rows has them in each row."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(6, 3)).astype("f"), rng.normal(size=(3, 4)).astype("f")
+    constants = {"s": np.int64([4]), "z": np.int64([0]), "q": np.int64([2, 2])}
+    made = parse_model(f"f ({inputs}) => ({output}) {{ {body} }}", w=w, **constants)
+    feed = {"x": x, "h": np.zeros((6, 1), np.float32)} if "h" in inputs else {"x": x}
+    found = {"rows": x @ w, "means": (x @ w).mean(1), "squares": (x @ w).reshape(6, 2, 2)}[expected]
+    label = np.ones_like(found)
+    trainer = og.Trainer(made, "mse", learning_rate=0.0)
+    np.testing.assert_allclose(trainer.predict(feed), found, rtol=1e-5)
+    loss = pytest.approx(((found - 1) ** 2).mean(), rel=1e-5)
+    assert trainer.evaluate(feed, label)["loss"] == loss
+    assert trainer.fit(feed, label, epochs=1, batch_size=3).history[-1]["loss"] == loss

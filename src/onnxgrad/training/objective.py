@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
-from onnxgrad.autodiff.primal.free_rows import free_rows
+from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
@@ -316,6 +316,7 @@ def _prepared(
         wide=weights if plan.precision == "float32" else None,
         fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
+    add_row_axes(model.graph, [read.index(y) for y in predicted if plan.loss], plan.exempt)
     freed = free_rows(model, BATCH, plan.axes)
     model = model if freed is None else freed
     return model, dict(zip(read, model.graph.outputs, strict=True)), freed is not None

@@ -7,7 +7,7 @@ that there is one, and lets the row proofs decide whether the result computes ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import prod
 
@@ -328,3 +328,22 @@ def _places(front: int, before: Sequence, after: Sequence, axis: int) -> list[tu
             behind = d != 1 and (outer == 1) == (len(after) < len(before))
             found.append(((d != 1, behind, i != axis, i), (i, outer)))
     return [place for _, place in sorted(found)]
+
+
+def add_row_axes(graph: ir.Graph, indices: Iterable[int], exempt: Collection[str]) -> None:
+    """Give outputs of a model of one row that lack the axis of the rows one, in place.
+
+    These are outputs of static shapes in which no length is 1; `indices` are those to look at.
+    """
+    own = [dims(x) for x in graph.inputs if x.name not in exempt]
+    if not any(shape and shape[0] == 1 for shape in own):
+        return
+    op = Emit(graph)
+    for i in indices:
+        y = graph.outputs[i]
+        shape = static(dims(y))
+        if shape is not None and 1 not in shape and y.dtype is not None:
+            z = op.Unsqueeze(y, [0])
+            z.type, z.shape, z.name = y.type, ir.Shape((1, *shape)), y.name
+            y.name = op.name(f"{y.name}_of_one_row")
+            graph.outputs[i] = z
