@@ -201,5 +201,5 @@ def test_a_share_that_a_fixed_batch_does_not_divide():
     x = np.zeros((32, *(d.dim_value for d in fixed.graph.input[0].type.tensor_type.shape.dim[1:])))
     y = np.zeros((32, *(d.dim_value for d in fixed.graph.output[0].type.tensor_type.shape.dim[1:])))
     assert made.fit(x, y, validation=0.25).history[-1]["validation_loss"] >= 0
-    with pytest.raises(ValueError, match=naming("8 rows", "29")):
+    with pytest.raises(ValueError, match=naming("validation", "32 rows", "8")):
         made.fit(x, y, validation=0.1)

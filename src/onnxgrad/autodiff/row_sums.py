@@ -5,15 +5,16 @@ Unlike for derivatives by row, all values count here, also those without a gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from typing import Literal
 
 import onnx_ir as ir
 
 from onnxgrad.autodiff.batch_axis import Axes
 from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.errors import printable
-from onnxgrad.graph.axes import SUMMED, follow, places
+from onnxgrad.graph.axes import SUMMED, follow, named_axes, places
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
@@ -46,6 +47,37 @@ def require_sums(
     for y in outputs:
         if y not in rows.sums:
             raise NotASum(f"{y.name!r} is no sum over rows")
+
+
+def assumed_lengths(inputs: Iterable[ir.Value]) -> dict[str, tuple[int, ...]]:
+    """Return the declared shapes of inputs, with a number for each symbol.
+
+    The sizes of a graph that has several symbols are rarely inferred, and which rows it mixes does
+    not depend on them.
+    """
+    numbers = dict[object, int]()
+    return {
+        str(x.name): tuple(
+            d if isinstance(d, int) else numbers.setdefault(d, 32 * (len(numbers) + 2))
+            for d in dims(x) or ()
+        )
+        for x in inputs
+    }
+
+
+def reduction_over_rows(
+    model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, Dims], loss: ir.Value
+) -> Literal["sum", "mean"]:
+    """Return whether a value is the sum or the mean over rows of terms that depend on one row only.
+
+    The arguments are those of `require_sums`; raise `NotASum` if it is proven to be neither.
+    """
+    rows = _follow_rows(model, axes, lengths, [loss])
+    if loss in rows.sums:
+        return "sum"
+    if loss in rows.means:
+        return "mean"
+    raise NotASum(f"{loss.name!r} is neither a sum nor a mean over rows")
 
 
 def require_apart(
@@ -108,6 +140,8 @@ class _Rows:
 
     - `axes`: the axis of the rows of values whose row i depends on row i only.
     - `sums`: sums over rows of such values, times constants.
+    - `means`: means over rows of such values, times and plus constants.
+    - `counts`: the number of rows times a constant.
     - `outer`: how many times the rows follow each other along that axis, if not once: a Reshape
       turns [T, N, D] into [T N, D]. The length of the axis says how many elements each row has.
     - `sizes`: integers that depend on the number of rows.
@@ -119,6 +153,8 @@ class _Rows:
         self.axes = axes
         self.outer: dict[ir.Value, int] = {}
         self.sums: set[ir.Value] = set()
+        self.means: set[ir.Value] = set()
+        self.counts: set[ir.Value] = set()
         self.sizes: set[ir.Value] = set()
 
     def visit(self, node: ir.Node) -> None:
@@ -133,6 +169,8 @@ class _Rows:
             if name not in _OF_SIZES or not integers or not self._independent(read):
                 raise _mixes(node)
             self.sizes.update(node.outputs)
+        elif not self.means.isdisjoint(read):
+            self._affine(node)
         elif not self.sums.isdisjoint(read):
             self._linear(node)
         elif self.axes.keys().isdisjoint(read):
@@ -143,7 +181,8 @@ class _Rows:
             self._by_row(node)
 
     def _independent(self, read: Sequence[ir.Value]) -> bool:
-        return self.sums.isdisjoint(read) and self.axes.keys().isdisjoint(read)
+        known = self.sums, self.means, self.axes.keys()
+        return all(values.isdisjoint(read) for values in known)
 
     def _has_shape_operand(self, node: ir.Node) -> bool:
         """Return whether sizes that depend on the rows enter only through the shape operand."""
@@ -158,6 +197,7 @@ class _Rows:
         symbols = [d for d in read if not isinstance(d, int)]
         if node.op_type == "Size" and len(symbols) == 1 and _counts_rows(symbols[0]):
             self.sums.add(node.outputs[0])
+            self.counts.add(node.outputs[0])
         elif symbols:
             self.sizes.add(node.outputs[0])
 
@@ -172,9 +212,32 @@ class _Rows:
             or (name == "Mul" and sum(summed) == 1)
             or (name == "Div" and summed == [True, False] and real)
         )
-        if node.domain or not linear or not self.axes.keys().isdisjoint(operands):
+        if node.domain or not self.axes.keys().isdisjoint(operands):
             raise _mixes(node)
-        self.sums.update(node.outputs)
+        if name == "Div" and all(summed) and operands[1] in self.counts and real:
+            self.means.update(node.outputs)
+        elif linear:
+            self.sums.update(node.outputs)
+            if same and operands[0] in self.counts:
+                self.counts.update(node.outputs)
+        else:
+            raise _mixes(node)
+
+    def _affine(self, node: ir.Node) -> None:
+        """A node that reads means: of a mean of terms, it must make the mean of its results."""
+        name, operands = node.op_type, [x for x in node.inputs if x is not None]
+        averaged = [x in self.means for x in operands]
+        same = name in VIEWS or name in ("Cast", "Neg", "Identity")
+        affine = (
+            (same and averaged[0] and _keeps_sums(operands[0], node.outputs[0]))
+            or name in ("Add", "Sub", "Sum")
+            or (name == "Mul" and sum(averaged) == 1)
+            or (name == "Div" and averaged == [True, False])
+        )
+        others = [x for x in operands if x not in self.means]
+        if node.domain or not affine or not self._independent(others):
+            raise _mixes(node)
+        self.means.update(node.outputs)
 
     def _made(self, node: ir.Node) -> None:
         """A node that does not read the batch: if its result has rows, they must be equal."""
@@ -192,11 +255,26 @@ class _Rows:
         for y, place in zip(node.outputs, follow(node, self.axes), strict=True):
             if place == SUMMED:
                 self.sums.add(y)
+            elif (reduced := self._reduced(node)) is not None:
+                reduced.add(y)
             elif isinstance(place, int) and len(layouts) == 1 and self._meets_rows(node, y, place):
                 ((outer, length),) = layouts
                 self._place(node, y, place, outer, length)
             elif y.uses() or y is node.outputs[0]:
                 raise _mixes(node)
+
+    def _reduced(self, node: ir.Node) -> set[ir.Value] | None:
+        """Return the means or sums for a node that reduces rows, all of which count the same."""
+        x = node.inputs[0]
+        if node.domain or x not in self.axes:
+            return None
+        if node.op_type == "ReduceMean":
+            return self.means if self.axes[x] in (named_axes(node) or ()) else None
+        if node.op_type not in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"):
+            return None
+        reduction = node.attributes.get_string("reduction", "mean")
+        equal = len(node.inputs) < 3 and "ignore_index" not in node.attributes
+        return {"sum": self.sums, "mean": self.means if equal else None}.get(reduction)
 
     def _meets_rows(self, node: ir.Node, y: ir.Value, place: int) -> bool:
         """Return whether rows meet nothing but rows: a part of a batch has other positions."""

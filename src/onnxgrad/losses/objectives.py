@@ -72,6 +72,8 @@ class Written:
         gradients: for each output, what writes gradients of the scaled sum, where the loss writes
             these itself; else None.
         needs_no_label: whether it is known that no input is a label.
+        batch_loss: a loss that a model computes as one number of a batch, whose product with the
+            number of rows is the only sum; None where rows or elements have losses of their own.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -82,6 +84,7 @@ class Written:
     weight: ir.Value | None = None
     gradients: list[OwnGradients | None] = field(default_factory=list)
     needs_no_label: bool = False
+    batch_loss: ir.Value | None = None
 
     def add(
         self,

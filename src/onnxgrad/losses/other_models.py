@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -118,16 +118,12 @@ class LossModel:
             if written.weight is not None or size is None or prod(size) != 1:
                 written.add_losses(op, loss)
             else:
-                written.add(*self._of_one_number(op, loss, rows, labels))
+                loss = wide(op, op.Reshape(loss, []))
+                count = number_of(op, rows, [0], loss, labels)
+                mean = self.reduction == "mean"
+                written.add(loss * count if mean else loss, count)
+                written.batch_loss = loss if mean else None
         return written
-
-    def _of_one_number(
-        self, op: Any, loss: ir.Value, rows: ir.Value, labels: Sequence[ir.Value]
-    ) -> tuple[ir.Value, ir.Value]:
-        """Write the sum of the losses of the rows, and their number, scalars."""
-        loss = wide(op, op.Reshape(loss, []))
-        count = number_of(op, rows, [0], loss, labels)
-        return loss * count if self.reduction == "mean" else loss, count
 
 
 def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:

@@ -298,7 +298,8 @@ class TrainerBase(Settings):
             X: as in `fit`.
             y: as in `fit`.
             sample_weight: as in `fit`.
-            batch_size: rows of one call of the runtime; the result does not depend on it.
+            batch_size: rows of one call of the runtime; the result does not depend on it, but for
+                a loss that the file sums over the rows of a batch.
 
         Raises:
             ValueError: data that the model or the loss does not accept.

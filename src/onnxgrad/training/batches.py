@@ -229,25 +229,27 @@ class Split:
 
 
 def hold_out(
-    source: BatchSource, share: float | Split, seed: int
+    source: BatchSource, evaluated: BatchSource, share: float | Split, seed: int, unit: int = 1
 ) -> tuple[BatchSource, BatchSource]:
-    """Return the rows to train on, and the share of them that is held out, drawn by `seed`.
+    """Return the rows to train on, and of `evaluated`, which has the same ones, those held out.
+
+    They are drawn by `seed`, and their number is a multiple of `unit`.
 
     Raises:
         ValueError: the share leaves one of both empty, or rows cannot be drawn from the data.
     """
     if isinstance(share, Split):
-        return source.take(share.trained), source.take(share.held_out)
+        return source.take(share.trained), evaluated.take(share.held_out)
     if source.rows is None:
         raise _no_share()
-    count = round(source.rows * share)
+    count = round(source.rows * share / unit) * unit
     if not 0 < share < 1 or count in (0, source.rows):
         raise ValueError(
-            f"{argument('validation', share)} of {source.rows} rows leaves a part empty: pass a "
-            "share above 0 and below 1, or (X, y)"
+            f"{argument('validation', share)} of {source.rows} rows, in units of {unit}, leaves a "
+            "part empty: pass a share above 0 and below 1, or (X, y)"
         )
     order = np.random.default_rng([seed, 1]).permutation(source.rows)
-    return source.take(np.sort(order[count:])), source.take(np.sort(order[:count]))
+    return source.take(np.sort(order[count:])), evaluated.take(np.sort(order[:count]))
 
 
 def _no_share() -> ValueError:

@@ -97,8 +97,6 @@ class Fit:
         }
         self.labels, fields = objective.labels, Fields(objective, trainer.batch_axes)
         fields.accumulates = not trainer.carry
-        if not self.further:
-            _say(objective, fields)
         features = (fields.fields[name] for name in fields.features)
         self.names.notes = training_notes(trainer, self.data.reader, features)
         check_weights(self.recipe, self.data, objective, fields)
@@ -119,6 +117,8 @@ class Fit:
         self.validated = held_out
         fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
         runner = compiled.runner(self.recipe, source, fields, fixed, shared)
+        if not self.further:
+            _say_batch(objective, fields, compiled.adds_losses)
         rates = self._rates(state, None if self.further else source.batches, epochs)
         runner.step.warn(stacklevel=3)
         if runner.step.rounding:
@@ -192,7 +192,8 @@ class Fit:
             return source, None
         if trainer.carry:
             raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        both = hold_out(source, self.held_out, trainer.seed)
+        every = self._source(self.data, self.evaluator.fields) if fields.fixed_rows else source
+        both = hold_out(source, every, self.held_out, trainer.seed, fields.fixed_rows or 1)
         for part in both:
             fields.check_rows(part.rows or 0)
         return both
@@ -285,8 +286,8 @@ class Fit:
         return state
 
 
-def _say(objective: Objective, fields: Fields) -> None:
-    """Say once how a model whose file takes one row trains on several."""
+def _say_batch(objective: Objective, fields: Fields, adds_losses: bool) -> None:
+    """Say once how a model whose file takes a fixed batch trains on larger ones."""
     if objective.freed:
         logger.warning(
             "the file takes one row: it trains on batches of any size, as its rows are proven to "
@@ -294,6 +295,6 @@ def _say(objective: Objective, fields: Fields) -> None:
         )
     elif fields.fixed_rows and fields.accumulates:
         logger.warning(
-            f"the file has a fixed batch of {fields.fixed_rows}, and its rows are not proven to be "
-            "independent: of a larger batch, it runs one after another and adds up the gradients"
+            f"the file has a fixed batch of {fields.fixed_rows}: of a larger batch, it runs one "
+            f"after another, and the loss is the {'sum' if adds_losses else 'mean'} of theirs"
         )

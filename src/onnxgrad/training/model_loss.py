@@ -72,12 +72,14 @@ def write_model_loss(
     total = op.Cast(_as_scalar(op, loss), to=kind)
     labels = [name for name in (info.label, "label") if name in inputs]
     count = op.Cast(count_rows(op, data, inputs[labels[0]] if labels else data[-1]), to=kind)
+    own = total if info.reduction is None and reduction == "mean" else None
     if (info.reduction or reduction) == "mean":
         total = total * count
     if total is not loss:  # which is called as the output
         total.name, loss.name = loss.name, op.name(f"{loss.name}.of_model")
     infos = dict.fromkeys(labels[:1], info)
-    return Written([total], [count], [1.0], [], infos, inputs.get(row_weight), [None])
+    weight = inputs.get(row_weight)
+    return Written([total], [count], [1.0], [], infos, weight, [None], batch_loss=own)
 
 
 def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.filled import fillable, is_cache
 from onnxgrad.training.label_facts import balanced_weights, label_shapes
 from onnxgrad.training.model_loss import loss_output
+from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.step.accumulate import build_accumulating_step
@@ -146,10 +147,12 @@ class Recipe:
         """Whether the data may have sample weights."""
         return self.facts.weight_axes > 0
 
-    def objective(self) -> Objective:
-        """Return the objective of a step."""
-        trainer = self.trainer
-        objective = build_objective(trainer.proto, trainer.trained, self.plan, self.weighted)
+    def objective(self, training: bool = True) -> Objective:
+        """Return the objective of a step; unless `training`, without dropout and statistics."""
+        trainer, proto, plan = self.trainer, self.trainer.proto, self.plan
+        if not training:
+            proto, plan = inference_form(proto), replace(plan, dropout={})
+        objective = build_objective(proto, trainer.trained, plan, self.weighted, training)
         if trainer.digest is not None:  # those that the loss does not reach stay constants
             one = () if trainer.members is None else 0  # those of a member
             read_elsewhere(objective.weights, lambda name: trainer.state.weights[name][one])
@@ -165,6 +168,7 @@ class Recipe:
         members: Members | None = None,
         fixed_rows: int | None = None,
         rows: int = 1,
+        adds_losses: bool = False,
     ) -> Step:
         """Return the step, written into the graph of the objective.
 
@@ -173,7 +177,8 @@ class Recipe:
         it; None: it is that of the rows of this process. `members`: those of a stack that may
         share it.
 
-        `fixed_rows` are those that the model takes of the `rows` of a batch, if not all.
+        `fixed_rows` are those that the model takes of the `rows` of a batch, if not all;
+        `adds_losses`: whether the loss of a batch is the sum of those of its micro-batches.
 
         Raises:
             ValueError: the loss depends on none of the weights; arguments that do not fit.
@@ -190,7 +195,7 @@ class Recipe:
             return build_step(objective, self.optimizer, options)
         if trainer.carry:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
-        step = build_accumulating_step(self.objective, self.optimizer, parts, options)
+        step = build_accumulating_step(self.objective, self.optimizer, parts, options, adds_losses)
         step.fixed_rows = fixed_rows
         return step
 

@@ -43,9 +43,11 @@ class Trainer(TrainerBase):
             quantization (Esser et al. 2020). They begin as they are, and stay positive.
         clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
         accumulate: number of micro-batches into which a batch is split, to save memory. The result
-            is that of the whole batch, up to rounding; `batch_norm="train"` normalizes by the
-            statistics of each micro-batch. These have equal numbers of rows, so that there may be
-            more; with `batch_norm="train"`, a short or prime batch is not cut into single rows.
+            is that of the whole batch, up to rounding: of a sum over rows, also in the file, and of
+            means. Where rows are compared with each other or a model normalizes over them, it is
+            another one, of which `fit` warns, naming the node. Micro-batches have equal numbers of
+            rows, so that there may be more; with `batch_norm="train"`, a short or prime batch is
+            not cut into single rows. A file with a fixed batch is run batch by batch.
             With 1, large batches of arrays are computed in parts on a CPU, where the gradient is
             proven to be the sum over rows.
         batch_norm: "frozen" normalizes by the stored statistics, "train" by those of the batch,

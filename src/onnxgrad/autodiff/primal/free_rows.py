@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.row_sums import NotASum, require_sums
+from onnxgrad.autodiff.row_sums import NotASum, assumed_lengths, require_sums
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.axes import follow, named_axes
 from onnxgrad.graph.emit import Emit
@@ -89,22 +89,11 @@ def _declare(model: ir.Model, symbol: str, axes: Axes) -> None:
 
 
 def _require_apart(model: ir.Model, axes: Axes) -> None:
-    """Raise `NotASum` unless the sum of each output is proven to be a sum over rows.
-
-    Lengths that are symbols get numbers: the sizes of a graph that has several are rarely inferred,
-    and which rows it mixes does not depend on them.
-    """
+    """Raise `NotASum` unless the sum of each output is proven to be a sum over rows."""
     copy = model.clone()
-    op, numbers = Emit(copy.graph), dict[object, int]()
+    op = Emit(copy.graph)
     sums = [op.ReduceSum(_real(op, y), keepdims=0) for y in copy.graph.outputs]
-    lengths = {
-        str(x.name): tuple(
-            d if isinstance(d, int) else numbers.setdefault(d, 32 * (len(numbers) + 2))
-            for d in dims(x) or ()
-        )
-        for x in copy.graph.inputs
-    }
-    require_sums(copy, axes, lengths, sums)
+    require_sums(copy, axes, assumed_lengths(copy.graph.inputs), sums)
 
 
 def _real(op: Emit, y: ir.Value) -> ir.Value:

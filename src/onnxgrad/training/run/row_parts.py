@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from math import ceil, prod
+from typing import Literal
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.row_sums import NotASum, require_sums
+from onnxgrad.autodiff.row_sums import NotASum, reduction_over_rows, require_sums
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import coefficient, dims, is_stated, static
@@ -102,6 +103,27 @@ def _proven(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | Non
         logger.debug("the rows of batches are not independent: %s", e)
         return None
     return again
+
+
+def micro_batch_effect(
+    objective: Objective, axes: Axes, lengths: Shapes
+) -> tuple[Literal["sum", "mean"], str]:
+    """Return what the loss of a batch is of the losses of its micro-batches, and what speaks
+    against it: the node that may mix rows; empty if nothing does.
+
+    A loss with a sum and a count is the "mean" by counts, also one that a model computes as one
+    number of the batch, unless it is proven to be a "sum" over rows.
+    """
+    own = objective.written.batch_loss
+    reported = [v.meta.get(PLAIN, v) for v in objective.reported]
+    again = _with_outputs(objective, reported if own is None else [own])
+    try:
+        if own is not None:
+            return reduction_over_rows(again, axes, lengths, again.graph.outputs[0]), ""
+        require_sums(again, axes, lengths, list(again.graph.outputs))
+    except (NotASum, ModelError) as e:
+        return "mean", str(e)
+    return "mean", ""
 
 
 def mixes_no_rows(objective: Objective) -> bool:

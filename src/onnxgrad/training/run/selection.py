@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from onnxgrad.autodiff.row_sums import assumed_lengths
+from onnxgrad.errors import argument, named
 from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.native import Target
 from onnxgrad.parallel import Alone, DataParallel
@@ -14,7 +17,13 @@ from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.member_runner import MemberRunner, StackRunner
 from onnxgrad.training.run.process_runner import shared_runner
-from onnxgrad.training.run.row_parts import Footprint, sized, splits
+from onnxgrad.training.run.row_parts import (
+    Footprint,
+    micro_batch_effect,
+    mixes_no_rows,
+    sized,
+    splits,
+)
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step
@@ -38,6 +47,7 @@ class Compiled:
         data, weights = ([str(x.name) for x in o] for o in (objective.data, objective.weights))
         self._footprint: Footprint | None = Footprint(objective.model.graph, data, weights)
         self.step: Step | None = None
+        self.adds_losses = False  # whether a batch has the sum of the losses of micro-batches
         self.running: Runner | None = None
         self._key: Any = None  # what the runner depends on, beside the objective
 
@@ -58,11 +68,12 @@ class Compiled:
         work /= size
         most = self._part_rows(recipe, sharing, source, fields)
         key = threads(work), work >= WORK_PER_THREAD, most
-        parts = _fixed_rows(source, fields)
+        parts = _fixed_rows(recipe, source, fields)
         lacks = self.step is not None and parts is not None and self.step.fixed_rows is None
         if self.running is None or lacks or (fixed and self._key != key):
             if self.step is not None:  # it has taken the graph of the objective
                 self.objective = recipe.objective()
+            self.adds_losses = self._adds_losses(recipe, source, parts)
             self.running = self._runner(recipe, sharing, source, fields, work, most)
             self._key = key
         self.running.fields = fields
@@ -88,12 +99,15 @@ class Compiled:
         if shared is not None:
             shared.warn(objective, source)
             rows //= shared.part.size
-        across, fixed = None if shared is None else shared.across, _fixed_rows(source, fields)
+        across = None if shared is None else shared.across
+        fixed = _fixed_rows(recipe, source, fields)
         if isinstance(source, ArraySource) and most is not None:
             most = most if splits(objective, source.axes, source.batch_shapes()) else None
         if most is not None:
             work, rows, across = work * most / rows, most, Across(WHOLE)
-        self.step = step = recipe.step(objective, across=across, fixed_rows=fixed, rows=rows)
+        self.step = step = recipe.step(
+            objective, across=across, fixed_rows=fixed, rows=rows, adds_losses=self.adds_losses
+        )
         target = Target.of(device, work, rows)
         if shared is not None:
             arguments = step, target, work, fields, shared.group, shared.options
@@ -101,6 +115,35 @@ class Compiled:
         if most is not None:
             return shared_runner(step, target, work, fields, Alone(), DataParallel(), most)
         return new_runner(step, target, work, fields, objective.carried)
+
+    def _adds_losses(self, recipe: Recipe, source: BatchSource, fixed: int | None) -> bool:
+        """Return whether the loss of a batch is the sum of those of its micro-batches.
+
+        Otherwise it is their mean. Warn if neither is proven of micro-batches that a user asks for.
+        """
+        parts, objective = recipe.trainer.accumulate, self.objective
+        if parts == 1 and fixed is None:
+            return False
+        if recipe.trainer.dropout or not mixes_no_rows(objective):
+            objective = recipe.objective(training=False)
+        if isinstance(source, ArraySource):
+            axes, lengths = source.axes, source.batch_shapes()
+        else:
+            stated = Fields(objective, recipe.trainer.batch_axes).row_axes.stated
+            lengths = assumed_lengths(objective.data)
+            axes = {name: stated(name) for name in lengths}
+        effect, reason = micro_batch_effect(objective, axes, lengths)
+        if self.objective.buffers:
+            reason = "BatchNormalization normalizes by the statistics of a batch"
+        if reason and fixed is None:
+            warnings.warn(
+                f"{argument('accumulate', parts)} trains another model than whole batches may do: "
+                f"{reason}. The micro-batches are computed by themselves, and their gradients "
+                f"averaged. Pass a smaller {named('batch_size')} or {argument('recompute', 'all')} "
+                "to save memory otherwise",
+                stacklevel=5,
+            )
+        return effect == "sum"
 
     def _part_rows(
         self, recipe: Recipe, sharing: Sharing | None, source: BatchSource, fields: Fields
@@ -111,7 +154,7 @@ class Compiled:
         """
         trainer = recipe.trainer
         whole = sharing is not None or trainer.members is not None or trainer.accumulate > 1
-        whole |= trainer.device.kind != "cpu" or _fixed_rows(source, fields) is not None
+        whole |= trainer.device.kind != "cpu" or _fixed_rows(recipe, source, fields) is not None
         whole |= any(PLAIN in value.meta for value in self.objective.reported)  # the loss does
         if whole or not isinstance(source, ArraySource):
             return None
@@ -127,7 +170,7 @@ class Compiled:
     ) -> MemberRunner | StackRunner:
         """Build the steps of the members of a stack, one for those that share it."""
         every, runners = recipe.members, list[MemberRunner]()
-        fixed, rows = _fixed_rows(source, fields), source.batch_size
+        fixed, rows = _fixed_rows(recipe, source, fields), source.batch_size
         assert every is not None
         left, count = list(range(len(every.optimizers))), len(every.optimizers)
         while left:
@@ -136,7 +179,12 @@ class Compiled:
                 [every.optimizers[k] for k in left], {n: w[left] for n, w in every.weights.items()}
             )
             self.step = step = recipe.step(
-                objective, in_place=False, members=members, fixed_rows=fixed, rows=rows
+                objective,
+                in_place=False,
+                members=members,
+                fixed_rows=fixed,
+                rows=rows,
+                adds_losses=self.adds_losses,
             )
             ids = [left[i] for i in members.sharing]
             arguments = build_epoch(step, target), step, target.device, work, fields
@@ -145,7 +193,8 @@ class Compiled:
         return runners[0] if len(runners) == 1 else StackRunner(runners)
 
 
-def _fixed_rows(source: BatchSource, fields: Fields) -> int | None:
+def _fixed_rows(recipe: Recipe, source: BatchSource, fields: Fields) -> int | None:
     """Return how many rows the model takes of a batch, if it may have more; None for all."""
     fixed = fields.fixed_rows if fields.accumulates else None
-    return None if source.cuts and source.batch_size == fixed else fixed
+    whole = source.cuts and source.batch_size == fixed and recipe.trainer.accumulate == 1
+    return None if whole else fixed

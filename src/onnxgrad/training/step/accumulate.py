@@ -25,11 +25,14 @@ def build_accumulating_step(
     optimizer: Optimizer,
     micro_batches: int,
     options: StepOptions,
+    adds_losses: bool = False,
 ) -> Step:
     """Return the step that adds up the gradients of `micro_batches` before it updates the weights.
 
     Its data have another first axis, of that length. The counts of all micro-batches are computed
-    first, so that the sum is the gradient of the one large batch, whatever the counts are.
+    first, so that the sum is the gradient of the one large batch, whatever the counts are. With
+    `adds_losses`, the loss of the batch is the sum of those of its micro-batches, of equal numbers
+    of rows, and not their mean.
 
     Raises:
         ValueError: the loss depends on none of the weights.
@@ -54,12 +57,17 @@ def build_accumulating_step(
         totals = [all_reduce(op, total) for total in totals]
     scale = LossScale.new(op) if one.scales else None
     factor = None if scale is None else scale.scale
+    number = _micro_batches(op, stacks, totals[0]) if adds_losses else None
     with op:
         for placeholder, total in zip(inverses, totals, strict=True):
-            ir.convenience.replace_all_uses_with(placeholder, inverse(op, total, factor))
-    summed = _summed(op, parts, stacks)
-    summed.scale = scale
-    summed.reported = [*(_total(op, s) for s in summed.reported[: len(inverses)]), *totals]
+            scaled = inverse(op, total, factor)
+            scaled = scaled if number is None else scaled * number
+            ir.convenience.replace_all_uses_with(placeholder, scaled)
+        summed = _summed(op, parts, stacks)
+        summed.scale = scale
+        losses = [_total(op, s) for s in summed.reported[: len(inverses)]]
+        losses = losses if number is None else [loss * number for loss in losses]
+    summed.reported = [*losses, *totals]
     step = write_step(op, summed, optimizer, options, micro_batches)
     step.model = ir.Model(graph, ir_version=one.model.ir_version)
     finish(step.model)
@@ -73,6 +81,12 @@ def _scanned(parts: Gradients) -> list[ir.Value]:
     used = parts.draw is not None and parts.draw.uses()
     draw = [parts.draw] if parts.draw is not None and used else []
     return [*parts.data.values(), *draw, *(parts.mixing.inputs if parts.mixing else [])]
+
+
+def _micro_batches(op: Emit, stacks: dict[ir.Value, ir.Value], like: ir.Value) -> ir.Value:
+    """Return the number of micro-batches, a scalar of the dtype of `like`."""
+    length = op.Shape(next(iter(stacks.values())), start=0, end=1)
+    return op.Cast(op.Reshape(length, []), to=like.dtype)
 
 
 def _counted(op: Emit, again: Objective, stacks: dict[ir.Value, ir.Value]) -> list[ir.Value]:
