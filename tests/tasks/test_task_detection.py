@@ -416,21 +416,43 @@ def test_queries_are_matched_while_they_train(square_pictures):
     task = Detection(small_detr(), square_pictures)
     assert task.head.kind == "detr"
     assert task.head.classes == 2
+    batch = task.data.take(np.arange(48), None)
     with pytest.raises(ValueError, match="trainer"):
-        task.data.take([0], None)
+        task.data.late_labels(*batch)
     trainer = task.trainer(optimizer="adam", learning_rate=0.01)
-    matched = [task.data.take(np.arange(48), None)[1][..., 5]]
+    matched = [task.data.late_labels(*batch)[..., 5]]
     before = trainer.evaluate(task.data)
     trainer.fit(task.data, epochs=8, batch_size=16)
     after = trainer.evaluate(task.data)
     assert after["loss"] < 0.7 * before["loss"]
     assert after["detections_map50"] > before["detections_map50"]
-    matched.append(task.data.take(np.arange(48), None)[1][..., 5])
+    matched.append(task.data.late_labels(*batch)[..., 5])
     assert (matched[0] != matched[1]).any()  # by the weights of the moment
     file = task.finished(trainer.model)
     assert [y.name for y in file.graph.output] == ["logits", "boxes"]
     [one], [other] = (task.predict(m, square_pictures / "0.png") for m in (file, trainer))
     np.testing.assert_array_equal(one.boxes, other.boxes)
+
+
+def test_matched_trainings_are_equal_bit_for_bit_and_resumed(square_pictures, tmp_path):
+    pytest.importorskip("scipy")
+
+    def fit(epochs, *callbacks, **resumed):
+        task = Detection(small_detr(), square_pictures)
+        options = {
+            "optimizer": "adam",
+            "learning_rate": 0.01,
+            "metrics": [],
+            "callbacks": callbacks,
+        }
+        return task.trainer(**options).fit(task.data, epochs=epochs, batch_size=8, **resumed)
+
+    whole = fit(2, og.Checkpoint(tmp_path, every_steps=7, keep=9))
+    resumed = fit(2, resume=tmp_path / "step-0000000007")
+    for other in (fit(2), resumed):
+        assert other.history[-1]["loss"] == whole.history[-1]["loss"]
+        for name, weight in whole.state.weights.items():
+            np.testing.assert_array_equal(other.state.weights[name], weight)
 
 
 def test_a_trained_model_knows_its_classes(trained_yolox, square_pictures):

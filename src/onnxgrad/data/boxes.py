@@ -136,7 +136,6 @@ class AnnotatedImages(IndexedReader):
         boxes: those of each, float32 (n, 5): class number, x1, y1, x2, y2 as shares of its sides.
         parts: "train", and "val" if a data.yaml names it.
         size, transforms, pixels: as of `annotated_images`.
-        relabel: function of images and labels of a batch that returns other labels, or None.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class AnnotatedImages(IndexedReader):
         self.files, self.boxes, self.classes, self.ids, self._sizes, self.parts = read
         self.size = (size, size) if isinstance(size, int) else size
         self.transforms, self.pixels = tuple(transforms), pixels
-        self.relabel: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
         self.rows: int = len(self.files)
         self._most = max([1, *map(len, self.boxes)])
 
@@ -170,7 +168,7 @@ class AnnotatedImages(IndexedReader):
         """Return the images and labels of a batch."""
         pairs = [self._row(int(row), seed) for row in indices]
         X, y = (np.stack(part) for part in zip(*pairs, strict=True))
-        return X, y if self.relabel is None else self.relabel(X, y)
+        return X, y
 
     def _row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         file, boxes = self.files[row], self.boxes[row]

@@ -40,6 +40,9 @@ class Reader:
         pads: whether rows are padded, of which only a mask tells how long they were.
         sequences: whether a seed changes the order of whole sequences only, each of which begins
             with None, so that states can be carried although rows are shuffled.
+        late_labels: function `(X, y) -> y` that computes the labels of a batch right before it is
+            used, in the thread that trains, such as labels that follow from predictions; None: the
+            labels that were read. Batches are read ahead without it, and trained one by one.
         arguments: those of the function that returned it, which a resumed training must have equal,
             without the data, which `describe` identifies.
 
@@ -61,6 +64,7 @@ class Reader:
     reuses = False
     pads = False
     sequences = False
+    late_labels: Callable[[Any, Any], Any] | None = None
     arguments: Mapping[str, Any] = MappingProxyType({})
 
     @property

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -254,14 +255,19 @@ class Detection(Task):
     def _fed(self, reader: Any) -> og.Reader:
         """Return a reader for the model."""
         reader.size, reader.pixels = self.head.size, self.pixels
-        reader.relabel = None if self.head.has_anchors else self._matched
+        reader.late_labels = None if self.head.has_anchors else self._matched
         return reader
 
     def _matched(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Return labels with the queries that learn them, by a prediction of the trainer."""
         if self._trainer is None:
             raise ValueError("rows are matched by a trainer: create it by task.trainer(...) first")
-        return matcher(self.head)(self._trainer.predict(X), y)
+        return self._matcher(self._trainer.predict(X), y)
+
+    @cached_property
+    def _matcher(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        """The matcher of all batches, whose sessions it keeps."""
+        return matcher(self.head)
 
     def _replace_classes(self) -> None:
         """Give the model new layers for the classes of the data."""

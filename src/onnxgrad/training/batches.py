@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -324,7 +325,7 @@ class ReaderSource(BatchSource):
         if rng is not None and self.reader.shuffles:
             seed = int(rng.integers(1 << 62))  # for generators that only the thread uses
         counts, slices = [0, 0], self._slices(seed, skip, budget)
-        if self.prefetch:
+        if self.prefetch and self.reader.late_labels is None:
             slices = read_ahead(slices, self.prefetch)
         try:
             for piece in slices:
@@ -347,7 +348,7 @@ class ReaderSource(BatchSource):
         held: list[dict[str, np.ndarray]] = []
         begins: list[bool] = []
         rows, begin = 0, False
-        for item in self.reader.batches(self.batch_size, seed, skip):
+        for item in self._items(seed, skip):
             if item is None:
                 begin = True
                 continue
@@ -367,7 +368,8 @@ class ReaderSource(BatchSource):
             if not held:
                 shapes, rows = {n: a.shape for n, a in arrays.items()}, count
                 size = max(1, sum(a.nbytes for a in arrays.values()))
-                most = max(1, min(budget(number), SLICE_BYTES // size))
+                together = 1 if self.reader.late_labels else budget(number)
+                most = max(1, min(together, SLICE_BYTES // size))
             held.append(arrays)
             begins.append(begin)
             begin = False
@@ -377,6 +379,16 @@ class ReaderSource(BatchSource):
                 held, begins = [], []
         if held:
             yield _stack(held, rows, begins)
+
+    def _items(self, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of the reader; late labels are computed here, and not ahead."""
+        items = (item for item in self.reader.batches(self.batch_size, seed, skip))
+        if (label := self.reader.late_labels) is None:
+            yield from items
+            return
+        with closing(read_ahead(items, self.prefetch) if self.prefetch else items) as ahead:
+            for item in ahead:
+                yield item if item is None else (item[0], label(*item[:2]), *item[2:])
 
     def _in_fixed_batches(
         self, arrays: Mapping[str, np.ndarray], rows: int, begins: bool
