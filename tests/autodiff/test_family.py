@@ -12,6 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import derivative_family, onnx_derivative
+from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.pages import code_of
 from tests.support.running import in_sweep, run_named
@@ -368,3 +369,13 @@ def test_the_files_are_what_casadi_takes(casadi, tmp_path):
     f = casadi.GraphBuilder(str(tmp_path / "f.onnx")).create("f")
     with pytest.raises(RuntimeError, match="Derivatives"):
         f.reverse(1).forward(1)
+
+
+def test_dtypes_that_the_runtime_lacks():
+    made = parse_model(
+        "f (float[1,1,4] x) => (float[1,1,2] y) { h = Conv(x, w)  y = Identity(h) }",
+        w=[[[1.0, 2.0, 3.0]]],
+    )
+    with pytest.raises(ValueError, match=naming("dtype='float64'", "Conv", "'h'")):
+        derivative_family(made, dtype="float64")
+    assert len(derivative_family(made, dtype="float32")) == 4

@@ -19,6 +19,7 @@ from onnxgrad import (
     rule,
     vjp,
 )
+from onnxgrad.reporting import warn_once
 from tests.support.cases import row_feed, row_model
 from tests.support.errors import naming
 from tests.support.models import add_initializers, initializer_arrays, operator_names, parse_model
@@ -837,3 +838,26 @@ def test_rows_of_operators_whose_axes_were_attributes(opset, node):
     n = rows.ndim - 4
     for i in range(3):
         np.testing.assert_allclose(rows[i], np.take(whole[i], i, axis=n), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["probabilities", "map", None])
+def test_outputs_in_maps(name, caplog):
+    """The output of a ZipMap is the tensor of probabilities in it, and a warning says so."""
+    made = parse_model("""f (float[N,2] x) => (float[N,2] y, seq(map(int64, float)) map) {
+        y = MatMul(x, w)  probabilities = Softmax(y)
+        map = ai.onnx.ml.ZipMap<classlabels_int64s = [0, 1]>(probabilities) }""",
+        w=[[1.0, -1.0], [0.5, 2.0]])  # fmt: skip
+    x, w = np.float32([[0.5, 1], [-1, 0.25]]), np.float32([[1, -1], [0.5, 2]])
+    chosen = None if name is None else [name]
+    warn_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        found = run_named(jacobian(made, batched=True, outputs=chosen), x=x)
+    assert caplog.text.count("'map' holds maps: the tensor 'probabilities'") == 1
+    gradient = vjp(made, outputs=chosen)
+    powers = np.exp(x @ w)
+    p = powers / powers.sum(1, keepdims=True)
+    slopes = np.einsum("nk,kj->nkj", p, np.eye(2)) - np.einsum("nk,nj->nkj", p, p)
+    np.testing.assert_allclose(found["probabilities_x_jacobian"], slopes @ w.T, rtol=1e-5)
+    assert "probabilities_grad" in input_names(gradient)
+    kept = ["probabilities"] if name else ["y", "probabilities"]
+    assert output_names(gradient) == [*kept, "x_grad"]

@@ -133,6 +133,16 @@ def test_grad(here, keep):
     assert as_json(*line, "--overwrite")["files"] == ["g.onnx"]
 
 
+def test_grad_of_chosen_outputs(here):
+    body = """g (float[N,2] x) => (float[N,2] y, float[N,2] z) { y = Exp(x)  z = Neg(x) }"""
+    save_model("two.onnx", body)
+    made = as_json("grad", "two.onnx", "-o", "g.onnx", "--outputs", "z")
+    assert made["inputs"] == ["x", "z_grad"]
+    family = as_json("grad", "two.onnx", "--family", "f.onnx", "--outputs", "y")["models"]
+    assert family["fwd_f.onnx"]["outputs"] == ["y", "fwd_y"]
+    assert "'q'" in refusal("grad", "two.onnx", "-o", "h.onnx", "--outputs", "q")
+
+
 def test_family(here):
     line = ("grad", "linear.onnx", "--family", "f.onnx", "--dtype", "float64", "--weights", "W")
     said = succeed(*line).stdout

@@ -24,6 +24,7 @@ from onnxgrad.graph.writer import PRIMAL
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
 from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.write import save
 from onnxgrad.reporting import level_of, logger, reporting
 
@@ -150,6 +151,7 @@ class DerivativeRequest:
 def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
     """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
     flags, options, loss = DerivativeOptions, request.options, request.loss
+    proto, _ = with_tensors_of_maps(proto)
     model = prepare(proto, keep={*request.stop_gradient, *request.straight_through}, defaults=True)
     graph, inputs = model.graph, list(model.graph.inputs)
     logger.info("prepared: %d nodes", graph.num_nodes())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from onnxgrad.autodiff.directions import Seeds, pack, packed_dims
 from onnxgrad.autodiff.matrices import Forward, with_gradients
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model.convert import in_precision
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.write import save
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import session
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
 _DERIVATIVE = re.compile(r"(fwd|adj)[^_]*_")  # what CasADi takes for the name of a derivative
@@ -55,12 +58,14 @@ def derivative_family(
         weights: names of weights that become inputs, as in `vjp`. None: all that Y depends on.
         inputs: names of inputs that have derivatives. None: every float that Y depends on.
         outputs: names of the float outputs to keep. None: all, which must be floats.
-        dtype: "float32" or "float64", to which all floats are converted. None: they stay.
+        dtype: "float32" or "float64", to which all floats are converted; onnxruntime must have
+            their operators in it, on the CPU. None: they stay.
 
     Raises:
         ValueError: an unknown name or dtype, a `path` that does not end in `.onnx`, a value that is
             no float or of unknown rank, a name that CasADi has for other values (`fwd_x`, `adj_y`;
-            `out_y` of an input, if y is an output), or no differentiable path.
+            `out_y` of an input, if y is an output), no differentiable path, or a `dtype` in which
+            onnxruntime lacks an operator, as Conv in float64.
         ModelError: `model` cannot be read.
         NoGradientRule: an operator on a path has no rule, or one without forward mode (see `jvp`).
         OSError: a file cannot be written.
@@ -84,6 +89,8 @@ def derivative_family(
         first = Sheet(origin, weights, inputs, outputs)
         _check(first)
         family = dict(zip(files, _models(first, origin, outputs), strict=True))
+    if dtype is not None:
+        _require_kernels(family.values(), dtype)
     if path is not None:
         for name, file in files.items():
             save(family[name], file)
@@ -119,6 +126,22 @@ def _in_dtype(proto: ModelProto, dtype: str | None) -> ModelProto:
     if dtype is not None and dtype not in _DTYPES:
         raise unknown("dtype", dtype, _DTYPES)
     return proto if dtype is None else in_precision(proto, _DTYPES[dtype])
+
+
+def _require_kernels(models: Iterable[ModelProto], dtype: str) -> None:
+    """Raise `ValueError` for models with operators that onnxruntime does not compute in `dtype`."""
+    for model in models:
+        try:
+            session(model, CPU, work=0.0)
+        except Exception as e:  # a type of onnxruntime's own
+            if (found := re.search(r"implementation for (\w+)", str(e))) is None:
+                raise
+            nodes = [n for n in nodes_of(model) if n.op_type == found[1]]
+            where = printable(next((n.name or n.output[0] for n in nodes), ""))
+            raise ValueError(
+                f"{argument('dtype', dtype)}: onnxruntime has no {found[1]} of it, node {where!r}; "
+                f"leave {named('dtype')} out, or name other {named('outputs')}"
+            ) from e
 
 
 def _check(sheet: Sheet) -> None:

@@ -22,6 +22,7 @@ from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, to_proto
 from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.reporting import logger
 
 Result = tuple[str, ir.Value]  # an output, and the name that it gets
@@ -57,7 +58,7 @@ class Sheet:
         rows: bool = False,
         own: bool = False,
     ) -> None:
-        self.origin = read(model)
+        self.origin, maps = with_tensors_of_maps(read(model))
         self.model = prepare(self.origin, own=own, defaults=True)
         chosen = choose_inputs(self.model.graph, inputs)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:
@@ -67,7 +68,7 @@ class Sheet:
             chosen = choose_inputs(self.model.graph, inputs)
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
-        self._select(outputs)
+        self._select(None if outputs is None else [maps.get(y, y) for y in outputs])
         self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
         once("input or weight", [str(x.name) for x in self.wrt])

@@ -105,6 +105,9 @@ class GradOptions(Common, Written, Differentiated, ModelArgument):
         "Use cotangents of ones; needs --keep-outputs.", False, needs=("keep_outputs",)
     )
     keep_outputs: bool = option("Return the outputs of MODEL too.", False)
+    outputs: list[str] = option(
+        "Output to take the gradient of; repeat.", [], show_default="all floats"
+    )
     family: str | None = option(
         "Write MODEL to this file, and beside it its directional derivatives fwd_, adj_ and "
         "fwd_adj_, for CasADi and other optimizers. --weights become inputs; by default none.",

@@ -25,6 +25,7 @@ from onnxgrad.cli.output import Output
 from onnxgrad.data.class_numbers import first_names
 from onnxgrad.errors import printable
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
+from onnxgrad.model.surgery import select_model_inputs_outputs, with_tensors_of_maps
 
 
 def grad(options: GradOptions) -> None:
@@ -40,6 +41,10 @@ def grad(options: GradOptions) -> None:
             options.keep_outputs * DerivativeOptions.KeepOutputs
             | options.fill_grad * DerivativeOptions.FillGrad
         )
+        if options.outputs:
+            proto, maps = with_tensors_of_maps(proto)
+            chosen = [maps.get(y, y) for y in options.outputs]
+            proto = select_model_inputs_outputs(proto, chosen)
         return onnx_derivative(proto, options.weights or None, options.inputs or None, flags)
 
     _write(options, options.model, gradient)
@@ -59,7 +64,7 @@ def _family(options: GradOptions, path: str) -> None:
     for file in files:
         check_not_data(file, options.model)
     family = derivative_family(
-        proto, path, options.weights, options.inputs or None, dtype=options.dtype
+        proto, path, options.weights, options.inputs or None, options.outputs or None, options.dtype
     )
     signatures = {file: _signature(m) for file, m in zip(files, family.values(), strict=True)}
     if options.json:

@@ -19,7 +19,7 @@ from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.traversal import keep_only, names, reads
 from onnxgrad.model.weights import constant_refs, replace
-from onnxgrad.reporting import level_of, logger, reporting
+from onnxgrad.reporting import level_of, logger, reporting, warn_once
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:
@@ -123,6 +123,32 @@ def select_model_inputs_outputs(
         raise ValueError(f"the outputs also depend on {lost}: add to `inputs`")
     _report(nodes, graph, verbose)
     return to_proto(model)
+
+
+def with_tensors_of_maps(proto: ModelProto) -> tuple[ModelProto, dict[str, str]]:
+    """Return `proto`, with the tensors that ZipMaps read as outputs instead of the maps.
+
+    The names of these tensors by those of the maps are returned, too, and a warning tells them.
+    """
+    maps = {y: n.input[0] for n in proto.graph.node if n.op_type == "ZipMap" for y in n.output}
+    found = {y.name: maps[y.name] for y in proto.graph.output if y.name in maps}
+    if not found:
+        return proto, {}
+    for name, tensor in found.items():
+        warn_once(f"the output {name!r} holds maps: the tensor {tensor!r} in them is taken instead")
+    own = {y.name for y in proto.graph.output}
+    changed = deepcopy(proto)
+    types = {v.name: v.type for v in proto.graph.value_info}
+    keep_only(changed.graph.node, lambda n: n.op_type != "ZipMap" or n.output[0] not in found)
+    keep_only(changed.graph.output, lambda y: found.get(y.name) not in own)
+    for y in changed.graph.output:
+        if y.name in found:
+            tensor = found[y.name]
+            y.Clear()
+            y.name = tensor
+            y.type.tensor_type.elem_type = TensorProto.FLOAT
+            y.type.CopyFrom(types.get(tensor, y.type))
+    return changed, found
 
 
 def drop_unused_inputs(proto: ModelProto) -> None:
