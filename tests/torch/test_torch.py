@@ -930,6 +930,21 @@ def test_recompute(net, recompute):
 # -- bad input --------------------------------------------------------------------------------
 
 
+def test_a_file_of_one_row_takes_any_number():
+    text = """f (float[1,2] x) => (float[1,3] y) {{ m = MatMul(x, w)  y = {} }}"""
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(2, 3)).astype("f"), torch.tensor(rng.normal(size=(5, 2)).astype("f"))
+    module = OnnxModule(parse_model(text.format("Reshape(m, s)"), w=w, s=np.int64([1, -1])))
+    found = module(x)
+    torch.testing.assert_close(found, x @ torch.tensor(w))
+    found.sum().backward()
+    torch.testing.assert_close(module.w.grad, x.sum(0)[:, None].expand(2, 3))
+    assert module.to_onnx().graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
+    mixed = OnnxModule(parse_model(text.format("Softmax<axis=0>(m)"), w=w))
+    with pytest.raises(ValueError, match=naming("'x'", "(1, 2)", "(5, 2)")):
+        mixed(x)
+
+
 def test_inputs_by_name():
     module = module_of(TWO, w=random_normal(3, 2), table=random_normal(5, 2))
     x, i = torch.ones(2, 3), torch.tensor([0, 1])

@@ -21,10 +21,11 @@ except ImportError as e:
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.partition import RECOMPUTE
+from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import set_precision
-from onnxgrad.graph.shapes import is_real
+from onnxgrad.graph.shapes import dims, is_real
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import tensor_behind, to_proto
@@ -38,6 +39,7 @@ from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
+_ROWS = "batch"  # the symbol of any number of rows
 
 
 class OnnxModule(nn.Module):
@@ -54,7 +56,8 @@ class OnnxModule(nn.Module):
 
     The graph computes in the dtype of the parameters: after `double()` its inputs and outputs are
     float64 instead of float32, as long as onnxruntime has the kernels. `train()` and `eval()` have
-    no effect: Dropout and BatchNormalization do what the graph says.
+    no effect: Dropout and BatchNormalization do what the graph says. A file of one row takes any
+    number of rows, where these are proven to be independent.
 
     Gradients are computed only for inputs and parameters that require them: `requires_grad_(False)`
     saves time. Without a differentiable path to an output, the gradient is None.
@@ -321,6 +324,10 @@ def _choose(
 def _prepare(proto: ModelProto, names: list[str]) -> ir.Model:
     """Return the model in the working dialect, weights as inputs, without outputs of strings."""
     model = prepare(proto)
+    firsts = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
+    freed = free_rows(model, _ROWS, {}) if all(isinstance(d, int) for d in firsts) else None
+    if freed is not None and all(_ROWS in (dims(y) or ()) for y in freed.graph.outputs):
+        model = freed
     graph = model.graph
     as_inputs(proto, graph, names)
     graph.outputs[:] = [y for y in graph.outputs if y.dtype != ir.DataType.STRING]
