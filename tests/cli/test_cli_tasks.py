@@ -168,6 +168,7 @@ def test_from_files_to_predictions(name, tmp_path):
     assert result["trained"]
     history = [entry["loss"] for entry in result["history"] if "loss" in entry]
     assert history[-1] < history[0]
+    options = ["--task", name]  # the trained file has the others
     scores = as_json("eval", "trained.onnx", data, *options)
     assert np.isfinite(scores["loss"])
     assert scores["metrics"]
@@ -202,6 +203,27 @@ def test_predictions_are_those_of_python(tmp_path):
     np.testing.assert_array_equal(first, mask)
     found = [np.asarray(PIL.open(file)) for file in sorted((tmp_path / "found").rglob("0*.png"))]
     assert any(image.shape == mask.shape and (image == mask).all() for image in found)
+
+
+def test_values_of_pictures_are_told_and_kept(tmp_path):
+    data, _, _ = segmentation_job(tmp_path)
+    line = ("train", "model.onnx", data, "--task", "segmentation", "--lr", 0, "--validation", 0)
+    task = og.tasks.segmentation.Segmentation
+    for options, (mean, std) in (
+        (["--normalize", "0.5/0.25"], (0.5, 0.25)),
+        (["--scale", 255], (0, 1 / 255)),
+        (["--scale", 255, "--normalize", "100/50"], (100 / 255, 50 / 255)),
+    ):
+        [entry] = as_json(*line, *options, "--epochs", 1, "--no-curves", "--overwrite")["history"]
+        own = task("model.onnx", data, normalize=og.normalize([mean], [std]))
+        assert entry["loss"] == pytest.approx(own.trainer().evaluate(own.data)["loss"], rel=1e-5)
+        told = as_json("eval", "trained.onnx", data, "--task", "segmentation")
+        assert told["loss"] == pytest.approx(entry["loss"], rel=1e-5)
+    assert_names(refusal(*line, "--columns", "a", "--overwrite"), "--columns")
+    sounds = refusal(
+        "train", "model.onnx", data, "--task", "sound", "--normalize", "imagenet", "--overwrite"
+    )
+    assert_names(sounds, "--normalize")
 
 
 def test_the_rows_held_out(tmp_path):

@@ -458,8 +458,11 @@ def test_matched_trainings_are_equal_bit_for_bit_and_resumed(square_pictures, tm
 def test_a_trained_model_knows_its_classes(trained_yolox, square_pictures):
     pytest.importorskip("pycocotools")
     task, trainer, _ = trained_yolox
-    again = Detection(trainer.model, head="yolox", pixels=task.pixels)
-    assert again.classes == ["red", "blue"]
+    again = Detection(trainer.model, pixels=task.pixels)
+    assert (again.classes, again.ids) == (["red", "blue"], [1, 2])
+    assert again.head == task.head
+    with pytest.raises(ValueError, match=naming("pixels", "lambda")):
+        Detection(trainer.model)
     assert again.metrics == ()
     reader = again.read(square_pictures)
     assert again.trainer().evaluate(reader) == pytest.approx(trainer.evaluate(task.data))

@@ -56,7 +56,8 @@ def test_classes(tmp_path):
     task = Sound(one_layer_model(2000, 1, "Sigmoid"), root, rate=RATE, word="high")
     assert task.data.labels.tolist() == [[0], [0], [1], [1], [0], [0]]
     assert task.loss == "binary_cross_entropy"
-    assert Sound(task.trainer().model, rate=RATE).word == "high"
+    again = Sound(task.trainer().model)
+    assert (again.word, again.form.rate) == ("high", RATE)
     trained = Sound(one_layer_model(2000, 3), root, rate=RATE).trainer().model
     assert Sound(trained, rate=RATE).classes == ["background", "high", "low"]
     with pytest.raises(ValueError, match="word='hi'"):

@@ -61,11 +61,9 @@ class ImageSource:
         kept: dict[str, Any] = (read_note(proto, IMAGES) or [{}])[0]
         if options.scale is None and options.normalize is None:
             _require_known(path, kept)
-        scale = kept.get("scale", 1.0) if options.scale is None else options.scale
-        if not 0 < scale < np.inf:
-            raise ValueError(f"--scale {scale} must be above 0: the value of white, 1 or 255")
+        scale = kept.get("scale", 1.0) if options.scale is None else checked_scale(options.scale)
         if options.normalize is not None:
-            normalize = _normalization(options.normalize, scale)
+            normalize = read_normalization(options.normalize, scale)
         else:
             normalize = None if options.scale is not None else noted_normalization(kept)
         asked, own = image_size(options.image_size), tuple(kept.get("size", ()))
@@ -149,7 +147,14 @@ def image_size(text: str | None) -> tuple[int, int] | None:
     return numbers[0], numbers[-1]
 
 
-def _normalization(text: str, scale: float) -> Normalize | None:
+def checked_scale(scale: float) -> float:
+    """Return the value of `--scale`; raise ValueError if it is no value of white."""
+    if not 0 < scale < np.inf:
+        raise ValueError(f"--scale {scale} must be above 0: the value of white, 1 or 255")
+    return scale
+
+
+def read_normalization(text: str, scale: float) -> Normalize | None:
     """Return what `--normalize` says, for values from 0 to `scale`."""
     if text == "none":
         return None
@@ -165,6 +170,16 @@ def _normalization(text: str, scale: float) -> Normalize | None:
             f"--normalize {text!r} is neither imagenet, nor none, nor as many means as deviations "
             "above 0, as 0.5/0.25 or 0.5,0.4,0.3/0.2,0.2,0.2"
         ) from None
+    return Normalize(mean, std)
+
+
+def normalization_of(options: InputOptions) -> Normalize | None:
+    """Return what `--scale` and `--normalize` do to values from 0 to 1; None without them."""
+    if options.scale is None and options.normalize is None:
+        return None
+    white = checked_scale(1.0 if options.scale is None else options.scale)
+    own = read_normalization(options.normalize or "none", white) or Normalize((0.0,), (1.0,))
+    mean, std = (tuple(x / white for x in each) for each in (own.mean, own.std))
     return Normalize(mean, std)
 
 

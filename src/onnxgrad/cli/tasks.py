@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -13,13 +13,13 @@ from onnx import ModelProto
 from onnxgrad.cli.arguments import loss_arguments, read_value, trainer_arguments
 from onnxgrad.cli.command_options import EvalOptions, PredictOptions
 from onnxgrad.cli.console import note, print_json
-from onnxgrad.cli.data_options import InputOptions
-from onnxgrad.cli.image_source import image_size
+from onnxgrad.cli.data_options import DataOptions, InputOptions
+from onnxgrad.cli.image_source import image_size, normalization_of
 from onnxgrad.cli.job import Job, check_monitor, class_number, fine_tune, parts, prepare
 from onnxgrad.cli.model_files import STDIN, read_model
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.task import Task as Data
-from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.cli.train_options import LossOptions, TrainOptions
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.tasks import Task
@@ -29,13 +29,13 @@ from onnxgrad.training.trainer import Trainer
 
 TASKS = ("ctc", "detection", "embeddings", "segmentation", "sound", "tokens")
 _FOLDER = "predictions"
-# options that a task decides, or reads from its own files
-_DECIDED = (
-    *("loss", "loss_option", "loss_output", "output_index", "loss_weight"),
-    *("target", "sample_weight", "classes", "ignore", "drop_missing", "completion_only", "packing"),
-    *("head", "head_at", "head_pool", "head_mask", "prompt", "adapter", "outputs"),
-)
-_GIVEN_ON = ("image_size", "max_length", "tokenizer", "seed")  # as options of the task
+_DATA_AND_LOSS = {*Described.fields_of(DataOptions), *Described.fields_of(LossOptions)}
+_OF_ALL = {"data", "task", "task_option", "validation", "metrics"}  # whatever the task is
+# options that a task decides, reads from its own files, or has by the names of its arguments
+_OF_TASK = (_DATA_AND_LOSS - _OF_ALL) | {
+    *("head", "head_at", "head_pool", "head_mask", "adapter", "outputs")
+}
+_VALUES = ("normalize", "pixels", "images")  # arguments that say how values of images are scaled
 
 
 def task_of(options: Any, data: str | None) -> Task:
@@ -44,12 +44,9 @@ def task_of(options: Any, data: str | None) -> Task:
     Raises:
         ValueError: an unknown task or option, or one of the command that the task decides.
     """
-    name, given = options.task, _set(options)
+    name = options.task
     if name not in TASKS:
         raise unknown("task (--task)", name, TASKS)
-    if wrong := [each for each in _DECIDED if each in given]:
-        flags = ", ".join(f"--{each.replace('_', '-')}" for each in wrong)
-        raise ValueError(f"--task {name} decides {flags}: leave it out, or see --task-option")
     module = import_module(f"onnxgrad.tasks.{name}")
     found = [getattr(module, each) for each in module.__all__]
     kind: Any = next(each for each in found if isinstance(each, type) and issubclass(each, Task))
@@ -57,17 +54,38 @@ def task_of(options: Any, data: str | None) -> Task:
     parameters = signature(kind).parameters
     if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
         check_options(f"option of task {name!r} (--task-option)", chosen, kind, skip=2)
-    for each in _GIVEN_ON:
-        if each in parameters and hasattr(options, each):
-            if each in given or each == "seed":
-                value = getattr(options, each)
-                chosen.setdefault(each, image_size(value) if each == "image_size" else value)
-        elif each in given and each != "seed":
-            raise ValueError(f"--task {name} takes no --{each.replace('_', '-')}: leave it out")
+    chosen = {**_given_on(options, parameters), **chosen}
     model = read_model(STDIN, data) if options.model == STDIN else options.model
     task = kind(model, data, **chosen)
     assert isinstance(task, Task)
     return task
+
+
+def _given_on(options: Any, parameters: Collection[str]) -> dict[str, Any]:
+    """Return the options of the command that are arguments of the task.
+
+    Raises:
+        ValueError: the task has no argument for an option that is set.
+    """
+    of_values = next((each for each in _VALUES if each in parameters), "normalize")
+    size, normalize = image_size(options.image_size), normalization_of(options)
+    chosen = {"image_size": size, of_values: normalize}
+    known = {"image_size": "image_size", "scale": of_values, "normalize": of_values}
+    if of_values == "images":  # those of a reader
+        both = {"size": size, "transforms": None if normalize is None else [normalize]}
+        chosen = {"images": {name: value for name, value in both.items() if value is not None}}
+        known["image_size"] = "images"
+    for each in ("max_length", "tokenizer", "seed"):
+        known[each], chosen[each] = each, getattr(options, each, None)
+    given = _set(options) & _OF_TASK
+    if wrong := sorted(each for each in given if known.get(each) not in parameters):
+        flags = ", ".join(f"--{each.replace('_', '-')}" for each in wrong)
+        raise ValueError(
+            f"--task {options.task} decides {flags}, or has no such option: leave it out, or see "
+            "--task-option"
+        )
+    names = {known[each] for each in {*given, "seed"}} & {*parameters}
+    return {name: chosen[name] for name in names}
 
 
 def has_task(options: InputOptions) -> bool:

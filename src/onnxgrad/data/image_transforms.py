@@ -123,7 +123,7 @@ class Normalize:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __call__(self, array: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
+    def __call__(self, array: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
         """Return the array (height, width, channels) with the channels normalized."""
         return (array - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -16,6 +18,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 import onnxgrad as og
+from onnxgrad.tasks.options import read_options, write_options
 
 
 class Task:
@@ -23,7 +26,8 @@ class Task:
 
     A subclass is created with `(model, data=None, **options)`: `data` are the rows to train on, in
     the files that are usual for the task. They say what the classes are; where these are not those
-    of the model, it gets a new last layer. Without data, `model` is one that was trained.
+    of the model, it gets a new last layer. Without data, `model` is one that was trained: it has
+    the options `remembered` in its metadata, so that they need not be passed again.
 
     Attributes:
         model: the model to train.
@@ -33,6 +37,7 @@ class Task:
         metrics: what it measures: a list, or one by output.
         arguments: further arguments of a `Trainer` that the task needs, such as `carry`.
         classes: names of the classes, in the order of their numbers; empty where there are none.
+        remembered: names of the options that predictions and evaluations need, too.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -55,6 +60,16 @@ class Task:
     metrics: Any = ()
     arguments: dict[str, Any]
     classes: Sequence[str] = ()
+    remembered: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "__init__" in vars(cls) and cls.remembered:
+            cls.__init__ = remembering(cls.__init__)  # type: ignore[method-assign]
+
+    def stated(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options that were given as a trained model needs them."""
+        return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
         """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
@@ -93,6 +108,34 @@ class Task:
         raise NotImplementedError
 
 
+def remembering(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the `__init__` of a task that takes options from the metadata of a trained model."""
+    parameters = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def begin(self: Task, model: Any, *values: Any, **named_values: Any) -> None:
+        given = dict(zip([*parameters][2:], values, strict=False)) | named_values
+        given = {name: value for name, value in given.items() if value is not None}
+        noted = json.loads(_notes_at(model).get(OPTIONS, "{}"))
+        own = noted.get(type(self).__name__, {})
+        kept = read_options({name: own[name] for name in own if name not in given})
+        init(self, model, *values, **{**named_values, **kept})
+        if given.get("data") is not None:
+            stated = self.stated({n: v for n, v in (kept | given).items() if n in self.remembered})
+            note = json.dumps({type(self).__name__: write_options(stated)}) if stated else None
+            self.model = with_notes(self.model, {OPTIONS: note})
+
+    return begin
+
+
+def _notes_at(model: Any) -> dict[str, str]:
+    """Return the metadata of a model, without reading the data of one in a file."""
+    if isinstance(model, (str, os.PathLike)):
+        return notes_of(onnx.load(model, load_external_data=False))
+    return notes_of(model_of(model))
+
+
+OPTIONS = "onnxgrad.task"  # the options of a class by its name, in JSON
 CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, too
 
 

@@ -86,6 +86,8 @@ class TextRecognition(Task):
         'c'
     """
 
+    remembered = ("height", "width", "colors", "mean", "std")
+
     def __init__(
         self,
         model: onnx.ModelProto | str | os.PathLike,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,15 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Runner, Task, model_of, stored_classes, with_classes
+from onnxgrad.tasks.base import (
+    Runner,
+    Task,
+    model_of,
+    notes_of,
+    stored_classes,
+    with_classes,
+    with_notes,
+)
 from onnxgrad.tasks.detection_heads import (
     JOINED,
     Decoder,
@@ -26,6 +34,8 @@ from onnxgrad.tasks.detection_heads import (
     output_shapes,
 )
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
+
+_IDS = "onnxgrad.category_ids"  # metadata: the numbers of the classes in COCO's files
 
 __all__ = [
     "Detection",
@@ -98,22 +108,26 @@ class Detection(Task):
         (32, 32)
     """
 
+    remembered = ("head", "image_size", "pixels", "loss")
+
     def __init__(
         self,
         model: Any,
         data: str | os.PathLike | None = None,
         *,
-        head: str | Head | None = None,
+        head: str | Head | Mapping[str, Any] | None = None,
         image_size: int | tuple[int, int] | None = None,
         augment: Sequence[Callable[..., tuple]] = (),
         pixels: Callable[[np.ndarray], np.ndarray] | None = None,
         loss: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model_of(model)
+        head = Head(**head) if isinstance(head, Mapping) else head
         train: Any = None if data is None else og.annotated_images(data, transforms=augment)
         named = stored_classes(self.model)
         self.classes = named if train is None else train.classes
-        self.ids = list(range(len(named))) if train is None else train.ids
+        stored = json.loads(notes_of(self.model).get(_IDS, "[]")) or list(range(len(named)))
+        self.ids = stored if train is None else train.ids
         self.head = head_of(self.model, head, len(named), len(self.classes), image_size)
         if train is not None and len(self.classes) != self.head.classes:
             self._replace_classes()
@@ -131,10 +145,17 @@ class Detection(Task):
         self._only = only
         if train is not None:
             self.model = with_classes(self.model, self.classes)
+            own = None if self.ids == [*range(len(self.ids))] else json.dumps(self.ids)
+            self.model = with_notes(self.model, {_IDS: own})
             self._measure()
             self.data = self._fed(train)
             if "val" in train.parts:
                 self.validation = self._fed(og.annotated_images(str(data), part="val"))
+
+    def stated(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options that were given, with the head of the trained model."""
+        own = {"head": asdict(self.head)} if "head" in options else {}
+        return options | own
 
     def _measure(self) -> None:
         """Measure mAP; without data, only where there is a trainer: this needs pycocotools."""

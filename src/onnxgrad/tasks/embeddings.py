@@ -86,6 +86,8 @@ class Embeddings(Task):
         (4, 2)
     """
 
+    remembered = ("output", "tokenizer", "length", "images")
+
     def __init__(
         self, model: Any, data: Any = None, *, loss: str | None = None,
         loss_options: Mapping[str, Any] | None = None, output: str | None = None,
@@ -126,6 +128,10 @@ class Embeddings(Task):
         self.loss = {self.output: name} if several else name
         options = dict(loss_options or {})
         self.arguments = {"loss_options": {self.output: options} if several else options}
+
+    def stated(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options that were given, with the output of the model that comes out."""
+        return options | ({"output": self.output} if "output" in options else {})
 
     def _add_layers(
         self, output: str | None, pool: str | None, projection: int | None, seed: int

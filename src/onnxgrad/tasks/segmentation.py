@@ -84,6 +84,8 @@ class Segmentation(Task):
         [np.float64(1.0)]
     """
 
+    remembered = ("image_size", "normalize", "ignore", "loss", "loss_options", "output", "layout")
+
     def __init__(
         self,
         model: Any,

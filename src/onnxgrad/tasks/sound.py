@@ -70,6 +70,19 @@ class Sound(Task):
         [(2.0, 4.0, 'beep')]
     """
 
+    remembered = (
+        "rate",
+        "seconds",
+        "front",
+        "word",
+        "background",
+        "carry",
+        "context",
+        "constants",
+        "output",
+        "activation",
+    )
+
     def __init__(
         self,
         model: Any,

@@ -66,6 +66,8 @@ class Tokens(Task):
         [[(4, 7, 'PER')]]
     """
 
+    remembered = ("tokenizer", "max_length", "stride", "label_all", "scheme")
+
     def __init__(
         self, model: Any, data: Any = None, tokenizer: Any = None, *,
         classes: Sequence[str] | None = None, at: str | None = None, max_length: int | None = None,

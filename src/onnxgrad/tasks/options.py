@@ -1,0 +1,78 @@
+"""The options of a task in the metadata of its trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import onnxgrad as og
+
+_FUNCTION, _MAKER = "function", "onnxgrad"  # keys of values that are no JSON
+
+
+def write_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for JSON; of what it cannot hold, the name of a function.
+
+    A loss that is no name is left out: nothing but the training needs it.
+    """
+    kept = {name: _as_json(value) for name, value in options.items()}
+    if isinstance(path := options.get("tokenizer"), str):
+        kept["tokenizer"] = {"path": os.path.abspath(path)}
+    if isinstance(loss := kept.get("loss"), dict) and _FUNCTION in loss:
+        kept["loss"] = None
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def read_options(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that `write_options` wrote.
+
+    Raises:
+        ValueError: one of them is a function, which must be given.
+    """
+    made = {name: _made(name, value) for name, value in kept.items()}
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value for JSON; None for what nobody can be asked for."""
+    maker = re.sub(r"(?<!^)(?=[A-Z])", "_", type(value).__name__).lower()
+    if isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, os.PathLike):
+        return {"path": os.path.abspath(value)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _as_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(each) for each in value]
+    if dataclasses.is_dataclass(value) and hasattr(og, maker):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {_MAKER: maker, "arguments": _as_json(fields)}
+    if callable(value):
+        return {_FUNCTION: getattr(value, "__qualname__", type(value).__name__)}
+    return None
+
+
+def _made(name: str, value: Any) -> Any:
+    """Return the value of an option that `_as_json` wrote; None for a file that is not there."""
+    if isinstance(value, list):
+        return tuple(_made(name, each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    if _FUNCTION in value:
+        raise ValueError(
+            f"{name}=: the model was trained with the function {value[_FUNCTION]!r}, which its "
+            "file cannot hold: pass it"
+        )
+    if "path" in value:
+        return value["path"] if Path(value["path"]).exists() else None
+    if _MAKER in value:
+        return getattr(og, value[_MAKER])(**_made(name, value["arguments"]))
+    return {key: _made(name, each) for key, each in value.items()}
