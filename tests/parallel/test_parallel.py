@@ -114,7 +114,7 @@ def test_running_statistics_of_own_rows_are_averaged():
     file = worker.network_file("norm", np.float64)
     start = initializer_arrays(onnx.load_from_string(file))
     mean, var = (torch.tensor(start[f"1.running_{name}"]) for name in ("mean", "var"))
-    parameters, kept = torch_parameters("norm"), float(np.float32(0.9))
+    parameters, kept = torch_parameters("norm"), 0.9
     for start in [*range(0, rows, 10)] * 2:
         batch = range(rows)[start : start + 10]
         gradients, means, variances = [], 0.0, 0.0
@@ -134,9 +134,7 @@ def test_running_statistics_of_own_rows_are_averaged():
         expected = parameters | {"1.running_mean": mean, "1.running_var": var}
         assert (weights | buffers).keys() == expected.keys()
         for name, array in (weights | buffers).items():
-            tolerance = 1e-12 if name in weights else 1e-7  # shares of rows are float32
-            close = {"rtol": tolerance, "atol": tolerance, "err_msg": name}
-            np.testing.assert_allclose(array, expected[name], **close)
+            np.testing.assert_allclose(array, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
     told = [sum("sync_batch_norm" in message for message in result[2]) for result in results]
     assert told == [1, 0]
 

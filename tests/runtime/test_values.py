@@ -22,7 +22,7 @@ DTYPES = "float16 float32 float64 int64 int32 bool".split()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 3), (1,), (0, 3)])
+@pytest.mark.parametrize("shape", [(2, 3), (1,), (0, 3), ()])
 def test_ortvalues_hold_what_arrays_hold(dtype, shape):
     array = np.arange(6)[: int(np.prod(shape))].reshape(shape).astype(dtype)
     for value in (to_ortvalue(array, CPU), owned(array, CPU)):

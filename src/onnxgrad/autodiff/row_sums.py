@@ -45,6 +45,8 @@ def require_sums(
     """
     rows = _follow_rows(model, axes, lengths, outputs)
     for y in outputs:
+        if y in rows.means:
+            raise _mixes(rows.means[y])
         if y not in rows.sums:
             raise NotASum(f"{y.name!r} is no sum over rows")
 
@@ -140,7 +142,8 @@ class _Rows:
 
     - `axes`: the axis of the rows of values whose row i depends on row i only.
     - `sums`: sums over rows of such values, times constants.
-    - `means`: means over rows of such values, times and plus constants.
+    - `means`: means over rows of such values, times and plus constants, each with the node that
+      is the mean.
     - `counts`: the number of rows times a constant.
     - `outer`: how many times the rows follow each other along that axis, if not once: a Reshape
       turns [T, N, D] into [T N, D]. The length of the axis says how many elements each row has.
@@ -153,7 +156,7 @@ class _Rows:
         self.axes = axes
         self.outer: dict[ir.Value, int] = {}
         self.sums: set[ir.Value] = set()
-        self.means: set[ir.Value] = set()
+        self.means: dict[ir.Value, ir.Node] = {}
         self.counts: set[ir.Value] = set()
         self.sizes: set[ir.Value] = set()
 
@@ -169,7 +172,7 @@ class _Rows:
             if name not in _OF_SIZES or not integers or not self._independent(read):
                 raise _mixes(node)
             self.sizes.update(node.outputs)
-        elif not self.means.isdisjoint(read):
+        elif not self.means.keys().isdisjoint(read):
             self._affine(node)
         elif not self.sums.isdisjoint(read):
             self._linear(node)
@@ -181,7 +184,7 @@ class _Rows:
             self._by_row(node)
 
     def _independent(self, read: Sequence[ir.Value]) -> bool:
-        known = self.sums, self.means, self.axes.keys()
+        known = self.sums, self.means.keys(), self.axes.keys()
         return all(values.isdisjoint(read) for values in known)
 
     def _has_shape_operand(self, node: ir.Node) -> bool:
@@ -215,7 +218,7 @@ class _Rows:
         if node.domain or not self.axes.keys().isdisjoint(operands):
             raise _mixes(node)
         if name == "Div" and all(summed) and operands[1] in self.counts and real:
-            self.means.update(node.outputs)
+            self.means |= dict.fromkeys(node.outputs, node)
         elif linear:
             self.sums.update(node.outputs)
             if same and operands[0] in self.counts:
@@ -235,9 +238,10 @@ class _Rows:
             or (name == "Div" and averaged == [True, False])
         )
         others = [x for x in operands if x not in self.means]
+        origin = next(self.means[x] for x in reads(node) if x in self.means)
         if node.domain or not affine or not self._independent(others):
-            raise _mixes(node)
-        self.means.update(node.outputs)
+            raise _mixes(origin)
+        self.means |= dict.fromkeys(node.outputs, origin)
 
     def _made(self, node: ir.Node) -> None:
         """A node that does not read the batch: if its result has rows, they must be equal."""
@@ -255,26 +259,28 @@ class _Rows:
         for y, place in zip(node.outputs, follow(node, self.axes), strict=True):
             if place == SUMMED:
                 self.sums.add(y)
-            elif (reduced := self._reduced(node)) is not None:
-                reduced.add(y)
+            elif (reduction := self._reduction(node)) == "mean":
+                self.means[y] = node
+            elif reduction == "sum":
+                self.sums.add(y)
             elif isinstance(place, int) and len(layouts) == 1 and self._meets_rows(node, y, place):
                 ((outer, length),) = layouts
                 self._place(node, y, place, outer, length)
             elif y.uses() or y is node.outputs[0]:
                 raise _mixes(node)
 
-    def _reduced(self, node: ir.Node) -> set[ir.Value] | None:
-        """Return the means or sums for a node that reduces rows, all of which count the same."""
+    def _reduction(self, node: ir.Node) -> str | None:
+        """Return "sum" or "mean" for a node that reduces rows, all of which count the same."""
         x = node.inputs[0]
         if node.domain or x not in self.axes:
             return None
         if node.op_type == "ReduceMean":
-            return self.means if self.axes[x] in (named_axes(node) or ()) else None
+            return "mean" if self.axes[x] in (named_axes(node) or ()) else None
         if node.op_type not in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"):
             return None
         reduction = node.attributes.get_string("reduction", "mean")
         equal = len(node.inputs) < 3 and "ignore_index" not in node.attributes
-        return {"sum": self.sums, "mean": self.means if equal else None}.get(reduction)
+        return reduction if equal or reduction == "sum" else None
 
     def _meets_rows(self, node: ir.Node, y: ir.Value, place: int) -> bool:
         """Return whether rows meet nothing but rows: a part of a batch has other positions."""

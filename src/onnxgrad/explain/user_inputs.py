@@ -71,4 +71,4 @@ def _as_dtype(value: Any, x: ir.Value) -> np.ndarray:
         return array.astype(object)
     if array.dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise TypeError(f"input {x.name!r} takes {dtype}, not {array.dtype}")
-    return np.ascontiguousarray(array, dtype)
+    return np.asarray(array, dtype, order="C")

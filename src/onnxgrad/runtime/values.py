@@ -49,7 +49,7 @@ def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
     """Return an array or an OrtValue as an OrtValue; on the CPU the memory is shared."""
     if isinstance(value, ort.OrtValue):
         return value
-    return device.ortvalue(np.ascontiguousarray(value))
+    return device.ortvalue(np.asarray(value, order="C"))
 
 
 def owned(array: np.ndarray, device: Device) -> ort.OrtValue:

@@ -271,7 +271,7 @@ class Evaluator:
         """Return the loss of one row of a batch alone; NaN if no term of it counts."""
         running, axes = self._running("all", 1), self.fields.axes(arrays)
         fed = {n: rows_of(a, axes[n], slice(row, row + 1)) for n, a in arrays.items()}
-        fed = {**values, **{n: np.ascontiguousarray(a) for n, a in fed.items()}}
+        fed = {**values, **{n: np.asarray(a, order="C") for n, a in fed.items()}}
         parts = len(self.described.written.sums)
         results = running(fed)
         totals = Totals.of(tuple(self.described.written.factors), {})

@@ -174,7 +174,7 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
         given = TensorProto()
         given.CopyFrom(change)
         if external.is_empty(change):
-            given = numpy_helper.from_array(np.ascontiguousarray(values[change.name]))
+            given = numpy_helper.from_array(np.asarray(values[change.name], order="C"))
         nodes = [makers[name] for name in note["nodes"][: note["ends"]]]
         constants = {scale.name: scale, change.name: given}
         learned = computed(proto.opset_import, constants, nodes)

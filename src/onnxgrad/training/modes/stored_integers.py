@@ -211,7 +211,7 @@ def _quantized(pair: Pair, values: Mapping[str, np.ndarray]) -> TensorProto:
     constants = dict(pair.constants)
     for name, tensor in pair.constants.items():
         if external.is_empty(tensor):
-            constants[name] = numpy_helper.from_array(np.ascontiguousarray(values[name]))
+            constants[name] = numpy_helper.from_array(np.asarray(values[name], order="C"))
     # numpy lacks integers of 4 bits: they are read as floats, which are as exact
     taken = {*constants, *_results(pair), *pair.node.output}
     one, steps = unused("one", taken), unused("steps", taken)

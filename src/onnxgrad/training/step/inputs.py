@@ -97,7 +97,7 @@ RATE = Scalar("minus_learning_rate", ir.DataType.FLOAT, lambda call: -call.rates
 STEP = Scalar("step", ir.DataType.INT64, lambda call: call.numbers + 1)
 DRAW = Scalar("draw", ir.DataType.INT64, _draws, of_rows=True)
 FIRST = Scalar("first", ir.DataType.BOOL, _firsts)
-SHARE = Scalar("share", ir.DataType.FLOAT, _shares, of_rows=True)
+SHARE = Scalar("share", ir.DataType.DOUBLE, _shares, of_rows=True)
 ROWS = Scalar("rows", ir.DataType.FLOAT, _rows)
 SCALARS = {scalar.name: scalar for scalar in (RATE, STEP, DRAW, FIRST, SHARE, ROWS)}
 
