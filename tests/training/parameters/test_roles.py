@@ -398,6 +398,41 @@ def test_weights_that_start_equal_are_no_filter_bank(value):
     assert names_that_train(proto) == {"W"}
 
 
+SLOPES = """agraph (float[N, 4, 4, 3] X, float[N, 1, 1, 4] places) => (float[N, 4, 4, 3] Y) {{
+    Q = MatMul(X, W)  K = Transpose<perm=[0, 1, 3, 2]>(Q)  S = MatMul(Q, K)
+    B = Mul({name}, places)  M = Add(S, B)  P = Softmax<axis=-1>(M)  Y = MatMul(P, Q) }}"""
+
+
+@pytest.mark.parametrize("heads", [2, 4, 6, 12])
+@pytest.mark.parametrize(("name", "doubtful"), [("slopes", True), ("val_7", False)])
+def test_slopes_of_alibi_stay_and_are_named(name, doubtful, heads):
+    """A warning names them, unless an exporter has generated their name."""
+
+    def published_slopes(n: int) -> list[float]:
+        if n & (n - 1) == 0:
+            return [2 ** (-8 * i / n) for i in range(1, n + 1)]
+        before = 1 << n.bit_length() - 1
+        return published_slopes(before) + published_slopes(2 * before)[::2][: n - before]
+
+    slopes = np.reshape(published_slopes(heads), (heads, 1, 1))
+    proto = float32_model(
+        SLOPES.format(name=name).replace("4, 4, 3]", f"{heads}, 4, 3]"),
+        W=drawn_normal(3, 3), **{name: slopes},
+    )  # fmt: skip
+    rows = {t.name: t for t in trainable(proto)}
+    assert {n: (t.trains, t.doubtful) for n, t in rows.items()} == {
+        "W": (True, False),
+        name: (False, doubtful),
+    }
+
+
+def test_zeros_that_transformers_adds_to_logits_stay():
+    text = """agraph (float[N, 3] X) => (float[N, 4] Y) {
+        Z = MatMul(X, W)  Y = Add(Z, final_logits_bias) }"""
+    proto = float32_model(text, W=drawn_normal(3, 4), final_logits_bias=np.zeros((1, 4)))
+    assert names_that_train(proto) == {"W"}
+
+
 def test_factors_of_a_loss_stay():
     proto = float32_model(
         "agraph (float[N, 3] X) => (float[N, 2] Y) { Y = MatMul(X, W) }", W=drawn_normal(3, 2)

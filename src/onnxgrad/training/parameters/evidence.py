@@ -58,6 +58,10 @@ of_naive_bayes = _test_of(
 )
 
 
+# zeros that transformers adds to the logits of BART, Marian and others, and does not train
+of_final_logits = _test_of(r"(.*[._/])?final_logits_bias")
+
+
 def sounds_learned(name: str) -> bool:
     """Return whether the name of a scalar is that of a parameter, or of a function of one."""
     return _is_folded(name) or (not is_generated(name) and _is_learned(name))
@@ -117,6 +121,22 @@ def is_linear(array: np.ndarray) -> bool:
     steps = np.diff(array.astype(np.float64), axis=-1)
     size = np.abs(steps).max(-1, keepdims=True)
     return bool((np.abs(np.abs(steps) - size) <= 1e-3 * size).all())
+
+
+def are_slopes(array: np.ndarray) -> bool:
+    """Return whether an array holds the slopes of ALiBi, a number for each head.
+
+    Of a power of two n of heads, they are 2^(-8/n), 2^(-16/n), ...; of others, those of the power
+    before, and then every other of the power behind (Press, Smith & Lewis 2022).
+    """
+    heads = max(array.shape, default=1)
+    if heads < 2 or array.size != heads:
+        return False
+    half = 1 << heads.bit_length() - 1  # the largest power of two that is not above
+    slopes = 2.0 ** (-8 / half * np.arange(1, half + 1))
+    others = 2.0 ** (-4 / half * np.arange(1, 2 * half + 1, 2))
+    wanted = np.concatenate([slopes, others])[:heads]
+    return np.allclose(np.abs(array.ravel().astype(np.float64)), wanted, rtol=1e-2, atol=0)
 
 
 def is_wave(array: np.ndarray) -> bool:

@@ -19,7 +19,6 @@ from onnxgrad.graph.operators import OF_SHAPES, PACKS, REORDERS, SELECTS
 # r  running statistic            k  rotary table
 # q  scale of quantization
 _STANDARD = {
-    "f": "MatMul Einsum",
     "ffb": "Gemm",
     "xfb": "Conv ConvTranspose",
     "xfxbx": "DeformConv",
@@ -31,12 +30,15 @@ _STANDARD = {
     "xp": "PRelu",
     "tc": "Gather GatherElements GatherND",
     "fffmhhc": "Attention",
+    "fffhx": "LinearAttention",
+    "f": "MatMul Einsum SwiGLU",
+    "xfbh": "CausalConvWithState",
     "xkkc": "RotaryEmbedding",
     "cw": "Where",
     "xc": "Clip Dropout Resize Upsample Pad RoiAlign GridSample STFT DFT",
     "c": (
         "Min Max Pow Mod Range OneHot Equal Greater GreaterOrEqual Less LessOrEqual AffineGrid "
-        "NonMaxSuppression MelWeightMatrix"
+        "NonMaxSuppression MelWeightMatrix NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss"
     ),
     "xq": "QuantizeLinear DequantizeLinear",
     "x": "DynamicQuantizeLinear",

@@ -29,6 +29,7 @@ _REASONS = {
     "k": "rotary table of",
     "q": QUANTIZED,
 }
+_SMOOTH = frozenset("AffineGrid GridSample Max Min Mod Pow".split())  # in their settings, too
 _LARGE = 1000  # elements: most tensors of that size are weights
 
 
@@ -75,6 +76,10 @@ class Roles:
             array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
         if self.from_torch and evidence.written_as_constant(name) and evidence.is_all(array):
             return Verdict(False, "one number, which the exporter wrote as a Constant")
+        if evidence.of_final_logits(name):
+            return Verdict(False, "a buffer of transformers, which its models do not train")
+        if evidence.are_slopes(array):
+            return Verdict(False, "slopes of ALiBi", not evidence.is_generated(name))
         uses = [_UseAs(self, name, array, use) for use in self.around.uses(constant)]
         verdicts = [use.verdict() for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
@@ -169,7 +174,8 @@ class _UseAs:
         operand = f"operand {use.index} of {where}"
         if domain(node) not in ("", "com.microsoft") and self.array.size > 1:
             return Verdict(True, f"{operand}, an operator of another domain")
-        return Verdict(False, f"{operand}, which takes no weights", self.array.size > _LARGE)
+        doubtful = self.array.size > (1 if not self.counted else _LARGE)
+        return Verdict(False, f"{operand}, which takes no weights", doubtful)
 
     def _of_ml(self) -> Verdict:
         names = list(ML_COEFFICIENTS.get(self.node.op_type, {}).items())
@@ -217,7 +223,9 @@ class _UseAs:
         return Verdict(True, f"bias of {self.where}")
 
     def _at_positions(self) -> Verdict:
-        return Verdict(False, f"it only combines with computed positions before {self.where}")
+        named = not (self.counted or evidence.sounds_fixed(self.name))
+        why = f"it only combines with computed positions before {self.where}"
+        return Verdict(False, why, named and self.array.size > 1)
 
     def _normalization(self) -> Verdict:
         node, array, scales = self.node, self.array, self.kind == "s"
@@ -254,10 +262,14 @@ class _UseAs:
         return self._yes("learned rows (a class token, queries) concatenated with data")
 
     def _setting(self) -> Verdict:
-        if self.node.op_type != "Pow" or self.use.index != 1:
-            return Verdict(False, f"bound, size or other setting of {self.where}")
-        doubtful = self.array.size == 1 and self.roles.from_torch and not self.counted
-        return Verdict(False, f"exponent of {self.where}", doubtful)
+        op_type, single = self.node.op_type, self.array.size == 1
+        named = not (self.counted or evidence.sounds_fixed(self.name))
+        if op_type != "Pow" or self.use.index != 1:
+            doubtful = named and not single and op_type in _SMOOTH
+            return Verdict(False, f"bound, size or other setting of {self.where}", doubtful)
+        return Verdict(
+            False, f"exponent of {self.where}", named and (self.roles.from_torch or not single)
+        )
 
     def _state(self) -> Verdict:
         same = evidence.is_all(self.array, None if self.counted else 0.0)
@@ -342,7 +354,8 @@ class _UseAs:
         if early and node.op_type == "Sub" and wide:
             return self._no("stored rows that an input is compared with")
         if early and (self.leads_to_weights or self.counted):
-            return self._no(f"{verb} an input before any weight")
+            scores = not self.counted and self.around.reaches_softmax(node.outputs[0])
+            return self._no(f"{verb} an input before any weight", scores)
         if early:
             return self._yes(f"{verb} an input that no other weight is applied to")
         told = said is not None or self.counted or evidence.sounds_fixed(self.name)
