@@ -140,6 +140,22 @@ def test_rewrites_that_undo_each_other():
         rewrite(scaled_model("a = Neg(x)  y = Tanh(a)").graph, table)
 
 
+def test_a_rewrite_for_each_round():
+    """A node that waits for the one behind it is visited once a round."""
+
+    def from_behind(op, node):
+        """exp becomes tanh in front of a tanh, or of the output."""
+        (x,), (y,) = node.inputs, node.outputs
+        readers = [user.op_type for user, _ in y.uses()]
+        return [op.Tanh(x)] if readers in ([], ["Tanh"]) else None
+
+    names = ["x", *(f"h{i}" for i in range(150)), "y"]
+    nodes = " ".join(f"{b} = Exp({a})" for a, b in zip(names, names[1:], strict=False))
+    one = scaled_model(nodes)
+    assert rewrite(one.graph, {("", "Exp"): [from_behind]})
+    assert {node.op_type for node in one.graph} == {"Tanh"}
+
+
 def test_the_target_reaches_subgraphs():
     seen = []
 

@@ -131,3 +131,21 @@ def test_results_that_nothing_reads_are_not_stacked(read, direction):
     for ours, original in zip(run(after, feed), run(before, feed), strict=True):
         np.testing.assert_allclose(ours, original, 1e-6)
     assert len(scan_of(after).output) == 1 + len(read)
+
+
+def test_many_results_that_nothing_reads():
+    """More than a rewrite of one node may take."""
+    names = [f"u{i}" for i in range(120)]
+    outputs, types = (
+        ", ".join(["", *words]) for words in (names, [f"float[3] b{n}" for n in names])
+    )
+    nodes = " ".join(f"b{n} = Neg(v)" for n in names)
+    _, after = with_scan_in_native_form(f"""
+        f (float[3] s, float[4,3] x) => (float[3] last, float[4,3] u7) {{
+            last{outputs} = Scan<num_scan_inputs = 1, body = g (float[3] h, float[3] v)
+                => (float[3] new{types}) {{ new = Add(h, v) {nodes} }}>(s, x) }}""")
+    assert len(scan_of(after).output) == 9  # those in front of what the graph returns
+    x = np.ones((4, 3), np.float32)
+    last, returned = run(after, {"s": x[0], "x": x})
+    assert (last == 5).all()
+    assert (returned == -1).all()

@@ -46,7 +46,7 @@ Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and 
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
 ANY = "*"  # instead of an operator: all of a domain
-_MOST = 100  # rounds, and rewrites for each node: some that undo each other would never end
+_MOST = 100  # rewrites for each node, and further rounds: some that undo each other never end
 
 
 def rewrites(*op_types: str, group: str, domain: str = "") -> Callable[[Rewrite], Rewrite]:
@@ -78,7 +78,7 @@ def rewrite(
     op = Emit(graph)
     op.target = target
     applied = False
-    for _ in range(_MOST):
+    for _ in range(_MOST + graph.num_nodes()):
         if not _visit(op, table, keep):
             return applied
         applied = True

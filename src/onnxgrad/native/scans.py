@@ -86,23 +86,30 @@ def without_unread_inputs(op, node):
 
 @rewrites("Scan", group=LOOPS)
 def without_unread_outputs(op, node):
-    """A Scan without a stack of results that nothing reads; the last stack takes its place."""
-    first, last = LoopBody(op, node).states, node.outputs[-1]
-    unread = [y for y in node.outputs[first:] if not y.uses() and not y.is_graph_output()]
-    if not unread or (last is not unread[0] and last.is_graph_output()):
-        return None
-    i, end, (body,) = unread[0].index(), len(node.outputs) - 1, subgraphs(node)
+    """A Scan without the stacks of results that nothing reads; the last stacks take their places."""
+    first, count = LoopBody(op, node).states, len(node.outputs)
+    for y in reversed(node.outputs[first:]):
+        if not y.uses() and not y.is_graph_output():
+            _remove_output(op, node, first, y)
+    return list(node.outputs) if len(node.outputs) < count else None
+
+
+def _remove_output(op: Emit, node: ir.Node, first: int, unread: ir.Value) -> None:
+    """Let the last stack of a Scan take the place of this one, unless the graph returns it."""
+    i, end, (body,), last = unread.index(), len(node.outputs) - 1, subgraphs(node), node.outputs[-1]
+    assert i is not None
+    if i < end and last.is_graph_output():
+        return
     for name in ("scan_output_axes", "scan_output_directions"):
         if name in node.attributes:
             numbers = list(node.attributes[name].as_ints())
             numbers[i - first] = numbers[-1]
             node.attributes.add(ir.AttrInt64s(name, numbers[:-1]))
     if i < end:
-        ir.convenience.replace_all_uses_with(last, op.set_type_like(unread[0], last))
+        ir.convenience.replace_all_uses_with(last, op.set_type_like(unread, last))
         body.outputs[i] = body.outputs[end]
     del body.outputs[end]
     node.resize_outputs(end)
-    return list(node.outputs)
 
 
 class LoopBody:
