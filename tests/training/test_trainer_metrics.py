@@ -220,7 +220,7 @@ def test_labels_that_are_ignored_have_no_balance():
     options = {"loss_options": {"ignore_index": 1}}
     kept = ignored != 1
     one = identity_trainer(class_weight="balanced", **options).fit(X, ignored)
-    assert one.state.balanced == {0: 1.0}
+    assert one.state.balanced == {"y": {0: 1.0}}
     assert one.evaluate(X, ignored)["loss"] == pytest.approx(one.evaluate(X[kept], y[kept])["loss"])
 
 

@@ -203,3 +203,21 @@ def test_a_share_that_a_fixed_batch_does_not_divide():
     assert made.fit(x, y, validation=0.25).history[-1]["validation_loss"] >= 0
     with pytest.raises(ValueError, match=naming("validation", "32 rows", "8")):
         made.fit(x, y, validation=0.1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [True, 1, np.int64(0), 0.0, 1.0, np.True_, [X, Y], [X, Y, W], [X, "label"]],
+    ids=str,
+)
+def test_validation_that_is_neither_share_nor_data(given):
+    with pytest.raises(ValueError, match=naming("validation", "(X, y)")):
+        og.Trainer(normalized_model(), "squared_error").fit(X, Y, validation=given)
+
+
+def test_shares_of_other_types_are_shares():
+    first, *others = (
+        og.Trainer(normalized_model(), "squared_error").fit(X, Y, validation=share).history
+        for share in (0.25, np.float32(0.25), np.array(0.25))
+    )
+    assert others == [first, first]

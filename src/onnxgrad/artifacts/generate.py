@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,9 @@ def _trainer(
         check_choice("option of generate_artifacts", name, TRAINER)
     if both := sorted(set(train or ()) & set(freeze)):
         raise ValueError(f"{both} are in requires_grad and in frozen_params: leave one out")
-    if isinstance(options.get("class_weight"), str):
+    weight = options.get("class_weight")
+    each = [*weight.values()] if isinstance(weight, Mapping) else [weight]
+    if any(isinstance(one, str) for one in each):
         raise ValueError("class_weight='balanced' needs labels: pass the weights of the classes")
     chosen, own = select_loss(loss, options.pop("loss_options", None))
     rate = options.pop("learning_rate", 1e-3)

@@ -26,7 +26,6 @@ from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.notes import CLASSES, write_note
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.label_facts import balanced_weights
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.equal_constants import separate_merged
@@ -176,7 +175,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
         return map_data(options, path, scored, classes)[0]
 
     training, validation = parts(options, task, None, other)
-    arguments["class_weight"] = _class_weight(arguments, training.data.y, objective, classes)
+    arguments["class_weight"] = _class_weight(arguments, objective, classes)
     if not options.metrics:
         arguments["metrics"] = default_metrics(task, objective)
     trainer = Trainer(model, callbacks=callbacks, **arguments)
@@ -323,19 +322,16 @@ def _share(text: str | None) -> float | None:
 
 
 def _class_weight(
-    arguments: dict[str, Any], y: Any, objective: Objective, classes: Labels | None
+    arguments: dict[str, Any], objective: Objective, classes: Labels | None
 ) -> Any:
     """Return the weights of classes by their numbers, as a `Trainer` takes them."""
     weight = arguments["class_weight"]
-    if weight is None:
-        return None
-    if weight == "balanced":
-        weight = balanced_weights(y)
-    else:
-        keys = list(map(str, classes or ()))
-        counts = [i.classes for i in objective.labels.values() if isinstance(i.classes, int)]
-        numbers = range(next(iter(counts), max(2, len(keys))))
-        weight = {class_number(name, keys, numbers): w for name, w in weight.items()}
+    if weight is None or weight == "balanced":
+        return weight
+    keys = list(map(str, classes or ()))
+    counts = [i.classes for i in objective.labels.values() if isinstance(i.classes, int)]
+    numbers = range(next(iter(counts), max(2, len(keys))))
+    weight = {class_number(name, keys, numbers): w for name, w in weight.items()}
     if isinstance(arguments["loss"], dict):
         return dict.fromkeys(arguments["loss"], weight)
     return weight

@@ -52,7 +52,8 @@ class Targets:
                 f"--sample-weight {options.sample_weight} is the target: name the column of the "
                 "weights of rows, or leave it out"
             )
-        trained.copy().check_target(own.names)
+        if len(columns) == 1 and None in columns:
+            return cls({None: trained.copy().target_order(own.names)})
         return own
 
     @property

@@ -153,6 +153,11 @@ class ArrowReader(Reader):
         default = min(_BUFFER_ROWS, _BUFFER_BYTES // self._row_bytes)
         self._shuffle_rows = shuffle_rows or max(1, default)
 
+    def first(self) -> tuple[Any, ...]:
+        """Return the first row."""
+        with closing(self._blocks(np.arange(len(self._pieces)), 0, 1)) as blocks:
+            return _batch(next(blocks).tables(slice(0, 1)))
+
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of one pass; blocks of rows that are left out are not decoded.
 

@@ -15,16 +15,24 @@ from onnxgrad.errors import argument, first_number, named
 _SHOWN = 12
 
 
-def class_numbers(labels: Any, classes: Sequence[Any], name: str = "y") -> Any:
+def class_numbers(
+    labels: Any,
+    classes: Sequence[Any],
+    name: str = "y",
+    ignored: int | None = None,
+    ignores_nan: bool = False,
+) -> Any:
     """Return the numbers of labels that are texts; numbers are returned as they are.
 
     Where all `classes` are whole numbers, and others than their places 0, 1, 2, ..., labels are
     always some of these: 5 is the second of 3, 5, 8.
 
     Args:
-        labels: an array, a list, a column or a table of one column.
+        labels: an array, a list, a column or a table of columns.
         classes: all classes in the order of the model's output; empty: they are not known.
         name: what messages call the labels.
+        ignored: the number of a label that does not count, which is none of the classes.
+        ignores_nan: whether labels that are NaN do not count.
 
     Raises:
         DataError: texts without classes, or a label that is none of these.
@@ -32,24 +40,43 @@ def class_numbers(labels: Any, classes: Sequence[Any], name: str = "y") -> Any:
     array = _labels(labels)
     if array is None:
         return labels
-    texts, values = array.dtype.kind in "OSU", array.ravel().tolist()
-    if not texts and not are_labels(classes):
+    if not array.size or (array.dtype.kind != "U" and not are_labels(classes)):
         return labels
     if not classes:
+        values = array.ravel().tolist()
         raise DataError(
             f"{name!r} is text, first {values[0]!r}: if these are names of classes, pass them in "
             f"the order of the model's output, as {argument('classes', _some(values))}, or numbers"
         )
-    index = {str(label): number for number, label in enumerate(classes)}
-    numbers = np.array([index.get(key(value), -1) for value in values], np.int64)
-    if (wrong := np.flatnonzero(numbers < 0)).size:
-        row = int(wrong[0]) // max(1, array[:1].size) + first_number()
+    numbers, wrong = numbers_of(array, classes, ignored, ignores_nan)
+    if wrong.any():
+        at = int(wrong.argmax())
+        row = at // max(1, array[:1].size) + first_number()
         raise DataError(
-            f"{name!r} has the label {values[wrong[0]]!r} in row {row}, and the classes are "
-            f"{first_names(classes)}: pass all in the order of the model's output, with "
+            f"{name!r} has the label {array[wrong].tolist()[0]!r} in row {row}, and the classes "
+            f"are {first_names(classes)}: pass all in the order of the model's output, with "
             f"{argument('classes')}"
         )
-    return numbers.reshape(array.shape)
+    return numbers
+
+
+def numbers_of(
+    labels: np.ndarray, classes: Sequence[Any], ignored: int | None = None, nan: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of labels, and which of them are none of the classes.
+
+    A label that is the number `ignored`, and with `nan` one that is NaN, does not count, and stays.
+    """
+    index: dict[str, float] = {} if ignored is None else {key(ignored): ignored}
+    index |= {str(label): number for number, label in enumerate(classes)}
+    own, places = np.unique(labels, return_inverse=True)
+    found = [index.get(key(value)) for value in own.tolist()]
+    if nan and (own != own).any():
+        found = [np.nan if value != value else f for f, value in zip(found, own, strict=True)]
+    wrong = np.array([number is None for number in found], bool)[places]
+    dtype = np.float64 if np.nan in found else np.int64
+    numbers = np.array([0 if number is None else number for number in found], dtype)[places]
+    return numbers.reshape(labels.shape), wrong.reshape(labels.shape)
 
 
 def are_labels(classes: Sequence[Any]) -> bool:
@@ -112,16 +139,21 @@ def key(label: Any) -> str:
 
 
 def _labels(labels: Any) -> np.ndarray | None:
-    """Return texts or numbers as an array; None for what is neither."""
+    """Return texts or numbers as an array, columns side by side; None for what is neither."""
     names = labels.columns if isinstance(labels, Part) else column_names(labels)
     if names is not None:
-        if len(names) != 1:
-            return None
-        labels = labels[names[0]]
+        columns = [_labels(labels[name]) for name in names]
+        if len(columns) == 1 or any(column is None for column in columns):
+            return columns[0] if len(columns) == 1 else None
+        return np.stack(columns, axis=1) if len({c.shape for c in columns}) == 1 else None
     try:
         array = column_array("y", labels) if is_arrow(labels) else np.asarray(labels)
     except ValueError:  # lists of lists that differ in length
         return None
-    if array.dtype == object and not all(map(is_text, array.ravel().tolist())):
-        return None
-    return array if array.dtype.kind in "biufOSU" else None
+    if array.dtype.kind in "OS":
+        values = array.ravel().tolist()
+        if not all(map(is_text, values)):
+            return None
+        texts = [v.decode(errors="replace") if isinstance(v, bytes) else v for v in values]
+        return np.array(texts, str).reshape(array.shape)
+    return array if array.dtype.kind in "biufU" else None

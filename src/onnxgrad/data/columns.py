@@ -9,20 +9,21 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.arrays import DataError, column_array, is_arrow, to_numbers
-from onnxgrad.errors import argument, first_number, named, unknown
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.notes import CLASSES, read_note, write_note
 
 COLUMNS = "onnxgrad.columns"  # metadata: {input: names of its columns}, as JSON
 
 TARGET = "onnxgrad.target"  # metadata: names of the columns of the label, as JSON
+
+WEIGHT = "onnxgrad.weight"  # metadata: name of the column of sample weights, in a list, as JSON
 
 # names under which pandas writes the index of a table as a column
 _INDEX_NAMES = frozenset(["", "Unnamed: 0", "__index_level_0__"])
@@ -70,7 +71,8 @@ def _labels(X: Any) -> list[Any] | None:
 def stack_columns(name: str, table: Any) -> np.ndarray:
     """Return the columns of `table` as one array, (rows, values).
 
-    A column of lists gives as many values a row as the lists have elements.
+    A column of lists gives as many values a row as the lists have elements. A single column keeps
+    its axes.
     """
     labels = _labels(table) or []
     if column_names(table):
@@ -84,6 +86,8 @@ def stack_columns(name: str, table: Any) -> np.ndarray:
     counts = {label: len(part) for label, part in zip(labels, parts, strict=True)}
     if len(set(counts.values())) > 1:
         raise DataError(f"{name!r}: the columns differ in their number of rows: {counts}")
+    if len(parts) == 1 and parts[0].ndim > 1:
+        return parts[0]
     return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
 
 
@@ -104,33 +108,21 @@ def check_names(names: Sequence[str]) -> None:
         )
 
 
-def same_columns(
-    names: Sequence[str], fitted: Sequence[str], what: str, by_name: bool = False
-) -> None:
-    """Raise if the columns of a table are not those of training; `by_name` allows any order."""
-    if list(names) == list(fitted):
-        return
-    fit, own, known = named("fit"), {*names}, {*fitted}
+def same_columns(names: Sequence[str], fitted: Sequence[str], what: str) -> None:
+    """Raise if the columns of a table are not those of training, in any order."""
+    own, known = {*names}, {*fitted}
     missing = [n for n in fitted if n not in own]
     extra = [n for n in names if n not in known]
-    if missing or extra:
-        parts = [f"no column {_listed(missing)}"] * bool(missing)
-        parts += [f"column {_listed(extra)} that was not in {fit}"] * bool(extra)
-        advice = "pass the same columns, in the same order"
-        if by_name:
-            advice = "correct the names in the data; their order does not matter"
-            advice = advice if missing else f"leave it out with {argument('ignore', extra[:6])}"
-        raise DataError(
-            f"{what} takes the columns {_listed(fitted)}; the data has {' and '.join(parts)}: "
-            f"{advice}"
-        )
-    if by_name:
+    if not missing and not extra:
         return
-    pairs = enumerate(zip_longest(names, fitted), first_number())
-    number, (new, old) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    parts = [f"no column {_listed(missing)}"] * bool(missing)
+    parts += [f"column {_listed(extra)} that was not in {named('fit')}"] * bool(extra)
+    advice = "correct the names in the data; their order does not matter"
+    if not missing:
+        option = argument("ignore", extra)  # which only the shell has
+        advice = "leave it out" + f" with {option}" * option.startswith("--")
     raise DataError(
-        f"{what}: column {number} is {new!r}, and was {old!r} in {fit}: reorder the columns "
-        f"{_listed(names)} as {_listed(fitted)}"
+        f"{what} takes the columns {_listed(fitted)}; the data has {' and '.join(parts)}: {advice}"
     )
 
 
@@ -147,27 +139,34 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass
 class Names:
-    """The names of the columns of each input, of those of the label, and of the classes.
+    """The names of the columns of inputs, labels and sample weights, and of the classes.
 
-    They are in their order. Inputs that were not fed from tables with column names are missing.
-    `classes` are those that texts name, in the order of the output; empty if unknown. `notes` are
-    what else the trained model stores of its training, by key of its metadata.
+    They are in the order of training. Inputs that were not fed from tables with column names are
+    missing. `classes` are those that texts name, in the order of the output; empty if unknown.
+    `notes` are what else the trained model stores of its training, by key of its metadata.
     """
 
     columns: dict[str, list[str]] = field(default_factory=dict)
     target: list[str] = field(default_factory=list)
+    weight: list[str] = field(default_factory=list)
     classes: Labels = field(default_factory=list)
     notes: Mapping[str, list[Any]] = field(default_factory=dict)
 
-    def check(self, name: str, names: Sequence[str]) -> None:
-        """Raise if an input gets other columns than before; store the names if it is new."""
-        same_columns(names, self.columns.setdefault(name, list(names)), f"input {name!r}")
+    def order(self, name: str, names: Sequence[str]) -> list[str]:
+        """Return the columns `names` of an input in the order of training: theirs, if it is new.
 
-    def check_target(self, names: Sequence[str]) -> None:
-        """Store the columns of the label; raise if they are the stored ones in another order."""
-        if sorted(names) == sorted(self.target):
-            same_columns(names, self.target, f"the {named('label')}")
-        self.target = list(names)
+        Raises:
+            DataError: other columns than in training.
+        """
+        check_names(names)
+        same_columns(names, self.columns.setdefault(name, list(names)), f"input {name!r}")
+        return self.columns[name]
+
+    def target_order(self, names: Sequence[str]) -> list[str]:
+        """Return the columns of the label in the order of training: theirs, if they are others."""
+        if sorted(names) != sorted(self.target):
+            self.target = list(names)
+        return self.target
 
     def by_input(
         self, names: Iterable[str], inputs: Sequence[str], arrays: Collection[str] = ()
@@ -183,10 +182,7 @@ class Names:
         if not rest:
             raise DataError(f"every column is a {named('label')}: none is left for the inputs")
         if len(inputs) == 1 and first not in arrays:
-            check_names(rest)
-            order = self.columns.get(first, rest)
-            same_columns(rest, order, f"input {first!r}", by_name=True)
-            return {first: list(order)}
+            return {first: list(self.copy().order(first, rest))}
         columns = {name: self.columns.get(name, [_named_by(name, rest)]) for name in inputs}
         for name in (name for group in columns.values() for name in group):
             if name not in rest:
@@ -204,7 +200,7 @@ class Names:
         """
         inputs = {x.name for x in proto.graph.input}
         kept = {n: list(c) for n, c in self.columns.items() if n in inputs and list(c) != [n]}
-        for key, value in ((COLUMNS, kept), (TARGET, self.target)):
+        for key, value in ((COLUMNS, kept), (TARGET, self.target), (WEIGHT, self.weight)):
             if value:
                 entry = next((e for e in proto.metadata_props if e.key == key), None)
                 entry = proto.metadata_props.add(key=key) if entry is None else entry
@@ -224,18 +220,19 @@ def read_names(proto: ModelProto) -> Names:
     entries = {e.key: e.value for e in proto.metadata_props}
     try:
         columns = json.loads(entries.get(COLUMNS, "{}"))
-        target = json.loads(entries.get(TARGET, "[]"))
-        fits = isinstance(columns, dict) and all(map(_is_names, (*columns.values(), target)))
+        target, weight = (json.loads(entries.get(key, "[]")) for key in (TARGET, WEIGHT))
+        groups = (*columns.values(), target, weight) if isinstance(columns, dict) else (columns,)
+        fits = isinstance(columns, dict) and all(map(_is_names, groups))
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(
             f"the model's metadata {COLUMNS!r} must be JSON as {{input: [names]}}, and {TARGET!r} "
-            "as [names]: correct or remove these entries"
+            f"and {WEIGHT!r} as [names]: correct or remove these entries"
         )
     classes = read_note(proto, CLASSES) or stored_labels(proto) or []
     own = bool(read_note(proto, CLASSES)) or isinstance((*classes, 0)[0], str)
-    return Names(columns, target, classes if own else [])
+    return Names(columns, target, weight, classes if own else [])
 
 
 def class_names(proto: ModelProto) -> Labels | None:

@@ -21,7 +21,7 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
 
     Args:
         items: the generator, used by the thread only.
-        depth: number of items that wait at most, at least 1.
+        depth: number of items that wait at most; 0: each is read when it is asked for.
     """
     results: queue.SimpleQueue[tuple[str, T | BaseException | None]] = queue.SimpleQueue()
     free, ended = threading.Semaphore(depth), threading.Event()
@@ -44,8 +44,12 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
 
     thread = threading.Thread(target=read, name="onnxgrad-data", daemon=True)
     thread.start()
+    asked = False
     try:
         while True:
+            if not depth and not asked:
+                free.release()
+            asked = True
             try:
                 kind, value = results.get(timeout=_POLL_SECONDS)
             except queue.Empty:
@@ -55,9 +59,11 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
                 raise value
             if kind == "end":
                 return
-            free.release()
+            if depth:
+                free.release()
             yield value  # type: ignore[misc]
             del value
+            asked = False
     finally:
         ended.set()
         free.release()

@@ -6,13 +6,14 @@ import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.graph.shapes import Dims
 from onnxgrad.runtime.values import to_numpy
 
@@ -75,6 +76,10 @@ class Reader:
     def first(self) -> Any:
         """Return a batch of one row, or of more if batches are given; None if there is none."""
         return next((batch for batch in self.batches(1, None, 0) if batch is not None), None)
+
+    def peek(self) -> Any:
+        """Return the same as `first`; what is iterated is not iterated again for it."""
+        return self.first()
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass, without the first `skip`.
@@ -216,13 +221,45 @@ def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
     return function(to_array(part))
 
 
-class Batches(Reader):
+class IteratedReader(Reader):
+    """Data that an iterable yields, which is iterated once a pass.
+
+    What `peek` has read is the beginning of the next pass, so that an iterable that draws random
+    numbers draws no others for it. One thread iterates all of that pass.
+    """
+
+    shuffles = False
+    _peeked: tuple[list[Any], Iterator[Any]] | None = None
+
+    def begin_pass(self) -> Iterator[Any]:
+        """Return an iterator of what is iterated."""
+        raise NotImplementedError
+
+    def next_pass(self) -> Iterator[Any]:
+        """Yield the items of one pass, first those that were read already."""
+        read, items = self._peeked or ([], self.begin_pass())
+        self._peeked = None
+        yield from read
+        yield from items
+
+    def peek_items(self) -> list[Any]:
+        """Return the first item of the next pass, and each None in front of it."""
+        if self._peeked is None:
+            items = read_ahead((item for item in self.begin_pass()), 0)
+            read = []
+            for item in items:
+                read.append(item)
+                if item is not None:
+                    break
+            self._peeked = read, items
+        return self._peeked[0]
+
+
+class Batches(IteratedReader):
     """An iterable of batches such as a torch DataLoader, or a function that returns one.
 
     The iterable is iterated, or the function called, once per pass.
     """
-
-    shuffles = False
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -238,16 +275,29 @@ class Batches(Reader):
         """Return the first batch; None where reading it would lose it."""
         return None if self._once else super().first()
 
-    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield what the iterable gives; those that are left out are read and discarded."""
+    def peek(self) -> Any:
+        """Return the first batch of the next pass; None where reading it would lose it."""
+        if self._once or self._listed():
+            return self.first()
+        return next(iter(self.peek_items()[-1:]), None)
+
+    def begin_pass(self) -> Iterator[Any]:
+        """Return an iterator of the batches.
+
+        Raises:
+            ValueError: they were read already, and can be read once.
+        """
         if self._once and self._begun:
             raise ValueError(
                 f"a {type(self.source).__name__} can be read only once, and each epoch reads it "
                 "again: a generator function, a list of batches or a DataLoader can be read again"
             )
         self._begun = True
-        batches: Iterable[Any] = self.source() if callable(self.source) else self.source
-        yield from _behind(iter(batches), skip)
+        return iter(self.source() if callable(self.source) else self.source)
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield what the iterable gives; those that are left out are read and discarded."""
+        yield from _behind(self.next_pass(), skip)
 
     def describe(self) -> dict[str, Any]:
         """Return the type, the number of batches, and for a list a digest of some."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.readers import IndexedReader, Reader, full_name
+from onnxgrad.data.readers import IndexedReader, IteratedReader, Reader, full_name
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.values import to_numpy
 
@@ -106,18 +106,25 @@ class Samples(IndexedReader):
         return {"kind": full_name(self.dataset), "rows": self.rows}
 
 
-class Streamed(Reader):
+class Streamed(IteratedReader):
     """A stream of samples, such as a `torch.utils.data.IterableDataset`, in its own order."""
-
-    shuffles = False
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
+    def begin_pass(self) -> Iterator[Any]:
+        """Return an iterator of the samples."""
+        return map(_copy, iter(self.dataset))
+
+    def peek(self) -> Any:
+        """Return the first sample as a batch; None if there is none."""
+        read = self.peek_items()
+        return collate(read) if read else None
+
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass; the samples of those left out are read and discarded."""
-        samples = islice(iter(self.dataset), skip * size, None)
-        while batch := list(map(_copy, islice(samples, size))):
+        samples = islice(self.next_pass(), skip * size, None)
+        while batch := list(islice(samples, size)):
             yield collate(batch)
 
     def describe(self) -> dict[str, Any]:

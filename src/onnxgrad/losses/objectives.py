@@ -365,16 +365,18 @@ def _check_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) ->
             )
 
 
+def takes_class_weight(loss: Any) -> bool:
+    """Return whether a loss, a name or a `LossSpec`, has the option `class_weight`."""
+    spec = LOSSES.get(ALIASES.get(loss, loss)) if isinstance(loss, str) else loss
+    return isinstance(spec, LossSpec) and "class_weight" in spec.all_options
+
+
 def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
     """Return the loss of one output; options of a formula that are not set are None."""
     chosen = dict(options or {})
     name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if class_weight is not None:
-        if (
-            isinstance(name, str)
-            and name in LOSSES
-            and "class_weight" not in loss_spec(name, None, {}).all_options
-        ):
+        if isinstance(name, str) and name in LOSSES and not takes_class_weight(name):
             raise ValueError(
                 f"{named('class_weight')} has no effect on the loss {name!r}: leave it out"
             )

@@ -26,11 +26,10 @@ from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.arguments import check_choice, check_count, select_rate
-from onnxgrad.training.batches import Split
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
-from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluate import evaluate, predict
 from onnxgrad.training.failure import failed_step
@@ -163,8 +162,10 @@ class TrainerBase(Settings):
         Args:
             X: array (rows, ...), a table, a dict of these by input; a path of Parquet files, a
                 dataset; or an iterable of batches, `(X, y)`, `(X, y, sample_weight)` or dicts.
-            y: labels in the shape of the label input; for several a dict, by output.
-            sample_weight: (rows,); or one for each term of the loss, in the shape of the labels.
+            y: labels in the shape of the label input; for several a dict, by output. Names of
+                columns of `X`, also where its batches are tables or dicts.
+            sample_weight: (rows,); or one for each term of the loss, in the shape of the labels; or
+                the name of a column of `X`.
             validation: `(X, y)` or `(X, y, sample_weight)`, or an iterable of batches; or a share
                 of the rows, above 0 and below 1, that is held out.
             epochs: number of passes over the data, of the whole training if it is resumed.
@@ -190,12 +191,11 @@ class TrainerBase(Settings):
         if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         with in_group(self):
-            if validation is not None and not isinstance(validation, (float, Split)):
-                validation = as_dataset(validation)
+            held_out = held_out_data(validation)
             data = as_dataset(X, y, sample_weight)
             if batch_size is not None:
                 check_count("batch_size", batch_size)
-            call = Fit(self, data, batch_size, validation, self.sharing)
+            call = Fit(self, data, batch_size, held_out, self.sharing)
             with garbage_kept():
                 loop = call.begin(check_count("epochs", epochs), shuffle, resume)
             return self._run(call, loop)

@@ -112,6 +112,11 @@ class BatchSource:
         """What identifies the data, for JSON: another training compares it."""
         raise NotImplementedError
 
+    def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
+        """Yield the arrays of all rows, at once or in batches, to count labels in them."""
+        for piece in self.epoch(None, 0, lambda batch: 1):
+            yield piece.arrays
+
     def epoch(
         self, rng: np.random.Generator | None, skip: int, budget: Budget
     ) -> Generator[Slice, None, None]:
@@ -149,6 +154,10 @@ class ArraySource(BatchSource):
         per_row = sum(a.nbytes for n, a in arrays.items() if axes[n] is not None) / self.rows
         whole = sum(a.nbytes for n, a in arrays.items() if axes[n] is None)
         self._nbytes = max(1, per_row * self.batch_size + whole)  # of a batch
+
+    def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
+        """Yield the arrays."""
+        yield self.arrays
 
     def batch_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a batch."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from onnxgrad.data.arrow import arrow_dataset, is_arrow_dataset
+from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.batch_forms import are_parts, is_batch
 from onnxgrad.data.columns import Part, column_names, is_table
 from onnxgrad.data.readers import Batches, DiskArrays, Reader
@@ -26,7 +28,15 @@ from onnxgrad.data.torch_data import (
 )
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.objectives import LABEL
-from onnxgrad.training.batches import PREFETCHED, ArraySource, BatchSource, ReaderSource, Slice
+from onnxgrad.runtime.values import shape_of
+from onnxgrad.training.batches import (
+    PREFETCHED,
+    ArraySource,
+    BatchSource,
+    ReaderSource,
+    Slice,
+    Split,
+)
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
 
@@ -60,13 +70,15 @@ class Dataset:
         X = self.X
         if self.reader is not None:
             return not isinstance(self.reader, DiskArrays)
-        if self.y is not None or isinstance(X, Mapping) or is_table(X):
+        if isinstance(X, Mapping) or is_table(X) or hasattr(X, "__array__") or hasattr(X, "dtype"):
             return False
-        if hasattr(X, "__array__") or hasattr(X, "dtype"):
+        if not all(part is None or _is_named(part) for part in (self.y, self.sample_weight)):
             return False
         if not isinstance(X, (list, tuple)):
             return isinstance(X, Iterable) or callable(X)
-        return bool(X) and is_batch(X[0])
+        if not X or not is_batch(X[0]):
+            return False
+        return self.y is None or isinstance(X[0], Mapping) or column_names(X[0]) is not None
 
     @cached_property
     def reader(self) -> Reader | None:
@@ -107,16 +119,22 @@ class Dataset:
         parts += [part for part in (self.y, self.sample_weight) if part is not None]
         return len({np.shape(part)[:1] for part in parts}) == 1
 
-    @property
-    def first_labels(self) -> Any:
-        """The labels, or those of the first batch of a list; a dict may have features, too."""
-        first = self.X
-        if self.y is not None or isinstance(first, Mapping):
-            return first if self.y is None else self.y
-        if not isinstance(first, (list, tuple)) or self.reader is not None or not self.batched:
-            return None
-        first = first[0]
-        return first if isinstance(first, Mapping) else next(iter(first[1:]), None)
+    @cached_property
+    def stream(self) -> Reader | None:
+        """What `X` is read by, batch by batch; None for arrays, in memory or on disk."""
+        return (self.reader or self._batches()) if self.batched else None
+
+    @cached_property
+    def first(self) -> tuple[Any, Any, Any]:
+        """The features, labels and weights of all rows, or of the first batch that is read.
+
+        They are None where reading the first batch would lose it; labels and weights that are
+        among the columns of a table or a dict are not taken out of it.
+        """
+        batch = self.by_name if self.stream is None else self.stream.peek()
+        parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+        X, y, weight, *_ = (*parts, None, None, None)
+        return X, y, weight
 
     @property
     def weighted(self) -> bool:
@@ -130,15 +148,13 @@ class Dataset:
             return 2
         if self.sample_weight is None:
             return 0
-        shape = np.shape(self.sample_weight)
+        shape = array_shape(self.by_name[2]) or ()
         return 1 + (len(shape) > 2 or (len(shape) == 2 and shape[1] != 1))
 
     @cached_property
     def given(self) -> Given | None:
         """Which inputs the data have; None if that is not known before they are read."""
-        X, y, reader = self.X, self.y, self.reader
-        if reader is None and self.batched:
-            reader = Batches(X)
+        reader = self.reader or self.stream
         if reader is None:
             X, y, _ = self.by_name
             names = _names_in(X)
@@ -158,33 +174,12 @@ class Dataset:
 
     @cached_property
     def by_name(self) -> tuple[Any, Any, Any]:
-        """Return X, y and weights, with the columns of the table X that strings name.
+        """Return X, y and weights, with the columns of the table or dict X that strings name.
 
         Raises:
             ValueError: X is no table, or has no such column.
         """
-        others, columns = {"y": self.y, "sample_weight": self.sample_weight}, column_names(self.X)
-        columns_of = {
-            key: _names(value, key)
-            for key, value in others.items()
-            if isinstance(value, str) or (columns is not None and _is_named(value))
-        }
-        if not columns_of:
-            return self.X, self.y, self.sample_weight
-        if columns is None:
-            key, name = next(iter(columns_of.items()))
-            raise ValueError(f"{key}={name} names columns, and X is no table with named columns")
-        taken = [name for each in columns_of.values() for name in each or ()]
-        if twice := [name for name in taken if taken.count(name) > 1]:
-            raise ValueError(
-                f"the column {twice[0]!r} is both label and weight: {named('sample_weight')} "
-                "must be another one"
-            )
-        if wrong := next((name for name in taken if name not in columns), None):
-            raise unknown("column", wrong, columns)
-        rest = Part(self.X, [name for name in columns if name not in taken])
-        parts = {key: Part(self.X, each or ()) for key, each in columns_of.items()}
-        return rest, parts.get("y", self.y), parts.get("sample_weight", self.sample_weight)
+        return split_columns(self.X, self.y, self.sample_weight)
 
     def arrays(self, fields: Fields) -> dict[str, np.ndarray]:
         """Return the checked arrays by input name, those of all batches concatenated.
@@ -195,8 +190,9 @@ class Dataset:
         """
         if not self.batched:
             return fields.arrays(*self.by_name)
-        reader, size = self.reader or self._batches(), fields.fixed_rows or _ROWS
-        slices = list(ReaderSource(reader, fields, size, 0).epoch(None, 0, lambda batch: 1))
+        assert self.stream is not None
+        size = fields.fixed_rows or _ROWS
+        slices = list(ReaderSource(self.stream, fields, size, 0).epoch(None, 0, lambda batch: 1))
         axes = fields.axes({name: array[0] for name, array in slices[0].arrays.items()})
         return {name: _join(name, slices, axes) for name in fields.fields}
 
@@ -222,9 +218,9 @@ class Dataset:
         fields, reader = fields.with_axes(batch_axes), self.reader
         if fields.fixed_rows and fields.divides:
             batch_size = fields.fixed_rows
-        if reader is None and self.batched:
+        if reader is None and self.stream is not None:
             in_memory = isinstance(self.X, (list, tuple))
-            return ReaderSource(self._batches(), fields, batch_size, 0 if in_memory else prefetch)
+            return ReaderSource(self.stream, fields, batch_size, 0 if in_memory else prefetch)
         if reader is not None and not (isinstance(reader, DiskArrays) and fields.may_move_rows):
             if reader.count is None and reader.rows is not None:
                 batch_size = min(batch_size, reader.rows)
@@ -243,11 +239,87 @@ class Dataset:
         return source
 
     def _batches(self) -> Batches:
-        if self.sample_weight is not None:
-            raise ValueError(
-                "an iterable of batches brings its sample weights: (X, y, sample_weight)"
-            )
-        return Batches(self.X)
+        if self.y is None and self.sample_weight is None:
+            return Batches(self.X)
+        return NamedBatches(self.X, self.y, self.sample_weight)
+
+
+class NamedBatches(Batches):
+    """Batches that are tables or dicts, of which columns are labels and sample weights."""
+
+    def __init__(self, source: Any, y: Any, sample_weight: Any) -> None:
+        super().__init__(source)
+        self.roles = y, sample_weight
+
+    def begin_pass(self) -> Iterator[Any]:
+        """Return an iterator of features, labels and sample weights; None stays None."""
+        batches = super().begin_pass()
+        return (b if b is None else split_columns(b, *self.roles) for b in batches)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the batches, and which columns are labels and weights."""
+        return super().describe() | dict(zip(("y", "sample_weight"), self.roles, strict=True))
+
+
+def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """Return X, y and weights, with the columns of the table or dict X that strings name.
+
+    The names for y may be by output.
+
+    Raises:
+        ValueError: X is no table or dict, or has no such column.
+    """
+    columns = list(X) if isinstance(X, Mapping) else column_names(X)
+    columns_of: dict[str, list[str]] = {}
+
+    def named_part(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping) and columns is not None:
+            return {name: named_part(f"{key}[{name!r}]", part) for name, part in value.items()}
+        if not isinstance(value, str) and (columns is None or not _names_any(value, X, columns)):
+            return value
+        names = columns_of[key] = _names(value, key) or []
+        if columns is None:
+            raise ValueError(f"{key}={names} names columns, and X is no table with named columns")
+        if wrong := next((name for name in names if name not in columns), None):
+            raise unknown("column", wrong, columns)
+        return ColumnArrays({n: X[n] for n in names}) if isinstance(X, Mapping) else Part(X, names)
+
+    parts = named_part("y", y), named_part("sample_weight", sample_weight)
+    if not columns_of:
+        return X, y, sample_weight
+    taken = [name for names in columns_of.values() for name in names]
+    if twice := [name for name in taken if taken.count(name) > 1]:
+        roles = [key for key, names in columns_of.items() if twice[0] in names]
+        raise ValueError(
+            f"the column {twice[0]!r} is named twice, as {' and '.join(roles)}: "
+            f"{named('sample_weight')} and labels are different columns"
+        )
+    rest = [name for name in columns or () if name not in taken]
+    return {name: X[name] for name in rest} if isinstance(X, Mapping) else Part(X, rest), *parts
+
+
+def _names_any(value: Any, X: Any, columns: Sequence[str]) -> bool:
+    """Return whether a value names columns: it is a list of text, and no label for each row."""
+    if not _is_named(value):
+        return False
+    first = X[columns[0]] if columns else ()
+    return len(value) != len(first) or not {*value}.isdisjoint(columns)
+
+
+def array_shape(array: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array, a table or a list of rows; None for what is none of these.
+
+    That of a table is (rows, values): a column of lists has as many values as these.
+    """
+    if isinstance(array, (list, tuple)) and array:
+        return len(array), *np.shape(array[0])
+    if not is_table(array):
+        return tuple(shape_of(array)) if hasattr(array, "shape") else None
+    names = list(getattr(array, "column_names", array.columns))
+    if len(names) == 1 and len(shape := array_shape(array[names[0]]) or ()) > 1:
+        return shape
+    heads = [np.asarray(array[name][:1]).tolist() for name in names]
+    return len(array[names[0]]) if names else 0, sum(int(np.size(head)) for head in heads)
 
 
 def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
@@ -259,6 +331,36 @@ def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
     if y is None and sample_weight is None and isinstance(X, tuple) and are_parts(X):
         return Dataset(*X)
     return Dataset(X, y, sample_weight)
+
+
+def held_out_data(validation: Any) -> Dataset | float | Split | None:
+    """Return validation data, or the share of the rows that is held out.
+
+    Raises:
+        ValueError: a number that is no share, or a list that is not one of batches.
+    """
+    if validation is None or isinstance(validation, Split):
+        return validation
+    if isinstance(validation, Number) or type(validation) is np.bool_ or _is_scalar(validation):
+        share = np.asarray(validation)
+        if share.dtype.kind != "f" or not 0 < share < 1:
+            raise ValueError(
+                f"{argument('validation', share.item())} is no share of the rows, which is above 0 "
+                "and below 1: pass one, or validation data, as (X, y)"
+            )
+        return float(share)
+    if isinstance(validation, list) and 1 < len(validation) < 4:
+        arrays = (isinstance(item, str) or getattr(item, "shape", ()) for item in validation)
+        if not all(item is None or is_batch(item) for item in validation) and any(arrays):
+            raise ValueError(
+                f"{argument('validation')}[...] is a list of batches, and its items are none: pass "
+                "X and y as a tuple, (X, y)"
+            )
+    return as_dataset(validation)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 0
 
 
 def _names_in(X: Any) -> frozenset[str]:

@@ -17,13 +17,13 @@ from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Facts, Recipe, balanced_outputs
 from onnxgrad.training.settings import Settings
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
     """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
-    if isinstance(recipe.trainer.class_weight, str) and recipe.facts.balanced is None:
+    if balanced_outputs(recipe.trainer) is not False and recipe.facts.balanced is None:
         raise ValueError(
             f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
             "first, or pass the weights of the classes"

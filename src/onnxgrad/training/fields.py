@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import compress
 from typing import Any
 
 import numpy as np
 
+from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.class_numbers import class_numbers
 from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.inference.infer import CALLED
-from onnxgrad.graph.shapes import dims, is_stated
+from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.objective import Objective
@@ -52,8 +52,8 @@ class Fields:
         if unsaid and not labels and len(rest) > 1:  # of a loss in the model, which names none
             labels[rest[-1]] = LossInfo()
         self.labels = list(labels)  # none if the loss needs no label
-        of_classes = ((info.classes, info.threshold) != (None, None) for info in labels.values())
-        self.classified = {*compress(labels, of_classes)}  # labels of classes
+        shapes = {str(x.name): dims(x) for x in inputs}
+        self.classified = {n for n, info in labels.items() if _is_class(info, shapes.get(n))}
         self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}
         self.label: str | None = self.labels[0] if labels else None
         self.features = [name for name in rest if name not in labels]
@@ -65,7 +65,7 @@ class Fields:
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
                 limits |= {"ignores_nan": of.ignore_nan, "is_label": True}
-            shape = dims(x)
+            shape = shapes[name]
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
@@ -172,7 +172,7 @@ class Fields:
                     "for each row, the tensor before its reduction, as output= of a loss model"
                 )
             data[self.weight] = sample_weight
-        return data
+        return self._in_order(data)
 
     def _by_field(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Return `data` by input; those of a label may have the name of its output."""
@@ -185,6 +185,9 @@ class Fields:
     def _by_label(self, y: Any) -> dict[str, Any]:
         if not self.labels:
             raise ValueError(f"the model has no label input: pass {argument('y', None)}")
+        names = column_names(y)
+        if len(self.labels) > 1 and names and {*names} <= {*self.labels, *self.label_of}:
+            y = {name: Part(y, [name]) for name in names}
         if isinstance(y, Mapping):
             labels = self._by_field(y)
             if wrong := next((name for name in labels if name not in self.labels), None):
@@ -192,15 +195,12 @@ class Fields:
             return labels
         if len(self.labels) == 1:
             return {self.labels[0]: y}
-        if sorted(column_names(y) or []) == sorted(self.labels):
-            return {name: Part(y, [name]) for name in self.labels}
         raise ValueError(f"the model has several labels: pass y as a dict of {self.labels}")
 
     def _check_names(self, data: Mapping[str, Any], names: list[str]) -> None:
         for name in data:
             if name not in names:
                 raise unknown("input", name, names)
-        self._check_columns(data)
         missing = [name for name in names if name not in data and name != self.weight]
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
@@ -264,53 +264,92 @@ class Fields:
                         f"has length {length}: {reason}, so they must be the same"
                     )
 
-    def _check_columns(self, data: Mapping[str, Any]) -> None:
-        """Raise if tables have other columns than earlier ones; store the names of the first."""
+    def _in_order(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return data by input, the columns of tables in the order of training.
+
+        The names of the first tables are stored.
+
+        Raises:
+            DataError: a table has other columns.
+        """
+        names, settled, targets = self.names, dict(data), []
         for name, value in data.items():
             if name in self.labels:
-                if len(self.labels) == 1 and (names := target_names(value)):
-                    self.names.check_target(names)
-            elif (names := column_names(value)) and name != self.weight:
-                self.names.check(name, names)
+                columns = target_names(value) or []
+                targets += columns
+                order = names.target_order(columns) if columns and len(self.labels) == 1 else []
+            elif name == self.weight:
+                columns, order = [], []
+                names.weight = target_names(value) or names.weight
+            else:
+                columns = column_names(value) or []
+                order = names.order(name, columns) if columns else []
+            if order != columns and order:
+                settled[name] = Part(value, order)
+        if len(self.labels) > 1 and targets:
+            names.target = targets
+        return settled
 
     def _by_name(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
+        """Return the columns of a table, or the arrays of a dict, by input.
+
+        Args:
+            X: the features.
+            label: whether `X` may have the labels.
+            weight: whether it may have the sample weights.
+        """
+        names, columns_of = column_names(X), {}
         if isinstance(X, Mapping):
-            data = self._by_field(X)
-            return {name: value for name, value in data.items() if name not in self.left_out}
-        names = column_names(X)
-        if self.left_out and names and (rest := self._without_targets(names)) != names:
-            X, names = Part(X, rest), rest
-        more = [*self.labels * label, *[self.weight] * weight]
-        more = [name for name in more if names and name in names]
-        if len(self.features) > 1 and names is None:
+            X = self._by_field(X)
+            names = list(X)
+        if names is not None:
+            columns_of = self._label_columns(names) if label else {}
+            if columns_of and weight and self.weight in names:
+                columns_of[self.weight] = [self.weight]
+            own = {name for columns in columns_of.values() for name in columns}
+            own |= {*self.features}.union(*self.names.columns.values())
+            gone = self.left_out.union(self.names.target, self.names.weight) - own
+            if isinstance(X, Mapping):
+                kept = {name: X[name] for name in names if name not in gone}
+                for name, columns in columns_of.items():
+                    if columns != [name]:
+                        kept[name] = ColumnArrays({column: kept.pop(column) for column in columns})
+                return kept
+            if not gone.isdisjoint(names):
+                names = [name for name in names if name not in gone]
+                X = Part(X, names)
+        if len(self.features) == 1 and not columns_of:
+            return {self.features[0]: X}
+        if names is None:
             raise ValueError(
                 f"the model has several inputs: pass a dict of {self.features}, or a table with "
                 "columns of these names"
             )
-        if len(self.features) == 1 and not (names and set(self.labels) & set(more)):
-            return {self.features[0]: X}
-        assert names is not None
-        return self._split(X, names, more)
+        return self._split(X, names, columns_of)
 
-    def _without_targets(self, names: list[str]) -> list[str]:
-        targets = self.left_out.union(self.names.target)
-        used = {*self.features}.union(*self.names.columns.values())
-        return [name for name in names if name in used or name not in targets]
+    def _label_columns(self, names: list[str]) -> dict[str, list[str]]:
+        """Return the columns of labels in a table: those of their names, or of the training."""
+        named = {name: [name] for name in self.labels if name in names}
+        target = self.names.target
+        if not named and len(self.labels) == 1 and target and {*target} <= {*names}:
+            return {self.labels[0]: target}
+        return named
 
-    def _split(self, X: Any, names: list[str], more: list[Any]) -> dict[str, Any]:
-        """Return the columns of a table by input; those of labels, in `more`, have their names."""
-        columns_of = {name: self.names.columns.get(name, [name]) for name in more}
+    def _split(
+        self, X: Any, names: list[str], columns_of: Mapping[str, list[str]]
+    ) -> dict[str, Any]:
+        """Return the columns of a table by input; `columns_of` are those of labels and weights."""
         of_labels = [name for columns in columns_of.values() for name in columns]
         rest = [name for name in names if name not in of_labels]
         own = [name for name in self.features if name in rest]
         arrays = [name for name in own if getattr(X[name], "ndim", 1) > 1]
-        columns_of |= self.names.by_input(rest, self.features, arrays)
-        used = {name for columns in columns_of.values() for name in columns}
+        by_input = {**columns_of, **self.names.by_input(rest, self.features, arrays)}
+        used = {name for columns in by_input.values() for name in columns}
         if unused := [name for name in names if name not in used]:
             raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
         return {
             name: X[name] if columns == [name] else Part(X, columns)
-            for name, columns in columns_of.items()
+            for name, columns in by_input.items()
         }
 
     def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
@@ -324,9 +363,8 @@ class Fields:
             ValueError: as `arrays`.
         """
         if isinstance(item, Mapping):
-            data = self._by_field(item)
-            given = {n: v for n, v in data.items() if n not in self.left_out}
-            return self._check(given, list(self.fields), whole=True)
+            given = self._by_name(item, not self.left_out, not self.left_out)
+            return self._check(self._in_order(given), list(self.fields), whole=True)
         parts = item if isinstance(item, (tuple, list)) else [item]
         if len(parts) > 3:
             raise ValueError(
@@ -339,9 +377,11 @@ class Fields:
 
     def _numbers(self, name: str, data: Any) -> np.ndarray:
         """Return the data of an input as numbers; those of a label may be names of classes."""
+        own = self.fields[name]
         if name in self.classified and not self.numbered:
-            data = class_numbers(data, self.names.classes, name)
-        return self.fields[name].numbers(data)
+            ignored = own.ignored, bool(own.ignores_nan)
+            data = class_numbers(data, self.names.classes, name, *ignored)
+        return own.numbers(data)
 
     def _count_as_it_is(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
         """Return how many rows a batch has that goes in as it is."""
@@ -371,3 +411,15 @@ class Fields:
                 f"{argument('batch_size', self.fixed_rows)}, not {rows}, or export it with a "
                 "symbolic batch"
             )
+
+
+def _is_class(info: LossInfo, shape: Dims | None) -> bool:
+    """Return whether each label is a class: a number, or one of the two that a score tells apart.
+
+    Of several scores a row, such as those of tags, each has a class of its own, which its column
+    names.
+    """
+    if info.classes is not None or info.threshold is None:
+        return info.classes is not None
+    scores = (*(shape or ()), 1, 1)[1]
+    return scores is None or scores == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,9 +25,10 @@ from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.failure import find_failed_step
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
+from onnxgrad.training.label_facts import balanced_weights
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Facts, Recipe, balanced_outputs
 from onnxgrad.training.remembered import training_notes
 from onnxgrad.training.run.runner import micro_batches
 from onnxgrad.training.run.selection import Compiled
@@ -70,13 +72,27 @@ class Fit:
     ) -> None:
         self.trainer, self.sharing, self.further = trainer, sharing, further
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
-        facts = Facts.of(trainer, data, held_out, fits=not further)
-        self.recipe = Recipe(trainer, facts, sharing)
         self.names = trainer.names.copy()
+        self.recipe = Recipe(trainer, Facts.of(trainer, data, held_out), sharing)
         self.labels: dict[str, LossInfo] = {}
         self.buffers: dict[str, np.ndarray] = {}  # their initial values
         self.loop: Loop | None = None
         self.validated: BatchSource | None = None
+
+    def balance(self) -> None:
+        """Let the recipe have the weights that balance the classes of the rows to train on."""
+        outputs = balanced_outputs(self.trainer)
+        if outputs is False or self.further:
+            return
+        plain = Recipe(self.trainer, replace(self.recipe.facts, balanced=None), self.sharing)
+        described = evaluator_of(plain, self.names)
+        source = self._source(self.data, described.fields)
+        if self.held_out is not None and not isinstance(self.held_out, Dataset):
+            unit = described.fields.fixed_rows or 1
+            source, _ = hold_out(source, source, self.held_out, self.trainer.seed, unit)
+        weights = balanced_weights(source, described.described.labels, outputs)
+        self.recipe.facts = replace(self.recipe.facts, balanced=weights)
+        vars(self).pop("evaluator", None)  # that of other weights
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -88,6 +104,7 @@ class Fit:
         trainer, shared = self.trainer, self.sharing
         if shared is not None:
             shared.check_call(self, epochs, shuffle, resume is not None)
+        self.balance()
         compiled = trainer.built.get("step", lambda: self.recipe.key, lambda: Compiled(self.recipe))
         objective = compiled.objective
         axis = [] if trainer.members is None else [trainer.members]
@@ -180,6 +197,12 @@ class Fit:
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""
         source, trainer = self._source(self.data, fields), self.trainer
+        X, y, weight = self.data.first
+        if X is not None and self.data.stream is not None:  # or validation data would name columns
+            try:
+                fields.by_input(X, y, weight)
+            except ValueError as e:
+                raise ValueError(f"batch 0: {e}") from e
         self._check_mixed(source)
         if trainer.carry and shuffle and source.shuffles:
             raise ValueError(

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.data.arrays import to_numbers
-from onnxgrad.data.class_numbers import class_numbers, key
+from onnxgrad.data.class_numbers import key
+from onnxgrad.data.columns import column_names
 from onnxgrad.errors import argument, unknown
-from onnxgrad.runtime.values import shape_of
-from onnxgrad.training.data import Dataset
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.losses.objectives import LABEL
+from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.data import Dataset, array_shape
 
 
 def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of labels by input or output, as far as they are arrays or lists.
+    """Return the shapes of labels by input or output, as far as they are known.
 
-    Those of a list of batches are of the first one. In a dict of inputs and labels, the latter are
-    called "label", or as an output of the model.
+    Those of batches are of the first one. Among features, labels are called "label", or as an
+    output of the model.
     """
-    labels = data.first_labels
-    if labels is None:
-        return {}
-    if isinstance(labels, Mapping) and labels is not data.y:
-        outputs = [y.name for y in proto.graph.output]
-        names = {"label", *outputs, *(f"label_{name}" for name in outputs)}
+    X, y, _ = data.first
+    outputs = [output.name for output in proto.graph.output]
+    names = {LABEL, *outputs, *(f"{LABEL}_{name}" for name in outputs)}
+    if y is None:
         names -= {x.name for x in proto.graph.input}
-        labels = {name: array for name, array in labels.items() if name in names}
-    named = labels if isinstance(labels, Mapping) else {"label": labels}
-    shapes = {str(name): _shape(array) for name, array in named.items()}
+        y = {name: X[name] for name in _columns(X) if name in names}
+    elif (columns := _columns(y)) and (isinstance(y, Mapping) or {*columns} <= names):
+        y = {name: y[name] for name in columns}
+    labels = y if isinstance(y, Mapping) else {LABEL: y}
+    shapes = {str(name): array_shape(array) for name, array in labels.items()}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def _shape(array: Any) -> tuple[int, ...] | None:
-    """Return the shape of an array or of a list of rows; None for names of columns."""
-    if isinstance(array, (list, tuple)) and array and not isinstance(array[0], str):
-        return len(array), *np.shape(array[0])
-    return tuple(shape_of(array)) if hasattr(array, "shape") else None
+def _columns(X: Any) -> list[Any]:
+    """Return the names in a dict or in a table; none in an array."""
+    return [*X] if isinstance(X, Mapping) else column_names(X) or []
 
 
 def weights_by_number(weights: Any, classes: Sequence[Any]) -> Any:
@@ -53,7 +53,7 @@ def weights_by_number(weights: Any, classes: Sequence[Any]) -> Any:
     named = bool(classes) and not isinstance(classes[0], str)
     numbered = {}
     for label, weight in weights.items():
-        if isinstance(weight, Mapping):  # of an output
+        if not np.isscalar(weight) or isinstance(weight, str):  # those of an output
             numbered[label] = weights_by_number(weight, classes)
         elif named or (isinstance(label, str) and index):
             if key(label) not in index:
@@ -65,23 +65,46 @@ def weights_by_number(weights: Any, classes: Sequence[Any]) -> Any:
 
 
 def balanced_weights(
-    y: Any, ignored: int | None = None, classes: Sequence[Any] = ()
-) -> dict[int, float]:
-    """Return weights of classes, inversely proportional to their frequencies in `y`.
+    source: BatchSource, labels: Mapping[str, LossInfo], outputs: Collection[str] | bool = True
+) -> dict[str, dict[int, float]]:
+    """Return weights of classes, inversely proportional to their frequencies in the rows to train.
 
     The weight of a class is n / (k n_c) for n labels of k classes, n_c of them of class c, as
-    scikit-learn's `class_weight="balanced"`. Labels below 0, and those that are `ignored`, do not
-    count. `classes` are what names may stand for.
+    scikit-learn's `class_weight="balanced"`. Labels that are ignored or NaN do not count.
+
+    Args:
+        source: the batches to train on; of others than arrays, all labels are read.
+        labels: what is known of each label.
+        outputs: those whose classes are balanced; True for all that have classes.
+
+    Returns:
+        `{class: weight}` by output.
 
     Raises:
-        ValueError: the labels are no array of class indices.
+        ValueError: no label is a class, or the labels are no class indices.
     """
     given = argument("class_weight", "balanced")
-    if y is None or isinstance(y, Mapping):
-        raise ValueError(f"{given} needs one array of labels: pass the weights")
-    labels = to_numbers("y", class_numbers(y, classes))
-    if labels.dtype.kind not in "iu":
-        raise ValueError(f"{given} needs class indices, not {labels.dtype}")
-    every, counts = np.unique(labels[(labels >= 0) & (labels != ignored)], return_counts=True)
-    weights = counts.sum() / (len(every) * counts)
-    return dict(zip(every.tolist(), weights.tolist(), strict=True))
+    infos = {
+        name: info
+        for name, info in labels.items()
+        if (info.classes, info.threshold) != (None, None)
+        and (outputs is True or (outputs and info.prediction in outputs))
+    }
+    if not infos or (outputs is not True and len(infos) < len(outputs)):
+        raise ValueError(f"{given} needs labels that are numbers of classes: pass the weights")
+    counts: dict[str, dict[int, int]] = {name: {} for name in infos}
+    for piece in source.label_batches():
+        for name, info in infos.items():
+            array = np.asarray(piece[name])
+            counted = array[(array != info.ignore_index) & (array == array)]  # NaN is no label
+            values, numbers = np.unique(counted, return_counts=True)
+            if (values < 0).any() or (values != np.trunc(values)).any():
+                raise ValueError(f"{given} needs class indices in {name!r}: pass the weights")
+            for value, number in zip(values.tolist(), numbers.tolist(), strict=True):
+                counts[name][int(value)] = counts[name].get(int(value), 0) + number
+    return {
+        str(infos[name].prediction): {
+            c: sum(own.values()) / (len(own) * n) for c, n in sorted(own.items())
+        }
+        for name, own in counts.items()
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named
 from onnxgrad.losses.causal import is_causal
-from onnxgrad.losses.objectives import training_loss
+from onnxgrad.losses.objectives import takes_class_weight, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.read import names_model
 from onnxgrad.model.without_elements import read_elsewhere
@@ -20,7 +20,7 @@ from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.training.arguments import attributes_where, check_choice
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.filled import fillable, is_cache
-from onnxgrad.training.label_facts import balanced_weights, label_shapes
+from onnxgrad.training.label_facts import label_shapes
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
@@ -43,34 +43,23 @@ class Facts:
     - `weight_axes`: how many axes sample weights may have, 0 for none.
     - `filled`: the inputs that nodes compute, as the data lack them.
     - `labeled`: whether the data have labels; asked of losses that may do without.
-    - `balanced`: the weights that balance the classes of `fit`, if they are asked for and known.
+    - `balanced`: the weights that balance the classes of `fit` by output, if they are asked for
+      and known.
     """
 
     labels: Shapes
     weight_axes: int
-    balanced: dict[int, float] | None = None
+    balanced: dict[str, dict[int, float]] | None = None
     filled: frozenset[str] = frozenset()
     labeled: bool = True
 
     @classmethod
-    def of(
-        cls, trainer: Settings, data: Dataset, held_out: Any = None, fits: bool = False
-    ) -> Facts:
-        """Return those of data to train on or to evaluate, and of `held_out` validation data.
-
-        `fits`: whether a training begins, whose labels say which weights of classes are balanced.
-        """
+    def of(cls, trainer: Settings, data: Dataset, held_out: Any = None) -> Facts:
+        """Return those of data to train on or to evaluate, and of `held_out` validation data."""
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         axes = max(d.weight_axes for d in both)
         axes = 2 if axes and trainer.moved else axes
-        weights = trainer.state.balanced
-        if isinstance(trainer.class_weight, str):
-            check_choice("class_weight", trainer.class_weight, ["balanced"])
-            if fits:
-                ignored = (trainer.loss_options or {}).get("ignore_index")
-                weights = balanced_weights(data.y, ignored, trainer.names.classes)
-        else:
-            weights = None
+        weights = trainer.state.balanced if balanced_outputs(trainer) is not False else None
         labeled = True
         if is_causal(trainer.loss):  # else not asked: it may read a batch, and so draw from a seed
             labeled = any(d.given is None or d.given.labeled for d in both)
@@ -241,17 +230,47 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
         return loss
     if _is_model(loss):
         return LossModel(loss)
-    weight = trainer.class_weight
     return training_loss(
         loss,
         options=trainer.loss_options,
         loss_weights=trainer.loss_weights,
-        class_weight=facts.balanced if isinstance(weight, str) else weight,
+        class_weight=_class_weight(trainer, facts),
         label_shapes=facts.labels,
         weight_shape=(0,) * facts.weight_axes or None,
         labeled=facts.labeled,
         in_chunks=trainer.members is None,
     )
+
+
+def balanced_outputs(trainer: Settings) -> list[str] | bool:
+    """Return the outputs whose classes are balanced; True for all that have classes, or False."""
+    weight = trainer.class_weight
+    if isinstance(weight, str):
+        check_choice("class_weight", weight, ["balanced"])
+        if not isinstance(trainer.loss, Mapping):
+            return True
+        weighted = [name for name, loss in trainer.loss.items() if takes_class_weight(loss)]
+        if not weighted:
+            raise ValueError(f"{named('class_weight')} has no effect on these losses: leave it out")
+        return weighted
+    if not isinstance(weight, Mapping):
+        return False
+    by_text = {name: value for name, value in weight.items() if isinstance(value, str)}
+    for name, value in by_text.items():
+        check_choice(f"class_weight[{name!r}]", value, ["balanced"])
+    return [*by_text] or False
+
+
+def _class_weight(trainer: Settings, facts: Facts) -> Any:
+    """Return the weights of classes by number, of several losses by output."""
+    weight, outputs = trainer.class_weight, balanced_outputs(trainer)
+    if outputs is False:
+        return weight
+    balanced = facts.balanced or {}
+    if not isinstance(trainer.loss, Mapping):
+        return next(iter(balanced.values()), None)
+    given = {} if isinstance(weight, str) else {n: w for n, w in weight.items() if n not in outputs}
+    return {**given, **balanced}
 
 
 def _is_model(loss: Any) -> bool:

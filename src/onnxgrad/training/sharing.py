@@ -155,7 +155,7 @@ class Sharing:
                 "sync_batch_norm exchanges statistics within a forward pass, which accumulate and "
                 "recompute repeat: leave these out, or sync_batch_norm"
             )
-        if self.options.shards and isinstance(trainer.class_weight, str):
+        if self.options.shards and state.balanced is not None:
             raise ValueError(
                 f"{argument('class_weight', 'balanced')} is computed from labels, and with "
                 "shards=True a process has some of them: pass the weights of the classes"

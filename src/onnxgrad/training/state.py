@@ -84,8 +84,8 @@ class TrainState:
         stop_reason: why the last `fit` ended; None while it runs.
         further: whether `partial_fit` is running, which goes on where another call had ended.
         seed: of the order of rows and of dropout.
-        balanced: the weights of the classes that `class_weight="balanced"` means, of the labels of
-            the last `fit`; None without.
+        balanced: the weights of the classes that `class_weight="balanced"` means, by output, of the
+            rows that the last `fit` trained on; None without.
         schedule: what a learning-rate schedule keeps between evaluations.
         callbacks: what callbacks keep, by the callback's key: numbers and text.
         kept: arrays that callbacks keep, by the callback's key.
@@ -114,7 +114,7 @@ class TrainState:
     stop_reason: str | None = None
     further: bool = False
     seed: int = 0
-    balanced: dict[int, float] | None = None
+    balanced: dict[str, dict[int, float]] | None = None
     schedule: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     kept: dict[str, Arrays] = field(default_factory=dict)
@@ -342,7 +342,10 @@ class TrainState:
             raise ValueError(f"the state in {os.fspath(folder)} is incomplete: {missing} missing")
         state = cls(**{name: numbers[name] for name in _NUMBERS if name in numbers})
         if state.balanced is not None:  # the keys of an object of JSON are text
-            state.balanced = {int(c): weight for c, weight in state.balanced.items()}
+            state.balanced = {
+                name: {int(c): weight for c, weight in own.items()}
+                for name, own in state.balanced.items()
+            }
         for path, array in arrays["kept"].items():
             key, _, name = path.partition("/")
             state.kept.setdefault(key, {})[name] = array

@@ -11,8 +11,8 @@ from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
 from onnxgrad.training.base import TrainerBase
 from onnxgrad.training.data import as_dataset
+from onnxgrad.training.fit import Fit
 from onnxgrad.training.modes import exported
-from onnxgrad.training.recipe import Facts, Recipe
 
 
 class Trainer(TrainerBase):
@@ -57,8 +57,9 @@ class Trainer(TrainerBase):
         mix: `mixup(alpha=0.2)` or `cutmix(alpha=1.0)`: rows of each batch are mixed with others of
             it, in training only.
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
-            inversely proportional to their frequencies in the labels of the last `fit`, also in
-            `evaluate` and `partial_fit`, which need one before.
+            inversely proportional to their frequencies in the rows that the last `fit` trained
+            on, also in `evaluate` and `partial_fit`, which need one before. Several losses: by
+            output, "balanced" for some or all.
         classes: the names of all classes in the order of the model's output, if labels and
             `class_weight` are names: texts, or numbers such as 3, 5, 8; empty: those that the file
             has, if they are texts. The trained model stores them.
@@ -137,8 +138,9 @@ class Trainer(TrainerBase):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        facts = Facts.of(self, as_dataset(X, y), fits=True)
-        return Recipe(self, facts).step_models()
+        call = Fit(self, as_dataset(X, y))
+        call.balance()
+        return call.recipe.step_models()
 
     # -- results ------------------------------------------------------------------------------
 
