@@ -12,8 +12,10 @@ from onnxgrad import (
     DerivativeOptions,
     add_loss_output,
     check_gradient,
+    jacobian,
     onnx_derivative,
     select_model_inputs_outputs,
+    vjp,
 )
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, operator_names, parse_model
@@ -342,6 +344,19 @@ def test_what_no_path_leads_to_is_left_out_or_refused():
     assert output_names(onnx_derivative(model)) == ["x_grad"]
     with pytest.raises(ValueError, match=naming("path", "'z'", "'y'")):
         onnx_derivative(model, inputs=["x", "z"])
+
+
+def test_what_ends_all_paths_is_said():
+    model = parse_model("g (float[2] x) => (float[2] y) { f = Floor(x)  y = Neg(f) }")
+    for differentiate in (onnx_derivative, vjp, jacobian):
+        with pytest.raises(ValueError, match=naming("'x'", "Floor", "'f'", "constant")):
+            differentiate(model)
+
+
+@pytest.mark.parametrize("differentiate", [onnx_derivative, vjp, jacobian, check_gradient])
+def test_data_are_no_names(differentiate):
+    with pytest.raises(TypeError, match=naming("names", "ndarray")):
+        differentiate(relu_network(), np.ones((2, 3)))
 
 
 def test_no_run_time_shapes_in_the_gradient_of_an_mlp():

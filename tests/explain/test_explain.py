@@ -163,6 +163,42 @@ def test_trees_are_refused_and_can_be_occluded():
     np.testing.assert_array_equal(ours, [[0, 0, 0, 0], [2, 0, 0, 0]])
 
 
+def test_targets_by_the_names_of_classes():
+    text = "f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }"
+    model = og.replace_head(parse_model(text, w=W), ["cat", "dog"])
+    of_index = [explain.saliency(model, X, i) for i in range(2)]
+    np.testing.assert_array_equal(explain.saliency(model, X, "dog"), of_index[1])
+    each = explain.saliency(model, X, ["cat", "dog", "cat", "cat", "dog"])
+    np.testing.assert_array_equal(each[[0, 1]], [of_index[0][0], of_index[1][1]])
+    with pytest.raises(ValueError, match=naming("class 'bird'", "'cat'", "'dog'")):
+        explain.saliency(model, X, "bird")
+    with pytest.raises(ValueError, match=naming("target", "'dog'", "index")):
+        explain.saliency(parse_model(text, w=W), X, "dog")
+
+
+def test_probabilities_in_maps_are_scores():
+    model = parse_model(
+        """f (float[N,4] x) => (seq(map(int64, float)) m) { s = MatMul(x, w)
+        p = Softmax(s)  m = ai.onnx.ml.ZipMap<classlabels_int64s = [4, 5, 6]>(p) }""",
+        w=W,
+    )
+    np.testing.assert_array_equal(
+        explain.saliency(model, X, 1), explain.saliency(model, X, 1, output="m")
+    )
+
+
+def test_layers_that_are_constants_or_unknown():
+    model = parse_model(
+        """f (float[N,4] x) => (float[N,3] y)
+        { s = MatMul(x, w)  y = Relu(s) }""",
+        w=W,
+    )
+    with pytest.raises(ValueError, match=naming("'w'", "rows")):
+        explain.grad_cam(model, X, "w", 0)
+    with pytest.raises(ValueError, match=naming("tensor 'z'", "'s'")):
+        explain.grad_cam(model, X, "z", 0)
+
+
 def test_an_argmax_is_refused():
     model = parse_model(
         "f (float[N,4] x) => (float[N] y) { s = MatMul(x, w)"

@@ -56,6 +56,16 @@ def test_other_objects_and_missing_files(tmp_path, door):
         door(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("library", "name", "way"),
+    [("torch.nn.modules", "Linear", "torch.onnx.export"), ("sklearn.svm", "SVC", "skl2onnx")],
+)
+def test_objects_of_other_libraries(library, name, way):
+    other = type(name, (), {"__module__": library})
+    with pytest.raises(TypeError, match=naming(name, way)):
+        onnx_derivative(other())
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("content", "message"),

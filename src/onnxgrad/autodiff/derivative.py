@@ -12,6 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
+from onnxgrad.autodiff.path_ends import path_ends
 from onnxgrad.autodiff.primal.defaults import has_default, is_weight, restore_defaults
 from onnxgrad.autodiff.primal.prepare import listed_as, prepare
 from onnxgrad.autodiff.reverse import sweep
@@ -183,7 +184,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
         protected.update(original_outputs)
     reached = [x for x in wrt if x in gradients]
     if not reached:
-        raise ValueError(_no_gradient(proto, differentiated, wrt))
+        raise ValueError(_no_gradient(proto, graph, differentiated, wrt))
     results = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in reached]
     names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
     graph.outputs[:] = [*results, *kept] if loss is None else [*kept[:1], *results, *kept[1:]]
@@ -241,10 +242,13 @@ def _origin(y: ir.Value) -> ir.Value:
     return x
 
 
-def _no_gradient(proto: ModelProto, outputs: list[ir.Value], wrt: list[ir.Value]) -> str:
+def _no_gradient(
+    proto: ModelProto, graph: ir.Graph, outputs: list[ir.Value], wrt: list[ir.Value]
+) -> str:
     """Return the message for a model in which no value of `wrt` has a gradient."""
     if outputs:
-        return f"no differentiable path from any of {[x.name for x in wrt]} to an output"
+        ends = path_ends(graph, wrt, outputs)
+        return f"no differentiable path from any of {[x.name for x in wrt]} to an output. {ends}"
     sources = {o.name: tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)}
     hints = [
         f" {y!r} is no tensor: select {repr(x) if x else 'a tensor that it contains'} instead"

@@ -11,6 +11,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import as_constants, as_inputs, by_name, choose_inputs
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
+from onnxgrad.autodiff.path_ends import path_ends
 from onnxgrad.autodiff.primal.defaults import restore_defaults
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
@@ -127,7 +128,8 @@ class Sheet:
         if not reached:
             raise ValueError(
                 f"no differentiable path from any of {[x.name for x in self.wrt]} to any of "
-                f"{[y.name for y in self.kept]}: every derivative is zero"
+                f"{[y.name for y in self.kept]}: every derivative is zero. "
+                f"{path_ends(self.graph, self.wrt, self.kept)}"
             )
         unreached = [x for x in self._by_default if x not in reached]
         as_constants(self.graph, [w for w in unreached if w not in self.inputs])

@@ -33,7 +33,8 @@ def saliency(
         model: model, serialized model or path, never modified; or a `ScoreFunction`.
         inputs: the array of the only input, or `{name: array}`.
         target: which element of a row of the output is its score: None if there is one; an index or
-            a tuple of indices for all rows, or a list or an array of them, one a row.
+            a tuple of indices for all rows, or a list or an array of them, one a row. A class that
+            the model stores may be called by its name.
         wrt: name or names of values that are explained; see `ScoreFunction`.
         output: name of the output; see `ScoreFunction`.
         batch_axes: axes of the rows, if not the first; see `ScoreFunction`.

@@ -11,16 +11,19 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.path_ends import node_with_reason, smooth_values
 from onnxgrad.explain import targets
-from onnxgrad.explain.paths import node_with_reason, smooth_values
 from onnxgrad.explain.piece import Piece, checked_device
 from onnxgrad.explain.rows_first import move_rows_first
 from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import all_nodes, dependents
+from onnxgrad.model.class_labels import stored_labels
 from onnxgrad.model.feeds import names_without_default
+from onnxgrad.model.notes import CLASSES, read_note
 from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.weights import is_setting
 
 Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
@@ -83,10 +86,11 @@ class ScoreFunction:
         batch_axes: Mapping[str, int] | None = None,
     ) -> None:
         self.batch_axes = dict(batch_axes or {})
-        self._proto = move_rows_first(read(model), self.batch_axes)
+        proto, maps = with_tensors_of_maps(read(model))
+        self._proto = move_rows_first(proto, self.batch_axes)
         self._device = checked_device(self._proto, device, batch_size, "scores")
         self.batch_size = int(batch_size)
-        self.output = _output(self._proto, output)
+        self.output = maps.get(output or "") or _output(self._proto, output)
         names = [wrt] if isinstance(wrt, str) else wrt
         self.wrt = _float_inputs(self.whole) if names is None else list(once("value", names))
         if not self.wrt:
@@ -142,6 +146,11 @@ class ScoreFunction:
         """The part that computes the inner values of `wrt` from the inputs."""
         return self.piece(self.inner)
 
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the classes that the model stores."""
+        return list(map(str, read_note(self._proto, CLASSES) or stored_labels(self._proto) or ()))
+
     def at(self, inputs: Inputs, target: targets.Target | None = None) -> Point:
         """Return the values at which scores are explained.
 
@@ -187,6 +196,12 @@ class ScoreFunction:
             raise ValueError(f"{self.output!r} is the output: name values in front of it as `wrt`")
         graph = self.piece([self.output, *self.inner]).graph
         values = {v.name: v for v in (*graph.inputs, *graph.outputs)}
+        computed = dependents(graph, graph.inputs)
+        for name in self.inner:
+            if values.get(name) not in computed:
+                raise ValueError(
+                    f"{name!r} is the same for all rows: name a value computed from the inputs"
+                )
         for name in self.wrt:
             depending = dependents(graph, [values[name]] if name in values else [])
             others = [y for y in self.wrt if y != name and values.get(y) in depending]
@@ -244,7 +259,8 @@ class Point:
     @cached_property
     def indices(self) -> np.ndarray:
         """The index of the score of each row: see `target_indices`."""
-        return targets.target_indices(self.target, self.rows, self._row_shape)
+        target = targets.without_names(self.target, self.function.classes)
+        return targets.target_indices(target, self.rows, self._row_shape)
 
     def chunks(self, copies: int) -> Iterator[slice]:
         """Yield slices of so many copies of the rows, each of as many as run at once."""

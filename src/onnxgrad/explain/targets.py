@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import printable, unknown
 from onnxgrad.runtime.values import to_numpy
 
 Target: TypeAlias = int | tuple[int, ...] | Sequence[int] | Sequence[tuple[int, ...]] | Any
@@ -59,6 +59,31 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
             f"has the shape {list(shape)}"
         )
     return indices
+
+
+def without_names(target: Any, classes: Sequence[str]) -> Any:
+    """Return a target with the index of each class that is called by its name.
+
+    Raises:
+        ValueError: a name that is not among `classes`, or no classes are known.
+    """
+    texts = np.asarray(target) if isinstance(target, (str, list, np.ndarray)) else None
+    if (
+        texts is None
+        or texts.dtype.kind not in "OU"
+        or not all(isinstance(name, str) for name in texts.ravel())
+    ):
+        return target
+    if not classes:
+        raise ValueError(
+            f"`target` {printable(repr(target)[:80])} names a class, and the model stores no names "
+            "of classes: give the index of the score"
+        )
+    for name in texts.ravel():
+        if name not in classes:
+            raise unknown("class", str(name), classes)
+    indices = [classes.index(name) for name in texts.ravel()]
+    return indices if texts.ndim else indices[0]
 
 
 def scores_at(y: np.ndarray, indices: np.ndarray) -> np.ndarray:

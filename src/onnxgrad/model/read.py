@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TypeAlias
@@ -56,7 +56,9 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
             raise ModelError(f"cannot read {where}: {getattr(e, 'strerror', None) or e}") from None
         proto = _parse(data, where)
     else:
-        raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
+        raise TypeError(
+            f"a model is a ModelProto, bytes or a path, not {type(model).__name__}{_export(model)}"
+        )
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"{where} is no ONNX model: it has no graph")
     if not proto.opset_import:
@@ -79,6 +81,20 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     return proto
 
 
+def _export(model: object) -> str:
+    """Return the end of a message: how an object of another library becomes a model."""
+    ways = {
+        "torch.nn": "write it to a file by torch.onnx.export(module, args, 'model.onnx')",
+        "sklearn": "convert it by skl2onnx.to_onnx(estimator, X[:1])",
+        "onnxruntime": "pass the file that the session was created from",
+        "keras": "write it to a file by model.export('model.onnx', format='onnx')",
+    }
+    modules = [f"{base.__module__}." for base in type(model).__mro__]
+    found = (way for name, way in ways.items() if any(m.startswith(f"{name}.") for m in modules))
+    way = next(found, None)
+    return "" if way is None else f": {way}"
+
+
 def _parse(data: bytes, where: str) -> ModelProto:
     try:
         return onnx.load_model_from_string(data)
@@ -93,6 +109,9 @@ def once(kind: str, names: Sequence[str]) -> Sequence[str]:
     """Return `names`, or raise ValueError if they are a string, or one of them is repeated."""
     if isinstance(names, str):
         raise ValueError(f"pass a list of names of {kind}s, not the string {names!r}")
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        data = ": arrays are fed when the model runs" if hasattr(names, "__array__") else ""
+        raise TypeError(f"pass a list of names of {kind}s, not {type(names).__name__}{data}")
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"{kind} {name!r} is named twice")

@@ -110,7 +110,9 @@ def select_model_inputs_outputs(
     for chosen in (outputs or (), inputs or ()):
         for name in once("tensor", chosen):
             if name not in values:
-                raise unknown("tensor", name, [str(v.name) for v in (*graph.outputs, *declared)])
+                inner = [y for node in reversed(graph) for y in node.outputs]
+                every = dict.fromkeys(str(v.name) for v in (*graph.outputs, *declared, *inner))
+                raise unknown("tensor", name, every)
     if outputs is not None:
         graph.outputs[:] = [values[name] for name in outputs]
     if inputs is not None:

@@ -30,7 +30,7 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import random_feed
 from onnxgrad.model.opsets import newest_ir_version
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.read import ModelLike, once, read
 
 Names = Sequence[str] | None
 _FEW = 16  # inputs and weights, up to which each has a direction of its own
@@ -109,6 +109,8 @@ def _problem(
     proto: ModelProto, inputs: Names, weights: Names, feed: Any, rtol: Any, order: int, seed: int
 ) -> Problem:
     """Prepare the model, choose what to check, and draw the point."""
+    for kind, names in (("input", inputs), ("weight", weights)):
+        once(kind, [] if names is None else names)
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if weights is None:
         weights = [name for name, ref in refs.items() if ref.default]
