@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,14 @@ from onnxgrad.adapters import dora
 from onnxgrad.adapters.graph import Additions, adapter_dtype, product, scaled
 from onnxgrad.adapters.names import module_names, tensor_names
 from onnxgrad.adapters.slots import Slot, taken_slots
+from onnxgrad.adapters.torch_modules import FAMILIES
 from onnxgrad.adapters.uses import LEFT, Target, Use, targets
 from onnxgrad.autodiff.primal.local_functions import inlined
-from onnxgrad.model.notes import ADAPTERS, read_adapters, write_note
+from onnxgrad.model.notes import ADAPTERS, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
 
 Arrays = tuple[np.ndarray, ...]
+_FAMILY = "onnxgrad.genai_family"  # a list of one name
 
 
 def writable(model: ModelLike) -> ModelProto:
@@ -34,6 +39,7 @@ def adopted(model: ModelLike) -> tuple[ModelProto, dict[str, Slot]]:
     Adapters that another tool wrote, and which have values, are those of the copy.
     """
     proto, slots = taken_slots(writable(model))
+    _note_family(proto, model)
     held = {name: slot for name, slot in slots.items() if slot.values}
     if not held:
         return proto, slots
@@ -48,6 +54,27 @@ def adopted(model: ModelLike) -> tuple[ModelProto, dict[str, Slot]]:
         notes.append(insert(add, name, modules[name], every[name], arrays, options, slot))
     write_note(proto, ADAPTERS, notes)
     return proto, slots
+
+
+def _note_family(proto: ModelProto, model: ModelLike) -> None:
+    """Note of a path in a folder of genai the family of the network, if its modules have own names.
+
+    What the folder says is not in the file.
+    """
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    try:
+        config = json.loads(Path(model).with_name("genai_config.json").read_text(encoding="utf-8"))
+        family = config["model"]["type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if family in FAMILIES:
+        write_note(proto, _FAMILY, [family])
+
+
+def read_family(proto: ModelProto) -> str:
+    """Return the noted family of the network that a model was built of, or ""."""
+    return next(iter(read_note(proto, _FAMILY)), "")
 
 
 def plain_options(rank: int, scaling: float = 1.0) -> dict[str, Any]:

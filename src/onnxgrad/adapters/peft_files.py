@@ -18,7 +18,7 @@ from onnxgrad.adapters import ia3
 from onnxgrad.adapters.config import CONFIG, config_of, read_config
 from onnxgrad.adapters.dora import unfit
 from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes
-from onnxgrad.adapters.insertion import adopted, insert
+from onnxgrad.adapters.insertion import adopted, insert, read_family
 from onnxgrad.adapters.names import FACTORS, module_names, tensor_names
 from onnxgrad.adapters.slots import Slot
 from onnxgrad.adapters.torch_modules import Entry, packed_columns, to_model, to_torch, torch_path
@@ -42,13 +42,14 @@ _KEY = re.compile(
 def write(proto: ModelProto, notes: list[dict[str, Any]], others: list[str], target: Path) -> None:
     """Write adapters, and other tensors as modules_to_save, to a folder or a file."""
     refs = {ref.name: ref for ref in constant_refs(proto)}
-    every, entries = targets(proto), _entries(proto, notes)
-    packed = packed_columns(proto, {note["module"]: every[note["weight"]] for note in notes})
-    entries = to_torch(entries, packed)
+    every, family = targets(proto), read_family(proto)
+    modules = {module: every[name] for module, name in _weights(proto, every, notes).items()}
+    packed = packed_columns(proto, modules)
+    entries = to_torch(_entries(proto, notes), modules, packed, family)
     head = _keys_of(proto, others)
-    modules = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
+    saved = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
     settings = [{**entry.options, "module": path} for path, entry in entries.items()]
-    config = json.dumps(config_of(settings, list(modules)), indent=2) + "\n"
+    config = json.dumps(config_of(settings, list(saved)), indent=2) + "\n"
     arrays = {f"{path}.{n}": x for path, entry in entries.items() for n, x in entry.tensors.items()}
     arrays |= {key: _swap_axes(form, refs[name].array()) for key, (name, form) in head.items()}
     held = {_PREFIX + key: _storable(array) for key, array in arrays.items()}
@@ -79,12 +80,17 @@ def load(model: ModelLike, source: Path) -> ModelProto:
         found[match.group(1)][match.group(2)] = arrays[key]
     proto, slots = adopted(model)
     every, notes = targets(proto), read_adapters(proto)
-    names = {module: name for name, module in module_names(proto, every).items()}
-    names = {note["module"]: note["weight"] for note in notes} or names
-    weights = {m: every[n] for m, n in names.items() if every[n].uses and not every[n].reason}
+    names, own = _weights(proto, every, notes), {note["module"] for note in notes}
+    weights = {
+        module: every[name]
+        for module, name in names.items()
+        if every[name].uses and (module in own or not every[name].reason)
+    }
     entries = to_model(found, config, weights, packed_columns(proto, weights))
     if not notes:
         _add(proto, slots, entries, every, names)
+    elif others := [module for module in entries if module not in own]:
+        raise unknown("module of the adapter", others[0], sorted(own))
     notes = read_adapters(proto)
     if lacking := [note["module"] for note in notes if note["module"] not in entries]:
         raise ValueError(f"{source} lacks the adapters {lacking} of the model")
@@ -96,6 +102,15 @@ def load(model: ModelLike, source: Path) -> ModelProto:
         values |= _other_values(proto, rest, arrays)
     _check_shapes(proto, values)
     return replace(proto, {name: array for name, (_, array) in values.items()})
+
+
+def _weights(
+    proto: ModelProto, every: Mapping[str, Target], notes: list[dict[str, Any]]
+) -> dict[str, str]:
+    """Return the weights of a model by their modules, which adapters may have named."""
+    own = {name for note in notes for name in (note["weight"], *note["tensors"])}
+    names = {m: name for name, m in module_names(proto, dict(every)).items() if name not in own}
+    return names | {note["module"]: note["weight"] for note in notes}
 
 
 def _swap_axes(form: str, array: np.ndarray) -> np.ndarray:
@@ -136,7 +151,9 @@ def _keys_of(proto: ModelProto, names: Iterable[str]) -> dict[str, tuple[str, st
         form, key = LEFT, name
         if target is not None and target.uses and not target.reason:
             use = target.uses[0]
-            key = name if name.endswith(".weight") else f"{modules[name]}.weight"
+            path = torch_path(modules[name])
+            own = name.endswith(".weight") and path == modules[name]
+            key = name if own else f"{path}.weight"
             if use.form == LINEAR and use.perm == tuple(range(len(use.perm))):
                 form = LINEAR  # (inputs, outputs), PyTorch has (outputs, inputs)
         keys[key] = name, form

@@ -2,6 +2,8 @@
 
 The builder of onnxruntime-genai calls `model.layers.0.self_attn.q_proj` of transformers
 `model.layers.0.attn.q_proj.MatMul`, and joins the weights of q, k and v to `attn.qkv_proj.MatMul`.
+It splits the `gate_up_proj` of Phi-3, whose network has a `qkv_proj`, too. Other tools keep the
+modules of the network.
 """
 
 from __future__ import annotations
@@ -16,18 +18,25 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.config import options_of
+from onnxgrad.adapters.dora import lengths, unfit
 from onnxgrad.adapters.names import FACTORS, tensor_names
 from onnxgrad.adapters.uses import CONV, LINEAR, Target, Use, attributes
 from onnxgrad.errors import unknown
+from onnxgrad.model.constants import ConstantRef
 from onnxgrad.model.traversal import all_nodes
+from onnxgrad.model.weights import constant_refs
 
 Tensors = dict[str, np.ndarray]
 Columns = dict[str, dict[str, slice]]  # those of the parts of a packed module, by its name
 
-A, B = tensor_names(LINEAR, use_dora=False)
+A, B, _LENGTHS = tensor_names(LINEAR, use_dora=True)
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_KEEPS_PACKED = ("phi3", "phi3v", "phi4mm")  # families of genai whose networks have these modules
+_OWN_NAMES = {"phi": {"o_proj": "dense"}}
+FAMILIES = (*_KEEPS_PACKED, *_OWN_NAMES)
 _BUILDER = re.compile(r"(.+)\.MatMul(?:[._].*)?")
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity")
 _ATTENTION = ("GroupQueryAttention", "MultiHeadAttention", "PagedAttention")
 
 
@@ -40,18 +49,28 @@ class Entry:
     path: str = ""
 
 
-def torch_path(module: str) -> str:
+def torch_path(module: str, family: str = "") -> str:
     """Return the path in PyTorch of a module of the model: itself, unless genai's builder named it.
+
+    The path is of the network of a `family`, as "phi3", or has the names of Llama. What the builder
+    split is the module of the network that has it as a part.
 
     >>> torch_path("model.layers.0.attn.q_proj.MatMul")
     'model.layers.0.self_attn.q_proj'
+    >>> torch_path("model.layers.0.mlp.up_proj.MatMul", "phi3")
+    'model.layers.0.mlp.gate_up_proj'
     """
     match = _BUILDER.fullmatch(module)
-    return re.sub(r"(layers\.\d+)\.attn\.", r"\1.self_attn.", match[1]) if match else module
+    if not match:
+        return module
+    path = re.sub(r"(layers\.\d+)\.attn\.", r"\1.self_attn.", match[1])
+    last = _last(path)
+    wholes = [w for w, parts in _PACKED.items() if last in parts and family in _KEEPS_PACKED]
+    return _sibling(path, wholes[0] if wholes else _OWN_NAMES.get(family, {}).get(last, last))
 
 
 def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
-    """Return the columns of q, k and v, or of gate and up, in weights that hold them side by side.
+    """Return the columns of q, k and v, or of gate and up, in weights that the builder joined.
 
     Args:
         proto: the model.
@@ -60,35 +79,42 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
     found: Columns = {}
     readers: dict[str, list[NodeProto]] = defaultdict(list)
     for node in all_nodes(proto.graph.node):
-        for name in node.input[:1] if node.op_type != "Add" else node.input:
+        for name in node.input if node.op_type in _ELEMENTWISE else node.input[:1]:
             readers[name].append(node)
+    constants = {ref.graph_name: ref for ref in constant_refs(proto)}
     for module, target in weights.items():
-        parts = _PACKED.get(torch_path(module).rpartition(".")[2], ())
-        if not parts or target.reason or not target.uses or target.uses[0].form != LINEAR:
+        parts = _PACKED.get(_last(torch_path(module)), ()) if _BUILDER.fullmatch(module) else ()
+        if not parts or not target.uses or target.uses[0].form != LINEAR:
             continue
-        use = target.uses[0]
-        total, shares = use.shape[-1], [1] * len(parts)
+        shares = [1] * len(parts)
         if len(parts) == 3:
-            attention = _attention(readers, use.node.output[0])
-            if attention is None:
-                continue
-            options = attributes(attention)
-            heads = options["num_heads"]
-            shares = [heads, *[options.get("kv_num_heads") or heads] * 2]
-        edges = np.cumsum([0, *shares]) * total // sum(shares)
-        bounds = zip(parts, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
-        found[module] = {part: slice(start, stop) for part, start, stop in bounds}
+            shares = _part_shares(readers, constants, target.uses[0].node)
+        if len(shares) == len(parts):
+            edges = np.cumsum([0, *shares]) * _width(target) // sum(shares)
+            bounds = zip(parts, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+            found[module] = {part: slice(start, stop) for part, start, stop in bounds}
     return found
 
 
-def _attention(readers: Mapping[str, list[NodeProto]], name: str) -> NodeProto | None:
-    """Return the attention that reads `name` as its packed q, k and v, or behind an adapter."""
-    for node in readers[name]:
-        if node.op_type in ("Add", "Mul"):
-            return _attention(readers, node.output[0])
-        if node.op_type in _ATTENTION and not any(node.input[1:3]):
-            return node
-    return None
+def _part_shares(
+    readers: Mapping[str, list[NodeProto]], constants: Mapping[str, ConstantRef], product: NodeProto
+) -> list[int]:
+    """Return the shares of q, k and v in a product, by the node that splits it, or the attention.
+
+    Bias and adapter may be in between.
+    """
+    waiting = list(readers[product.output[0]])
+    for node in waiting:  # the loop appends to it
+        options = attributes(node)
+        if node.op_type in _ELEMENTWISE:
+            waiting += [n for n in readers[node.output[0]] if n not in waiting]
+        elif node.op_type in _ATTENTION and not any(node.input[1:3]):
+            heads = options["num_heads"]
+            return [heads, *[options.get("kv_num_heads") or heads] * 2]
+        elif node.op_type == "Split":
+            sizes = constants.get((*node.input, "")[1])
+            return [1] * len(node.output) if sizes is None else sizes.array().tolist()
+    return []
 
 
 def to_model(
@@ -120,11 +146,11 @@ def to_model(
     pieces: dict[str, list[tuple[slice, Entry]]] = defaultdict(list)
     for module, tensors in found.items():
         close, place = _close(module, modules), places.get(_key(module), [])
-        parts = _PACKED.get(_key(module).rpartition(".")[2], ())
+        parts = _PACKED.get(_last(_key(module)), ())
         separate = [places.get(_sibling(_key(module), part), []) for part in parts]
         if not close and len(place) == 1 and place[0][1] is None:
             close = [place[0][0]]
-        linear = {*tensors} in ({A, B}, {FACTORS})
+        linear = {*tensors} in ({A, B}, {A, B, _LENGTHS}, {FACTORS})
         rank = _rank_of(tensors, modules[close[0]].uses[0] if len(close) == 1 else None)
         entry = Entry(tensors, options_of(config, module, rank), module)
         if len(close) == 1:
@@ -133,68 +159,144 @@ def to_model(
             pieces[place[0][0]].append((place[0][1], entry))
         elif not close and parts and all(len(s) == 1 for s in separate) and linear:
             names = [s[0][0] for s in separate]
-            edges = np.cumsum([_width(modules[name]) for name in names])[:-1]
-            last = B if B in tensors else FACTORS
-            for name, rows in zip(names, np.split(tensors[last], edges), strict=True):
-                entries[name] = Entry(tensors | {last: rows}, entry.options)
+            edges = np.cumsum([0, *(_width(modules[name]) for name in names)]).tolist()
+            rows = {name: slice(*edges[i : i + 2]) for i, name in enumerate(names)}
+            entries |= _cut(entry, rows)
         else:
             raise unknown("module of the adapter", module, modules, close)
-    joined = {name: _joined(p, _width(modules[name])) for name, p in pieces.items()}
-    return entries | joined
+    for name, each in pieces.items():
+        target = modules[name]
+        lasting = None if unfit(target) else target.ref.array().transpose(target.uses[0].perm)
+        base = None if lasting is None else lengths(lasting)
+        entries[name] = _joined(each, _width(target), name, base)
+    return entries
 
 
-def _joined(pieces: list[tuple[slice, Entry]], total: int) -> Entry:
-    """Return one adapter that is several, each for some of the columns of a weight."""
+def _joined(
+    pieces: list[tuple[slice, Entry]], total: int, module: str, base: np.ndarray | None = None
+) -> Entry:
+    """Return one adapter of `module` that is several, each for some of the columns of its weight.
+
+    It has all of their ranks; those of one and the same A once. Other columns keep the lengths
+    `base` of the weight.
+
+    Raises:
+        ValueError: the columns have lengths or factors of their inputs that are not those of one.
+    """
     pieces = sorted(pieces, key=lambda piece: piece[0].start)
-    if FACTORS in pieces[0][1].tensors:
-        factors = np.ones((total, 1), pieces[0][1].tensors[FACTORS].dtype)
-        for rows, entry in pieces:
-            factors[rows] = entry.tensors[FACTORS]
-        return Entry({FACTORS: factors}, pieces[0][1].options)
-    scalings = [entry.options["scaling"] for _, entry in pieces]
+    (_, first), entries = pieces[0], [entry for _, entry in pieces]
+    covered = sum(rows.stop - rows.start for rows, _ in pieces) == total
+    if FACTORS in first.tensors:
+        given = [entry.tensors[FACTORS] for entry in entries]
+        if first.options["feedforward"]:
+            if covered and all(np.array_equal(x, given[0]) for x in given):
+                return Entry(first.tensors, first.options)
+            raise _not_one(module)
+        factors = np.ones((total, 1), given[0].dtype)
+        for (rows, _), x in zip(pieces, given, strict=True):
+            factors[rows] = x
+        return Entry({FACTORS: factors}, first.options)
+    if _LENGTHS in first.tensors and base is None and not covered:
+        raise _not_one(module)
+    scalings = [entry.options["scaling"] for entry in entries]
     scaling = scalings[0] if len(set(scalings)) == 1 else 1.0
-    ranks = [len(entry.tensors[A]) for _, entry in pieces]
-    b = np.zeros((total, sum(ranks)), pieces[0][1].tensors[B].dtype)
-    for (rows, entry), last in zip(pieces, np.cumsum(ranks).tolist(), strict=True):
+    factors_a = [entry.tensors[A] for entry in entries]
+    shared = scaling == scalings[0] and all(np.array_equal(a, factors_a[0]) for a in factors_a)
+    factors_a = factors_a[:1] if shared else factors_a
+    rank = sum(map(len, factors_a))
+    b, begin = np.zeros((total, rank), first.tensors[B].dtype), 0
+    for rows, entry in pieces:
         factor = entry.tensors[B] * b.dtype.type(entry.options["scaling"] / scaling)
-        b[rows, last - factor.shape[1] : last] = factor
-    options = pieces[0][1].options | {
-        "rank": sum(ranks),
-        "alpha": scaling * sum(ranks),
-        "use_rslora": False,
-        "scaling": scaling,
-    }
-    return Entry({A: np.concatenate([entry.tensors[A] for _, entry in pieces]), B: b}, options)
+        b[rows, begin : begin + factor.shape[1]] = factor
+        begin += 0 if shared else factor.shape[1]
+    options = {"rank": rank, "alpha": scaling * rank, "use_rslora": False, "scaling": scaling}
+    options = first.options if shared else first.options | options
+    tensors = {A: np.concatenate(factors_a), B: b}
+    if _LENGTHS in first.tensors:
+        tensors[_LENGTHS] = np.ones(total, b.dtype) if base is None else base.astype(b.dtype)
+        for rows, entry in pieces:
+            tensors[_LENGTHS][rows] = entry.tensors[_LENGTHS]
+    return Entry(tensors, options)
 
 
-def to_torch(entries: Mapping[str, Entry], columns: Columns) -> dict[str, Entry]:
-    """Return adapters by their modules in PyTorch: one of packed weights is one of each part.
+def to_torch(
+    entries: Mapping[str, Entry], modules: Mapping[str, Target], columns: Columns, family: str = ""
+) -> dict[str, Entry]:
+    """Return adapters by their modules in PyTorch.
 
-    A part has the rows of A that its columns of B use.
+    One of a weight that the builder joined is one of each part, with the rows of A that the part's
+    columns of B use. Those of weights that the builder split are one of their module.
+
+    Args:
+        entries: the adapters, by their modules in the model.
+        modules: modules of the model, and the uses of their weights.
+        columns: see `packed_columns`.
+        family: see `torch_path`.
+
+    Raises:
+        ValueError: PyTorch has no such adapter, or it is unknown where the parts end.
     """
     result: dict[str, Entry] = {}
+    split: dict[str, dict[str, Entry]] = defaultdict(dict)
     for module, entry in entries.items():
-        path = entry.path or torch_path(module)
-        if module in columns and FACTORS in entry.tensors and not entry.options["feedforward"]:
-            for part, rows in columns[module].items():
-                factors = entry.tensors[FACTORS][rows]
-                if np.any(factors != 1):
-                    result[_sibling(path, part)] = Entry({FACTORS: factors}, entry.options)
-            continue
-        if module not in columns or {*entry.tensors} != {A, B}:
+        path, own = entry.path or torch_path(module, family), torch_path(module)
+        kept = entry.path or family in _KEEPS_PACKED or not _BUILDER.fullmatch(module)
+        if _last(own) in _PACKED.get(_last(path), ()):
+            split[path][_last(own)] = entry
+        elif kept or _last(path) not in _PACKED:
             result[path] = entry
-            continue
-        a, b = entry.tensors[A], entry.tensors[B]
-        for part, rows in columns[module].items():
-            used = b[rows].any(0) if b.any() else np.ones(len(a), bool)
-            options = dict(entry.options)
-            if 0 < used.sum() < len(a):
-                rank, scaling = int(used.sum()), options["scaling"]
-                options |= {"rank": rank, "alpha": scaling * rank, "use_rslora": False}
-            if used.any():
-                tensors = {A: a[used], B: b[rows][:, used]}
-                result[_sibling(path, part)] = Entry(tensors, options)
+        elif module in columns:
+            result |= {_sibling(path, n): e for n, e in _cut(entry, columns[module]).items()}
+        else:
+            raise ValueError(
+                f"what reads the product of {module!r} does not say where q, k and v end in it: "
+                "PEFT has an adapter for each"
+            )
+    widths = {torch_path(name): _width(target) for name, target in modules.items() if target.uses}
+    for path, found in split.items():
+        parts = _PACKED[_last(path)]
+        edges = np.cumsum([0, *(widths[_sibling(path, part)] for part in parts)]).tolist()
+        places = {part: slice(*edges[i : i + 2]) for i, part in enumerate(parts)}
+        pieces = [(places[part], entry) for part, entry in found.items()]
+        result[path] = _joined(pieces, edges[-1], path)
     return result
+
+
+def _cut(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
+    """Return the adapters of the parts of a joined module; those that change nothing are left out.
+
+    A fresh adapter has all of them.
+    """
+    tensors, options = entry.tensors, entry.options
+    if FACTORS in tensors:
+        if options["feedforward"]:
+            return dict.fromkeys(columns, entry)
+        cut = {part: tensors[FACTORS][rows] for part, rows in columns.items()}
+        return {
+            n: Entry({FACTORS: x}, options, entry.path) for n, x in cut.items() if np.any(x != 1)
+        }
+    a, b, result = tensors[A], tensors[B], {}
+    for part, rows in columns.items():
+        used = b[rows].any(0) if b.any() else np.ones(len(a), bool)
+        if not used.any() and _LENGTHS not in tensors:
+            continue
+        used[:1] |= not used.any()  # its lengths have trained
+        rank, scaling = int(used.sum()), options["scaling"]
+        fewer = {"rank": rank, "alpha": scaling * rank, "use_rslora": False}
+        own = {n: x[rows] for n, x in tensors.items() if n == _LENGTHS}
+        result[part] = Entry(
+            {A: a[used], B: b[rows][:, used], **own},
+            options if rank == len(a) else options | fewer,
+            entry.path,
+        )
+    return result
+
+
+def _not_one(module: str) -> ValueError:
+    return ValueError(
+        f"the parts of {module!r} have lengths, or factors of their inputs, that one adapter of "
+        "all columns cannot have"
+    )
 
 
 def _width(target: Target) -> int:
@@ -225,9 +327,13 @@ def _key(module: str) -> str:
     path = torch_path(module)
     match = _LAYER.fullmatch(path)
     if not match:
-        return path.rpartition(".")[2]
+        return _last(path)
     rest = re.sub(r"^(self_attn|self_attention|attention)\.", "attn.", match[2])
     return f"{match[1]}.{re.sub(r'^attn.(dense|out_proj)$', 'attn.o_proj', rest)}"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _sibling(path: str, name: str) -> str:

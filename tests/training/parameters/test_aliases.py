@@ -100,6 +100,23 @@ def test_forms_of_exporters(form):
     }
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_bias_that_was_stored_once_for_several_layers(copied):
+    """TorchScript's copies have names; a bias that layers share names neither of them."""
+    text = """f (float[N,3] x) => (float[N,3] y) { k = Identity(B) a = MatMul(x, A) b = Add(a, B)
+        c = MatMul(b, C) y = Add(c, k) }"""
+    names = {"A": "onnx::MatMul_1", "B": "m.q.bias", "C": "onnx::MatMul_2"}
+    nodes = ["Identity_1", "/q/MatMul", "/q/Add", "/k/MatMul", "/k/Add"]
+    shapes = {"A": (3, 3), "B": (3,), "C": (3, 3)}
+    proto = model_of_letters(text, nodes, names, shapes)
+    proto.graph.node[0].output[0] = proto.graph.node[4].input[1] = "m.k.bias"
+    if not copied:
+        del proto.graph.node[0]
+        proto.graph.node[3].input[1] = "m.q.bias"
+    second = "m.k.weight" if copied else "k.weight"
+    assert aliases(proto) == {"onnx::MatMul_1": "q.weight", "onnx::MatMul_2": second}
+
+
 def test_metadata_of_the_exporter():
     proto = model_of_letters(
         names={"A": "val_1", "B": "val_2", "C": "val_3", "D": "block.mlp.fc_2.bias"}

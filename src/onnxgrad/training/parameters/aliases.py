@@ -153,16 +153,24 @@ class _Reader:
         return role
 
     def _from_beside(self, node: ir.Node, role: str) -> str:
-        """Return the name that the weight or bias of the same layer implies; "" without one."""
+        """Return the name that the weight or bias of the same layer implies; "" without one.
+
+        Exporters store equal tensors once. TorchScript's copies one by an Identity for each, which
+        has its name; otherwise, a tensor that several modules read tells nothing.
+        """
         if role not in ("weight", "bias"):
             return ""
         other = "bias" if role == "weight" else "weight"
         for neighbor, value in _beside(node, role):
-            own = str(value.name) if value.name in self.sizes else ""
-            module, last = own.rpartition(".")[::2]
-            if not module or other not in last:
+            source = source_of(value)
+            maker = value.producer()
+            copied = maker is not None and maker.op_type == "Identity" and readable(str(value.name))
+            own = value.name if copied or value.name in self.sizes else source.name
+            module, last = str(own).rpartition(".")[::2]
+            if not module or other not in last or source.name not in self.sizes:
                 continue
-            modules = {self.modules.module(node), self.modules.module(neighbor)} - {""}
+            sharing = [] if copied else [n for n, _ in readers([source]) if n.op_type not in MOVES]
+            modules = {self.modules.module(n) for n in (node, neighbor, *sharing)} - {""}
             if len(modules) < 2:
                 return f"{module}.{last.replace(other, role)}"
         return ""
@@ -189,7 +197,7 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
         adds = role == "weight" and neighbor.op_type == "Add" and domain(neighbor) == ""
         for i, x in enumerate(neighbor.inputs):
             if x is not None and maker_of(x) is None and (adds or letter(neighbor, i) in letters):
-                yield neighbor, source_of(x)
+                yield neighbor, x
 
 
 def _letters(node: ir.Node) -> set[str]:
