@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -150,7 +152,7 @@ def test_a_rewrite_for_each_round():
         return [op.Tanh(x)] if readers in ([], ["Tanh"]) else None
 
     names = ["x", *(f"h{i}" for i in range(150)), "y"]
-    nodes = " ".join(f"{b} = Exp({a})" for a, b in zip(names, names[1:], strict=False))
+    nodes = " ".join(f"{b} = Exp({a})" for a, b in pairwise(names))
     one = scaled_model(nodes)
     assert rewrite(one.graph, {("", "Exp"): [from_behind]})
     assert {node.op_type for node in one.graph} == {"Tanh"}

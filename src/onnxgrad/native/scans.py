@@ -86,7 +86,7 @@ def without_unread_inputs(op, node):
 
 @rewrites("Scan", group=LOOPS)
 def without_unread_outputs(op, node):
-    """A Scan without the stacks of results that nothing reads; the last stacks take their places."""
+    """A Scan without the stacks of results that nothing reads; the last ones take their places."""
     first, count = LoopBody(op, node).states, len(node.outputs)
     for y in reversed(node.outputs[first:]):
         if not y.uses() and not y.is_graph_output():

@@ -341,3 +341,13 @@ def test_the_search_gives_up(monkeypatch):
 def test_a_model_of_no_row_stays():
     symbolic = parse_model(MIXED.replace("ROWS", "N"))
     assert free_rows(prepare(symbolic), "rows", {}) is None
+
+
+def test_many_inputs_of_one_row():
+    """Each has several axes of length 1: there are 2^40 choices, and the first holds."""
+    names = [f"x{i}" for i in range(40)]
+    inputs, sums = ", ".join(f"float[1,1,2] {x}" for x in names), ", ".join(names)
+    proto = parse_model(f"f ({inputs}) => (float[1,1,2] y) {{ y = Sum({sums}) }}")
+    freed = free_rows(prepare(proto), "rows", {})
+    assert freed is not None
+    assert [x.shape[0].value for x in freed.graph.inputs] == ["rows"] * 40

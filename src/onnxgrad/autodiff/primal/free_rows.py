@@ -8,7 +8,8 @@ that there is one, and lets the row proofs decide whether the result computes ea
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, product
+from heapq import heappop, heappush
+from itertools import islice
 from math import prod
 
 import numpy as np
@@ -70,9 +71,13 @@ def _choices(graph: ir.Graph, stated: Mapping[str, int | None]) -> Iterator[Axes
             ones = [*ones, None]  # a sample rate, or the like
         names.append(str(x.name))
         each.append([stated[names[-1]]] if names[-1] in stated else ones or [None])
-    ordered = sorted(product(*(range(len(ones)) for ones in each)), key=sum)
-    for choice in ordered:
+    waiting = [(0, (0,) * len(each), 0)]  # sum of the indices, indices, the first that may grow
+    while waiting:
+        total, choice, first = heappop(waiting)
         yield {n: ones[i] for n, ones, i in zip(names, each, choice, strict=True)}
+        for k in range(first, len(each)):
+            if choice[k] + 1 < len(each[k]):
+                heappush(waiting, (total + 1, (*choice[:k], choice[k] + 1, *choice[k + 1 :]), k))
 
 
 def _declare(model: ir.Model, symbol: str, axes: Axes) -> None:
