@@ -82,7 +82,7 @@ class CenterCrop:
 
     def write(self, op: Any, x: Any) -> Any:
         """Write the part in the middle."""
-        x = image_nodes.writecover(op, x, self.size, only_small=True)
+        x = image_nodes.write_cover(op, x, self.size, only_small=True)
         return image_nodes.write_center(op, x, self.size)
 
 
