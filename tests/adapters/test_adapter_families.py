@@ -332,6 +332,19 @@ def test_peft_uses_every_tensor(family, exporter, tmp_path):
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.sweep
+def test_biases_tell_the_paths_of_integers(tmp_path):
+    """The names of nodes lack modules whose parts are called directly, as OPT's `model`."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    net = network("opt")
+    onnx.save(exported(net, False), tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx")
+    adapted = og.add_lora(tmp_path / "int8.onnx", PATTERNS["opt"], rank=2)
+    og.save_adapter(adapted, tmp_path / "ours")
+    assert peft_network(net, tmp_path / "ours")
+
+
 _LLAMA = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 LINEAR = dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2"), _LLAMA) | {
     "phi3": "qkv_proj o_proj gate_up_proj down_proj".split(),

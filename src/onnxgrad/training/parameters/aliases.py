@@ -190,9 +190,10 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     neighbors, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
         neighbors += [n for x in node.inputs if x is not None and (n := maker_of(x)) is not None]
-    elif "f" in _letters(node):
-        users = (n for y in node.outputs for n, _ in readers([y]) if n.op_type not in MOVES)
-        neighbors += [n for n in users if "f" not in _letters(n)]
+    elif not _letters(node).isdisjoint("fq"):
+        through = MOVES | {"Mul"} if node.op_type.endswith("Integer") else MOVES  # by its scale
+        users = (n for n, _ in readers(node.outputs, through) if n.op_type not in through)
+        neighbors += [n for n in users if _letters(n).isdisjoint("fq")]
     for neighbor in neighbors:
         adds = role == "weight" and neighbor.op_type == "Add" and domain(neighbor) == ""
         for i, x in enumerate(neighbor.inputs):
