@@ -16,6 +16,7 @@ from onnxgrad import read_table
 from tests.support.commands import (
     as_json,
     assert_names,
+    csv_rows,
     features,
     refusal,
     save_model,
@@ -233,3 +234,26 @@ def test_what_a_failed_prediction_leaves(here, monkeypatch):
     assert_names(refusal(*line), "column 'b' ... row 41")
     assert (here / "o.csv").read_text() == "precious"
     assert not [f for f in os.listdir() if "onnxgrad" in f]
+
+
+def test_spreadsheets_find_no_formula(here):
+    """They would run the name of a class, which a stranger may have chosen."""
+    labels = [["=1+1", "-2", "rosé"], ["@sum(a)", "+x", "-y"]]
+    model = onnx.load("layers.onnx")
+    model.graph.output[0].name = model.graph.node[-1].output[0] = "=z"
+    expected = []
+    for classes in labels:
+        del model.metadata_props[:]
+        model.metadata_props.add(key="onnxgrad.classes", value=json.dumps(classes))
+        onnx.save(model, "named.onnx")
+        line = ("predict", "named.onnx", "kinds.csv", "--ignore", "kind", "--overwrite", "--output")
+        succeed(*line, "out.csv")
+        succeed(*line, "out.parquet")
+        kept = pq.read_table("out.parquet")
+        rows = csv_rows(Path("out.csv").read_text())
+        assert "'=z_0" in rows[0]
+        expected += [(row["label"], kept["label"][i].as_py()) for i, row in enumerate(rows)]
+    told = {told for told, _ in expected}
+    assert told <= {"'=1+1", "-2", "rosé", "'@sum(a)", "'+x", "'-y"}
+    assert {told.removeprefix("'") for told in told} == {kept for _, kept in expected}
+    assert len(told) > 2

@@ -12,7 +12,14 @@ from matplotlib.image import imread
 
 import onnxgrad as og
 from onnxgrad.cli.watch import Watch
-from tests.support.commands import as_json, assert_names, run_command, succeed, weights_of_file
+from tests.support.commands import (
+    as_json,
+    assert_names,
+    refusal,
+    run_command,
+    succeed,
+    weights_of_file,
+)
 from tests.support.running import in_sweep, run_named
 
 LINE = ("train", "linear.onnx", "rows.csv", "--target", "y", "--loss", "squared_error")
@@ -196,3 +203,23 @@ def test_rows_of_a_resumed_training_are_its_own():
     progress.epoch, progress.rows = 5, 20
     watch.on_step_end(trainer, None, None)
     assert watch.rows == 2 * 40 + 20 - 8
+
+
+def test_the_record_has_options_that_are_false(here):
+    options = ("--no-shuffle", "--weight-decay", 0, "--record", "run", "--no-curves")
+    succeed("train", "linear.onnx", "rows.csv", "--target", "y", "--loss", "mse", *options)
+    chosen = json.loads((here / "run" / "run.json").read_text())["about"]["options"]
+    told = {name: chosen[name] for name in ("shuffle", "weight-decay", "seed", "curves")}
+    assert told == {"shuffle": "False", "weight-decay": "0.0", "seed": "0", "curves": "False"}
+    assert "json" not in chosen
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_few_rows_train_without_validation(here, rows):
+    """A fifth of them is none, unless it is asked for."""
+    lines = (here / "rows.csv").read_text().splitlines()[: rows + 1]
+    (here / "rows.csv").write_text("\n".join(lines))
+    line = ("train", "linear.onnx", "rows.csv", "--target", "y", "--loss", "mse", "--epochs", 1)
+    made = as_json(*line, "--no-curves")
+    assert (made["rows"], made["validation_rows"]) == (rows, None)
+    assert_names(refusal(*line, "--overwrite", "--validation", 0.2), "--validation")

@@ -58,6 +58,8 @@ def test_draws_follow_a_seed_and_the_probabilities(genai_folder, forget_genai):
     drawn = [og.generate(folder, "a", 8, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert og.generate(folder, "a", 8, temperature=1.0, top_p=1e-6) == og.generate(folder, "a", 8)
+    several = og.generate(folder, ["b", "a", "x"], 8, temperature=1.0, seed=1)
+    assert several[1] == drawn[0]  # a prompt has the same text alone and in a list
     rng, scores = np.random.default_rng(0), np.log([0.5, 0.3, 0.15, 0.05])
     counts = np.zeros(4)
     for _ in range(4000):

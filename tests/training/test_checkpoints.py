@@ -1,7 +1,9 @@
 """Checkpoints that were damaged, mixed up or copied, and other folders beside them."""
 
+import re
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,3 +246,20 @@ def test_long_weights_of_classes_are_compared(tmp_path):
     again = og.Trainer(model, second, train=["b"])
     with pytest.raises(ValueError, match="loss: "):
         again.fit(x, y, epochs=2, resume=tmp_path)
+
+
+def test_what_a_living_process_writes_stays(tmp_path, monkeypatch):
+    """Another training in the folder begins while a state is written, and then replaced."""
+    names, moves, rename = re.compile("state"), [], Path.rename
+
+    def begin_training(path, target):
+        saving.remove_leftovers(tmp_path, names)
+        moves.append(Path(target).name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", begin_training)
+    for step in (1, 2):
+        saving.write(tmp_path / "state", {"weights": {"w": np.ones(2)}}, {"step": step})
+    assert saving.read(tmp_path / "state")[1] == {"step": 2}
+    assert len(moves) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -306,6 +306,9 @@ def parts(
             "validation data instead, or 0"
         )
     assert task.rows is not None
+    if options.validation is None and not round(task.rows * share):
+        task.notes.append(f"no row is held out: {share:g} of {task.rows} rows is none")
+        return task, None
     first, second = split(task.rows, share, options.seed)
     return task.take(first), task.take(second)
 

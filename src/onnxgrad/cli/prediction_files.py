@@ -13,10 +13,12 @@ import numpy as np
 from onnxgrad.cli.model_files import STDOUT
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing
+from onnxgrad.tasks.base import safe_cell
 
 Columns = dict[str, np.ndarray]
 Write = Callable[[Columns], None]
-_ENDINGS = (".csv", ".tsv", ".parquet", ".pq", ".npz")
+_PARQUET = (".parquet", ".pq")
+_ENDINGS = (".csv", ".tsv", *_PARQUET, ".npz")
 
 
 def check_ending(output: str) -> None:
@@ -43,7 +45,7 @@ def writer(output: str) -> Iterator[Write]:
         opened: list[Any] = []
 
         def write(columns: Columns) -> None:
-            table = _table_of(columns)
+            table = _table_of(columns, binary=suffix in _PARQUET)
             if not opened:  # the first one decides the columns
                 opened.append(stack.enter_context(_table_writer(target, suffix, table.schema)))
             opened[0].write_table(table)
@@ -53,18 +55,26 @@ def writer(output: str) -> Iterator[Write]:
             sys.stdout.buffer.flush()
 
 
-def _table_of(columns: Columns) -> Any:
-    """Return a table of pyarrow."""
+def _table_of(columns: Columns, binary: bool) -> Any:
+    """Return a table of pyarrow; without formulas unless it goes to a `binary` file."""
     import pyarrow as pa
 
-    return pa.table({name: pa.array(a) for name, a in _by_number(columns).items()})
+    arrays = _by_number(columns)
+    if not binary:
+        arrays = {safe_cell(name): _safe_cells(array) for name, array in arrays.items()}
+    return pa.table({name: pa.array(a) for name, a in arrays.items()})
+
+
+def _safe_cells(array: np.ndarray) -> Any:
+    """Return a column of CSV."""
+    return list(map(safe_cell, array.tolist())) if array.dtype.kind == "U" else array
 
 
 def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
     """Return what writes tables of pyarrow to a CSV or Parquet file."""
     from pyarrow import csv, parquet
 
-    if suffix in (".parquet", ".pq"):
+    if suffix in _PARQUET:
         return parquet.ParquetWriter(target, schema)
     delimiter = "\t" if suffix == ".tsv" else ","
     options = csv.WriteOptions(delimiter=delimiter, quoting_style="needed")

@@ -6,12 +6,12 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxgrad.cli.command_options import ReportOptions
 from onnxgrad.cli.console import complain, print_json, say
+from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.estimator import NotFittedError
@@ -39,8 +39,12 @@ def recorder(options: TrainOptions) -> Recorder:
 
     assert options.record is not None
     command = shlex.join(["onnxgrad", *sys.argv[1:]])
-    values = {f.name.replace("_", "-"): getattr(options, f.name) for f in fields(options)}
-    chosen = {n: ", ".join(v) if isinstance(v, list) else str(v) for n, v in values.items() if v}
+    chosen: dict[str, str] = {}
+    for name, each in Described.fields_of(type(options)).items():
+        value = getattr(options, name)
+        if value or type(value) in (int, float) or each.is_set(options, name):
+            text = ", ".join(value) if isinstance(value, list) else str(value)
+            chosen[name.replace("_", "-")] = text
     made = Recorder(options.record, about={"command": command, "options": chosen})
     made.first_row = 1
     return made

@@ -248,8 +248,8 @@ def _by_session(
     cached = Cached(proto, {} if folder is None else folder.input_names)
     ends = {*(folder.eos_ids if folder is not None else ()), tokenizer.eos_id}
     limit = None if folder is None else folder.context_length
-    rng = np.random.default_rng(choice.seed)
     for ids in prompts:
+        rng = np.random.default_rng(choice.seed)  # a prompt has the same text alone and in a list
         cached.begin()
         found: list[int] = []
         while len(found) < count and (limit is None or len(ids) + len(found) < limit):

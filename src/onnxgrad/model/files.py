@@ -104,10 +104,10 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
                 path.unlink()
 
 
-def locked(file: Path, stack: ExitStack) -> bool | None:
-    """Lock a file until `stack` ends; return whether this process has the lock, None if unknown.
+def locked(path: Path, stack: ExitStack) -> bool | None:
+    """Lock a file or folder until `stack` ends; return whether this call has the lock.
 
-    False: another process writes the file, or removes it. A lock ends with its process, however
+    False: somebody else writes or removes it. None: unknown. A lock ends with its process, however
     that ends.
     """
     try:
@@ -115,9 +115,10 @@ def locked(file: Path, stack: ExitStack) -> bool | None:
     except ImportError:
         return None
     try:
-        opened = stack.enter_context(file.open("rb+"))
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(opened.fileno()), file.stat())
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+        stack.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except (BlockingIOError, FileNotFoundError):
         return False
     except OSError:

@@ -135,6 +135,7 @@ def _notes_at(model: Any) -> dict[str, str]:
     return notes_of(model_of(model))
 
 
+_FORMULAS = (*"=+-@\t\r\n", *"＝＋－＠")  # first characters of what spreadsheets compute
 OPTIONS = "onnxgrad.task"  # the options of a class by its name, in JSON
 CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, too
 
@@ -198,6 +199,17 @@ def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
     """Return a model that stores its classes, so that it needs no data to name them."""
     same = stored_classes(model) == [*classes]
     return model if same else with_notes(model, {CLASSES: json.dumps([*classes])})
+
+
+def safe_cell(value: Any) -> Any:
+    """Return a cell of a CSV file: a text that spreadsheets would run gets an apostrophe."""
+    if not isinstance(value, str) or value[:1] not in _FORMULAS:
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def home_of(model: Any) -> Path | None:

@@ -19,6 +19,7 @@ from onnxgrad.tasks.base import (
     home_of,
     inputs_of,
     model_of,
+    safe_cell,
     tokenizer_for,
     with_classes,
     with_notes,
@@ -246,7 +247,8 @@ class Embeddings(Task):
                     row[i] = -np.inf
                     best = np.argsort(-row, kind="stable")[: min(_NEIGHBORS, len(z) - 1)]
                     for rank, j in enumerate(best.tolist(), 1):
-                        table.writerow([i, names[i], rank, j, names[j], f"{row[j]:.6f}"])
+                        cells = [i, names[i], rank, j, names[j], f"{row[j]:.6f}"]
+                        table.writerow(map(safe_cell, cells))
         return [home / "embeddings.npy", home / "neighbors.csv"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import onnxgrad as og
+from onnxgrad.tasks.base import safe_cell
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ def write_events(inputs: Any, results: Iterable[Heard], folder: Path) -> list[Pa
         rows = csv.writer(table)
         rows.writerow(["file", "start", "end", "label", "score"])
         for (name, _), heard in zip(og.list_sounds(inputs), results, strict=True):
-            rows.writerows([name, *event] for event in heard.events)
+            rows.writerows(map(safe_cell, [name, *event]) for event in heard.events)
             track = folder / f"{Path(name).stem}.txt"
             if track in written:
                 track = folder / f"{Path(name).stem}-{len(written)}.txt"

@@ -247,7 +247,7 @@ class TrainerBase(Settings):
         finally:
             loop.state.end()
             call.end()
-            self.names = call.names if loop.moved else self.names
+            self.names = call.names if loop.moved or loop.state.step else self.names
             if loop.moved and not call.further and (text := rounding_text(self.rounding)):
                 logger.info(text)
             if not loop.moved and not loop.state.step:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,6 +16,8 @@ from uuid import uuid4
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load as load_arrays, save as save_arrays
+
+from onnxgrad.model.files import locked
 
 Arrays = dict[str, np.ndarray]
 
@@ -60,7 +62,6 @@ def write(
     if folder.exists() and not (folder / _STATE).is_file():
         raise FileExistsError(f"{folder} exists and holds no state: choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(folder, PARTIAL)
     digests: dict[str, str] = {}
 
     def put(name: str, data: bytes) -> None:
@@ -68,19 +69,20 @@ def write(
         _write_synced(partial / name, data)
 
     try:
-        partial.mkdir()
-        for name, group in arrays.items():
-            put(f"{name}.safetensors", serialized(group))
-        put(_STATE, json.dumps(dict(numbers), indent=1, default=_plain).encode())
-        manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
-        put(_MANIFEST, json.dumps(manifest, indent=1).encode())
-        _sync(partial)
-        _move(partial, folder)
-    except BaseException as e:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(e, OSError) and e.errno is not None:  # writing does not name the file
-            raise OSError(e.errno, f"{os.strerror(e.errno)}, writing a state", str(folder)) from e
-        raise
+        with ExitStack() as stack:
+            partial = _begin_partial(folder, stack)
+            for name, group in arrays.items():
+                put(f"{name}.safetensors", serialized(group))
+            put(_STATE, json.dumps(dict(numbers), indent=1, default=_plain).encode())
+            manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
+            put(_MANIFEST, json.dumps(manifest, indent=1).encode())
+            _sync(partial)
+            _move(partial, folder, stack)
+    except OSError as e:
+        if e.errno is None:
+            raise
+        # writing does not name the file
+        raise OSError(e.errno, f"{os.strerror(e.errno)}, writing a state", str(folder)) from e
 
 
 def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
@@ -151,8 +153,9 @@ def remove(state: Path) -> None:
 def restore_replaced(folder: Path, names: re.Pattern[str]) -> None:
     """Rename back the states in `folder` that were being replaced when a crash happened."""
     for path, state in _leftovers(folder, names, REPLACED):
-        if not state.exists():
-            path.rename(state)
+        with ExitStack() as stack:
+            if not state.exists() and locked(path, stack) is not False:
+                path.rename(state)
 
 
 def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
@@ -160,7 +163,9 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
     restore_replaced(folder, names)
     for suffix in (PARTIAL, REPLACED, REMOVED):
         for path, _ in _leftovers(folder, names, suffix):
-            shutil.rmtree(path, ignore_errors=True)
+            with ExitStack() as stack:
+                if locked(path, stack) is not False:  # others are written by living processes
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
@@ -191,9 +196,20 @@ def _beside(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}.{uuid4().hex}{suffix}")
 
 
-def _move(partial: Path, folder: Path) -> None:
+def _begin_partial(folder: Path, stack: ExitStack) -> Path:
+    """Return a new folder, locked until `stack` ends, which is removed unless it is renamed."""
+    while True:
+        partial = _beside(folder, PARTIAL)
+        partial.mkdir()
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        if locked(partial, stack) is not False:
+            return partial
+
+
+def _move(partial: Path, folder: Path, stack: ExitStack) -> None:
     """Rename `partial` to `folder`; a state that is there is replaced."""
     if folder.exists():
+        locked(folder, stack)  # so that nobody takes it for what a crash left
         replaced = _beside(folder, REPLACED)
         folder.rename(replaced)
         partial.rename(folder)
