@@ -183,6 +183,7 @@ def test_ids_beyond_a_table_and_axes_that_differ(here, values, parts):
         (("train", "rows.csv", *LINE[2:]), ["'rows.csv'", "ONNX"]),
         (("train", "cut.onnx", *LINE[2:]), ["'cut.onnx'", "truncated"]),
         (("train", "linear.onnx", "none.csv", *REGRESSION), ["'none.csv'", "No such file"]),
+        (("train", "linear.onnx", "none", *REGRESSION), ["'none'", "No such file"]),
         ((*LINE, "--target", "yy"), ["column 'yy'", "'y'"]),
         ((*LINE, "--target", "y"), ["target", "twice"]),
         ((*LINE, "--weights", "w"), ["weight 'w'", "'W', 'b'"]),

@@ -270,3 +270,14 @@ def test_options_of_processes_on_which_weights_depend_are_compared():
     for options, batch_norm in SHARED.values():
         assert identity_of_group(batch_norm, **options) != identity_of_group(batch_norm)
     assert identity_of_group(shard_optimizer=True) == identity_of_group() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("lr", "learning_rate"), ("epochs", "fit"), ("weight_decay", "adamw")]
+)
+@pytest.mark.parametrize("trainer", [og.Trainer, og.TrainerStack])
+def test_arguments_of_other_libraries(trainer, name, meant):
+    with pytest.raises(TypeError, match=naming(f"'{name}'", meant)):
+        trainer("none.onnx", "mse", **{name: 0.1})
+    with pytest.raises(TypeError, match=naming("'learning_rat'")):
+        trainer("none.onnx", "mse", learning_rat=0.1)

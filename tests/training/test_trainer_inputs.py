@@ -573,3 +573,10 @@ def test_outputs_of_one_row_without_its_axis(inputs, output, body, expected):
     loss = pytest.approx(((found - 1) ** 2).mean(), rel=1e-5)
     assert trainer.evaluate(feed, label)["loss"] == loss
     assert trainer.fit(feed, label, epochs=1, batch_size=3).history[-1]["loss"] == loss
+
+
+def test_numbers_of_classes_for_a_loss_of_numbers():
+    made = parse_model("f (float[N,3] x) => (float[N,4] y) { y = MatMul(x, w) }", w=np.ones((3, 4)))
+    x = np.ones((6, 3))
+    with pytest.raises(ValueError, match=naming("'label'", "(rows, 4)", "'cross_entropy'")):
+        og.Trainer(made, "mse").fit(x, np.arange(6) % 4)

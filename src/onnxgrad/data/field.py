@@ -70,15 +70,26 @@ class Field:
                 raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
             if len(array) == 0:
                 raise ValueError(f"{self.name!r} is empty: it has no row")
-            array = fit_shape(array, self.shape, repr(self.name), reshape=False)
-        else:
-            array = self._exact(array, None if whole else axis)
+        try:
+            if axis == 0 and not whole:
+                array = fit_shape(array, self.shape, repr(self.name), reshape=False)
+            else:
+                array = self._exact(array, None if whole else axis)
+        except DataError as e:
+            raise DataError(f"{e}{self._remedy(array)}") from None
 
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
             _refuse(bad, rule + others, axis, remedy)
 
         what = named("sample_weight") if self.is_weight else repr(self.name)
         return self._values(array, what, refuse)
+
+    def _remedy(self, array: np.ndarray) -> str:
+        """Return the end of a message: which loss takes labels that are one number for each row."""
+        several = self.is_label and self.classes is None and len(self.shape or ()) > array.ndim
+        if not several or array.dtype.kind == "O" or (array % 1).any():
+            return ""
+        return "; numbers of classes take a loss of classes, as 'cross_entropy'"
 
     def _values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
         """Return numbers in the dtype of the input; `refuse` raises for those that it lacks."""

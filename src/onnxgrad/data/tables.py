@@ -196,6 +196,8 @@ def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Table]:
     path = Path(source)
     name, suffix = str(path), path.suffix.lower()
     if suffix not in _READERS:
+        if not path.exists():
+            raise DataError(f"cannot read {name!r}: No such file or directory")
         raise DataError(f"{name!r} is none of {', '.join(_READERS)}: convert it to one of them")
     try:
         with path.open("rb") as opened:  # a pipe cannot be read twice

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -106,3 +107,27 @@ def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
     """
     rate = usual_rate(optimizer) if rate is None else rate
     return rate if isinstance(rate, LearningRate) else select_schedule(rate)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def without_others(function: F) -> F:
+    """Return `function`, whose signature is shown without `**others`: it refuses these."""
+    own = signature(function)
+    shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_others(others: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raise `TypeError` for arguments that `function` lacks, of which other libraries have some."""
+    meant = {
+        "criterion": f"pass {named('loss')}",
+        "lr": f"pass {named('learning_rate')}",
+        "weight_decay": "it is an argument of an optimizer, as adamw",
+    } | dict.fromkeys(("batch_size", "epochs", "shuffle", "validation"), "it is an argument of fit")
+    for name in others:
+        if name in meant:
+            raise TypeError(f"unknown argument {name!r}: {meant[name]}")
+        raise TypeError(str(unknown("argument", name, list(signature(function).parameters)[1:])))
