@@ -18,6 +18,7 @@ from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.sequences import output_type
 from onnxgrad.graph.shapes import broadcast, dims, equal, rank, static as lengths
 from tests.support.cases import Row, row_feed, row_model
+from tests.support.errors import naming
 from tests.support.microsoft_rows import CASES, kernel_model
 from tests.support.models import parse_model
 from tests.support.packs import Pack, Part, failures
@@ -374,3 +375,20 @@ def test_the_stated_shape_of_a_constant_is_not_believed():
         onnx.helper.make_tensor_value_info("two", onnx.TensorProto.INT64, [])
     )
     assert dims(prepare(made).graph.outputs[0]) == ("N", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "named"),
+    [
+        ("y = ReduceMean(x)", "'x'"),
+        ("m = ReduceMean(z)  s = Concat(n, n)  y = Expand(m, s)", "'y'"),
+    ],
+)
+def test_more_elements_than_64_bits_count(nodes, named):
+    """Sizes are computed in int64, also by the runtime."""
+    text = f"""f (float[8589934592, 8589934592] x, float[2] z) => (float[K, L] y)
+        <int64[1] n = {{8589934592}}> {{ {nodes.replace("Concat", "Concat<axis = 0>")} }}"""
+    if "(x)" not in nodes:
+        text = text.replace("float[8589934592, 8589934592] x, ", "")
+    with pytest.raises(ModelError, match=naming(named, "(8589934592, 8589934592)")):
+        prepare(parse_model(text))

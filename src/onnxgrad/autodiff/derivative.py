@@ -167,7 +167,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
 
     op = Emit(graph)
     if loss is not None:
-        differentiated = [by_name("output", loss, original_outputs)]
+        differentiated = values_by_name("output", [loss], original_outputs)
     else:
         differentiated = [y for y in original_outputs if is_real(y)]
     seeds = _seeds(op, differentiated, original_outputs, options)
@@ -265,7 +265,7 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if names is None:
         names = [name for name, ref in refs.items() if ref.default]
-    weights = []
+    weights, listed = [], {str(x.name): x for x in graph.inputs}
     for name in once("weight", names):
         if name not in refs:
             floats = [n for n, ref in refs.items() if ref.read().data_type in constants.FLOATS]
@@ -274,11 +274,10 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
         dtype = ir.DataType(tensor.data_type)
         if not dtype.is_floating_point():
             raise ValueError(f"weight {name!r} holds {dtype}: only floats have a gradient")
-        listed = next((x for x in graph.inputs if x.name == name), None)
-        value = listed or graph.initializers.pop(name, None)
+        value = listed.get(name) or graph.initializers.pop(name, None)
         if value is None:  # no node reads it
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(tensor.dims))
-        if listed is None:
+        if name not in listed:
             graph.inputs.append(value)
         weights.append(value)
     return weights
@@ -319,24 +318,25 @@ def choose_inputs(
     that the file lists among the inputs.
     """
     floats = [x for x in graph.inputs if varies(x)]
-    for name in labels:
-        by_name("input", name, graph.inputs)
+    values_by_name("input", labels, graph.inputs)
     if names is None:
         others = (x for x in floats if x.name not in labels and not constants.is_setting(x))
         return [x for x in others if not is_weight(x)]
-    inputs = [by_name("input", name, graph.inputs) for name in once("input", names)]
+    inputs = values_by_name("input", once("input", names), graph.inputs)
     for x in inputs:
-        if x not in floats:
+        if not varies(x):
             raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")
     return inputs
 
 
-def by_name(kind: str, name: str, values: Sequence[ir.Value]) -> ir.Value:
-    """Return the value of this name; `kind` says in the error message what it is."""
-    for value in values:
-        if value.name == name:
-            return value
-    raise unknown(kind, name, [str(v.name) for v in values])
+def values_by_name(kind: str, names: Iterable[str], values: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the values of these names; `kind` says in the error message what they are."""
+    named = {str(v.name): v for v in reversed(list(values))}
+    names = list(names)
+    for name in names:
+        if name not in named:
+            raise unknown(kind, name, list(reversed(named)))
+    return [named[name] for name in names]
 
 
 def _seeds(

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_constants, as_inputs, by_name, choose_inputs
+from onnxgrad.autodiff.derivative import as_constants, as_inputs, choose_inputs, values_by_name
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
 from onnxgrad.autodiff.path_ends import path_ends
@@ -84,7 +84,7 @@ class Sheet:
         """Keep only the named outputs, which must be floats; None: all that are tensors."""
         dropped = [o.name for o in self.origin.graph.output if non_tensor(o)]
         if outputs is not None:
-            chosen = [by_name("output", y, self.graph.outputs) for y in once("output", outputs)]
+            chosen = values_by_name("output", once("output", outputs), self.graph.outputs)
             for y in chosen:
                 if not is_real(y):
                     raise ValueError(f"output {y.name!r} holds {y.dtype}: only floats can be used")

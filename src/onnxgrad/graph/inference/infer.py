@@ -8,10 +8,11 @@ from math import prod
 
 import onnx_ir as ir
 
+from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import complete
 from onnxgrad.graph.inference.walk import RANKS, Walk
-from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, rank, static
+from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, lengths, rank, static
 from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
 from onnxgrad.limits import check_limit, limit
 from onnxgrad.reporting import warn_once
@@ -41,7 +42,8 @@ def infer(
         walk: that of an earlier call: only what has changed since is inferred again.
 
     Raises:
-        ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
+        ModelError: a tensor has too many axes, or more elements than 64 bits count, or a constant
+            too many: see `limits`.
     """
     inputs = {d for x in model.graph.inputs for d in dims(x) or ()}
     results = [y for y in model.graph.outputs if y.producer() is not None]
@@ -52,8 +54,10 @@ def infer(
     nodes = all_nodes(model.graph)
     _forget_declared(n for n in nodes if walk is None or not walk.has_inferred(n))
     _name_axes(model.graph)
-    walk = walk or Walk(model.graph, model.functions)
+    is_first, walk = walk is None, walk or Walk(model.graph, model.functions)
     walk.infer(model.graph)
+    if is_first:
+        _check_sizes([*model.graph.inputs, *(y for node in nodes for y in node.outputs)])
     _check_constants(nodes)
     branching = [] if trust_branches else [n for n in nodes if any(subgraphs(n))]
     untrusted = {y for n in branching for y in n.outputs}
@@ -147,6 +151,19 @@ def _name_axes(graph: ir.Graph) -> None:
         if value in inputs:
             named = [next(fresh) if d is None else d for d in named]
         value.shape = ir.Shape(named)
+
+
+def _check_sizes(values: Iterable[ir.Value]) -> None:
+    """Raise if 64 bits do not count the elements of a value: no runtime computes such a model."""
+    for value in values:
+        shape = dims(value) or ()
+        if prod(d for d in shape if isinstance(d, int)) >= 1 << 63:
+            node = value.producer()
+            by = "" if node is None else f", the output of {node.op_type} (node {node.name!r}),"
+            raise ModelError(
+                f"{value.name!r}{by} has the shape {lengths(shape)}, of more elements than 64 bits "
+                "count: correct the shapes of the model"
+            )
 
 
 def _check_constants(nodes: Iterable[ir.Node]) -> None:
