@@ -9,10 +9,18 @@ import pytest
 from onnxgrad.cli import face
 from onnxgrad.cli.config import read
 from onnxgrad.cli.face import Shell
+from onnxgrad.cli.model_with_loss import ModelWithLoss
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import argument, named, speaking
-from tests.support.commands import as_json, assert_names, refusal, save_model, succeed
+from tests.support.commands import (
+    as_json,
+    assert_names,
+    refusal,
+    run_command,
+    save_model,
+    succeed,
+)
 from tests.support.paths import DOCS
 
 NO = ("-o", "no.onnx")
@@ -67,7 +75,7 @@ def bad_csv(text, encoding="utf-8"):
         ("a,b,y\n", ["no rows"]),
         (
             "a,b,c,y\n1,2,3,4\n",
-            ["'x' takes 2 values", "has 3", "shape (1, 3)", "--ignore c"],
+            ["'x' takes 2 values", "has 3", "shape (1, 3)", "--ignore", "a, b, c"],
         ),
         ("a,y\n1,4\n", ["'x' takes 2 values", "has 1", "shape (1,)"]),
     ],
@@ -258,6 +266,25 @@ def test_python_says_what_messages_write():
         assert named("class_weight") == "--class-weight"
 
 
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (MemoryError("std::bad_alloc"), "memory"),
+        (RuntimeError("[ONNXRuntimeError] : 6 : while running Conv: std::bad_alloc"), "memory"),
+        (RecursionError("maximum recursion depth exceeded"), "nested"),
+    ],
+)
+def test_what_only_the_type_of_an_error_says(here, monkeypatch, error, part):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(ModelWithLoss, "evaluate", fail)
+    made = run_command("eval", "linear.onnx", "rows.csv", *REGRESSION[:4])
+    assert made.exit_code == 1
+    assert_names(made.stderr, part)
+    assert "bad_alloc" not in made.stderr
+
+
 # -- a file of options --------------------------------------------------------------------------
 
 
@@ -275,6 +302,7 @@ def test_python_says_what_messages_write():
         ("loss = true", ["line 1:", "loss", "list", "texts"]),
         ("epochs = = 3", ["TOML"]),
         ("debug = true", ["line 1:", "'debug'"]),
+        pytest.param("loss = " + "[" * 100_000, ["run.toml", "nested"], id="brackets"),
     ],
 )
 def test_a_file_of_options(here, text, parts):

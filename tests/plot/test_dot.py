@@ -185,6 +185,19 @@ def test_figures(renderer, tmp_path):
         plt.close(ax.figure)
 
 
+@pytest.mark.parametrize("renderer", RENDERERS)
+def test_circles_are_drawn(renderer):
+    """No file is valid with them, and a picture shows where they are."""
+    import matplotlib.pyplot as plt
+
+    model = parse_model("""f (float[2] x) => (float[2] y) {
+        a = Add(x, c)  b = Relu(a)  c = Exp(b)  y = Neg(c)  own = Abs(own) }""")
+    ax = plot_onnxs(model, renderer=renderer)
+    texts = " ".join(text.get_text() for text in ax.texts)
+    assert renderer == "dot" or all(kind in texts for kind in ("Add", "Relu", "Exp", "Abs"))
+    plt.close(ax.figure)
+
+
 @pytest.mark.parametrize("ax", [None, "new"])
 def test_one_title_for_several_models(ax):
     import matplotlib.pyplot as plt

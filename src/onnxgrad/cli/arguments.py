@@ -163,7 +163,7 @@ def read_value(option: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"--{option} {text!r} is not NAME=VALUE")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value
 
 

@@ -24,6 +24,9 @@ EXIT_CODES = (
     "options, model or data, and nothing was written; 130 after Ctrl-C, 128 + n after signal n."
 )
 
+# what libraries in C++ say where no memory is left
+_NO_MEMORY = ("std::bad_alloc", "bad allocation", "Failed to allocate memory")
+
 stop = StopRequests()
 
 
@@ -61,6 +64,24 @@ def register(app: typer.Typer, runs: str, *examples: str) -> Callable[[Callable[
     return add
 
 
+def reason_of(error: Exception) -> str:
+    """Return what an error says, in plain words where only its type says it."""
+    text = one_line(error) if isinstance(error, OSError) else str(error)
+    return plain_reason(error) or text or type(error).__name__
+
+
+def plain_reason(error: Exception) -> str:
+    """Return what is missing or too deep; "" for errors that say so themselves."""
+    if isinstance(error, RecursionError):
+        return "a file, or a value of an option, is nested too deep to be read"
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY):
+        return (
+            "there is not enough memory: take fewer rows at once with --batch-size, a smaller "
+            "model, or a machine with more"
+        )
+    return ""
+
+
 def _guard(command: Callable[..., None], name: str) -> Callable[..., None]:
     """Return a command whose errors are one line on stderr."""
     face = Shell(frozenset(inspect.signature(command).parameters))
@@ -83,8 +104,7 @@ def _guard(command: Callable[..., None], name: str) -> Callable[..., None]:
             expected = isinstance(e, (ValueError, OSError, NotImplementedError, ImportError))
             known = expected or isinstance(e, ProcessLostError)
             hint = "" if known else " (unexpected: --debug shows where)"
-            message = one_line(e) if isinstance(e, OSError) else str(e)
-            complain(f"{message or type(e).__name__}{hint}")
+            complain(plain_reason(e) or f"{reason_of(e)}{hint}")
             raise typer.Exit(INVALID if expected else FAILED) from None
 
     vars(guarded).update(vars(command))

@@ -27,6 +27,8 @@ def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} is no TOML file: {e}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is no file of options: its lists are nested too deep") from None
     except OSError as e:
         raise OSError(f"cannot read --config {path}: {e.strerror or e}") from None
     fields = {name: f for name, f in fields.items() if name not in _UNREAD}

@@ -324,9 +324,7 @@ def _share(text: str | None) -> float | None:
     return share
 
 
-def _class_weight(
-    arguments: dict[str, Any], objective: Objective, classes: Labels | None
-) -> Any:
+def _class_weight(arguments: dict[str, Any], objective: Objective, classes: Labels | None) -> Any:
     """Return the weights of classes by their numbers, as a `Trainer` takes them."""
     weight = arguments["class_weight"]
     if weight is None or weight == "balanced":

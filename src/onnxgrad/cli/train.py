@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from onnx import ModelProto
 
-from onnxgrad.cli.command import FAILED, stop
+from onnxgrad.cli.command import FAILED, reason_of, stop
 from onnxgrad.cli.console import complain, note, print_json, results
 from onnxgrad.cli.job import Job
 from onnxgrad.cli.model_files import (
@@ -180,7 +180,7 @@ def _fit(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
     except Exception as e:
         if not watch.rows:
             raise
-        return Outcome(str(e), FAILED)
+        return Outcome(reason_of(e), FAILED)
     finally:
         stop.hold()
     return Outcome()

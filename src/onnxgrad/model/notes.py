@@ -33,7 +33,7 @@ def read_note(proto: ModelProto, key: str) -> list[Any]:
     text = next((entry.value for entry in proto.metadata_props if entry.key == key), "[]")
     try:
         note = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         note = None
     if not isinstance(note, list):
         raise ModelError(f"the metadata {key!r} of the model is broken: remove it")

@@ -8,7 +8,6 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
 from math import isfinite
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from onnxgrad.errors import printable_lines, unknown
 from onnxgrad.model.read import ModelLike
 from onnxgrad.plot.dot import Box, Drawing, to_dot
+from onnxgrad.plot.layering import topological_order
 from onnxgrad.reporting import logger
 
 _LARGEST = (40, 200)  # inches: larger pictures are scaled down, as no viewer shows them
@@ -246,11 +246,15 @@ class _Layers:
 
 
 def _layers(after: dict[str, list[str]]) -> list[list[str]]:
-    """Return the names in layers, each in the last layer that is above all of its successors."""
-    sorter = TopologicalSorter(after)
-    sorter.prepare()
-    layers = []
-    while sorter.is_active():
-        layers.append(list(sorter.get_ready()))
-        sorter.done(*layers[-1])
-    return layers[::-1]
+    """Return the names in layers, each in the last layer that is above all of its successors.
+
+    Of a circle, the arrow that closes it goes up.
+    """
+    order, kept = topological_order(after, {a: [(b, 1) for b in after[a]] for a in after})
+    height: dict[str, int] = {}
+    for name in reversed(order):
+        height[name] = max((height[b] + n for b, n in kept[name]), default=0)
+    layers: list[list[str]] = [[] for _ in range(max(height.values()) + 1)]
+    for name in order:
+        layers[-1 - height[name]].append(name)
+    return layers

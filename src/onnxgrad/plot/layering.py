@@ -7,12 +7,14 @@ rows by longest paths, bends where an arrow passes a row, and an order in each r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 from onnxgrad.plot.scene import ROOT, Arrow, Cell, Scene
 
+T = TypeVar("T")
 _SWEEPS = 4
 _NEAR = 8  # rows: a longer arrow bends only so far from its ends, so that bends grow as arrows do
 
@@ -191,7 +193,7 @@ def _longest(cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]) -
     after: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     for a, b, n in constraints:
         after[a].append((b, n))
-    order, kept = _topological_order(cells, after)
+    order, kept = topological_order(cells, after)
     row = dict.fromkeys(cells, 0)
     for a in order:
         for b, n in kept[a]:
@@ -203,13 +205,13 @@ def _longest(cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]) -
     return row
 
 
-def _topological_order(
-    cells: list[Cell], after: dict[Cell, list[tuple[Cell, int]]]
-) -> tuple[list[Cell], dict[Cell, list[tuple[Cell, int]]]]:
-    """Return the cells in topological order, and `after` without the edges of circles."""
-    kept: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
-    state: dict[Cell, int] = {}  # 1: on the path, 2: done
-    order: list[Cell] = []
+def topological_order(
+    cells: Iterable[T], after: Mapping[T, list[tuple[T, int]]]
+) -> tuple[list[T], dict[T, list[tuple[T, int]]]]:
+    """Return the cells in topological order, and `after` without the edges that close circles."""
+    kept: dict[T, list[tuple[T, int]]] = defaultdict(list)
+    state: dict[T, int] = {}  # 1: on the path, 2: done
+    order: list[T] = []
     for start in cells:
         if start in state:
             continue
