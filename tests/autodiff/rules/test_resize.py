@@ -7,13 +7,20 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnxgrad import ModelError, NoGradientRule, check_gradient, onnx_derivative
+from onnxgrad import (
+    DerivativeOptions,
+    ModelError,
+    NoGradientRule,
+    check_gradient,
+    onnx_derivative,
+)
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.weights import constant_refs
 from tests.support.cases import run_in_dtype
 from tests.support.errors import naming
 from tests.support.models import parse_model
+from tests.support.running import run, run_named
 
 
 def of_parts(inputs: str, body: str, opset: int = 20, initializers: str = "") -> onnx.ModelProto:
@@ -224,3 +231,21 @@ def test_scales_are_no_input_by_default():
     assert report.ok, str(report)
     with pytest.raises(NoGradientRule, match=naming("Resize", "scales")):
         onnx_derivative(made, inputs=["s"])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_region_in_half_precision(dtype):
+    """y is linear in x, so that sum(x dx) is sum(y)."""
+    nodes = (
+        "y = Resize<mode = 'linear', coordinate_transformation_mode = 'tf_crop_and_resize'>"
+        "(x, roi, , s)"
+    ).replace("'", '"')
+    made = parse_model(
+        f"g (float16[1,1,4,4] x) => (float16[1,1,3,3] y) {{ {nodes} }}",
+        opset=21, roi=np.array([0, 0, 0.4, 0.6, 1, 1, 0.6, 0.8], dtype), s=np.array([1, 1, 3, 3]),
+    )  # fmt: skip
+    x = np.random.default_rng(0).random((1, 1, 4, 4)).astype(np.float16)
+    options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+    found = run_named(onnx_derivative(made, [], ["x"], options), x=x)
+    np.testing.assert_array_equal(found["y"], run(made, x=x)[0])
+    np.testing.assert_allclose((found["x_grad"] * x).sum(), found["y"].sum(), rtol=1e-2)

@@ -212,6 +212,8 @@ def _roi(op, node, index: int, count: int, own: list[int]):
     roi = node.inputs[1] if len(node.inputs) > 1 else None
     if roi is None or _text(node, "coordinate_transformation_mode") != "tf_crop_and_resize":
         return None
+    if roi.dtype.itemsize < 4:  # onnxruntime reads that of a matrix in float32 as float32
+        roi = op.Cast(roi, to=ir.DataType.FLOAT)
     start, end = (_part(op, roi, i) for i in (index, count + index))
     zero, one = roi.dtype.numpy().type(0).reshape(1), roi.dtype.numpy().type(1).reshape(1)
     starts, ends = [start if i else zero for i in own], [end if i else one for i in own]
