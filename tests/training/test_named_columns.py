@@ -24,7 +24,7 @@ SOME = CLASS.copy()
 SOME[::5] = IGNORED
 
 
-def linear_classifier():
+def scores_of_three():
     return parse_model("f (float[N,3] x) => (float[N,3] y) { y = MatMul(x, w) }", opset=20, w=W)
 
 
@@ -138,10 +138,10 @@ def compare(case, stacked, path):
     if case.labels != "soft":
         given["metrics"] = ["accuracy"]
     weights = {"class_weight": "balanced"} if case.balanced else {}
-    made = kind(linear_classifier(), loss, **given, **options, **weights)
+    made = kind(scores_of_three(), loss, **given, **options, **weights)
     if case.balanced:
         weights = {"class_weight": balance(y)}
-    plain = kind(linear_classifier(), loss, **given, **weights)
+    plain = kind(scores_of_three(), loss, **given, **weights)
     of_rows = {"sample_weight": "w"} if case.weighted else {}
     of_arrays = {"sample_weight": WEIGHT} if case.weighted else {}
     first = KINDS[case.kind](every, path)
@@ -183,7 +183,7 @@ def test_balanced_weights_are_of_the_rows_that_train(tmp_path):
     for loss, classes, held_out in (("cross_entropy", 3, 0.3), (ignoring, 2, np.float32(0.3))):
         weights = {c: counts[:classes].sum() / (classes * counts[c]) for c in range(classes)}
         made, plain = (
-            og.Trainer(linear_classifier(), loss, class_weight=given).fit(
+            og.Trainer(scores_of_three(), loss, class_weight=given).fit(
                 X, CLASS, validation=held_out
             )
             for given in ("balanced", weights)
@@ -196,7 +196,7 @@ def test_balanced_weights_are_of_the_rows_that_train(tmp_path):
         ]
     for y in (SOFT, X):
         with pytest.raises(ValueError, match=naming("class_weight='balanced'")):
-            og.Trainer(linear_classifier(), "cross_entropy", class_weight="balanced").fit(X, y)
+            og.Trainer(scores_of_three(), "cross_entropy", class_weight="balanced").fit(X, y)
 
 
 def test_columns_and_classes_of_several_outputs():
@@ -229,10 +229,10 @@ def test_a_function_is_called_once_for_each_pass():
         for part in np.split(np.arange(ROWS - 2), 2):
             yield X[part] + np.float32(rng.normal()), SOFT[part]
 
-    made = og.Trainer(linear_classifier(), "cross_entropy").fit(batches, epochs=2)
+    made = og.Trainer(scores_of_three(), "cross_entropy").fit(batches, epochs=2)
     assert len(calls) == 2
     rng = np.random.default_rng(0)
     listed = [list(batches()) for _ in range(2)]
-    expected = og.Trainer(linear_classifier(), "cross_entropy").fit(listed[0])
+    expected = og.Trainer(scores_of_three(), "cross_entropy").fit(listed[0])
     expected.partial_fit(listed[1])
     np.testing.assert_array_equal(made.state.weights["w"], expected.state.weights["w"])

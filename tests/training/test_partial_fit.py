@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
+
 import numpy as np
 import pytest
 
+import onnxgrad as og
 from onnxgrad import Trainer, cosine
 from onnxgrad.training.recipe import Recipe
+from tests.support.running import PATIENCE, in_sweep
 from tests.support.trainings import ActAtStep, interrupt_training, linear_model
 
 RNG = np.random.default_rng(0)
@@ -83,3 +88,35 @@ def test_what_is_refused_leaves_the_state_as_it_was(refused, tmp_path):
     assert (trainer.state.position, trainer.state.stop_reason) == (2, "interrupted")
     trainer.learning_rate = rate
     assert trainer.partial_fit(X, Y).state.step == 4  # it trains on
+
+
+def test_one_of_several_threads_trains():
+    """The others are refused before they build anything."""
+    trainer, entered, results = piece_trainer(), threading.Barrier(3), []
+
+    def train():
+        entered.wait(PATIENCE)
+        try:
+            results.append(len(trainer.fit(X, Y, epochs=300).history))
+        except RuntimeError as e:
+            results.append(str(e))
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert 300 in results
+    assert all(r == 300 or "fit is running" in r for r in results)
+    assert len(results) == 3
+    assert len(trainer.history) == 300
+    pickle.loads(pickle.dumps(trainer)).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [og.ema(og.adam(), 0.9), in_sweep(og.schedule_free())], ids=str
+)
+def test_a_second_fit_begins_with_the_averages(optimizer):
+    trainer = piece_trainer(optimizer=optimizer, learning_rate=0.1).fit(X, Y, epochs=3)
+    before = trainer.evaluate(X, Y)["loss"]
+    assert trainer.fit(X, Y, batch_size=len(X)).history[0]["loss"] == pytest.approx(before)

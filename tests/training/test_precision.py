@@ -162,6 +162,16 @@ def test_batch_normalization(form):
     assert half.evaluate(X, Y)["loss"] == pytest.approx(full.evaluate(X, Y)["loss"], rel=1e-2)
 
 
+def test_statistics_of_a_file_that_trains_in_16_bits():
+    model = narrow_model(text=NORM, shapes=NORM_SHAPES)
+    made = og.Trainer(model, "cross_entropy", batch_norm="train", precision="file")
+    made.fit(X.astype(HALF), Y, validation=0.25, epochs=2)
+    trained = made.model
+    assert {a.dtype for a in initializer_arrays(trained).values()} == {HALF}
+    expected = run(trained, {"x": X.astype(HALF)})[0]
+    np.testing.assert_allclose(made.predict(X.astype(HALF)), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_validation_is_that_of_the_model_that_comes_out():
     trainer = og.Trainer(narrow_model(), "cross_entropy", learning_rate=1e-2)
     trainer.fit(X, Y, epochs=2, validation=(X, Y))

@@ -308,3 +308,22 @@ def test_validation_data_that_are_no_list_are_read_once_an_epoch():
     assert trainer.history[-1]["validation_accuracy"] == 1
     once = identity_trainer(metrics=["accuracy"]).fit(*FIT, validation=iter([FIT]))
     assert once.history[-1]["validation_accuracy"] == 1
+
+
+def test_metrics_that_are_undefined_for_the_rows_are_nan():
+    X, y = separable_rows(60)
+    one = parse_model(
+        "f (float[N,2] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.ones((2, 1), np.float32)
+    )
+    of_one_class = X[:8], np.zeros(8, np.int64)
+    trainings = {
+        "auc": lambda: identity_trainer(metrics=["auc"]).fit(X, y, validation=of_one_class),
+        "r2": lambda: og.Trainer(one, "squared_error", metrics=["r2"]).fit(
+            X, X[:, :1], validation=(X[:1], X[:1, :1])
+        ),
+    }
+    for metric, train in trainings.items():
+        with pytest.warns(UserWarning, match=naming(metric, "NaN")):
+            made = train()
+        assert np.isnan(made.history[-1][f"validation_{metric}"])
+        assert np.isfinite(made.history[-1]["validation_loss"])

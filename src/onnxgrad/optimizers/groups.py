@@ -108,6 +108,11 @@ class Starting(Around):
         return self.optimizer.elementwise
 
     @property
+    def averages(self) -> bool:  # type: ignore[override]
+        """Return whether the optimizer averages weights."""
+        return self.optimizer.averages
+
+    @property
     def first_step(self) -> int:  # type: ignore[override]
         """Return the number of the first step that changes a weight or a slot."""
         return self.start + self.optimizer.first_step

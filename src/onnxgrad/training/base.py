@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self, TypeAlias
 
@@ -50,9 +51,9 @@ from onnxgrad.training.modes.stored_integers import pairs
 from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.parameters.choice import separated_choice
 from onnxgrad.training.parameters.patterns import as_list
-from onnxgrad.training.precision import PRECISIONS, narrow_dtypes, resolved, rounding_text, widened
+from onnxgrad.training.precision import PRECISIONS, narrow_dtypes, resolved, rounding_text
 from onnxgrad.training.progress import FitProgress
-from onnxgrad.training.settings import Settings
+from onnxgrad.training.settings import RUNNING, Settings
 from onnxgrad.training.sharing import in_group
 from onnxgrad.training.state import TrainState, Values
 
@@ -143,11 +144,11 @@ class TrainerBase(Settings):
         """Let the state have the weights of the model, in the dtypes in which they train."""
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
         self.constants = set(refs)
-        self.narrow = {} if self.precision == "file" else narrow_dtypes(refs)
+        self.narrow = narrow_dtypes(refs)
         self.proto, self.digest = without_weights(self.proto, self.trained)
         begun = {name: refs[name].array() for name in self.trained}
         self.state = TrainState(seed=self.seed)
-        self.state.values = Values({n: widened(a) if self.narrow else a for n, a in begun.items()})
+        self.state.values = Values({n: self._in_training(a) for n, a in begun.items()})
 
     # -- training -----------------------------------------------------------------------------
 
@@ -165,8 +166,8 @@ class TrainerBase(Settings):
     ) -> Self:
         """Train for `epochs` epochs, beginning with the current weights.
 
-        A second call begins another training with the weights of the first: the slots of the
-        optimizer, the step number, the schedule and the history begin anew.
+        A second call begins another training with the weights of the first, the averages if its
+        optimizer averages weights: slots, the step number, the schedule and the history begin anew.
 
         Args:
             X: array (rows, ...), a table, a dict of these by input; a path of Parquet files, a
@@ -195,11 +196,9 @@ class TrainerBase(Settings):
             ConvergenceError: the loss, a weight or the validation loss became NaN or infinite; the
                 state before is kept.
             KeyboardInterrupt: Ctrl-C, between two steps; the state is kept.
-            RuntimeError: called by its own callback.
+            RuntimeError: called by its own callback, or while another thread calls it.
         """
-        if self.state.is_running:
-            raise RuntimeError("fit is running: it cannot be called again before it ends")
-        with in_group(self):
+        with self._only_call(), in_group(self):
             held_out = held_out_data(validation)
             data = as_dataset(X, y, sample_weight)
             if batch_size is not None:
@@ -235,9 +234,7 @@ class TrainerBase(Settings):
             ValueError: as `fit`.
             ConvergenceError: as `fit`.
         """
-        if self.state.is_running:
-            raise RuntimeError("fit is running: partial_fit cannot be called before it ends")
-        with in_group(self):
+        with self._only_call(), in_group(self):
             if batch_size is not None:
                 check_count("batch_size", batch_size)
             data = as_dataset(X, y, sample_weight)
@@ -246,10 +243,22 @@ class TrainerBase(Settings):
                 loop = call.begin(1, shuffle)
             return self._run(call, loop)
 
+    @contextmanager
+    def _only_call(self) -> Iterator[None]:
+        """Refuse another call of `fit` or `partial_fit` until the block ends, of any thread."""
+        own = object()
+        if vars(self).setdefault(RUNNING, own) is not own:  # which is atomic
+            raise RuntimeError("fit is running: no other call can begin before it ends")
+        try:
+            yield
+        finally:
+            del vars(self)[RUNNING]
+
     def _run(self, call: Fit, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
         before, self.state, self.setup = self.state, loop.state, call
-        if loop.runner.holds_all and before is not loop.state:  # in memory once: those are equal
+        if loop.runner.holds_all and before is not loop.state and not self.averages:
+            # in memory once: those are equal
             before.values = replace(before.values, weights={})
         try:
             loop.run()
@@ -261,7 +270,8 @@ class TrainerBase(Settings):
                 logger.info(text)
             if not loop.moved and not loop.state.step:
                 self.state = before
-                before.values = replace(before.values, weights=loop.state.weights)
+                if not self.averages:
+                    before.values = replace(before.values, weights=loop.state.weights)
         return self
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.model_loss import BATCH
+from onnxgrad.training.modes.statistics import ONE_VALUE
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
 
@@ -69,6 +70,8 @@ class Fields:
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
+        self.one_value: str | None = objective.model.graph.meta.get(ONE_VALUE)
+        self.parts_of: Callable[[int], int] = lambda rows: 1  # of a batch, each normalized alone
         self._called = objective.model.graph.meta.get(CALLED, ())
         self._set_axes(batch_axes or {})
 
@@ -364,7 +367,10 @@ class Fields:
         """
         if isinstance(item, Mapping):
             given = self._by_name(item, not self.left_out, not self.left_out)
-            return self._check(self._in_order(given), list(self.fields), whole=True)
+            arrays, rows = self._check(self._in_order(given), list(self.fields), whole=True)
+            if self.one_value is not None:
+                self.check_batch(rows)
+            return arrays, rows
         parts = item if isinstance(item, (tuple, list)) else [item]
         if len(parts) > 3:
             raise ValueError(
@@ -403,8 +409,18 @@ class Fields:
             )
 
     def check_batch(self, rows: int) -> None:
-        """Raise if a batch is not the fixed one of the model, nor several of these."""
+        """Raise if a batch has not the fixed rows of the model, or a multiple, or has too few.
+
+        Statistics of a batch, or of each part in which it is computed, need more than one value.
+        """
         self.check_rows(rows)
+        if self.one_value is not None and rows < 2 * (parts := self.parts_of(rows)):
+            cut = f", which is computed in {parts} parts" * (parts > 1)
+            raise ValueError(
+                f"{self.one_value} in training needs two rows or more, and a batch has {rows}{cut}:"
+                f" choose {argument('batch_size')} (and accumulate) so that none has a single row, "
+                f"leave out a row, or use {argument('batch_norm', 'frozen')}"
+            )
         if self.fixed_rows not in (None, rows) and not (self.accumulates or self.divides):
             raise ValueError(
                 f"the model has a fixed batch of {self.fixed_rows} rows: train with "

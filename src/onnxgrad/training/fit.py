@@ -18,6 +18,7 @@ from onnxgrad.reporting import logger
 from onnxgrad.schedules.rates import OfMembers, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
+from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import check_weights, evaluator_of
@@ -117,7 +118,9 @@ class Fit:
         features = (fields.fields[name] for name in fields.features)
         self.names.notes = training_notes(trainer, self.data.reader, features)
         check_weights(self.recipe, self.data, objective, fields)
+        fields.parts_of = partial(self._parts, statistics=True)
         source, held_out = self._sources(fields, shuffle)
+        self._check_statistics(source, fields)
         if held_out is not None:
             values = self.buffers | trainer.evaluated()
             self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
@@ -160,10 +163,11 @@ class Fit:
         return self.loop
 
     def _check_frozen(self, state: TrainState) -> None:
-        """Warn of the members that `partial_fit` does not train; raise if these are all."""
-        if not self.further or not state.frozen:
+        """Warn of the members that were stopped and do not train; raise if these are all."""
+        stops = any(isinstance(c, EarlyStopping) for c in self.trainer.callbacks.callbacks)
+        if not state.frozen or (stops and not self.further):  # which then tells of them itself
             return
-        remedy = "call fit to begin another training"
+        remedy = f"call fit, without {argument('resume')}, to begin another training"
         if len(state.frozen) == self.trainer.members:
             raise ValueError(f"all members are frozen: {remedy}")
         text = f"the members {sorted(state.frozen)} are frozen and do not train: {remedy}"
@@ -223,15 +227,33 @@ class Fit:
 
     def _check_mixed(self, source: BatchSource) -> None:
         """Raise `ValueError` if rows are to be mixed, and a part of a batch has one row only."""
-        processes = 1 if self.sharing is None else self.sharing.part.size
-        rows = min(source.batch_size, source.rows or source.batch_size) // processes
-        parts = micro_batches(max(rows, 1), self.trainer.accumulate)
-        if self.trainer.mix is not None and rows < 2 * parts:
+        rows = min(source.batch_size, source.rows or source.batch_size)
+        if self.trainer.mix is not None and rows < 2 * self._parts(rows):
+            processes = 1 if self.sharing is None else self.sharing.part.size
             raise ValueError(
                 f"mix has nothing to mix: batches of {source.batch_size} rows are cut into single "
                 f"rows, by {argument('accumulate', self.trainer.accumulate)} and {processes} "
                 "processes. Pass a larger batch_size, or leave mix out"
             )
+
+    def _parts(self, rows: int, statistics: bool = False) -> int:
+        """Return in how many parts a batch of so many rows is computed."""
+        shared = self.sharing
+        processes = 1 if shared is None or (statistics and shared.normalized) else shared.part.size
+        own = max(rows // processes, 1)
+        return processes * micro_batches(own, self.trainer.accumulate, statistics)
+
+    def _check_statistics(self, source: BatchSource, fields: Fields) -> None:
+        """Raise `ValueError` for a batch, known before training, that has too few rows."""
+        if fields.one_value is None:
+            return
+        if source.cuts and source.rows is not None:
+            sizes = {min(source.batch_size, source.rows), source.rows % source.batch_size} - {0}
+            for rows in sorted(sizes):
+                fields.check_batch(rows)
+        elif source.in_memory:
+            for _ in source.epoch(None, 0, lambda batch: 1):
+                pass  # which checks each of the batches
 
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
@@ -305,7 +327,7 @@ class Fit:
             members=self.trainer.members,
         )
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
-        state.values = Values(old.weights, buffers=now)
+        state.values = Values(self.trainer.begun(), buffers=now)
         return state
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,11 +85,15 @@ class Judge:
                 self.undefined = True
 
     def results(self) -> dict[str, Any]:
-        """Return the metrics by name."""
-        nan = float("nan")
-        return {
-            f"{self.prefix}{m.name}": nan if self.undefined else m.compute() for m in self.metrics
-        }
+        """Return the metrics by name; NaN where they are undefined for these rows."""
+        return {f"{self.prefix}{m.name}": self._compute(m) for m in self.metrics}
+
+    def _compute(self, metric: Metric) -> Any:
+        try:
+            return float("nan") if self.undefined else metric.compute()
+        except ValueError as e:
+            warnings.warn(f"{first_line(e)}: it is NaN", stacklevel=2)
+            return float("nan")
 
 
 def judges(

@@ -23,6 +23,7 @@ from onnxgrad.training.precision import Dtypes, for_file, rounded, rounding, wid
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.update import evaluated
 
+RUNNING = "_running_call"  # attribute of a trainer while a call of it trains
 _EPOCHS = 10  # of the history that a notebook shows
 
 
@@ -64,7 +65,7 @@ class Settings:
     sharing: Any = None  # how processes share the call that runs; None: this one trains alone
     setup: Any = None  # the last one that trained
     constants: Set[str] = frozenset()  # of the model
-    narrow: Dtypes = field(default_factory=dict)  # of those of 16 bits that train in float32
+    narrow: Dtypes = field(default_factory=dict)  # of constants of 16 bits in the file
     digest: str | None = None  # of the whole model, if `proto` lacks large weights
     members: int | None = None  # of a stack; None for one model
     optimizers: list[Optimizer] = field(default_factory=list)  # of the members
@@ -80,17 +81,28 @@ class Settings:
         """The inputs whose rows are not on their first axis."""
         return {name for name, axis in self.batch_axes.items() if axis != 0}
 
+    @property
+    def averages(self) -> bool:
+        """Whether the optimizer averages weights, or that of a member."""
+        return any(optimizer.averages for optimizer in self.optimizers or [self.optimizer])
+
+    def begun(self) -> dict[str, np.ndarray]:
+        """Return the weights with which a new training begins, as `evaluated`, but not rounded."""
+        values = self._unrounded()
+        return {name: values[name] for name in self.state.weights}
+
     def evaluated(self) -> dict[str, np.ndarray]:
         """Return the weights and statistics that are evaluated and exported, by name.
 
         They are those of the last step, unless the optimizer averages weights. Those of a stack
         have an axis of members first. Where the file has 16 bits, they are rounded to these.
         """
-        values = self._unrounded()
-        if not self.narrow:
-            return values
-        values = rounded(values, self.narrow)
-        return {name: widened(a) if name in self.narrow else a for name, a in values.items()}
+        values = rounded(self._unrounded(), self.narrow)
+        return {n: self._in_training(a) if n in self.narrow else a for n, a in values.items()}
+
+    def _in_training(self, array: np.ndarray) -> np.ndarray:
+        """Return a constant in the dtype in which it trains and is evaluated."""
+        return array if self.precision == "file" else widened(array)
 
     def _for_file(self) -> dict[str, np.ndarray]:
         """Return what is exported, in the dtypes of the file; refuse what these cannot hold."""
@@ -103,13 +115,13 @@ class Settings:
         The absolute differences of elements; empty for a model without weights of 16 bits, or
         whose weights do not train in float32.
         """
-        return rounding(self._unrounded(), self.narrow) if self.narrow else {}
+        return {} if self.precision == "file" else rounding(self._unrounded(), self.narrow)
 
     def _unrounded(self) -> dict[str, np.ndarray]:
         """Return weights and statistics as `evaluated`, before they are rounded."""
         values = self.state.values
         buffers = {n: a for n, a in values.buffers.items() if n in self.constants}
-        if not any(o.averages for o in self.optimizers or [self.optimizer]):
+        if not self.averages:
             return values.weights | buffers
         if self.members is None:
             weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
@@ -120,8 +132,8 @@ class Settings:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies have: no data and sessions of a call, and a state of their own."""
-        own = {"state": self.state.copy(), "built": BuildCache()}
-        return vars(self) | own | {"setup": None, "sharing": None}
+        own = {"state": self.state.copy(), "built": BuildCache(), "setup": None, "sharing": None}
+        return {name: value for name, value in (vars(self) | own).items() if name != RUNNING}
 
     def _repr_html_(self) -> str:
         last = self.state.history[-_EPOCHS:]

@@ -86,6 +86,8 @@ class TrainState:
         seed: of the order of rows and of dropout.
         balanced: the weights of the classes that `class_weight="balanced"` means, by output, of the
             rows that the last `fit` trained on; None without.
+        undone: steps that were finished, and set back when earlier weights were restored together
+            with their slots.
         schedule: what a learning-rate schedule keeps between evaluations.
         callbacks: what callbacks keep, by the callback's key: numbers and text.
         kept: arrays that callbacks keep, by the callback's key.
@@ -114,6 +116,7 @@ class TrainState:
     stop_reason: str | None = None
     further: bool = False
     seed: int = 0
+    undone: int = 0
     balanced: dict[str, dict[int, float]] | None = None
     schedule: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -184,8 +187,9 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Number of finished steps."""
-        return self._runner.now.steps if self._runner is not None else self._values.steps
+        """Number of finished steps, also of those that were set back with the weights."""
+        values = self._values if self._runner is None else self._runner.now
+        return values.steps + self.undone
 
     @property
     def frozen(self) -> dict[int, int]:
@@ -326,7 +330,7 @@ class TrainState:
             {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in record.items()}
             for record in self.history
         ]
-        own = {"step": values.steps, "frozen": dict(values.frozen), "identity": dict(self.identity)}
+        own = {"step": self.step, "frozen": dict(values.frozen), "identity": dict(self.identity)}
         return arrays, numbers | own
 
     @classmethod
@@ -357,7 +361,7 @@ class TrainState:
         state.values = Values(
             arrays["weights"],
             slots,
-            numbers["step"],
+            numbers["step"] - state.undone,
             arrays["buffers"],
             {int(k): step for k, step in frozen.items()},
         )
@@ -367,7 +371,7 @@ class TrainState:
 _ARRAYS = ("weights", "slots", "buffers", "kept")
 _NUMBERS = (  # of `state.json`
     *("epoch", "epochs", "position", "pending", "running", "history", "learning_rate"),
-    *("stop_reason", "seed", "balanced", "schedule", "callbacks", "identity", "members"),
+    *("undone", "stop_reason", "seed", "balanced", "schedule", "callbacks", "identity", "members"),
 )
 
 

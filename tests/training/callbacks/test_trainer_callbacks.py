@@ -208,6 +208,27 @@ def test_what_is_exported_is_what_was_best(optimizer):
     assert not np.array_equal(seen[0]["w"], seen[2]["w"])
     best = trainer.history[0]["validation_loss"]
     assert trainer.evaluate(X, Y)["loss"] == pytest.approx(best)
+    steps = [entry["step"] for entry in trainer.partial_fit(X, Y, batch_size=10).history]
+    assert steps == sorted(set(steps))
+    assert trainer.state.step == steps[-1]
+
+
+def test_members_that_had_stopped_do_not_go_on(tmp_path):
+    def fit(patience, resume=None):
+        callbacks = [og.Checkpoint(tmp_path / "state")]
+        if patience:
+            callbacks.append(EarlyStopping(patience=patience, min_delta=1e6))
+        options = {"learning_rate": [0.1, 0.2], "callbacks": callbacks}
+        stack = og.TrainerStack(linear_model([[0], [0]]), "squared_error", **options)
+        return stack.fit(X, Y, epochs=5, batch_size=10, validation=(X, Y), resume=resume)
+
+    first = fit(1)
+    assert len(first.history) == 2
+    assert len(fit(1, tmp_path / "state").history) == 2
+    with pytest.raises(ValueError, match=naming("patience=3", "member 0", "patience=1")):
+        fit(3, tmp_path / "state")
+    with pytest.raises(ValueError, match=naming("frozen", "resume=")):
+        fit(None, tmp_path / "state")
 
 
 def test_a_checkpoint_has_the_state_of_the_last_step_not_the_restored_one(tmp_path):

@@ -100,6 +100,13 @@ def test_resumed_training_starts_groups_at_the_same_step(tmp_path):
         assert resumed.state.weights[name].tobytes() == whole.state.weights[name].tobytes()
 
 
+def test_groups_that_begin_later_average_nothing():
+    later = og.gradual_unfreezing(["w", "*"], every=3)
+    assert not later.averages
+    assert og.ema(later, 0.9).averages
+    assert og.gradual_unfreezing(["w", "*"], every=3, optimizer=og.ema(og.adam())).averages
+
+
 def test_averages_begin_with_the_group():
     def trained(start, epochs):
         group = og.ParamGroup(og.ema(og.sgd(), 0.5), start=start)

@@ -27,6 +27,7 @@ from tests.support.errors import naming
 from tests.support.exports import export_module
 from tests.support.models import initializer_arrays, operator_names, parse_model
 from tests.support.running import in_sweep, run, run_named
+from tests.support.trainings import normalized_model
 
 RNG = np.random.default_rng(0)
 GAMMA = 0x9E3779B97F4A7C15
@@ -813,3 +814,28 @@ def test_accumulating_does_not_cut_a_short_batch_into_single_rows(form, last):
     for name in ("s", "b", "w", "c"):
         np.testing.assert_allclose(values[name], names[name].detach(), rtol=1e-9)
     np.testing.assert_allclose(values["mean"], names["mean"], rtol=1e-9)
+
+
+ROWS_9 = RNG.normal(size=(9, 3)).astype(np.float32)
+BATCHES_OF_4 = [(ROWS_9[i : i + 4], ROWS_9[i : i + 4, :1]) for i in (0, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        ((ROWS_9, ROWS_9[:, :1]), {}),
+        ((BATCHES_OF_4,), {}),
+        (([{"x": x, "label": y} for x, y in BATCHES_OF_4],), {}),
+        ((ROWS_9[:8], ROWS_9[:8, :1]), {"accumulate": 4}),
+    ],
+)
+def test_a_row_without_others_has_no_statistics(data, options):
+    trainer = Trainer(normalized_model(), "squared_error", batch_norm="train", **options)
+    parts = ["BatchNormalization", "two rows", "batch_size=", "batch_norm='frozen'"]
+    with pytest.raises(ValueError, match=naming(*parts)):
+        trainer.fit(*data, batch_size=4, epochs=2)
+    assert not trainer.history
+    with pytest.raises(ValueError, match=naming(*parts)):  # known when the batch is read
+        trainer.fit(lambda: iter(BATCHES_OF_4))
+    fine = Trainer(normalized_model(), "squared_error", batch_norm="train", accumulate=2)
+    assert fine.fit(ROWS_9, ROWS_9[:, :1], batch_size=3).state.step == 3

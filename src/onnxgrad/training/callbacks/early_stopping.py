@@ -35,9 +35,10 @@ class EarlyStopping(Callback):
     At the end of training, the best weights and buffers are restored, if they are not those of the
     last step. After Ctrl-C and after an error of data or callbacks, the state stays that of the
     last step, from which training can resume. The slots of the optimizer stay those of the last
-    step, except where it averages weights, as `ema`: then slots and `state.step` are restored too,
-    as the averages are computed from them.
-    A training that had stopped and is resumed stops again, unless `patience` is larger now.
+    step, except where it averages weights, as `ema`: then slots are restored too, as the averages
+    are computed from them, and the optimizer goes on counting from their step.
+    A training that had stopped and is resumed stops again, unless `patience` is larger now; members
+    of a stack that had stopped cannot go on.
     `partial_fit` forgets what the calls before it have counted and kept: it always trains, and its
     weights stay.
 
@@ -97,8 +98,16 @@ class EarlyStopping(Callback):
         for k, own in enumerate(self._entries(state)):
             for name, start in (("best", None), ("step", None), ("epoch", None), ("waiting", 0)):
                 own.setdefault(name, start)
-            own |= {"stopped": own["waiting"] >= self.patience, "restored": None}
-            if own["stopped"]:
+            stopped = own["waiting"] >= self.patience
+            if state.members is not None and own.get("stopped") and not stopped:
+                raise ValueError(
+                    f"patience={self.patience}: member {k} had stopped after {own['waiting']} "
+                    "evaluations without improvement, and has not trained while others did: resume "
+                    f"with patience={own['waiting']}, or call fit "
+                    f"without {argument('resume')}"
+                )
+            own |= {"stopped": stopped, "restored": None}
+            if stopped:
                 self._stop(state, control, k)
         self._epochs = 0  # that began in this training
 
@@ -172,8 +181,12 @@ class EarlyStopping(Callback):
         if slots:  # from which averages are computed, by the number of steps
             state.slots = nested(_starting(_SLOT, kept))
             steps = {k: entries[k]["step"] for k in late}
-            changes = {"steps": steps[0]} if members is None else {"frozen": state.frozen | steps}
-            state.values = replace(state.values, **changes)
+            if members is None:
+                undone = state.step - steps[0]
+                state.values = replace(state.values, steps=state.values.steps - undone)
+                state.undone += undone
+            else:
+                state.values = replace(state.values, frozen=state.frozen | steps)
         for k in late:
             entries[k]["restored"] = step = entries[k]["step"]
             which = "" if members is None else f" of member {k}"
@@ -243,7 +256,10 @@ class EarlyStopping(Callback):
     def _keep(self, trainer: Any, state: Any, better: list[int]) -> None:
         """Keep copies of weights and buffers, since training may update the arrays in place."""
         parts = {_WEIGHT: state.weights, _BUFFER: state.buffers}
-        if averages(trainer):  # slots hold the weights that were evaluated
+        optimizer = getattr(trainer, "optimizer", None)
+        if getattr(
+            trainer, "averages", getattr(optimizer, "averages", False)
+        ):  # slots hold the weights that were evaluated
             parts[_SLOT] = flat(state.slots)
         new = {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
         old = state.kept.get(self.key)
@@ -258,12 +274,6 @@ def _with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndar
     new = np.array(array)
     new[rows] = other[rows]
     return new
-
-
-def averages(trainer: Any) -> bool:
-    """Return whether the optimizer of a trainer averages weights, or that of a member."""
-    own = [getattr(trainer, "optimizer", None), *getattr(trainer, "optimizers", ())]
-    return any(getattr(optimizer, "averages", False) for optimizer in own)
 
 
 def _starting(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -19,6 +19,9 @@ from onnxgrad.training.modes.synchronization import normalized_across
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MEAN, _VARIANCE = 3, 4  # operands
 
+# `meta` key of a graph: a BatchNormalization in training that has one value a row and channel
+ONE_VALUE = "onnxgrad.one_value"
+
 
 def freeze(op: Emit) -> dict[ir.Value, ir.Value]:
     """Make every BatchNormalization with stored statistics use them; return no new statistics."""
@@ -60,6 +63,9 @@ def train(op: Emit, across: Part | None = None) -> dict[ir.Value, ir.Value]:
         pairs.append((_statistic(node, _MEAN), _statistic(node, _VARIANCE)))
     latest = {value: value for pair in pairs for value in pair}
     for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
+        shape = dims(node.inputs[0])
+        if shape is not None and static(shape[2:]) == (1,) * len(shape[2:]):
+            op.graph.meta[ONE_VALUE] = describe(node)
         with op.at(node):
             y, *new = _batch_norm(op, node, latest[mean], latest[variance], across)
             replace(op, node, [y, *new])
