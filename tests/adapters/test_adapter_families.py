@@ -155,6 +155,31 @@ def test_a_layer_that_trains_beside_adapters_has_its_path_in_pytorch(tmp_path):
     assert og.load_adapter(model, tmp_path).graph == adapted.graph
 
 
+def test_a_shared_weight_has_an_adapter_for_each_module(tmp_path):
+    """Of an embedding and a last layer, told apart by the names of the nodes."""
+    text = """f (int64[N] i) => (float[N,6] y) { h = Gather(lm, i) t = Transpose(lm)
+        y = MatMul(h, t) }"""
+    model = rename_constants(random_model(text, lm=(6, 4)), {"lm": "lm_head.weight"})
+    for node, name in zip(
+        model.graph.node, ("model/embed/Gather", "t", "lm_head/MatMul"), strict=True
+    ):
+        node.name = f"/{name}"
+    adapted = shaken(og.add_lora(model, "*", rank=2))
+    tensors = saved_tensors(adapted, tmp_path)
+    a, b = (tensors[f"model.embed.lora_embedding_{n}"] for n in "AB")
+    np.testing.assert_array_equal(tensors["lm_head.lora_A.weight"], b.T)
+    np.testing.assert_array_equal(tensors["lm_head.lora_B.weight"], a.T)
+    for loaded in (model, shaken(adapted, seed=3)):
+        assert og.load_adapter(loaded, tmp_path) == adapted
+    both = load_file(tmp_path / TENSORS)
+    save_file({k: x + ("head" in k) for k, x in both.items()}, tmp_path / TENSORS)
+    with pytest.raises(ValueError, match=naming("lm_head", "model.embed")):
+        og.load_adapter(model, tmp_path)
+    save_file({k: x for k, x in both.items() if "head" in k}, tmp_path / TENSORS)
+    with pytest.warns(UserWarning, match=naming("lm_head", "model.embed")):
+        assert og.load_adapter(model, tmp_path) == adapted
+
+
 def test_what_one_adapter_of_the_parts_cannot_have_is_refused(tmp_path):
     file = phi3_file(tmp_path / "genai")
     for adapted in (og.add_lora(file, "*up*", use_dora=True), og.add_ia3(file, [], "*up*")):

@@ -21,6 +21,7 @@ from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes
 from onnxgrad.adapters.insertion import adopted, insert, read_family
 from onnxgrad.adapters.names import FACTORS, module_names, tensor_names
 from onnxgrad.adapters.slots import Slot
+from onnxgrad.adapters.tied import join_tensors, separate_entries, tied_paths
 from onnxgrad.adapters.torch_modules import Entry, packed_columns, to_model, to_torch, torch_path
 from onnxgrad.adapters.uses import EMBEDDING, LEFT, LINEAR, Target, targets
 from onnxgrad.errors import unknown
@@ -45,7 +46,8 @@ def write(proto: ModelProto, notes: list[dict[str, Any]], others: list[str], tar
     every, family = targets(proto), read_family(proto)
     modules = {module: every[name] for module, name in _weights(proto, every, notes).items()}
     packed = packed_columns(proto, modules)
-    entries = to_torch(_entries(proto, notes), modules, packed, family)
+    entries = separate_entries(_entries(proto, notes), tied_paths(modules))
+    entries = to_torch(entries, modules, packed, family)
     head = _keys_of(proto, others)
     saved = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
     settings = [{**entry.options, "module": path} for path, entry in entries.items()]
@@ -86,7 +88,10 @@ def load(model: ModelLike, source: Path) -> ModelProto:
         for module, name in names.items()
         if every[name].uses and (module in own or not every[name].reason)
     }
-    entries = to_model(found, config, weights, packed_columns(proto, weights))
+    forms = {m: target.uses[0].form for m, target in weights.items()}
+    forms |= {note["module"]: note["form"] for note in notes}
+    joined = join_tensors(found, tied_paths(weights), forms)
+    entries = to_model(joined, config, weights, packed_columns(proto, weights))
     if not notes:
         _add(proto, slots, entries, every, names)
     elif others := [module for module in entries if module not in own]:
