@@ -11,7 +11,7 @@ import onnxgrad as og
 from onnxgrad import DerivativeOptions as Options
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
-from tests.support.running import run_named
+from tests.support.running import in_sweep, run_named
 
 X, R = np.float32([[1, 2], [3, 4], [5, 6]]), np.float32([2, 3, 4])
 ONES = Options.FillGrad | Options.KeepOutputs
@@ -110,3 +110,29 @@ def test_trained_files(tmp_path):
     assert stated_lengths(trained, "r") == ["N"]
     assert initializer_arrays(trained)["r"].tolist() == [1]
     assert initializer_arrays(trained)["w"].tolist() != [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "default", "fed"),
+    [
+        ("float t | y = Pow(a, t)", np.float32(2), np.float32(3)),
+        ("int64[M] t | y = Gather<axis=1>(a, t)", np.int64([1]), np.int64([0, 1, 0])),
+        in_sweep("float t | y = Clip(a, t)", np.float32(1.5), np.float32(2.5)),
+        in_sweep("int64[1] t | y, i = TopK(a, t)", np.int64([1]), np.int64([2])),
+        in_sweep('float[2] t | y = Resize<mode="linear">(a, , t)', [1.0, 2.0], [2.0, 3.0]),
+        in_sweep("bool t | y = If (t) <then_branch = u () => (float[N,2] c) { c = Mul(a, a) },"
+                 "else_branch = v () => (float[N,2] d) { d = Neg(a) }>", True, False),
+    ],
+)  # fmt: skip
+def test_what_is_fed_is_what_rules_compute_with(body, default, fed):
+    kind, nodes = body.split(" | ")
+    text = f"f (float[N,2] x, {kind}) => (float[A,B] y) {{ a = Abs(x)  {nodes} }}"
+    own, stored = map(np.asarray, (default, fed))
+    own, stored = (a.astype(np.float32) if a.dtype == np.float64 else a for a in (own, stored))
+    gradient = og.onnx_derivative(parse_model(text, t=own), [], ["x"], ONES)
+    plain = parse_model(text, t=stored)
+    del plain.graph.input[1]
+    expected = stated(og.onnx_derivative(plain, [], ["x"], ONES))
+    found = stated(gradient, t=stored)
+    assert_allclose(found["x_grad"], expected["x_grad"], rtol=1e-6)
+    assert not np.array_equal(found["x_grad"], stated(gradient)["x_grad"])

@@ -19,16 +19,19 @@ def open_defaults(model: ir.Model, origin: ModelProto, own: bool) -> None:
     """Make inputs with a default plain inputs, in place.
 
     Before IR version 4, all initializers were among the inputs, and could not be fed. Where a file
-    still lists all of them, integers and settings remain constants, as rules read them, unless it
-    is a prepared one.
+    still lists all of them, weights too, integers and settings remain constants, as rules read
+    them, unless it is a prepared one.
     """
     if origin.ir_version < 4:
         return
     optional = [x for x in model.graph.inputs if x.is_initializer()]
     stored = len(origin.graph.initializer) + len(origin.graph.sparse_initializer)
+    sized = [x for x in optional if static(dims(x)) is not None]
+    constants = {x for x in sized if not is_real(x) or is_setting(x)}
+    if own or len(optional) < stored or len(constants) == len(sized):
+        constants = set()
     for x in optional:
-        is_constant = static(dims(x)) is not None and (not is_real(x) or is_setting(x))
-        if is_constant and len(optional) == stored and not own:
+        if x in constants:
             continue
         assert x.const_value is not None
         x.meta[_DEFAULT] = x.const_value, x.shape
