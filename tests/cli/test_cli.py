@@ -52,9 +52,9 @@ def test_train_writes_the_users_model(here):
     np.testing.assert_allclose(trained["b"], [3], atol=1e-3)
     before, after = onnx.load("column.onnx"), onnx.load("trained.onnx")
     del before.graph.initializer[:], after.graph.initializer[:]
-    [entry] = after.metadata_props
-    assert entry.key == "onnxgrad.training_loss"
-    assert json.loads(entry.value) == [{"loss": ["squared_error"]}]
+    entries = {entry.key: json.loads(entry.value) for entry in after.metadata_props}
+    loss = [{"loss": ["squared_error"]}]
+    assert entries == {"onnxgrad.target": ["y"], "onnxgrad.training_loss": loss}
     del after.metadata_props[:]
     assert before == after
     assert (here / "trained.png").read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
 from onnxgrad.data.audio import Waveforms
 from onnxgrad.data.foreign_transforms import adapted
-from onnxgrad.data.image_transforms import Normalize, check_order
+from onnxgrad.data.image_transforms import IMAGES, Normalize, check_order
 from onnxgrad.data.images import ImageFolder, layout_of
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph import shapes
@@ -25,6 +25,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import inputs_without_default
+from onnxgrad.model.notes import write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
 from onnxgrad.model.traversal import names
@@ -87,6 +88,7 @@ def preprocess(
     else:
         scale = 1.0
     proto = deepcopy(raise_opset(read(model)))
+    write_note(proto, IMAGES, [])  # of the values of the input that is replaced
     target = _Target.of(proto, input)
     front = _front(target, list(map(adapted, transforms)), size, layout, dtype, scale)
     return _put_in_front(proto, front, target, name)
