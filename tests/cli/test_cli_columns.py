@@ -14,6 +14,7 @@ from tests.support.commands import (
     save_model,
     succeed,
 )
+from tests.support.models import initializer_arrays
 
 PAIR = LINEAR.replace("[N,1]", "[N,2]")
 
@@ -94,3 +95,49 @@ def test_columns_that_skl2onnx_renames(here):
     assert kept == '{"width__cm_": ["width (cm)"], "_2nd": ["2nd"]}'
     write_wide("2nd,width (cm),width [cm],y", "1,2,3,4")
     assert_names(refusal(*OLD, "--overwrite"), "'width__cm_'", "'width (cm)'", "'width [cm]'")
+
+
+THREE = LINEAR.replace("[N,1]", "[N,3]")
+
+
+def write_classes(labels, weights=(1, 2, 1, 3, 1, 2)):
+    rng = np.random.default_rng(0)
+    rows = [
+        ",".join(map(str, [*rng.normal(size=2), y, w]))
+        for y, w in zip(labels, weights, strict=True)
+    ]
+    Path("rows.csv").write_text("\n".join(["a,b,lab,w", *rows]))
+
+
+def test_names_of_classes_meet_labels_that_are_ignored(here):
+    """With balanced weights, too; and the table of the training is predicted."""
+    save_model("three.onnx", THREE, W=np.ones((2, 3)), b=np.zeros(3))
+    common = ("--loss", "cross_entropy", "--epochs", 2, "--batch-size", 2, "--overwrite")
+    common += ("--loss-option", "ignore_index=-100", "--target", "lab", "--no-curves")
+    common += ("--sample-weight", "w", "--class-weight", "balanced", "--validation", 0)
+    weights = []
+    for labels, more in (
+        ([3, 8, 5, -100, 5, 3], ("--classes", "3,5,8")),
+        ([0, 2, 1, -100, 1, 0], ()),
+    ):
+        write_classes(labels)
+        succeed("train", "three.onnx", "rows.csv", *common, *more)
+        weights.append(initializer_arrays(onnx.load("trained.onnx")))
+        assert metadata_of_file("trained.onnx")["onnxgrad.weight"] == '["w"]'
+        succeed("predict", "trained.onnx", "rows.csv", "--output", "out.csv", "--overwrite")
+        evaluated = ("--loss-option", "ignore_index=-100", *more)
+        succeed("eval", "trained.onnx", "rows.csv", "--loss", "cross_entropy", *evaluated)
+    np.testing.assert_equal(weights[0], weights[1])
+
+
+def test_columns_of_several_scores_are_no_names(here):
+    """0 and 1 of each class stay, whatever the classes are called."""
+    save_model("three.onnx", THREE, W=np.ones((2, 3)), b=np.zeros(3))
+    Path("rows.csv").write_text("a,b,p,q,r\n" + "1,2,1,0,1\n0,1,0,0,1\n" * 4)
+    common = ("--loss", "binary_cross_entropy", "--epochs", 1, "--overwrite", "--no-curves")
+    common += ("--target", "p", "--target", "q", "--target", "r", "--validation", 0)
+    weights = []
+    for more in ((), ("--classes", "1,0,2")):
+        succeed("train", "three.onnx", "rows.csv", *common, *more)
+        weights.append(initializer_arrays(onnx.load("trained.onnx")))
+    np.testing.assert_equal(weights[0], weights[1])

@@ -26,6 +26,7 @@ from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.notes import CLASSES, write_note
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.equal_constants import separate_merged
@@ -172,6 +173,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     def other(path: str) -> Task:
         scored.names.columns.update(task.names.columns)
         scored.names.target = task.names.target or scored.names.target
+        scored.names.weight = task.names.weight or scored.names.weight
         return map_data(options, path, scored, classes)[0]
 
     training, validation = parts(options, task, None, other)
@@ -234,8 +236,7 @@ def map_data(
         several = scored.loss if isinstance(scored.loss, dict) and len(scored.loss) > 1 else ()
         with begin_errors(source):
             targets = Targets.of(options, source.columns, scored.names, list(several))
-            for name in targets.names:
-                source = source.encode(name, classes, scored.numeric_loss)
+            source = _numbered(source, targets, scored, classes)
             labels = {
                 output: source.cells(each, "the target").side_by_side(nan=True)
                 for output, each in targets.columns.items()
@@ -252,6 +253,30 @@ def map_data(
         if isinstance(source, TextSource):
             return map_texts(source), objective
         return map_arrow(source, objective, options, classes), objective
+
+
+def _numbered(
+    table: FileTable, targets: Targets, scored: ModelWithLoss, classes: Labels | None
+) -> FileTable:
+    """Return the table with numbers of classes in the columns of labels that are classes.
+
+    Several columns of one class index a row are shares of classes, and those of several scores
+    have a class each: these are numbers already.
+    """
+    known: dict[str, tuple[bool, int | None]] = {}
+    if classes is not None:
+        objective = scored.describe(None)
+        fields = Fields(objective)
+        for label, columns in targets.by_label(objective).items():
+            field = fields.fields[label]
+            shares = len(columns) > 1 and len(field.shape or ()) == 1
+            own = label in fields.classified or not objective.labels
+            known |= dict.fromkeys(columns, (own and not shares, field.ignored))
+    for name in targets.names:
+        encodes, ignored = known.get(name, (True, None))
+        numeric = scored.numeric_loss
+        table = table.encode(name, classes if encodes else None, numeric, ignored)
+    return table
 
 
 def check_classes(options: LabelOptions, objective: Objective) -> None:

@@ -149,9 +149,9 @@ class Predictor:
             yield from self._of_arrow(source, size)
 
     def _columns_of(self, names: Sequence[str], arrays: Sequence[str]) -> InputColumns:
-        """Return the columns of each input; labels of the training are not read."""
+        """Return the columns of each input; labels and weights of the training are not read."""
         trained = {name for group in self.trained.columns.values() for name in group}
-        gone = {*self.trained.target} - trained
+        gone = {*self.trained.target, *self.trained.weight} - trained
         rest = [name for name in names if name not in gone]
         inputs = [field.name for field in self.fields]
         rest, named = chosen_columns(self.options, rest, inputs, self.trained)

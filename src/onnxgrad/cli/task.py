@@ -86,7 +86,8 @@ def map_table(
     inputs = [str(x.name) for x in objective.data if x.name not in labels]
     if weight is not None and weight not in table:
         raise unknown("column (--sample-weight)", weight, table.columns)
-    rest = [name for name in table if name not in (*targets.names, weight)]
+    others = _labels_and_weights(targets, weight, objective.names)
+    rest = [name for name in table if name not in others]
     rest, trained = chosen_columns(options, rest, inputs, objective.names)
     lists = [name for name in rest if table[name].ndim > 1]
     columns = trained.by_input(rest, inputs, lists)
@@ -97,7 +98,8 @@ def map_table(
         weights = table.cells([weight], f"--sample-weight {weight}").weights()
     y = {name: arrays.pop(name) for name in labels if objective.labels}
     label: Any = next(iter(y.values())) if len(y) == 1 else y or None
-    rows, names = len(next(iter(arrays.values()))), _stored_names(columns, lists, targets)
+    rows = len(next(iter(arrays.values())))
+    names = _stored_names(columns, lists, targets, weight)
     task = Task(Dataset(arrays, label, weights), rows, names)
     task.notes += [table.note] * bool(table.note)
     task.tell(table.columns, columns, objective.names, *targets.names, weight)
@@ -111,10 +113,18 @@ def check_counts(arrays: dict[str, np.ndarray]) -> None:
         raise DataError(f"the arrays differ in their number of rows: {counts}")
 
 
-def _stored_names(columns: Columns, lists: Collection[str], targets: Targets) -> Names:
+def _labels_and_weights(targets: Targets, weight: str | None, trained: Names) -> set[str | None]:
+    """Return the columns that no input takes: labels and weights, also those of the training."""
+    used = {name for group in trained.columns.values() for name in group}
+    return {*targets.names, weight} | ({*trained.target, *trained.weight} - used)
+
+
+def _stored_names(
+    columns: Columns, lists: Collection[str], targets: Targets, weight: str | None
+) -> Names:
     """Return the names that a trained model stores: of inputs that take columns of numbers."""
     named = {n: list(group) for n, group in columns.items() if not {*group} <= {*lists}}
-    return Names(named, targets.names)
+    return Names(named, targets.names, [weight] if weight else [])
 
 
 def map_images(source: ImageSource, objective: Objective, classes: Labels | None) -> Task:
@@ -157,7 +167,8 @@ def map_arrow(
     weight = options.sample_weight
     targets = Targets.of(options, source.types, objective.names)
     targets.by_label(objective)
-    rest = [name for name in source.types if name not in (*targets.names, weight)]
+    others = _labels_and_weights(targets, weight, objective.names)
+    rest = [name for name in source.types if name not in others]
     rest, names = chosen_columns(options, rest, inputs, objective.names)
     columns = names.by_input(rest, inputs, source.lists)
     numbers = [n for group in columns.values() for n in group]
@@ -167,7 +178,7 @@ def map_arrow(
         if {*group}.isdisjoint(source.lists):
             fit_shape(np.empty((1, len(group))), dims(x), f"input {x.name!r}", True, group)
     reader = source.reader(columns, targets.names, weight)
-    stored = _stored_names(columns, source.lists, targets)
+    stored = _stored_names(columns, source.lists, targets, weight)
     stored.classes = classes or []
     task = Task(Dataset(reader), reader.rows, stored, in_memory=False)
     task.tell(source.types, columns, objective.names, *targets.names, weight)

@@ -25,7 +25,7 @@ from onnxgrad.data.cells import (
     rows_with_gaps,
     short,
 )
-from onnxgrad.data.class_numbers import key
+from onnxgrad.data.class_numbers import first_names, key, numbers_of
 from onnxgrad.errors import argument, unknown
 from onnxgrad.limits import check_limit
 from onnxgrad.model.class_labels import Labels
@@ -130,6 +130,7 @@ class FileTable(ColumnArrays):
         column: str,
         classes: Labels | None,
         numeric_loss: Callable[[], str | None] = lambda: None,
+        ignored: int | None = None,
     ) -> FileTable:
         """Return the table with numbers of classes for a column of their labels.
 
@@ -139,6 +140,7 @@ class FileTable(ColumnArrays):
             column: its name.
             classes: the labels, in the order of the model's output; None: they are not known.
             numeric_loss: returns the name of a loss that compares with numbers; None for others.
+            ignored: the number of a label that does not count, which stays.
 
         Raises:
             DataError: texts, and no `classes` or others than these.
@@ -151,12 +153,13 @@ class FileTable(ColumnArrays):
             cells.refuse_missing({column: empty})
             if classes is None:
                 raise self._text_error(column, values, numeric_loss())
-        if classes is None or not (texts or _are_labels(classes, array)):
+        if classes is None:
             return self
-        index = {str(label): i for i, label in enumerate(classes)}
-        numbers = np.array([index.get(key(v), -1) for v in values]).reshape(array.shape)
-        listed = ", ".join(map(str, classes[:12])) + (", ..." if len(classes) > 12 else "")
-        cells.refuse(numbers < 0, array, f"{cells.title}: the classes are {listed}, not")
+        numbers, wrong = numbers_of(np.array(list(map(key, values)), str), classes, ignored)
+        numbers, wrong = numbers.reshape(array.shape), wrong.reshape(array.shape)
+        if not texts and (wrong.any() or list(map(str, classes)) == _places(classes)):
+            return self
+        cells.refuse(wrong, array, f"{cells.title}: the classes are {first_names(classes)}, not")
         return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
 
     def _text_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
@@ -177,12 +180,8 @@ class FileTable(ColumnArrays):
         )
 
 
-def _are_labels(classes: Labels, column: np.ndarray) -> bool:
-    """Return whether numbers are labels of classes rather than their indices."""
-    keys = list(map(str, classes))
-    return keys != list(map(str, range(len(keys)))) and {
-        key(value) for value in np.unique(column).tolist()
-    }.issubset(keys)
+def _places(classes: Labels) -> list[str]:
+    return list(map(str, range(len(classes))))
 
 
 # -- files ------------------------------------------------------------------------------------
