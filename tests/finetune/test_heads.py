@@ -75,6 +75,8 @@ CASES = {
         f"{MATRIX} {{ h = MatMul(x, w) c = Cast<to=1>(h) i = Identity(c) y = Add(row, i) }}",
         affine,
     ),
+    "dropout before sum": (
+        f"{MATRIX} {{ h = MatMul(x, w) d = Dropout(h) y = Sum(d, b) }}", affine),
     "add the other way": (f"{MATRIX} {{ h = MatMul(x, w) y = Add(row, h) }}", affine),
     "tokens": (f"{SEQUENCE} {{ h = MatMul(x, w) y = Add(h, b) }}", affine),
     "tokens, softmax": (

@@ -43,6 +43,7 @@ _REFUSED = {
     "MatMulBnb4": "its weights are quantized",
     "GemmFastGelu": "its activation is a part of it",
 }
+BIAS_ADDS = ("Add", "Sum")
 _SPLIT = frozenset("FusedConv FusedGemm MatMulNBits".split())
 
 
@@ -59,7 +60,7 @@ class Layer:
         axis: of the units in `y`, counted from the end.
         dtype: of the weights.
         bias: whether it has one.
-        add: the Add of the bias, if that is a node of its own; perhaps behind a Cast.
+        add: the Add of the bias, if that is a node of its own; perhaps behind a Cast or Dropout.
         addend: which of its operands is the bias.
         probable: whether it returns probabilities.
     """
@@ -204,9 +205,10 @@ def _has(node: ir.Node, index: int) -> bool:
 def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
     """Return `layer` with the Add behind it, if that adds one number to each unit."""
     node, index = _only_reader(layer.node.outputs[0])
-    while node is not None and node.op_type in ("Cast", "Identity"):
+    while node is not None and node.op_type in ("Cast", "Dropout", "Identity"):
         node, index = _only_reader(node.outputs[0])
-    if layer.bias or node is None or node.op_type != "Add" or node.domain:
+    adds = node is not None and node.op_type in BIAS_ADDS and len(node.inputs) == 2
+    if layer.bias or node is None or not adds or node.domain:
         return layer
     other = node.inputs[1 - index]
     shape = static(dims(other))

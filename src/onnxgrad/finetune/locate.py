@@ -10,9 +10,8 @@ from onnx import ModelProto
 
 from onnxgrad.errors import argument, named, node_text, unknown
 from onnxgrad.finetune.head_groups import nodes_text, shortened, suggestions
-from onnxgrad.finetune.layers import Layer, data_values, layer_of
+from onnxgrad.finetune.layers import BIAS_ADDS, Layer, data_values, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
-from onnxgrad.losses.value_range import before_casts
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.training.parameters.choice import matching_weights
@@ -163,13 +162,10 @@ class Search:
 
     def _behind_add(self, node: ir.Node) -> ir.Node:
         """Return the product whose bias the Add `node` adds, or else `node`."""
-        if node.op_type == "Add" and not node.domain:
-            for x in node.inputs:
-                producer = None if x is None else before_casts(x).producer()
-                layer = None if producer is None else layer_of(producer, self.data)
-                if isinstance(layer, Layer) and layer.add is node:
-                    return layer.node
-        return node
+        if node.op_type not in BIAS_ADDS or node.domain:
+            return node
+        layers = (layer_of(other, self.data) for other in self.graph)
+        return next((y.node for y in layers if isinstance(y, Layer) and y.add is node), node)
 
 
 def _at(names: Sequence[str]) -> str:

@@ -215,13 +215,13 @@ def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") 
 
 
 def scores_behind(proto: ModelProto) -> list[str]:
-    """Return the tensors in outputs that are maps, and those of whose largest ones labels are.
+    """Return the tensors in outputs that are maps, or else those whose largest ones are labels.
 
     Each is named once; none is an output.
     """
     makers = {y: node for node in proto.graph.node for y in node.output}
     found = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
-    for output in proto.graph.output:
+    for output in [] if any(found) else proto.graph.output:
         name, node = output.name, makers.get(output.name)
         while node is not None and node.op_type in _OF_LABELS:
             name = node.input[_OF_LABELS[node.op_type]]
