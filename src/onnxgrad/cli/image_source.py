@@ -91,7 +91,7 @@ class ImageSource:
         reader = image_folder(
             self.name,
             self.size or (lengths[0], lengths[1]),
-            [*self.steps, *[self.normalize] * (self.normalize is not None)],
+            [*self.steps, *([] if self.normalize is None else [self.normalize])],
             classes=classes,
             labels=labels,
             scale=self.scale,

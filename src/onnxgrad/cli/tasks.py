@@ -69,7 +69,7 @@ def _given_on(options: Any, parameters: Collection[str]) -> dict[str, Any]:
     """
     of_values = next((each for each in _VALUES if each in parameters), "normalize")
     size, normalize = image_size(options.image_size), normalization_of(options)
-    chosen = {"image_size": size, of_values: normalize}
+    chosen: dict[str, Any] = {"image_size": size, of_values: normalize}
     known = {"image_size": "image_size", "scale": of_values, "normalize": of_values}
     if of_values == "images":  # those of a reader
         both = {"size": size, "transforms": None if normalize is None else [normalize]}
@@ -84,7 +84,8 @@ def _given_on(options: Any, parameters: Collection[str]) -> dict[str, Any]:
             f"--task {options.task} decides {flags}, or has no such option: leave it out, or see "
             "--task-option"
         )
-    names = {known[each] for each in {*given, "seed"}} & {*parameters}
+    given |= {"seed"} & {*vars(options)}  # whether it is set or not
+    names = {known[each] for each in given} & {*parameters}
     return {name: chosen[name] for name in names}
 
 
