@@ -277,7 +277,7 @@ def _cut(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
         }
     a, b, result = tensors[A], tensors[B], {}
     for part, rows in columns.items():
-        used = b[rows].any(0) if b.any() else np.ones(len(a), bool)
+        used = np.asarray(b[rows].any(0)) if b.any() else np.ones(len(a), bool)
         if not used.any() and _LENGTHS not in tensors:
             continue
         used[:1] |= not used.any()  # its lengths have trained

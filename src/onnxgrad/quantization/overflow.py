@@ -24,7 +24,8 @@ def integer_products_overflow(activations: str | None, weights: str) -> bool:
     """
     if not {activations, weights} <= {"uint8", "int8"}:
         return False
-    draft, feed, exact = Draft("products"), {}, _TERMS
+    feed: dict[str, np.ndarray] = {}
+    draft, exact = Draft("products"), _TERMS
     for kind, shape in ((activations, (1, _TERMS)), (weights, (_TERMS, 1))):
         most = np.iinfo(np.dtype(kind)).max
         name, exact = f"x{len(feed)}", exact * int(most)
