@@ -183,3 +183,45 @@ def test_readers_tell_the_names_of_their_classes(tmp_path):
         other.evaluate(reader)
     turned = og.image_folder(tmp_path, 8, classes=["c", "b", "a"])
     assert np.isfinite(other.evaluate(turned)["loss"])
+
+
+# -- names of classes and losses ------------------------------------------------------------------
+
+LOSSES_OF_CLASSES = {3: "cross_entropy softmax_focal", 1: "binary_cross_entropy focal hinge"}
+WEIGHTS, IGNORED = (1.0, 2.0, 3.0), -100
+
+
+@pytest.mark.parametrize("names", [["ärztin", "b", "c"], [3, 5, 8], ["2", "0", "1"]], ids=str)
+@pytest.mark.parametrize("outputs", LOSSES_OF_CLASSES)
+def test_every_loss_of_classes_takes_their_names(names, outputs):
+    """Numbers of classes, their weights and ignored labels give the same by name, to each loss."""
+    rng, names = np.random.default_rng(0), names[: max(2, outputs)]
+    numbers, x = rng.integers(0, len(names), 12), rng.normal(size=(12, 4)).astype(np.float32)
+    model = parse_model(
+        f"f (float[N,4] x) => (float[N,{outputs}] y) {{ y = MatMul(x, w) }}",
+        w=rng.normal(size=(4, outputs)).astype(np.float32),
+    )
+    some = np.where(np.arange(12) % 4, numbers, IGNORED)
+    named = [type(names[0])(IGNORED) if n == IGNORED else names[n] for n in some]
+    for loss in LOSSES_OF_CLASSES[outputs].split():
+        cases = [({}, {}, numbers, [names[n] for n in numbers])]
+        options = og.LOSSES[loss].all_options
+        if "class_weight" in options:
+            weights = (
+                dict(zip(names, WEIGHTS, strict=False)),
+                dict(enumerate(WEIGHTS[: len(names)])),
+            )
+            cases += [tuple({"class_weight": w} for w in weights) + cases[0][2:]]
+        if "ignore_index" in options:
+            ignoring = {"loss_options": {"ignore_index": IGNORED}}
+            cases += [(ignoring, ignoring, some, named)]
+        for own, other, y, by_name in cases:
+            trainers = (
+                og.Trainer(model, loss, classes=names, **own),
+                og.Trainer(model, loss, **other),
+            )
+            first, second = (
+                t.fit(x, given, epochs=2) for t, given in zip(trainers, (by_name, y), strict=True)
+            )
+            assert first.history == second.history, (loss, own)
+            assert first.evaluate(x, by_name) == second.evaluate(x, y)

@@ -8,6 +8,7 @@ import pytest
 import onnxgrad as og
 from tests.support.errors import naming
 from tests.support.models import parse_model
+from tests.support.running import in_sweep
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 4)).astype(np.float32)
@@ -155,7 +156,9 @@ def fixed_classifier(rows):
     )
 
 
-def test_a_fixed_batch_in_every_call():
+@pytest.mark.parametrize("shown", [16, in_sweep(None)])
+def test_a_fixed_batch_in_every_call(shown):
+    """Of all combinations of calls, some that are drawn; each evaluates as the whole does."""
     forms = {"arrays": (X, LABELS), "batches": ([(X[:16], LABELS[:16]), (X[16:], LABELS[16:])],)}
     cases = [
         (rows, form, size, accumulate, validation)
@@ -167,7 +170,7 @@ def test_a_fixed_batch_in_every_call():
         if not (form == "batches" and validation == 0.3)
     ]
     draw = np.random.default_rng(3)
-    for number in draw.permutation(len(cases))[:24]:
+    for number in draw.permutation(len(cases))[:shown]:
         rows, form, size, accumulate, validation = cases[number]
         held = (X[:8], LABELS[:8]) if validation == "data" else validation
         trainer = og.Trainer(fixed_classifier(rows), "cross_entropy", accumulate=accumulate)
