@@ -91,6 +91,25 @@ def test_types_that_an_opset_has_added(monkeypatch, newest, dtype, body):
     np.testing.assert_allclose(named["x_grad"], dx, rtol=1e-2)
 
 
+@pytest.mark.parametrize("opset", [11, 17, 21])
+def test_operators_of_the_runtime_need_no_import(opset):
+    """onnxruntime runs such models, and its optimizer for transformers makes them in memory."""
+    made = model_of_opset(
+        "h = com.microsoft.FusedMatMul<transB = 1>(x, x)  y = MatMul(h, h)", opset
+    )
+    made.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 2
+    del made.opset_import[1:]
+    assert [o.domain for o in made.opset_import] == [""]
+    named = run_named(made, x=(x := np.float32([[1, 2], [3, 4]])))
+    found = run_named(onnx_derivative(made, options=ONES), x=x)
+    gram = x @ x.T
+    np.testing.assert_array_equal(found["y"], named["y"])
+    np.testing.assert_allclose(named["y"], gram @ gram)
+    dh = np.ones((2, 2)) @ gram.T + gram.T @ np.ones((2, 2))
+    np.testing.assert_allclose(found["x_grad"], (dh + dh.T) @ x)
+    assert [o.domain for o in made.opset_import] == [""]
+
+
 def test_an_operator_without_a_kernel_of_its_opset():
     """onnxruntime has quantization at opset 26, and at 28 not."""
     text = """g (float[2, 3] x) => (float[2, 3] y) {

@@ -480,6 +480,43 @@ add_kernel(
 )
 
 
+# -- other products ------------------------------------------------------------------------------
+
+
+def complex_numbers(x: np.ndarray) -> np.ndarray:
+    """Return the numbers whose parts are along the last axis."""
+    return x[..., 0] + 1j * x[..., 1]
+
+
+def two_parts(z: np.ndarray) -> np.ndarray:
+    """Return the parts of complex numbers along a new axis."""
+    return np.stack([z.real, z.imag], -1)
+
+
+COMPLEX = {"a": (2, 3, 2), "b": (3, 2)}
+add_kernel(
+    "ComplexMul", "y = ComplexMul(a, b)", COMPLEX,
+    formula=lambda a, b: two_parts(complex_numbers(a) * complex_numbers(b)))  # fmt: skip
+add_kernel(
+    "ComplexMulConj", "y = ComplexMulConj(a, b)", COMPLEX,
+    formula=lambda a, b: two_parts(complex_numbers(a) * complex_numbers(b).conj()))  # fmt: skip
+EMBEDDED = {"e": (2, 3, 4), **dict.fromkeys("qrkt", (2, 2, 3, 4))}
+add_kernel(
+    "GemmaRotaryEmbedding", "y, z = GemmaRotaryEmbedding(e, q, r, k, t)", EMBEDDED,
+    formula=lambda e, q, r, k, t: tuple(
+        x * np.cos(e)[:, None] + turned * np.sin(e)[:, None] for x, turned in ((q, r), (k, t))
+    ))  # fmt: skip
+SQUARE = RNG.standard_normal((2, 3, 3)).astype(np.float32) + 3 * np.eye(3, dtype=np.float32)
+add_kernel("Inverse", "y = Inverse(a)", {}, given={"a": SQUARE})
+for activation in ("silu", "swish", "sigmoid"):
+    add_kernel(
+        f"GatedRMSNorm {activation}",
+        f'y = GatedRMSNorm<activation="{activation}", epsilon=0.1>(x, s, g)',
+        {"x": (2, 3, 4), "s": (4,), "g": (2, 3, 4)}, half=True)  # fmt: skip
+add_kernel(
+    "GatedRMSNorm heads", "y = GatedRMSNorm(x, s, g)",
+    {"x": (2, 3, 8), "s": (4,), "g": (2, 3, 8)}, half=True)  # fmt: skip
+
 # -- models --------------------------------------------------------------------------------------
 
 TYPES = {"f2": "float16", "f4": "float", "i4": "int32", "i8": "int64"}

@@ -15,8 +15,8 @@ import onnxruntime as ort
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, numpy_helper
 
 from onnxgrad.errors import ModelError, first_line
-from onnxgrad.model.constants import opset_versions
-from onnxgrad.model.external import restore_data, without_data
+from onnxgrad.model.constants import opset_versions, standard
+from onnxgrad.model.external import restore_data, without_data, without_elements
 from onnxgrad.model.scopes import rename_values, unused
 from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subgraphs, walk
 
@@ -116,7 +116,7 @@ def _signature(op_type: str, opset: int) -> _Signature | None:
         or schema.has_context_dependent_function
         or any(
             first == since or first < since <= last < _NO_END
-            for first, last in _kernels().get(op_type, ())
+            for first, last in _kernels().get(("", op_type), ())
         ),
         {name: a.default_value.SerializeToString() for name, a in schema.attributes.items()},
         tuple(p.name for p in schema.inputs),
@@ -135,15 +135,21 @@ def _accepts(allowed: Sequence[Set[str]], values: Sequence[ir.Value | None]) -> 
 
 
 @cache
-def _kernels() -> dict[str, list[tuple[int, int]]]:
-    """Return the first and last opset of each kernel of the CPU, by operator."""
+def _kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """Return the first and last opset of each kernel of the CPU, by domain and operator."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    found: dict[str, list[tuple[int, int]]] = {}
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for kernel in state.get_all_opkernel_def():
-        if not kernel.domain and kernel.provider == _CPU:
-            found.setdefault(kernel.op_name, []).append(kernel.version_range)
+        if kernel.provider == _CPU:
+            key = kernel.domain, kernel.op_name
+            found.setdefault(key, []).append(kernel.version_range)
     return found
+
+
+def has_kernel(domain: str, op_type: str) -> bool:
+    """Return whether onnxruntime runs a version of the operator on the CPU."""
+    return (domain, op_type) in _kernels()
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
@@ -153,6 +159,7 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
 
 def convert(model: ModelProto, version: int, target: int) -> ModelProto:
     """Return `model` at a newer opset, or raise; it must have no functions, and is modified."""
+    model = with_imports(model)
     model.ir_version = max(model.ir_version, 8)
     if version < 7:
         try:
@@ -188,7 +195,7 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
     or only in later opsets; the optimizer of onnxruntime writes them at any opset. They are moved
     to another domain during the conversion.
     """
-    bare = without_data(proto)  # the converter would copy the data several times
+    bare = with_imports(without_data(proto))  # the converter would copy the data several times
     bare.opset_import.add(domain=_HIDDEN, version=1)
     _free_names(bare.graph)
     for node in all_nodes(bare.graph.node):
@@ -211,6 +218,20 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
                 _state_training(node, read)
     keep_only(converted.opset_import, lambda entry: entry.domain != _HIDDEN)
     return converted
+
+
+def with_imports(model: ModelProto) -> ModelProto:
+    """Return `model`, or a copy that imports the domains of its nodes that `model` does not.
+
+    onnxruntime needs no imports. Its optimizer for transformers adds them when it saves a model.
+    """
+    domains = {standard(node.domain) for node in all_nodes(model.graph.node)} - {""}
+    if not (missing := domains - opset_versions(model.opset_import).keys()):
+        return model
+    copy = without_elements(model, lambda tensor: False)
+    for domain in sorted(missing):
+        copy.opset_import.add(domain=domain, version=1)
+    return copy
 
 
 def _free_names(graph: onnx.GraphProto) -> None:

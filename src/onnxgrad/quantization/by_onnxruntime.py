@@ -20,6 +20,7 @@ from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model import external
 from onnxgrad.model.constants import opset_versions
+from onnxgrad.model.opsets import with_imports
 from onnxgrad.model.read import read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import nodes_of
@@ -38,6 +39,7 @@ def prepared(proto: ModelProto, folder: Path) -> ModelProto:
     the convolutions in front of them, by onnxruntime: nodes in between would be rounded, and then
     no kernel of integers would remain. Without them, the names of the file stay.
     """
+    proto = with_imports(proto)
     if opset_versions(proto.opset_import).get("", 0) < _PER_AXIS_OPSET:
         proto = raise_opset(proto)
     if not any(node.op_type == "BatchNormalization" for node in nodes_of(proto)):

@@ -79,6 +79,13 @@ def det(op, node, g):
     return (op.Unsqueeze(g, [-2, -1]) * op.set_type_like(op.Det(rows), x),)
 
 
+@rule("Inverse", domain="com.microsoft")
+def inverse(op, node, g):
+    """Y = X^-1:  dX = -Y^T G Y^T."""
+    turned = op.mT(node.outputs[0])
+    return (-op.MatMul(op.MatMul(turned, g), turned),)
+
+
 @rule("Einsum")
 def einsum(op, node, g):
     """y = sum a b ...:  da = sum g b ... over the indices that a lacks.

@@ -175,9 +175,9 @@ def _gathered(node: ir.Node) -> _Shapes:
     return [(*lengths[:axis], *rows, *lengths[axis + 1 :])]
 
 
-def _broadcast(node: ir.Node) -> _Shapes:
-    """The operands 0 and 3, each with scale and zero point, are broadcast."""
-    return [broadcast(_of(node, 0), _of(node, 3))]
+def _broadcast(second: int) -> Callable[[ir.Node], _Shapes]:
+    """The first operand and the `second` are broadcast."""
+    return lambda node: [broadcast(_of(node, 0), _of(node, second))]
 
 
 def _distances(node: ir.Node) -> _Shapes:
@@ -253,9 +253,9 @@ def _grouped(node: ir.Node) -> _Shapes:
 
 
 _LIKE_FIRST = (
-    "BiasAdd BiasDropout BiasGelu BiasSoftmax DequantizeLinear FastGelu Gelu GroupNorm "
-    "LongformerAttention MoE PackedAttention QLinearLeakyRelu QLinearSigmoid QLinearSoftmax QMoE "
-    "QuantizeLinear QuickGelu RotaryEmbedding SkipGroupNorm Trilu"
+    "BiasAdd BiasDropout BiasGelu BiasSoftmax DequantizeLinear FastGelu GatedRMSNorm Gelu "
+    "GroupNorm Inverse LongformerAttention MoE PackedAttention QLinearLeakyRelu QLinearSigmoid "
+    "QLinearSoftmax QMoE QuantizeLinear QuickGelu RotaryEmbedding SkipGroupNorm Trilu"
 )
 _SHAPES: dict[str, Callable[[ir.Node], _Shapes]] = {
     **dict.fromkeys(_LIKE_FIRST.split(), _like_first),
@@ -275,8 +275,11 @@ _SHAPES: dict[str, Callable[[ir.Node], _Shapes]] = {
     "MatMulNBits": _few_bits,
     "MatMulBnb4": _few_bits,
     "GatherBlockQuantized": _gathered,
-    "QLinearAdd": _broadcast,
-    "QLinearMul": _broadcast,
+    "QLinearAdd": _broadcast(3),  # behind scale and zero point
+    "QLinearMul": _broadcast(3),
+    "ComplexMul": _broadcast(1),
+    "ComplexMulConj": _broadcast(1),
+    "GemmaRotaryEmbedding": lambda node: [_of(node, 1), _of(node, 3)],  # queries and keys
     "CDist": _distances,
     "BiasSplitGelu": _halved,
     "Attention": _attention,

@@ -89,6 +89,7 @@ def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) ->
             if _has_user_rule():
                 settings = inner.const(np.float32(site.ratio)), inner.const(np.True_)
                 node = y.producer()
+                assert node is not None
                 node.name = site.node.name if site.of_file else None
                 node.meta[RULED_AS] = partial(_AsDropout, settings)
             if site.of_file:

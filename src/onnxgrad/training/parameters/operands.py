@@ -47,7 +47,7 @@ _STANDARD = {
 
 # what onnxruntime's optimizer writes, and its contributed operators
 _MICROSOFT = {
-    "f": "FusedMatMul TransposeMatMul FusedMatMulActivation",
+    "f": "FusedMatMul TransposeMatMul FusedMatMulActivation ComplexMul ComplexMulConj",
     "ffb": "FusedGemm GemmFastGelu GemmFloat8",
     "xfb": "NhwcConv",
     "xfba": "FusedConv NhwcFusedConv",
@@ -61,6 +61,7 @@ _MICROSOFT = {
     "aasb": "SkipSimplifiedLayerNormalization",
     "xso": "LayerNormalization GroupNorm",
     "xs": "SimplifiedLayerNormalization",
+    "xsx": "GatedRMSNorm",
     "xsoab": "SkipGroupNorm",
     "xxtttsocx": "EmbedLayerNormalization",
     "xfbchmc": "Attention",

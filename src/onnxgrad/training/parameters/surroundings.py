@@ -24,7 +24,9 @@ FACTORS = frozenset("Mul Div".split())
 ARITHMETIC = FACTORS | frozenset("Add Sub Sum Mean".split())
 WAVES = frozenset("Sin Cos".split())
 
-_OF_TWO_FACTORS = frozenset("MatMul Gemm Einsum SwiGLU FusedMatMul TransposeMatMul".split())
+_OF_TWO_FACTORS = frozenset(
+    "MatMul Gemm Einsum SwiGLU FusedMatMul TransposeMatMul ComplexMul ComplexMulConj".split()
+)
 _TO_SCORES = MOVES | ARITHMETIC | frozenset("Where Clip Max Min Trilu Tanh Concat".split())
 _OF_MEANS = frozenset(
     "Sqrt Reciprocal Pow Add Max Clip Expand Identity Cast Div Mul Abs Sub Unsqueeze".split()

@@ -20,6 +20,7 @@ from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.model.opsets import has_kernel
 
 DOMAIN = "com.microsoft"
 _QUANTIZED = re.compile(r"Q[A-Z]|.*Quant|.*NBits|.*Bnb4|.*FpQ4|.*Integer|NhwcMaxPool")
@@ -79,6 +80,8 @@ def remedy(node: ir.Node) -> str | None:
         )
     if _QUANTIZED.match(node.op_type):
         return "it computes with quantized numbers; use the model as it was before quantization"
+    if not has_kernel(node.domain, node.op_type):
+        return "the installed onnxruntime does not run it on a CPU; write it with operators of ONNX"
     level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"
     before = f"use the model as it was before optimization, or optimized at {level} at most"
     return refusal(node) or before
@@ -268,6 +271,14 @@ def expand_dims(op: Emit, node: Any) -> list[ir.Value]:
     """y = x with one more axis."""
     x, axis = node.inputs
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]
+
+
+@lowering("ComplexMul", "ComplexMulConj", domain=DOMAIN)
+def complex_product(op: Emit, node: Any) -> list[ir.Value]:
+    """y = a b or a conj(b) of complex numbers, whose two parts are along the last axis."""
+    (a, c), (b, d) = (op.split(v, 2, -1) for v in node.inputs)
+    d = -d if node.op_type == "ComplexMulConj" else d
+    return [op.Concat(a * b - c * d, a * d + c * b, axis=-1)]
 
 
 @lowering("CDist", domain=DOMAIN)

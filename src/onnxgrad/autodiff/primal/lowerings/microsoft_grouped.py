@@ -34,6 +34,18 @@ _ROWS = 2  # axis of (batch, heads, rows, size)
 # -- rotation ------------------------------------------------------------------------------------
 
 
+@lowering("GemmaRotaryEmbedding", domain=DOMAIN)
+def gemma_rotary_embedding(op: Emit, node: Any) -> list[ir.Value]:
+    """y = x cos(e) + z sin(e), of queries and of keys; z are their halves in the other order."""
+    angles, *operands = node.inputs
+    cos, sin = (
+        op.Unsqueeze(op.Cast(v, to=operands[0].dtype), [1])
+        for v in (op.Cos(angles), op.Sin(angles))
+    )
+    pairs = operands[:2], operands[2:]
+    return [op.set_type_like(x * cos + turned * sin, x) for x, turned in pairs]
+
+
 @lowering("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = R(p) x: the pairs of elements of each head, rotated by the angles of their position p.

@@ -56,6 +56,26 @@ def skip_simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     return [y, mean, inverse, x][: len(node.outputs)]
 
 
+@lowering("GatedRMSNorm", domain=DOMAIN)
+def gated_rms_norm(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = s x / r f(z), each part of the last axis that is as long as s for itself."""
+    x, scale, gate = (op.Cast(v, to=FLOAT) if _is_half(v) else v for v in node.inputs)
+    epsilon, kind = node.attributes.get_float("epsilon", 1e-5), node.attributes.get_string
+    activation = kind("activation", "silu")
+    if activation not in ("silu", "swish", "sigmoid"):
+        return None
+    parts = op.Reshape(x, op.vector(-1, op.dim(scale, 0)))
+    normalized, _ = rms_normalized(op, parts, scale, epsilon)
+    factor = op.Sigmoid(gate) if activation == "sigmoid" else gate * op.Sigmoid(gate)
+    y = op.reshape_like(normalized, x) * factor
+    return [op.set_type_like(op.Cast(y, to=node.inputs[0].dtype), node.inputs[0])]
+
+
+def _is_half(x: ir.Value) -> bool:
+    """Return whether `x` has 16 bits, which kernels compute in float32."""
+    return x.dtype is not None and x.dtype.bitwidth < 32
+
+
 def rms_normalized(
     op: Emit, x: ir.Value, scale: ir.Value, epsilon: float, axis: int = -1, inverse: bool = False
 ) -> tuple[ir.Value, ir.Value]:
@@ -63,8 +83,7 @@ def rms_normalized(
     if op.opset >= 23 and not inverse:  # the opset that added it
         y = op.RMSNormalization(x, scale, axis=axis, epsilon=epsilon)
         return op.set_type_like(y, x), y
-    half = x.dtype is not None and x.dtype.bitwidth < 32
-    wide = op.Cast(x, to=FLOAT) if half else x
+    wide = op.Cast(x, to=FLOAT) if _is_half(x) else x
     mean_square = op.ReduceMean(wide * wide, axes_from(op, x, axis), keepdims=1)
     inverted = op.Reciprocal(op.Sqrt(mean_square + epsilon))
     normalized = wide * inverted
