@@ -47,7 +47,7 @@ def close_defaults(model: ir.Model) -> None:
         for x in [x for x in graph.inputs if x.is_initializer()]:
             graph.inputs.remove(x)
             if x.const_value is not None:
-                x.shape = ir.Shape(x.const_value.shape)
+                x.shape = ir.Shape(x.const_value.shape.numpy())
 
 
 def has_default(x: ir.Value) -> bool:
