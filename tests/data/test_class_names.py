@@ -91,12 +91,25 @@ def test_numbers_that_are_no_places(plain):
     assert og.Trainer(named.model, "cross_entropy").evaluate(X, own)["loss"] == pytest.approx(
         named.evaluate(X, own)["loss"], rel=1e-6
     )
+    assert named.evaluate(X, own.astype(object)) == named.evaluate(X, own)
     with pytest.raises(ValueError, match=naming("label 1", "row", "3, 5, 8")):
         named.evaluate(X, NUMBERS)
     with pytest.raises(ValueError, match=naming("outside 0..2", "classes=['3', '5', '8']")):
         train_named(own)
     with pytest.raises(ValueError, match=naming("outside 0..2", "replace_head")):
         train_named(np.arange(60) + 3)
+
+
+def test_labels_that_are_ignored_stay_among_names():
+    some = NUMBERS.copy()
+    some[::7] = -100
+    options = {"loss_options": {"ignore_index": -100}, "class_weight": "balanced"}
+    expected = train_named(some, **options).history
+    mixed = [int(n) if n < 0 else str(NAMES[n]) for n in some]
+    for y in (np.array(mixed), np.array(mixed, object), mixed):
+        assert train_named(y, classes=NAMES.tolist(), **options).history == expected
+    with pytest.raises(ValueError, match=naming("-7", "row 0", "emu, cat, dog")):
+        train_named([-7 if n == -100 else n for n in mixed], classes=NAMES.tolist())
 
 
 def test_two_classes_and_one_output():
@@ -225,3 +238,55 @@ def test_every_loss_of_classes_takes_their_names(names, outputs):
             )
             assert first.history == second.history, (loss, own)
             assert first.evaluate(x, by_name) == second.evaluate(x, y)
+
+
+# by form: a model, the shapes of its rows and labels, and losses with the number of classes
+SHAPED = {
+    "rows": ("x = MatMul(f, w)", (3,), (), {"cross_entropy": 3, "softmax_focal": 3}),
+    "tokens": ("x = MatMul(f, w)", (5, 3), (5,), {"cross_entropy": 3}),
+    "masks": ("x = Conv(f, k)", (3, 2, 4), (2, 4), {"cross_entropy": 3, "softmax_dice": 3}),
+    "one score": ("x = MatMul(f, v)", (3,), (), {"binary_cross_entropy": 2, "hinge": 2}),
+}
+CALLED = {"texts": ["rosé", "b", "c"], "own": [3, 5, 8], "digits": ["3", "5", "8"]}
+
+
+def draw_names(seed):
+    """Return a model, its loss, rows, labels as names and as numbers, and options of both."""
+    rng = np.random.default_rng(seed)
+    body, row, label, losses = SHAPED[str(rng.choice([*SHAPED]))]
+    axes = ["N", *(["C", "H", "W"] if len(row) == 3 else ["T", "C"])[-len(row) :]]
+    outputs = [*axes[:-1], "1"] if "v" in body else axes
+    shapes = [",".join(axes).replace("C", "3"), ",".join(outputs).replace("C", "3")]
+    weights = {"w": (3, 3), "k": (3, 3, 1, 1), "v": (3, 1)}
+    model = parse_model(
+        f"g (float[{shapes[0]}] f) => (float[{shapes[1]}] x) {{ {body} }}",
+        opset=20,
+        **{n: rng.normal(size=s).astype("f") for n, s in weights.items() if f"{n})" in body},
+    )
+    loss = str(rng.choice([*losses]))
+    called = CALLED[str(rng.choice([*CALLED]))][: losses[loss]]
+    numbers = rng.integers(0, len(called), (12, *label))
+    names, options, own = np.array(called)[numbers], {}, {}
+    if loss == "cross_entropy" and (ignored := rng.choice([0, -100, 255])):
+        mask = rng.uniform(size=numbers.shape) < 0.3
+        numbers, names = np.where(mask, ignored, numbers), np.where(mask, ignored, names)
+        options["loss_options"] = {"ignore_index": int(ignored)}
+    if "cross_entropy" in loss and rng.integers(2):
+        options["class_weight"] = own["class_weight"] = "balanced"
+    elif "cross_entropy" in loss:
+        options["class_weight"], own["class_weight"] = {0: 2.0}, {called[0]: 2.0}
+    form = rng.choice(["array", "list", "object"])
+    y = {"array": names, "list": names.tolist(), "object": names.astype(object)}[str(form)]
+    rows = rng.normal(size=(12, *row)).astype("f")
+    return model, loss, rows, (y, numbers), ({**options, **own, "classes": called}, options)
+
+
+@pytest.mark.parametrize("seed", [*range(2), *map(in_sweep, range(2, 100))])
+def test_drawn_names_are_numbers(seed):
+    model, loss, rows, labels, options = draw_names(seed)
+    histories = []
+    for y, more in zip(labels, options, strict=True):
+        trainer = og.Trainer(model, loss, learning_rate=0.1, **more)
+        trainer.fit(rows, y, validation=(rows, y), batch_size=5, shuffle=False)
+        histories.append([trainer.history[-1], trainer.evaluate(rows, y)])
+    assert histories[0] == histories[1]

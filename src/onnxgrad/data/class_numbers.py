@@ -152,8 +152,13 @@ def _labels(labels: Any) -> np.ndarray | None:
         return None
     if array.dtype.kind in "OS":
         values = array.ravel().tolist()
-        if not all(map(is_text, values)):
-            return None
-        texts = [v.decode(errors="replace") if isinstance(v, bytes) else v for v in values]
-        return np.array(texts, str).reshape(array.shape)
+        if not any(map(is_text, values)):
+            array = np.array(values).reshape(array.shape) if _are_numbers(values) else array
+        elif _are_numbers([v for v in values if not is_text(v)]):
+            texts = [v.decode(errors="replace") if isinstance(v, bytes) else key(v) for v in values]
+            array = np.array(texts, str).reshape(array.shape)
     return array if array.dtype.kind in "biufU" else None
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, (int, float)) for value in values)
