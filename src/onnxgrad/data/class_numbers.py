@@ -143,9 +143,11 @@ def _labels(labels: Any) -> np.ndarray | None:
     names = labels.columns if isinstance(labels, Part) else column_names(labels)
     if names is not None:
         columns = [_labels(labels[name]) for name in names]
-        if len(columns) == 1 or any(column is None for column in columns):
-            return columns[0] if len(columns) == 1 else None
-        return np.stack(columns, axis=1) if len({c.shape for c in columns}) == 1 else None
+        if len(columns) == 1:
+            return columns[0]
+        arrays = [column for column in columns if column is not None]
+        same = len(arrays) == len(columns) and len({array.shape for array in arrays}) == 1
+        return np.stack(arrays, axis=1) if same else None
     try:
         array = column_array("y", labels) if is_arrow(labels) else np.asarray(labels)
     except ValueError:  # lists of lists that differ in length

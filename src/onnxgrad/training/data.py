@@ -132,8 +132,8 @@ class Dataset:
         among the columns of a table or a dict are not taken out of it.
         """
         batch = self.by_name if self.stream is None else self.stream.peek()
-        parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-        X, y, weight, *_ = (*parts, None, None, None)
+        parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+        X, y, weight, *_ = [*parts, None, None, None]
         return X, y, weight
 
     @property

@@ -23,7 +23,7 @@ from onnxgrad.training.settings import Settings
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
     """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
-    if balanced_outputs(recipe.trainer) is not False and recipe.facts.balanced is None:
+    if balanced_outputs(recipe.trainer) is not None and recipe.facts.balanced is None:
         raise ValueError(
             f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
             "first, or pass the weights of the classes"

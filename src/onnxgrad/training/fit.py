@@ -83,7 +83,7 @@ class Fit:
     def balance(self) -> None:
         """Let the recipe have the weights that balance the classes of the rows to train on."""
         outputs = balanced_outputs(self.trainer)
-        if outputs is False or self.further:
+        if outputs is None or self.further:
             return
         plain = Recipe(self.trainer, replace(self.recipe.facts, balanced=None), self.sharing)
         described = evaluator_of(plain, self.names)

@@ -65,7 +65,7 @@ def weights_by_number(weights: Any, classes: Sequence[Any]) -> Any:
 
 
 def balanced_weights(
-    source: BatchSource, labels: Mapping[str, LossInfo], outputs: Collection[str] | bool = True
+    source: BatchSource, labels: Mapping[str, LossInfo], outputs: Collection[str] = ()
 ) -> dict[str, dict[int, float]]:
     """Return weights of classes, inversely proportional to their frequencies in the rows to train.
 
@@ -75,7 +75,7 @@ def balanced_weights(
     Args:
         source: the batches to train on; of others than arrays, all labels are read.
         labels: what is known of each label.
-        outputs: those whose classes are balanced; True for all that have classes.
+        outputs: those whose classes are balanced; none for all that have classes.
 
     Returns:
         `{class: weight}` by output.
@@ -88,9 +88,9 @@ def balanced_weights(
         name: info
         for name, info in labels.items()
         if (info.classes, info.threshold) != (None, None)
-        and (outputs is True or (outputs and info.prediction in outputs))
+        and (not outputs or info.prediction in outputs)
     }
-    if not infos or (outputs is not True and len(infos) < len(outputs)):
+    if not infos or len(infos) < len(outputs):
         raise ValueError(f"{given} needs labels that are numbers of classes: pass the weights")
     counts: dict[str, dict[int, int]] = {name: {} for name in infos}
     for piece in source.label_batches():

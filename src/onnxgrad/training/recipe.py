@@ -59,7 +59,7 @@ class Facts:
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         axes = max(d.weight_axes for d in both)
         axes = 2 if axes and trainer.moved else axes
-        weights = trainer.state.balanced if balanced_outputs(trainer) is not False else None
+        weights = trainer.state.balanced if balanced_outputs(trainer) is not None else None
         labeled = True
         if is_causal(trainer.loss):  # else not asked: it may read a batch, and so draw from a seed
             labeled = any(d.given is None or d.given.labeled for d in both)
@@ -242,29 +242,29 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
     )
 
 
-def balanced_outputs(trainer: Settings) -> list[str] | bool:
-    """Return the outputs whose classes are balanced; True for all that have classes, or False."""
+def balanced_outputs(trainer: Settings) -> list[str] | None:
+    """Return the outputs whose classes are balanced, none for all that have any; None: of none."""
     weight = trainer.class_weight
     if isinstance(weight, str):
         check_choice("class_weight", weight, ["balanced"])
         if not isinstance(trainer.loss, Mapping):
-            return True
+            return []
         weighted = [name for name, loss in trainer.loss.items() if takes_class_weight(loss)]
         if not weighted:
             raise ValueError(f"{named('class_weight')} has no effect on these losses: leave it out")
         return weighted
     if not isinstance(weight, Mapping):
-        return False
+        return None
     by_text = {name: value for name, value in weight.items() if isinstance(value, str)}
     for name, value in by_text.items():
         check_choice(f"class_weight[{name!r}]", value, ["balanced"])
-    return [*by_text] or False
+    return [*by_text] or None
 
 
 def _class_weight(trainer: Settings, facts: Facts) -> Any:
     """Return the weights of classes by number, of several losses by output."""
     weight, outputs = trainer.class_weight, balanced_outputs(trainer)
-    if outputs is False:
+    if outputs is None:
         return weight
     balanced = facts.balanced or {}
     if not isinstance(trainer.loss, Mapping):
