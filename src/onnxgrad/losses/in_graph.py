@@ -98,7 +98,7 @@ def _with_loss(
 ) -> ModelProto:
     """Return the model with a loss; `names` are of the loss, the labels and the sample weights."""
     loss_name, label_name, weight_name = names
-    chosen = choose_output(proto, output_index)
+    chosen = choose_output(proto, output_index, inside=True)
     _check_penalized(proto, penalties)
     model, values = _with_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
@@ -183,8 +183,12 @@ def _sum_or_mean(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> 
     return loss / op.Cast(rows, to=loss.dtype)
 
 
-def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") -> str:
+def choose_output(
+    proto: ModelProto, index: int | str | None, remedy: str = "", inside: bool = False
+) -> str:
     """Return the name of the float tensor that is the output of that index or name.
+
+    With `inside`, None is the tensor of `scores_behind` where no output holds floats.
 
     Raises:
         ValueError: there is none, or `index` is None and there are several; with `remedy`, which by
@@ -197,8 +201,9 @@ def choose_output(proto: ModelProto, index: int | str | None, remedy: str = "") 
     if index is None:
         held = caches(proto).values()
         predictions = [name for name in floats if name not in held]
-        if len(predictions or behind) == 1:
-            return (predictions or behind)[0]
+        predictions = predictions or (behind if inside and not floats else [])
+        if len(predictions) == 1:
+            return predictions[0]
         say = remedy or f"say which one with {argument('output_index')}"
         raise ValueError(f"the model has {len(floats)} float outputs: {say}, {choice}")
     if not isinstance(index, str) and not -len(outputs) <= index < len(outputs):

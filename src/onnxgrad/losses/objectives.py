@@ -171,7 +171,8 @@ class TrainingLoss:
         """
         if None not in self.losses:
             return [choose_output(proto, name) for name in self.losses]
-        return [choose_output(proto, None, f"name it, as {named('loss={output: loss}')}")]
+        remedy = f"name it, as {named('loss={output: loss}')}"
+        return [choose_output(proto, None, remedy, inside=True)]
 
     def write(self, op: Emit, predictions: Values, weighted: bool = False) -> Written:
         """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
