@@ -52,7 +52,7 @@ MADE = {
     "vjp": og.vjp,
     "jvp": lambda m: og.jvp(m, inputs=["x"]),
     "hvp": lambda m: og.hvp(m, inputs=["x"]),
-    "jacobian": lambda m: og.jacobian(m, inputs=["x"], batched=True),
+    "jacobian": lambda m: og.jacobian(m, batched=True),
     "of rows": lambda m: og.jacobian(m, ["w"], ["x"], batched=True),
     "hessian": lambda m: og.hessian(with_loss(), inputs=["x"], output="loss"),
     "f": lambda m: og.derivative_family(m, inputs=["x"])["f"],

@@ -12,7 +12,7 @@ from onnxgrad.autodiff.derivative import as_constants, as_inputs, choose_inputs,
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
 from onnxgrad.autodiff.path_ends import path_ends
-from onnxgrad.autodiff.primal.defaults import restore_defaults
+from onnxgrad.autodiff.primal.defaults import has_default, restore_defaults
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
@@ -61,12 +61,12 @@ class Sheet:
     ) -> None:
         self.origin, maps = with_tensors_of_maps(read(model))
         self.model = prepare(self.origin, own=own, defaults=True)
-        chosen = choose_inputs(self.model.graph, inputs)
+        chosen = self._choose(inputs, rows)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:
             names = {str(d) for x in self.model.graph.inputs for d in dims(x) or ()}
             symbol = next(s for s in ("rows", "rows_of_inputs") if s not in names)
             self.model = prepare(self.origin, batch=symbol, defaults=True)
-            chosen = choose_inputs(self.model.graph, inputs)
+            chosen = self._choose(inputs, rows)
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
         self._select(None if outputs is None else [maps.get(y, y) for y in outputs])
@@ -79,6 +79,13 @@ class Sheet:
         self.differentiated = [y for y in self.kept if is_real(y)]
         self.op = Emit(self.graph)
         self._dummies: dict[ir.Value, ir.Value] = {}
+
+    def _choose(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
+        """Return the inputs to differentiate with respect to; by default those that have rows."""
+        chosen = choose_inputs(self.model.graph, names)
+        if names is not None or not rows:
+            return chosen
+        return [x for x in chosen if not has_default(x)]
 
     def _select(self, outputs: Sequence[str] | None) -> None:
         """Keep only the named outputs, which must be floats; None: all that are tensors."""
