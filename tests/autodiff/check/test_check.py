@@ -55,6 +55,16 @@ def test_a_gradient_that_the_runtime_does_not_load_is_not_ok(monkeypatch):
         check_gradient(model)
 
 
+def test_arrays_of_the_inputs_to_check():
+    model = parse_model("g (float[2] x, float[2] z) => (float[2] y) { r = Sqrt(x)  y = Mul(r, z) }")
+    at = {"x": np.float32([4, 9])}
+    for arguments in ({"inputs": at}, {"inputs": ["x"], "feed": at}):
+        report = check_gradient(model, **arguments)
+        assert report.ok
+        assert [row.name for row in report.rows] == ["(outputs)", "x"]
+        assert not report.rows[1].undefined
+
+
 def many_weights(scales=(1.0,) * 24, operator="Tanh", place=5) -> onnx.ModelProto:
     """y = sum(scale_i tanh(w_i x)): a weight for each scale, and the input."""
     text = "".join(

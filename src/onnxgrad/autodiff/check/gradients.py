@@ -38,7 +38,7 @@ _FEW = 16  # inputs and weights, up to which each has a direction of its own
 
 def check_gradient(
     model: ModelLike,
-    inputs: Sequence[str] | None = None,
+    inputs: Sequence[str] | Mapping[str, Any] | None = None,
     weights: Sequence[str] | None = None,
     rtol: float | None = None,
     order: int = 1,
@@ -61,8 +61,8 @@ def check_gradient(
 
     Args:
         model: model, serialized model or path; never modified.
-        inputs: names of the inputs to check; None: every float input, except the scales and
-            regions of a Resize.
+        inputs: names of the inputs to check, or `{input: array}`, as in `feed`; None: every float
+            input, except the scales and regions of a Resize.
         weights: names of the weights to check; None: every one that is trained by default.
         rtol: largest relative error; None: 1e-6 in float64, 0.02 in float32.
         order: 1, or 2 to check also the gradient of the gradient, in further rows, where f is
@@ -106,9 +106,11 @@ def _deadline(seconds: float | None) -> float:
 
 
 def _problem(
-    proto: ModelProto, inputs: Names, weights: Names, feed: Any, rtol: Any, order: int, seed: int
+    proto: ModelProto, inputs: Any, weights: Names, feed: Any, rtol: Any, order: int, seed: int
 ) -> Problem:
     """Prepare the model, choose what to check, and draw the point."""
+    if isinstance(inputs, Mapping):
+        inputs, feed = list(inputs), {**feed, **inputs}
     for kind, names in (("input", inputs), ("weight", weights)):
         once(kind, [] if names is None else names)
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
