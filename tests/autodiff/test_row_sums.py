@@ -23,7 +23,8 @@ MODEL = """f (float[N,4] x, float[N,2,4,4] images, float[3,N,4] steps, int64[N,3
      float[2,2,3,3] k = {{{k}}}, float[6,5] rows = {{{rows}}},
      int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] six = {{6}}, int64[1] last = {{-1}},
      int64[1] least = {{-100}},
-     int64[3] heads = {{3, -1, 2}}, int64[2] flat = {{-1, 4}}, int64[2] pairs = {{-1, 2}}, int64 first = {{0}}> {{
+     int64[3] heads = {{3, -1, 2}}, int64[2] flat = {{-1, 4}}, int64[2] pairs = {{-1, 2}},
+     int64 first = {{0}}> {{
         {nodes} }}"""
 
 SUMS = {

@@ -97,7 +97,7 @@ def parquet_table_file(**columns):
     [
         (("a.csv", lambda path: None), ["a.csv", "No such"]),
         (("a.csv", lambda path: path.mkdir()), ["a.csv", "directory"]),
-        (("a.txt", lambda path: None), [".csv, .tsv, .parquet, .npz"]),
+        (("a.txt", lambda path: path.write_text("a")), [".csv, .tsv, .parquet, .npz"]),
         (csv_file(""), ["damaged", "mpty"]),
         (csv_file("a,b\n"), ["no rows"]),
         (csv_file("a,b\n1,2\n1\n"), ["damaged", "2 columns", "got 1"]),

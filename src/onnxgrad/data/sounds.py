@@ -314,5 +314,5 @@ class SoundFolder(IndexedReader):
                       self.samples, self.augment.rate))  # fmt: skip
         digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
         files = describe_files([clip.file for clip in self.clips])
-        noise = describe_arrays("noise", dict(enumerate(map(np.asarray, self.augment.noise))))
+        noise = describe_arrays("noise", {str(i): x for i, x in enumerate(self.augment.noise)})
         return {"kind": "sounds", "rows": self.rows, "digest": digest + files + noise["digest"]}

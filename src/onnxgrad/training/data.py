@@ -66,18 +66,26 @@ class Dataset:
 
     @cached_property
     def batched(self) -> bool:
-        """Whether `X` yields batches, rather than being an array, a table or a dict of these."""
+        """Whether `X` yields batches, rather than being an array, a table or a dict of these.
+
+        Raises:
+            ValueError: sample weights beside batches.
+        """
         X = self.X
         if self.reader is not None:
             return not isinstance(self.reader, DiskArrays)
         if isinstance(X, Mapping) or is_table(X) or hasattr(X, "__array__") or hasattr(X, "dtype"):
             return False
+        listed = isinstance(X, (list, tuple))
+        batches = bool(X) and is_batch(X[0]) if listed else isinstance(X, Iterable) or callable(X)
         if not all(part is None or _is_named(part) for part in (self.y, self.sample_weight)):
+            if batches and self.y is None:
+                raise ValueError(
+                    "an iterable of batches brings its sample weights: (X, y, sample_weight)"
+                )
             return False
-        if not isinstance(X, (list, tuple)):
-            return isinstance(X, Iterable) or callable(X)
-        if not X or not is_batch(X[0]):
-            return False
+        if not listed or not batches:
+            return batches
         return self.y is None or isinstance(X[0], Mapping) or column_names(X[0]) is not None
 
     @cached_property

@@ -93,9 +93,9 @@ def short_names(names) -> list[str]:
 
 
 def without_weights(proto: onnx.ModelProto, names) -> bytes:
-    """Return the model with zeros for the weights of these names."""
+    """Return the graph with zeros for the weights of these names."""
     zeros = {r.name: np.zeros_like(r.array()) for r in constant_refs(proto) if r.name in names}
-    return replace(proto, zeros).SerializeToString(deterministic=True)
+    return replace(proto, zeros).graph.SerializeToString(deterministic=True)
 
 
 def assert_trains(proto, y, expected, loss, rate=1e-2, x=X) -> None:
