@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -109,25 +110,26 @@ def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
     return rate if isinstance(rate, LearningRate) else select_schedule(rate)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def without_others(function: F) -> F:
-    """Return `function`, whose signature is shown without `**others`: it refuses these."""
-    own = signature(function)
-    shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-    return function
-
-
-def refuse_others(others: Iterable[str], function: Callable[..., Any]) -> None:
-    """Raise `TypeError` for arguments that `function` lacks, of which other libraries have some."""
+def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function say what is meant by arguments that it lacks, as other libraries have them."""
+    known = [name for name in signature(function).parameters if name != "self"]
+    of_fit = ("batch_size", "epochs", "shuffle", "validation")
     meant = {
         "criterion": f"pass {named('loss')}",
         "lr": f"pass {named('learning_rate')}",
         "weight_decay": "it is an argument of an optimizer, as adamw",
-    } | dict.fromkeys(("batch_size", "epochs", "shuffle", "validation"), "it is an argument of fit")
-    for name in others:
-        if name in meant:
-            raise TypeError(f"unknown argument {name!r}: {meant[name]}")
-        raise TypeError(str(unknown("argument", name, list(signature(function).parameters)[1:])))
+    } | dict.fromkeys(of_fit, "it is an argument of fit")
+
+    @wraps(function)
+    def checked(*values: P.args, **named_values: P.kwargs) -> R:
+        for name in (name for name in named_values if name not in known):
+            if name in meant:
+                raise TypeError(f"unknown argument {name!r}: {meant[name]}")
+            raise TypeError(str(unknown("argument", name, known)))
+        return function(*values, **named_values)
+
+    return checked

@@ -29,9 +29,8 @@ from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.arguments import (
     check_choice,
     check_count,
-    refuse_others,
+    refuse_unknown,
     select_rate,
-    without_others,
 )
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.events import Callbacks
@@ -68,7 +67,7 @@ ClassWeights: TypeAlias = str | Mapping[Any, float] | ArrayLike
 class TrainerBase(Settings):
     """Trains one model, or the members of a stack; the arguments are those of `Trainer`."""
 
-    @without_others
+    @refuse_unknown
     def __init__(
         self,
         model: ModelLike,
@@ -97,9 +96,7 @@ class TrainerBase(Settings):
         device: str = "cpu",
         seed: int = 0,
         parallel: DataParallel | bool | None = None,
-        **others: Any,
     ) -> None:
-        refuse_others(others, type(self).__init__)
         self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
         self.optimizer = select_optimizer(optimizer)
         self.learning_rate = select_rate(learning_rate, self.optimizer)

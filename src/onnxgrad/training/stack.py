@@ -16,7 +16,7 @@ from onnxgrad.model.read import ModelLike
 from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
-from onnxgrad.training.arguments import refuse_others, select_rate, without_others
+from onnxgrad.training.arguments import refuse_unknown, select_rate
 from onnxgrad.training.base import ClassWeights, LossLike, MetricLike, RateLike, TrainerBase
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.fit import Fit
@@ -116,7 +116,7 @@ class TrainerStack(TrainerBase):
         >>> best = stack.model(2)  # a `ModelProto`
     """
 
-    @without_others
+    @refuse_unknown
     def __init__(
         self,
         model: ModelLike,
@@ -147,9 +147,7 @@ class TrainerStack(TrainerBase):
         precision: str = "auto",
         device: str = "cpu",
         seed: int = 0,
-        **others: Any,
     ) -> None:
-        refuse_others(others, type(self).__init__)
         optimizers, rates = _by_member(members, weights, learning_rate, optimizer)
         super().__init__(
             model,
