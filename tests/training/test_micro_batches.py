@@ -188,3 +188,34 @@ def test_a_held_out_share_is_a_multiple_of_the_fixed_batch():
     assert trainer.state.step == 3
     with pytest.raises(ValueError, match=naming("validation", "0.05", "8")):
         trainer.fit(X, LABELS, validation=0.05)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_fixed_batch_of_independent_rows_takes_any_number(rows, caplog):
+    """Also where shapes state the batch, and a token is joined to each row."""
+    draw = np.random.default_rng(0)
+    weights = {"w": draw.normal(size=(24, 3)).astype(np.float32)}
+
+    def model(count):
+        sizes = {"flat": [count * 24], "split": [count, 2, 12], "whole": [count, 24]}
+        return parse_model(
+            f"""f (float[{count},5,4] x) => (float[{count},3] y) {{
+                j = Concat<axis = 1>(x, token)  f = Reshape(j, flat)  s = Reshape(f, split)
+                t = Tanh(s)  g = Reshape(t, whole)  y = MatMul(g, w) }}""",
+            opset=18,
+            token=np.full((count, 1, 4), 0.5, np.float32),
+            **{name: np.int64(size) for name, size in sizes.items()},
+            **weights,
+        )
+
+    x, labels = draw.normal(size=(13, 5, 4)).astype(np.float32), draw.integers(0, 3, 13)
+    options = {"optimizer": "sgd", "learning_rate": 0.1, "train": ["w"]}
+    fixed, one = (og.Trainer(model(n), "cross_entropy", **options) for n in (rows, 1))
+    for trainer in (fixed, one):
+        trainer.fit(x, labels, batch_size=4, validation=0.3, epochs=2)
+    np.testing.assert_allclose(fixed.predict(x), one.predict(x), rtol=1e-5)
+    for own, other in zip(fixed.history, one.history, strict=True):
+        assert own == pytest.approx(other, rel=1e-5)
+    assert f"{rows} rows" in caplog.text
+    with pytest.raises(ValueError, match=f"{rows} rows"):
+        og.Trainer(fixed_classifier(rows), "cross_entropy").predict(x[:3, 0])

@@ -193,18 +193,6 @@ def restored(trainer, best):
     return SimpleNamespace(history=[entry])
 
 
-def test_a_share_that_a_fixed_batch_does_not_divide():
-    fixed = normalized_model()
-    for value in (*fixed.graph.input, *fixed.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 8
-    made = og.Trainer(fixed, "mse")
-    x = np.zeros((32, *(d.dim_value for d in fixed.graph.input[0].type.tensor_type.shape.dim[1:])))
-    y = np.zeros((32, *(d.dim_value for d in fixed.graph.output[0].type.tensor_type.shape.dim[1:])))
-    assert made.fit(x, y, validation=0.25).history[-1]["validation_loss"] >= 0
-    with pytest.raises(ValueError, match=naming("validation", "32 rows", "8")):
-        made.fit(x, y, validation=0.1)
-
-
 @pytest.mark.parametrize(
     "given",
     [True, 1, np.int64(0), 0.0, 1.0, np.True_, [X, Y], [X, Y, W], [X, "label"]],

@@ -325,7 +325,8 @@ def _prepare(proto: ModelProto, names: list[str]) -> ir.Model:
     """Return the model in the working dialect, weights as inputs, without outputs of strings."""
     model = prepare(proto)
     firsts = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
-    freed = free_rows(model, _ROWS, {}) if all(isinstance(d, int) for d in firsts) else None
+    one = 1 in firsts and all(isinstance(d, int) for d in firsts)
+    freed = free_rows(model, _ROWS, {}) if one else None
     if freed is not None and all(_ROWS in (dims(y) or ()) for y in freed.graph.outputs):
         model = freed
     graph = model.graph

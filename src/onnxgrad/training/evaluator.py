@@ -119,7 +119,7 @@ class Evaluator:
     def rows(self) -> int:
         """How many rows a call of the runtime has, if nobody says."""
         if self.described.freed:
-            return 1 if self.plan.carry else _FREED
+            return self.described.freed if self.plan.carry else max(_FREED, self.described.freed)
         return self.fields.fixed_rows or (4 * SIZE if self._is_small else SIZE)
 
     @cached_property

@@ -92,7 +92,8 @@ class Fit:
             unit = described.fields.fixed_rows or 1
             source, _ = hold_out(source, source, self.held_out, self.trainer.seed, unit)
         weights = balanced_weights(source, described.described.labels, outputs)
-        self.recipe.facts = replace(self.recipe.facts, balanced=weights)
+        facts = replace(self.recipe.facts, balanced=weights)
+        self.recipe = Recipe(self.trainer, facts, self.sharing)
         vars(self).pop("evaluator", None)  # that of other weights
 
     @cached_property
@@ -261,10 +262,9 @@ class Fit:
         return data.source(fields, self.batch_size or self._default_size(fields))
 
     def _default_size(self, fields: Fields) -> int:
-        """Return the rows of a batch: of a file with one row, these are no longer its own."""
-        if self.trainer.carry and (self.evaluator.described.freed or fields.fixed_rows == 1):
-            return 1
-        return SIZE if fields.fixed_rows in (None, 1) else fields.fixed_rows
+        """Return the rows of a batch: those of the file, unless it is one, and states are kept."""
+        own = fields.fixed_rows or self.evaluator.described.freed
+        return SIZE if own in (0, 1) and not (own and self.trainer.carry) else own
 
     def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
         trainer = self.trainer
@@ -334,9 +334,10 @@ class Fit:
 def _say_batch(objective: Objective, fields: Fields, adds_losses: bool) -> None:
     """Say once how a model whose file takes a fixed batch trains on larger ones."""
     if objective.freed:
+        taken = "one row" if objective.freed == 1 else f"{objective.freed} rows"
         logger.warning(
-            "the file takes one row: it trains on batches of any size, as its rows are proven to "
-            "be independent; the file that comes out takes one row again"
+            f"the file takes {taken}: it trains on batches of any size, as its rows are proven to "
+            f"be independent; the file that comes out takes {taken} again"
         )
     elif fields.fixed_rows and fields.accumulates:
         logger.warning(

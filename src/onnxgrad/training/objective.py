@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
-from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows
+from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows, stated_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
@@ -119,7 +119,7 @@ class Objective:
             otherwise such models are refused.
         mixing: how rows are mixed; None: they are not.
         scales: whether a step scales the loss, so that gradients of 16 bits do not vanish.
-        freed: whether the file takes one row only, and the graph any number.
+        freed: the number of rows that the file takes, if the graph takes any number; otherwise 0.
     """
 
     model: ir.Model
@@ -140,7 +140,7 @@ class Objective:
     straight_through: bool = False
     mixing: Mixing | None = None
     scales: bool = False
-    freed: bool = False
+    freed: int = 0
 
     @property
     def row_weight(self) -> str | None:
@@ -295,10 +295,10 @@ def _stopped(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
 
 def _prepared(
     proto: ModelProto, plan: Plan, predicted: Sequence[str], weights: Sequence[str]
-) -> tuple[ir.Model, dict[str, ir.Value], bool]:
-    """Return the prepared model with the outputs that are read, these by name, and if it is freed.
+) -> tuple[ir.Model, dict[str, ir.Value], int]:
+    """Return the prepared model with the outputs that are read, these by name, and `freed`.
 
-    A model of one row is, where it is proven to treat rows by themselves.
+    A model of a fixed batch is freed where it is proven to treat rows by themselves.
     """
     own, outputs = [] if plan.loss else [plan.loss_output], [y.name for y in proto.graph.output]
     if own and own[0] not in outputs:
@@ -317,9 +317,10 @@ def _prepared(
         fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
     add_row_axes(model.graph, [read.index(y) for y in predicted if plan.loss], plan.exempt)
-    freed = free_rows(model, BATCH, plan.axes)
+    rows = stated_rows(model, BATCH, plan.axes) or 0
+    freed = free_rows(model, BATCH, plan.axes, rows) if rows else None
     model = model if freed is None else freed
-    return model, dict(zip(read, model.graph.outputs, strict=True)), freed is not None
+    return model, dict(zip(read, model.graph.outputs, strict=True)), 0 if freed is None else rows
 
 
 @dataclass

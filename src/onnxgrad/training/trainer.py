@@ -47,7 +47,8 @@ class Trainer(TrainerBase):
             means. Where rows are compared with each other or a model normalizes over them, it is
             another one, of which `fit` warns, naming the node. Micro-batches have equal numbers of
             rows, so that there may be more; with `batch_norm="train"`, a short or prime batch is
-            not cut into single rows. A file with a fixed batch is run batch by batch.
+            not cut into single rows. A fixed batch of the file, whose rows are not proven to be
+            independent, is a micro-batch.
             With 1, large batches of arrays are computed in parts on a CPU, where the gradient is
             proven to be the sum over rows.
         batch_norm: "frozen" normalizes by the stored statistics, "train" by those of the batch,

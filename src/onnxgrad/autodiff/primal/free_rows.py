@@ -1,8 +1,9 @@
-"""A model of one row as a model of any number of rows, where its operators treat each by itself.
+"""A model of a fixed batch as a model of any number of rows, where operators treat each by itself.
 
-Exporters write a batch of 1 into shapes: of inputs, Reshapes, initial states and tokens that are
-joined to each row. `free_rows` follows the axis of the rows through the graph, rewrites what states
-that there is one, and lets the row proofs decide whether the result computes each row as before.
+Exporters write the batch of their example, often 1, into shapes: of inputs, Reshapes, initial
+states and tokens that are joined to each row. `free_rows` follows the axis of the rows through the
+graph, rewrites what states their number, and lets the row proofs decide whether the result computes
+each row as before.
 """
 
 from __future__ import annotations
@@ -32,25 +33,38 @@ Axes = dict[str, int | None]
 Places = dict[ir.Value, tuple[int, int]]
 
 
-def free_rows(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) -> ir.Model | None:
+def stated_rows(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) -> int | None:
+    """Return the number of rows that a prepared model takes: 1, or that of all inputs; None: any.
+
+    The arguments are those of `free_rows`.
+    """
+    shapes = [dims(x) or () for x in model.graph.inputs]
+    if any(symbol in shape for shape in shapes):
+        return None  # it takes any number: an axis of length 1 is another, as of a state
+    open_inputs = [x for x in model.graph.inputs if x.name not in stated]
+    firsts = {(dims(x) or (None,))[0] for x in open_inputs}
+    one = 1 if 1 in firsts else firsts.pop() if len(firsts) == 1 else None
+    return one if isinstance(one, int) and one > 0 else None
+
+
+def free_rows(
+    model: ir.Model, symbol: str, stated: Mapping[str, int | None], count: int = 1
+) -> ir.Model | None:
     """Return a copy of a prepared model that takes any number of rows.
 
-    None if the model does not have one row, or no choice of axes is proven: row i of each output
-    must depend on row i of the inputs only.
+    None if no choice of axes is proven: row i of each output must depend on row i of the inputs
+    only.
 
     Args:
         model: a prepared model, which stays as it is.
         symbol: the name of the number of rows in shapes.
         stated: the axis of the rows of inputs, where it is known; None for an input without rows.
+        count: the number of rows that the model takes: `stated_rows`.
     """
-    if any(symbol in (dims(x) or ()) for x in model.graph.inputs):
-        return None  # it takes any number: an axis of length 1 is another, as of a state
-    if not any(1 in (dims(x) or ())[:1] for x in model.graph.inputs if x.name not in stated):
-        return None
-    for axes in islice(_choices(model.graph, stated), _TRIED):
+    for axes in islice(_choices(model.graph, stated, count), _TRIED):
         copy = model.clone()
         try:
-            rows = _Rows(copy.graph, axes)
+            rows = _Rows(copy.graph, axes, count)
             rows.find()
             rows.write()
             _declare(copy, symbol, axes)
@@ -61,12 +75,12 @@ def free_rows(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) ->
     return None
 
 
-def _choices(graph: ir.Graph, stated: Mapping[str, int | None]) -> Iterator[Axes]:
-    """Yield axes of the rows, the likeliest first: of each input the first of length 1."""
+def _choices(graph: ir.Graph, stated: Mapping[str, int | None], count: int) -> Iterator[Axes]:
+    """Yield axes of the rows, the likeliest first: of each input the first of length `count`."""
     names, each = [], []
     for x in graph.inputs:
         shape = dims(x) or ()
-        ones: list[int | None] = [i for i, d in enumerate(shape) if d == 1]
+        ones: list[int | None] = [i for i, d in enumerate(shape) if d == count]
         if len(shape) == 1 and x.dtype is not None and not x.dtype.is_floating_point():
             ones = [*ones, None]  # a sample rate, or the like
         names.append(str(x.name))
@@ -108,15 +122,15 @@ def _real(op: Emit, y: ir.Value) -> ir.Value:
 
 
 class _Rows:
-    """Where the rows are in the values of a graph of one row; all shapes are those of one row.
+    """Where the rows are in the values of a graph of `count` rows; all shapes are those of these.
 
     - `axes`: the axis of the rows of each value that depends on them.
     - `outer`: how often the rows follow each other along it, if not once: a Reshape turns
       [T, N, D] into [T N, D].
     """
 
-    def __init__(self, graph: ir.Graph, axes: Axes) -> None:
-        self.graph, self.op = graph, Emit(graph)
+    def __init__(self, graph: ir.Graph, axes: Axes, count: int) -> None:
+        self.graph, self.op, self.count = graph, Emit(graph), count
         inputs = {x: axes[str(x.name)] for x in graph.inputs}
         self.axes = {x: axis for x, axis in inputs.items() if axis is not None}
         self.outer = dict.fromkeys(self.axes, 1)
@@ -165,7 +179,7 @@ class _Rows:
             front = None if before is None else static(before[: self.axes[x]])
             if before is None or after is None or front is None:
                 return []
-            found = _places(prod(front) * self.outer[x], before, after, self.axes[x])
+            found = _places(prod(front) * self.outer[x], before, after, self.axes[x], self.count)
             return [{y: place} for place in found]
         operands = [x for x in node.inputs if x is not None and x in self.axes]
         outer = {self.outer[x] for x in operands}
@@ -189,6 +203,8 @@ class _Rows:
             return False
         if node.op_type in ("Reshape", "Flatten"):
             return True
+        if self.count > 1:
+            return False
         named, axis, shape = named_axes(node) or [], self.axes[x], dims(x) or ()
         if node.op_type == "Squeeze":
             return axis in named
@@ -243,15 +259,29 @@ class _Rows:
         """Repeat operands that each row has one of, but which are stated once, for one row."""
         of = next(x for x in node.inputs if x is not None and x in self.axes)
         for i in operands:
-            x = node.inputs[i]
-            shape = dims(x)
-            if x is None or shape is None or shape[axis] != 1:
+            x = self._of_one_row(node.inputs[i], axis)
+            if x is None:
                 raise NotASum(f"{node.op_type}: operand {i} is not that of one row")
-            ones = [1] * len(shape)
+            ones = [1] * len(dims(x) or ())
             with self.op.at(node):
                 target = self.op.vector(*ones[:axis], self._rows(of), *ones[axis + 1 :])
                 repeated = self.op.set_type_like(self.op.Expand(x, target), x)
             node.replace_input_with(i, repeated)
+
+    def _of_one_row(self, x: ir.Value | None, axis: int) -> ir.Value | None:
+        """Return what all rows have the same; None if they differ, or it is not known."""
+        shape = dims(x)
+        if x is None or shape is None or shape[axis] != self.count:
+            return None
+        if self.count == 1:
+            return x
+        node, lengths = x.producer(), static(shape)
+        expanded = node is not None and node.op_type == "Expand" and lengths is not None
+        array = constant(node.inputs[0] if node is not None and expanded else x)
+        if array is not None and lengths is not None:
+            array = np.broadcast_to(array, lengths)
+        one = None if array is None else array.take([0], axis)
+        return self.op.const(one) if one is not None and (array == one).all() else None
 
     def _rows(self, x: ir.Value) -> ir.Value:
         """Return the length of the axis of the rows at run time, int64 [1]."""
@@ -304,12 +334,15 @@ def _is_size(node: ir.Node) -> bool:
     return node.op_type in ("Shape", "Size") and not node.domain
 
 
-def _places(front: int, before: Sequence, after: Sequence, axis: int) -> list[tuple[int, int]]:
+def _places(
+    front: int, before: Sequence, after: Sequence, axis: int, count: int
+) -> list[tuple[int, int]]:
     """Return where rows may go that have `front` elements before them, the likeliest first.
 
-    A place is an axis, and how often the rows follow each other along it. An axis of length 1 is
-    likely, best the same as before. Otherwise the rows are joined with what is behind them, as the
-    heads of an attention that get an axis; or with what is before them, as steps of a sequence.
+    A place is an axis, and how often the rows follow each other along it. An axis of the length
+    `count` is likely, best the same as before. Otherwise the rows are joined with what is behind
+    them, as the heads of an attention that get an axis; or with what is before them, as steps of a
+    sequence.
     """
     found = []
     for i, d in enumerate(after):
@@ -317,10 +350,10 @@ def _places(front: int, before: Sequence, after: Sequence, axis: int) -> list[tu
         if not lengths and i:
             break
         outer, rest = divmod(front, prod(lengths or ()))
-        joined = isinstance(d, int) and outer and d % outer == 0
+        joined = isinstance(d, int) and outer and d % (outer * count) == 0
         if not rest and (outer == 1 or joined):
-            behind = d != 1 and (outer == 1) == (len(after) < len(before))
-            found.append(((d != 1, behind, i != axis, i), (i, outer)))
+            behind = d != count and (outer == 1) == (len(after) < len(before))
+            found.append(((d != count, behind, i != axis, i), (i, outer)))
     return [place for _, place in sorted(found)]
 
 
