@@ -136,3 +136,22 @@ def test_what_is_fed_is_what_rules_compute_with(body, default, fed):
     found = stated(gradient, t=stored)
     assert_allclose(found["x_grad"], expected["x_grad"], rtol=1e-6)
     assert not np.array_equal(found["x_grad"], stated(gradient)["x_grad"])
+
+
+def test_axes_that_can_be_fed_leave_the_rank_known():
+    """A Scan behind them needs it, and other axes give the gradient of other means."""
+    text = """g (float[N,3] x{0}) => (float[N,3] y)
+        <int64[1] d = {{{1}}}, float[3] w = {{1,2,3}}> {{
+        h = ReduceMean<keepdims=1>(x, d)  c = Sub(x, h)  q = Mul(c, w)
+        s, y = Scan<num_scan_inputs = 1, body = b (float[3] before, float[3] row)
+            => (float[3] after, float[3] each) {{
+                after = Add(before, row)  each = Mul(row, before) }}>(w, q) }}"""
+    x, w = np.arange(6, dtype=np.float32).reshape(2, 3) ** 2, np.float32([1, 2, 3])
+    options = {"weights": ["w"], "inputs": ["x"], "options": ONES}
+    model = og.onnx_derivative(parse_model(text.format(", int64[1] d", 1), opset=20), **options)
+    for axis in (0, 1):
+        fixed = og.onnx_derivative(parse_model(text.format("", axis), opset=20), **options)
+        expected = run_named(fixed, {"x": x, "w": w})
+        found = run_named(model, {"x": x, "w": w, "d": np.int64([axis])})
+        for name, array in expected.items():
+            assert_allclose(found[name], array, rtol=1e-5)

@@ -111,7 +111,7 @@ NKM = (of_shape(("N", 3, "K")), of_shape(("N", "K", "M")))
         ("ReduceSum", [of_shape(("N", 3)), of_shape((1,), [-1])], {}, ("N", 1)),
         ("ReduceMax", [of_shape(("N", 3)), of_shape((1,), [0])], {"keepdims": 0}, (3,)),
         ("ReduceSum", [of_shape(("N", 3)), of_shape((0,), [])], {}, (1, 1)),
-        ("ReduceSum", [of_shape(("N", 3)), of_shape((1,))], {}, None),
+        ("ReduceSum", [of_shape(("N", 3)), of_shape((1,))], {}, (None, None)),
         ("ReduceSum", [of_shape(("N", 3))], {}, (1, 1)),
         ("ReduceMax", [of_shape(("N", 3))], {"keepdims": 0}, ()),
         ("ReduceSum", [of_shape(("N", 3))], {"noop_with_empty_axes": 1}, ("N", 3)),

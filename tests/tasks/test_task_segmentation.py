@@ -134,7 +134,7 @@ def test_iou_is_that_of_torchmetrics(channels):
         assert missing.sum() == count - len(seen)
         absent += missing.any()
         np.testing.assert_allclose(found["iou_per_class"][seen], each[seen], rtol=1e-6)
-    assert channels == 1 or absent > 1
+    assert channels == 1 or absent > 0
 
 
 @pytest.mark.parametrize(

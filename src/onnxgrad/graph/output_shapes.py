@@ -171,10 +171,11 @@ def _resized(shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]) -> Di
 def _with_axes(
     op_type: str, shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]
 ) -> Dims | None:
-    """Return the shape after an Unsqueeze, Squeeze or reduction, if its axes are known."""
+    """Return the shape after an Unsqueeze, Squeeze or reduction, as far as its axes are known."""
     named = axes_named_by(op_type, inputs, attributes)
     if named is None:
-        return None
+        keeps = op_type.startswith("Reduce") and attributes.get("keepdims", 1)
+        return (None,) * len(shape) if keeps else None
     if op_type == "Unsqueeze":
         old = iter(shape)
         return tuple(1 if i in named else next(old) for i in range(len(shape) + len(named)))
