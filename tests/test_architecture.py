@@ -1,8 +1,6 @@
 """The house: rooms stand in floors, imports run down, and no room outgrows its budget."""
 
 import ast
-import io
-import tokenize
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -78,7 +76,7 @@ def test_no_circle():
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
     "adapters": (2450, 21),
     "artifacts": (650, 9),
-    "autodiff": (9350, 92),
+    "autodiff": (9400, 92),
     "cli": (3800, 40),
     "compat": (1850, 14),
     "data": (3500, 28),
@@ -103,10 +101,6 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "torch": (550, 5),
     "training": (12300, 109),
 }
-_LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}  # fmt: skip
 
 
 def code_lines(text: str) -> int:
@@ -116,11 +110,8 @@ def code_lines(text: str) -> int:
         kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         if isinstance(node, kinds) and ast.get_docstring(node) is not None:
             described.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _LAYOUT:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - described)
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return sum(bool(x) and not x.startswith("#") and n not in described for n, x in lines)
 
 
 def test_no_room_outgrows_its_budget():

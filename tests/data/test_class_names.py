@@ -204,7 +204,9 @@ LOSSES_OF_CLASSES = {3: "cross_entropy softmax_focal", 1: "binary_cross_entropy 
 WEIGHTS, IGNORED = (1.0, 2.0, 3.0), -100
 
 
-@pytest.mark.parametrize("names", [["ärztin", "b", "c"], [3, 5, 8], ["2", "0", "1"]], ids=str)
+@pytest.mark.parametrize(
+    "names", [["ärztin", "b", "c"], *map(in_sweep, ([3, 5, 8], ["2", "0", "1"]))], ids=str
+)
 @pytest.mark.parametrize("outputs", LOSSES_OF_CLASSES)
 def test_every_loss_of_classes_takes_their_names(names, outputs):
     """Numbers of classes, their weights and ignored labels give the same by name, to each loss."""

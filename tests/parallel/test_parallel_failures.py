@@ -26,7 +26,7 @@ REASONS = {
     ("start", "case"),
     [
         ("mpirun", "callback"),
-        ("torchrun", "callback"),
+        in_sweep("torchrun", "callback"),
         *(("fork", case) for case in REASONS),
         *(in_sweep(start, c) for c in list(REASONS)[1:] for start in ("mpirun", "torchrun")),
     ],

@@ -156,7 +156,7 @@ def fixed_classifier(rows):
     )
 
 
-@pytest.mark.parametrize("shown", [16, in_sweep(None)])
+@pytest.mark.parametrize("shown", [8, in_sweep(None)])
 def test_a_fixed_batch_in_every_call(shown):
     """Of all combinations of calls, some that are drawn; each evaluates as the whole does."""
     forms = {"arrays": (X, LABELS), "batches": ([(X[:16], LABELS[:16]), (X[16:], LABELS[16:])],)}
