@@ -281,7 +281,7 @@ class _Rows:
         if array is not None and lengths is not None:
             array = np.broadcast_to(array, lengths)
         one = None if array is None else array.take([0], axis)
-        return self.op.const(one) if one is not None and (array == one).all() else None
+        return self.op.const(one) if one is not None and np.all(array == one) else None
 
     def _rows(self, x: ir.Value) -> ir.Value:
         """Return the length of the axis of the rows at run time, int64 [1]."""
