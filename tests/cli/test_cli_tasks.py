@@ -226,6 +226,33 @@ def test_values_of_pictures_are_told_and_kept(tmp_path):
     assert_names(sounds, "--normalize")
 
 
+@pytest.mark.parametrize("to", ["task", "trainer"])
+def test_a_loss_that_no_file_can_hold_is_asked_for(to, tmp_path):
+    data, inputs, _ = segmentation_job(tmp_path)
+    name, task = "binary_cross_entropy", og.tasks.segmentation.Segmentation
+    mine = {"loss": og.LOSSES[name].with_options({"pos_weight": 3.0})}
+    of_task, of_trainer = (mine, {}) if to == "task" else ({}, mine)
+    trainer = task("model.onnx", data, **of_task).trainer(**of_trainer)
+    reader = task("model.onnx", data).read(data)
+    trainer.fit(reader)
+    trainer.save("trained.onnx")
+    evaluation = ("eval", "trained.onnx", data, "--task", "segmentation")
+    assert_names(refusal(*evaluation), f"loss ... {name}")
+    again = ("train", "trained.onnx", data, "--task", "segmentation", "--output", "again.onnx")
+    assert_names(refusal(*again), f"loss ... {name}")
+    succeed("predict", "trained.onnx", inputs, "--task", "segmentation")
+
+    with pytest.raises(ValueError, match=name):
+        task("trained.onnx").trainer()
+    expected = trainer.evaluate(reader)["loss"]
+    for given in (task("trained.onnx", **mine).trainer(), task("trained.onnx").trainer(**mine)):
+        assert given.evaluate(reader)["loss"] == pytest.approx(expected, rel=1e-5)
+    named = as_json(*evaluation, "--task-option", "loss=cross_entropy")["loss"]
+    plain = task("trained.onnx", loss="cross_entropy").trainer().evaluate(reader)["loss"]
+    assert named == pytest.approx(plain, rel=1e-5)
+    assert named != pytest.approx(expected, rel=0.01)
+
+
 def test_the_rows_held_out(tmp_path):
     data, _, _ = segmentation_job(tmp_path)
     options = ["--task", "segmentation", "--epochs", 1, "--no-curves", "--overwrite"]

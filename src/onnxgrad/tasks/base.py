@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 import onnxgrad as og
-from onnxgrad.tasks.options import read_options, write_options
+from onnxgrad.tasks.options import lost_loss, named_loss, read_options, write_options
 
 
 class Task:
@@ -61,6 +61,7 @@ class Task:
     arguments: dict[str, Any]
     classes: Sequence[str] = ()
     remembered: ClassVar[tuple[str, ...]] = ()
+    _lost_loss: str | None = None  # the name of an object, which the file of a trained model lacks
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -72,7 +73,21 @@ class Task:
         return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
+        """Return a trainer of the model; `arguments` are those of `Trainer`, and win.
+
+        Raises:
+            ValueError: the model was trained with a loss that its file cannot hold, and no loss is
+                passed, here or to the task.
+        """
+        if "loss" in arguments:
+            name = type(self).__name__
+            stored = _stored_options(self.model, name) | {"loss": named_loss(arguments["loss"])}
+            self.model = with_notes(self.model, {OPTIONS: json.dumps({name: stored})})
+        elif self._lost_loss is not None:
+            raise ValueError(
+                f"loss=: the model was trained with the loss {self._lost_loss!r}, which its file "
+                f"cannot hold: pass it to {type(self).__name__}() or to trainer(), or name another"
+            )
         own = {"loss": self.loss, "metrics": self.metrics, **self.arguments}
         return og.Trainer(self.model, **{**own, **arguments})
 
@@ -116,9 +131,12 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
     def begin(self: Task, model: Any, *values: Any, **named_values: Any) -> None:
         given = dict(zip([*parameters][2:], values, strict=False)) | named_values
         given = {name: value for name, value in given.items() if value is not None}
-        noted = json.loads(_notes_at(model).get(OPTIONS, "{}"))
-        own = noted.get(type(self).__name__, {})
-        kept = read_options({name: own[name] for name in own if name not in given})
+        own = _stored_options(model, type(self).__name__)
+        own = {name: value for name, value in own.items() if name not in given}
+        self._lost_loss = lost_loss(own)
+        if self._lost_loss is not None:
+            del own["loss"]
+        kept = read_options(own)
         init(self, model, *values, **{**named_values, **kept})
         if given.get("data") is not None:
             stated = self.stated({n: v for n, v in (kept | given).items() if n in self.remembered})
@@ -126,6 +144,11 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
             self.model = with_notes(self.model, {OPTIONS: note})
 
     return begin
+
+
+def _stored_options(model: Any, task: str) -> dict[str, Any]:
+    """Return the options in JSON that a model stores for the task of this class name."""
+    return dict(json.loads(_notes_at(model).get(OPTIONS, "{}")).get(task, {}))
 
 
 def _notes_at(model: Any) -> dict[str, str]:

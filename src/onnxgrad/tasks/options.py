@@ -17,16 +17,23 @@ _FUNCTION, _MAKER = "function", "onnxgrad"  # keys of values that are no JSON
 
 
 def write_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for JSON; of what it cannot hold, the name of a function.
-
-    A loss that is no name is left out: nothing but the training needs it.
-    """
+    """Return options for JSON; of what it cannot hold, the name of a function."""
     kept = {name: _as_json(value) for name, value in options.items()}
     if isinstance(path := options.get("tokenizer"), str):
         kept["tokenizer"] = {"path": os.path.abspath(path)}
-    if isinstance(loss := kept.get("loss"), dict) and _FUNCTION in loss:
-        kept["loss"] = None
     return {name: value for name, value in kept.items() if value is not None}
+
+
+def named_loss(loss: Any) -> dict[str, str]:
+    """Return a loss for JSON as a name by which users are asked for it."""
+    name = loss if isinstance(loss, str) else getattr(loss, "name", None)
+    return {_FUNCTION: str(name or getattr(loss, "__qualname__", type(loss).__name__))}
+
+
+def lost_loss(kept: Mapping[str, Any]) -> str | None:
+    """Return the name of a loss that JSON cannot hold, None if it holds the loss or has none."""
+    loss = kept.get("loss")
+    return loss[_FUNCTION] if isinstance(loss, dict) and _FUNCTION in loss else None
 
 
 def read_options(kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +62,8 @@ def _as_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and hasattr(og, maker):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {_MAKER: maker, "arguments": _as_json(fields)}
+    if isinstance(value, og.LossSpec):
+        return named_loss(value)
     if callable(value):
         return {_FUNCTION: getattr(value, "__qualname__", type(value).__name__)}
     return None
