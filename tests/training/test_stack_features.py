@@ -115,9 +115,9 @@ def pair(model, **options):
 
 
 OPTIMIZERS = [
-    *("adamw", "lamb", "muon", "schedule_free"),
-    *map(in_sweep, "sgd momentum nesterov adam adamax nadam radam adagrad adadelta".split()),
-    *map(in_sweep, "rmsprop rprop lion adafactor".split()),
+    *("lamb", "muon"),
+    *map(in_sweep, "sgd momentum nesterov adam adamw adamax nadam radam adagrad adadelta".split()),
+    *map(in_sweep, "rmsprop rprop lion adafactor schedule_free".split()),
 ]
 FEATURES = {
     "accumulate, clip": (perceptron, {"accumulate": 3, "clip_norm": 0.3}),

@@ -119,7 +119,7 @@ def network_and_rows(name, dtype):
         ("cnn", np.float32, 1e-6),
         ("gru", np.float32, 1e-6),
         in_sweep("transformer", np.float32, 1e-5),
-        ("transformer", np.float64, 1e-12),
+        in_sweep("transformer", np.float64, 1e-12),
     ],
 )
 def test_networks(name, dtype, atol):
