@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.row_sums import NotASum, require_apart
+from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.invariant import move_out
@@ -108,7 +108,7 @@ def _prove(sheet: Sheet, data: Collection[ir.Value], rowed: Collection[str]) -> 
     axes = {str(x.name): 0 if x.name in rowed else None for x in data}
     try:
         require_apart(model, axes, {str(x.name): tuple(dims(x) or ()) for x in data})
-    except NotASum as e:
+    except UnprovenRows as e:
         raise ValueError(
             f'{e}: use batched=False, or batched="unchecked" if you know that row i of the output '
             "depends on row i of the inputs only"

@@ -13,7 +13,6 @@ from functools import partial
 
 from onnx import ModelProto
 
-from onnxgrad.autodiff.batch_axis import require_rows
 from onnxgrad.autodiff.each_row import jacobians_of_rows
 from onnxgrad.autodiff.matrices import (
     Forward,
@@ -25,6 +24,7 @@ from onnxgrad.autodiff.matrices import (
     with_gradients,
 )
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.autodiff.row_proofs import require_rows
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept

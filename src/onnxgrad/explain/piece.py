@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.autodiff.row_sums import NotASum, require_apart
+from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
 from onnxgrad.errors import escaping, printable
 from onnxgrad.explain.paths import require_differentiable
 from onnxgrad.explain.user_inputs import Arrays
@@ -199,7 +199,7 @@ class Piece:
             try:
                 require_apart(model, axes, lengths)
                 self._mixing[key] = None
-            except NotASum as e:
+            except UnprovenRows as e:
                 self._mixing[key] = str(e)
         return self._mixing[key]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.row_sums import NotASum, reduction_over_rows, require_sums
+from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, require_sums
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import coefficient, dims, is_stated, static
@@ -99,7 +99,7 @@ def _proven(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | Non
     again = _with_outputs(objective, [v.meta.get(PLAIN, v) for v in objective.reported])
     try:
         require_sums(again, axes, lengths, list(again.graph.outputs))
-    except (NotASum, ModelError) as e:
+    except (UnprovenRows, ModelError) as e:
         logger.debug("the rows of batches are not independent: %s", e)
         return None
     return again
@@ -121,7 +121,7 @@ def micro_batch_effect(
         if own is not None:
             return reduction_over_rows(again, axes, lengths, again.graph.outputs[0]), ""
         require_sums(again, axes, lengths, list(again.graph.outputs))
-    except (NotASum, ModelError) as e:
+    except (UnprovenRows, ModelError) as e:
         return "mean", str(e)
     return "mean", ""
 

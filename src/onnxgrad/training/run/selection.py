@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from onnxgrad.autodiff.row_sums import assumed_lengths
+from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
 from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.native import Target

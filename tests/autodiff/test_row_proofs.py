@@ -1,11 +1,11 @@
-"""Proofs that outputs are sums over rows, against the numbers: parts must add up to the whole."""
+"""Proofs about rows, against the numbers: parts of a batch must add up to the whole."""
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad.autodiff.row_sums import NotASum, require_apart, require_sums
+from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart, require_sums
 from tests.support.models import parse_model
 from tests.support.running import session_of
 
@@ -97,6 +97,8 @@ APART = {
     "products": "a = MatMul(x, w)  s = Relu(a)",
     "two elements a row, and one again": "a = Reshape(x, pairs)  b = Softmax<axis = 1>(a)"
     "  s = Reshape(b, flat)",
+    "log-probabilities beside a loss": "e = ArgMax<axis = 1, keepdims = 0>(x)"
+    "  m, s = SoftmaxCrossEntropyLoss(x, e)",
     "time first, and rows first": "a = MatMul(steps, w)  s = Transpose<perm = [1,0,2]>(a)",
 }
 NOT_APART = {
@@ -149,7 +151,7 @@ def test_sums_are_proven(nodes):
 @pytest.mark.parametrize("name", MIXED)
 def test_other_values_are_refused(name):
     proto = model_of_sum(MIXED[name])
-    with pytest.raises(NotASum):
+    with pytest.raises(UnprovenRows):
         prove_sums(proto)
     whole, parts = totals_of_whole_and_parts(proto)
     if name not in ALSO_ADD_UP:
@@ -175,5 +177,5 @@ def test_rows_that_are_apart(nodes):
 
 @pytest.mark.parametrize("nodes", NOT_APART.values(), ids=NOT_APART)
 def test_outputs_without_a_row_for_each(nodes):
-    with pytest.raises(NotASum):
+    with pytest.raises(UnprovenRows):
         prove_apart(nodes)
