@@ -39,7 +39,9 @@ States = dict[ir.Value, RowState]
 
 
 def stated_rows(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) -> int | None:
-    """Return the number of rows that a prepared model takes: 1, or that of all inputs; None: any.
+    """Return the number of rows that a prepared model takes, None if it takes any number.
+
+    It is 1 if an input has one row, otherwise the number that all inputs have in common.
 
     The arguments are the same as of `free_rows`.
     """
