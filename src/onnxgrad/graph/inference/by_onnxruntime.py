@@ -8,12 +8,11 @@ and lengths that are not those of an operand, as of a cache that grows, stay unk
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
 
 import onnx_ir as ir
 from onnx import NodeProto, defs
 
+from onnxgrad.graph.attributes import schemas_of_onnxruntime
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.shapes import Dim, Dims, broadcast, dims
 
@@ -32,7 +31,7 @@ def result_types(node: ir.Node) -> list[ir.TypeProtocol | None]:
 
     An optional output whose type no operand has, as the statistics of a normalization, is float32.
     """
-    schema = _schemas().get((node.domain, node.op_type))
+    schema = schemas_of_onnxruntime().get((node.domain, node.op_type))
     if schema is None:
         return []
     formal = [*schema.inputs, *schema.inputs[-1:] * len(node.inputs)]  # the last may be repeated
@@ -44,15 +43,6 @@ def result_types(node: ir.Node) -> list[ir.TypeProtocol | None]:
         dtype = DTYPES.get(next(iter(allowed))) if len(allowed) == 1 else None
         found.append(by_name.get(y.typeStr) or (None if dtype is None else ir.TensorType(dtype)))
     return found
-
-
-@cache
-def _schemas() -> dict[tuple[str, str], Any]:
-    """Return onnxruntime's schemas by domain and name, those of the last version."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    every = sorted(state.get_all_operator_schema(), key=lambda schema: schema.since_version)
-    return {(schema.domain, schema.name): schema for schema in every}
 
 
 def result_shapes(node: ir.Node) -> _Shapes:

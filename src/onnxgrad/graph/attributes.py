@@ -1,0 +1,74 @@
+"""Attributes of nodes, with the defaults that the schemas of the operators state.
+
+The schemas are those of onnx, and those that onnxruntime lists for the operators that it adds. The
+newest version of a schema is read, as no default has changed since opset 18, the oldest opset of a
+prepared graph, but for GridSample: its `mode` "bilinear" has been named "linear" since opset 20.
+
+An attribute whose absence means something, such as `axis` of Compress, has no default in the
+schema. It is read from `node.attributes`, and so is an attribute that not all operators have which
+the same code takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import onnx_ir as ir
+from onnx import AttributeProto, defs
+
+
+def int_attribute(node: ir.Node, name: str) -> int:
+    """Return the integer that the node, else the schema of its operator, states."""
+    return _stated_or_default(node, name).as_int()
+
+
+def float_attribute(node: ir.Node, name: str) -> float:
+    """Return the float that the node, else the schema of its operator, states."""
+    return _stated_or_default(node, name).as_float()
+
+
+def ints_attribute(node: ir.Node, name: str) -> Sequence[int]:
+    """Return the integers that the node, else the schema of its operator, states."""
+    return _stated_or_default(node, name).as_ints()
+
+
+def string_attribute(node: ir.Node, name: str) -> str:
+    """Return the string that the node, else the schema of its operator, states."""
+    return _stated_or_default(node, name).as_string()
+
+
+def _stated_or_default(node: ir.Node, name: str) -> ir.Attr:
+    if name in node.attributes:
+        return node.attributes[name]
+    return default_attribute(node.domain, node.op_type, name)
+
+
+@cache
+def default_attribute(domain: str, op_type: str, name: str) -> ir.Attr:
+    """Return the attribute that a node without it has, by the schema of the operator.
+
+    Raises
+    ------
+    KeyError
+        If the operator has no schema, or its schema states no default.
+    """
+    if defs.has(op_type, domain):
+        schema: Any = defs.get_schema(op_type, domain=domain)
+    else:
+        schema = schemas_of_onnxruntime().get((domain, op_type))
+    attribute = None if schema is None else schema.attributes.get(name)
+    proto = AttributeProto.FromString(b"" if attribute is None else attribute._default_value)
+    if not proto.type:
+        raise KeyError(f"the schema of {op_type} states no default of its attribute '{name}'")
+    return ir.serde.deserialize_attribute(proto)
+
+
+@cache
+def schemas_of_onnxruntime() -> dict[tuple[str, str], Any]:
+    """Return the newest schemas of onnxruntime by domain and operator."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    every = sorted(state.get_all_operator_schema(), key=lambda schema: schema.since_version)
+    return {(schema.domain, schema.name): schema for schema in every}
