@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.scan import KEEPS_NOTHING
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY
 from onnxgrad.graph.shapes import constant, dims, is_stated, rank
@@ -383,15 +384,15 @@ def _is_by_rows(node: ir.Node) -> bool:
 
     Rows are along the last axis but one, and operands may be broadcast along it.
     """
-    n, get = rank(node.outputs[0]), node.attributes
+    n = rank(node.outputs[0])
     if node.domain or n is None or len(node.outputs) > 1:
         return False
     last, at = (-1, n - 1), {"Slice": 3, "ReduceMax": 1}.get(node.op_type)
     if node.op_type in ("Softmax", "Concat"):
         lengths = {(dims(x) or (None, None))[-2] for x in (*node.inputs, *node.outputs)}
-        return get.get_int("axis", -1) in last and len(lengths) == 1
+        return int_attribute(node, "axis") in last and len(lengths) == 1
     if at is None:
         return node.op_type in ELEMENTWISE
     axes = constant(node.inputs[at]) if len(node.inputs) > at else None
-    keeps = node.op_type == "Slice" or get.get_int("keepdims", 1) == 1
+    keeps = node.op_type == "Slice" or int_attribute(node, "keepdims") == 1
     return keeps and axes is not None and axes.size == 1 and int(axes.ravel()[0]) in last

@@ -16,6 +16,7 @@ from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.autodiff.rules.common import gated
 from onnxgrad.autodiff.segments import Lifetime, cuts
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.traversal import captured, nodes_after, nodes_behind, reads, subgraphs
@@ -177,8 +178,8 @@ class _Copies:
 
     def _copy(self, node: ir.Node) -> None:
         operands = [x if x is None else self.copies.get(x, x) for x in node.inputs]
-        in_training = node.attributes.get_int("training_mode", 0)
-        if node.op_type == "BatchNormalization" and in_training:
+        is_batch_norm = (node.domain, node.op_type) == ("", "BatchNormalization")
+        if is_batch_norm and int_attribute(node, "training_mode"):
             for i in (3, 4):  # onnxruntime overwrites these operands
                 operands[i] = self._another(node.inputs[i])
         computed = [x is not None and x.producer() is not None for x in operands]

@@ -16,6 +16,7 @@ from onnxgrad.autodiff.primal.defaults import has_default, restore_defaults
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, is_real, rank
 from onnxgrad.graph.tidy import current, drop_unused, tidy
@@ -193,8 +194,9 @@ class Sheet:
         """
         inputs = [x for x in self.graph.inputs if x not in self._dummies]
         axes = {d: (x, i) for x in inputs for i, d in enumerate(dims(x) or ())}
-        get, shape = node.attributes.get_int, dims(node.inputs[0])
-        wanted = (None,) if shape is None else shape[get("start", 0) : get("end", None)]
+        start, end = int_attribute(node, "start"), node.attributes.get_int("end", None)
+        shape = dims(node.inputs[0])
+        wanted = (None,) if shape is None else shape[start:end]
         if all(isinstance(d, int) or (d and d in axes) for d in wanted):
             lengths = (d if isinstance(d, int) else op.dim(*axes[d]) for d in wanted)
             replacement = op.const(op.vector(*lengths))

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.quantized import PRODUCTS, between, described, is_quantized, live_values
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import REORDERS, SELECTS, VIEWS, operator_of
 from onnxgrad.graph.shapes import rank
@@ -179,13 +180,13 @@ class StraightThrough:
     def quantize(self, node: Any) -> list[ir.Value]:
         """Return x / s, where it is within the range."""
         x, scale, zero = (*node.inputs, None)[:3]
-        axis, block = (node.attributes.get_int(*a) for a in (("axis", 1), ("block_size", 0)))
+        axis, block = (int_attribute(node, name) for name in ("axis", "block_size"))
         return [self.rounded(x, scale, zero, node.outputs[0], axis, block)]
 
     def dequantize(self, node: Any) -> list[ir.Value]:
         """Return s (q - z)."""
         x, scale, zero = (*node.inputs, None)[:3]
-        axis, block = (node.attributes.get_int(*a) for a in (("axis", 1), ("block_size", 0)))
+        axis, block = (int_attribute(node, name) for name in ("axis", "block_size"))
         y = self.steps(x, zero, axis, scale, block)
         return [self._op.Cast(y, to=node.outputs[0].dtype)]
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnxgrad.finetune.shared_axis import concatenate, gather, slice_, split
 from onnxgrad.finetune.tail import INDEX, Span, Tail
 from onnxgrad.graph import axes as places
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.axes import SUMMED, named_axes
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY
 from onnxgrad.graph.shapes import constant, dims, rank, static
@@ -111,7 +112,7 @@ def _follow_indices(tail: Tail, node: ir.Node) -> None:
         tail.axes[node.outputs[0]] = INDEX
     elif not node.domain and node.op_type == "OneHot":
         tail.depth(node)
-        axis, n = node.attributes.get_int("axis", -1), rank(node.outputs[0])
+        axis, n = int_attribute(node, "axis"), rank(node.outputs[0])
         if n is None and axis >= 0:
             tail.refuse(node, "the rank of its result is unknown")
         tail.keep(node, axis if axis < 0 else axis - (n or 0))

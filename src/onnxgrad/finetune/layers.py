@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import named, node_text
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.operators import operator_of
@@ -129,7 +130,7 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
     if bias is not None and _has(node, bias) and node.inputs[bias] in data:
         return "its bias is computed from data"
     if key[1] == "MatMulNBits":
-        n, k = (node.attributes.get_int(name, 0) for name in "NK")
+        n, k = (int_attribute(node, name) for name in "NK")
         quantized = Layer(node, x, node.outputs[0], "linear", (n, k), -1, x.dtype or FLOAT)
         return _include_add(quantized, data)
     shape = static(dims(w))
@@ -148,7 +149,7 @@ def _of_shape(
     """Return the layer of a product or convolution with weights of `shape`, without an Add."""
     y = node.outputs[0]
     if node.op_type in _CONVOLUTIONS:
-        if node.attributes.get_int("group", 1) != 1:
+        if int_attribute(node, "group") != 1:
             return "it is a convolution in groups"
         if _has(node, 3):
             return "another tensor is added in it"
@@ -169,7 +170,7 @@ def _of_ml(node: ir.Node) -> Layer | str:
     attributes, x = node.attributes, node.inputs[0]
     regressor = node.op_type.endswith("Regressor")
     if node.op_type.startswith("SVM"):
-        if attributes.get_string("kernel_type", "LINEAR") != "LINEAR":
+        if string_attribute(node, "kernel_type") != "LINEAR":
             return (
                 "its support vectors are rows of the old training data: fit it again, or use "
                 f"{named('add_head')}"
@@ -178,7 +179,7 @@ def _of_ml(node: ir.Node) -> Layer | str:
             return "it detects outliers"
     width = (dims(x) or (None,))[-1]
     if regressor:
-        units = attributes.get_int("targets", 1) if node.op_type == "LinearRegressor" else 1
+        units = int_attribute(node, "targets") if node.op_type == "LinearRegressor" else 1
     else:
         labels = attributes.get_strings("classlabels_strings", ())
         units = len(labels or attributes.get_ints("classlabels_ints", ()))
@@ -193,7 +194,7 @@ def _of_ml(node: ir.Node) -> Layer | str:
         return "it does not read a matrix"
     y = node.outputs[0 if regressor else 1]
     kind = "regressor" if regressor else "classifier"
-    probable = attributes.get_string("post_transform", "NONE") != "NONE"
+    probable = string_attribute(node, "post_transform") != "NONE"
     probable |= bool(attributes.get_floats("prob_a", ()))
     return Layer(node, x, y, kind, (units, width), -1, FLOAT, True, probable=probable)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onnxgrad.errors import argument, printable
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
 from onnxgrad.graph.shapes import dims, einsum_terms, rank
@@ -137,7 +138,7 @@ class _Walk:
         if n is None:
             return f"the rank of {x.name!r} is unknown"
         if node.op_type in _SOFTMAX:
-            return node.attributes.get_int("axis", -1) % n
+            return int_attribute(node, "axis") % n
         if node.op_type in ("LSTM", "GRU", "RNN"):
             return n - 1
         if x not in self.data:
@@ -151,13 +152,13 @@ class _Walk:
                 return f"{_text(node)} has no matrix of weights as its second operand"
             return n - 1
         if node.op_type == "Gather":  # an embedding: logits from a table
-            is_matrix = rank(first) == 2 and node.attributes.get_int("axis", 0) == 0
+            is_matrix = rank(first) == 2 and int_attribute(node, "axis") == 0
             return n - 1 if is_matrix else f"{_text(node)} computes it"
         return None
 
     def _new_axis(self, node: ir.Node) -> Answer:
         """Return the axis of the only index that data do not have, of the output of an Einsum."""
-        terms, output = einsum_terms(node.attributes.get_string("equation", ""))
+        terms, output = einsum_terms(string_attribute(node, "equation"))
         operands = zip(terms, node.inputs, strict=True)
         of_data = "".join(term for term, v in operands if v in self.data)
         new = [i for i, index in enumerate(output) if index not in of_data]

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.rules.quantization import UNPACKED, unpacked_weight
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE, VIEWS
 from onnxgrad.graph.shapes import Dims, dims, is_real, rank
@@ -66,7 +67,7 @@ class Head:
         elif kind == "MatMul":
             fits = data == [node.inputs[0]] and rank(node.inputs[1]) == 2
         elif kind == "Gemm":
-            fits = data == [node.inputs[0]] and not node.attributes.get_int("transA", 0)
+            fits = data == [node.inputs[0]] and not int_attribute(node, "transA")
         else:
             fits = node.op_type == "MatMulNBits" and data == [node.inputs[0]]
         alike = all(_leads(dims(x), shape) and is_real(x) for x in data)

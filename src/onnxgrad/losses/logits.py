@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import constant, dims, rank
@@ -37,13 +38,13 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
     if n is None:
         return None
     if node.op_type == "Softmax":
-        return _with_shape(inputs[0], x) if _axis_of(node) % n == axis else None
+        return _with_shape(inputs[0], x) if int_attribute(node, "axis") % n == axis else None
     if node.op_type == "Exp":
         return _in_front_of_logarithm(inputs[0], axis, n)
     share = quotient(node) if node.op_type in ("Div", "Mul") else None
     if share is not None and {a % n for a in summed_axes(*share) or ()} == {axis}:
         return _like(op, logarithm(op, behind_guard(share[0]), depth - 1), x)
-    if node.op_type == "Concat" and len(inputs) == 2 and _axis_of(node, 0) % n == axis:
+    if node.op_type == "Concat" and len(inputs) == 2 and int_attribute(node, "axis") % n == axis:
         first, second = inputs
         if _complement(first) is second or _complement(second) is first:
             return _like(op, logarithm(op, x, depth - 1), x)
@@ -90,7 +91,7 @@ def logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     if node := made_by(x, "Exp"):
         return node.inputs[0]
     if node := made_by(x, "Softmax"):
-        return op.LogSoftmax(node.inputs[0], axis=_axis_of(node))
+        return op.LogSoftmax(node.inputs[0], axis=int_attribute(node, "axis"))
     return None
 
 
@@ -135,7 +136,7 @@ def _in_front_of_logarithm(x: ir.Value, axis: int, n: int) -> ir.Value | None:
     if node is None or node.inputs[0] is None:
         return None
     if node.op_type == "LogSoftmax":
-        axes: tuple[int, ...] | None = (_axis_of(node),)
+        axes: tuple[int, ...] | None = (int_attribute(node, "axis"),)
     else:
         axes = summed_axes(node.inputs[0], node.inputs[1], ("ReduceLogSumExp",))
     return _with_shape(node.inputs[0], x) if {a % n for a in axes or ()} == {axis} else None
@@ -154,11 +155,6 @@ def _complement(x: ir.Value) -> ir.Value | None:
     node = made_by(before_casts(x), "Sub")
     is_complement = node is not None and node.inputs[0] and number(node.inputs[0]) == _ONE
     return node.inputs[1] if node is not None and is_complement else None
-
-
-def _axis_of(node: ir.Node, default: int = -1) -> int:
-    """Return the attribute `axis`."""
-    return node.attributes.get_int("axis", default)
 
 
 def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:

@@ -11,6 +11,7 @@ from math import exp, inf, log
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.operators import REORDERS, SELECTS, VIEWS
 from onnxgrad.graph.shapes import constant, dims, rank
@@ -165,7 +166,7 @@ def summed_axes(
 
 def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
     """Return the axes of a reduction of `x`, if the result, reshaped as `column`, is along them."""
-    n, kept = rank(x), node.attributes.get_int("keepdims", 1)
+    n, kept = rank(x), int_attribute(node, "keepdims")
     if n is None:
         stated = constant(node.inputs[1]) if len(node.inputs) > 1 else None
         return None if stated is None or not kept else tuple(int(a) for a in stated.ravel())

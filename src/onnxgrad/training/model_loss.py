@@ -9,6 +9,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import argument, named, printable
 from onnxgrad.graph import shapes
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.objectives import Written
@@ -87,7 +88,7 @@ def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:
     node = loss.producer()
     if node is not None and node.op_type.startswith("Reduce") and not node.domain:
         x, *axes = node.inputs
-        if node.attributes.get_int("noop_with_empty_axes", 0) and not axes:
+        if int_attribute(node, "noop_with_empty_axes") and not axes:
             return op.Reshape(loss, [])
         if not axes or axes[0] is None or axes[0].shape == (shapes.rank(x),):
             total = op.emit(node.op_type, list(node.inputs), {**node.attributes, "keepdims": 0})

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.iterations import Deferred, Iterations
 from onnxgrad.autodiff.rules.shape import scatter_rows
 from onnxgrad.graph import invariant
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import TRANSCENDENTAL
 from onnxgrad.graph.shapes import dims, is_stated, rank, volume
@@ -32,7 +33,8 @@ def lookups(back: Iterations) -> list[Deferred]:
     return [
         back.defer(node, 1, 0, scatter_rows)
         for node in back.copy.graph
-        if (node.domain, node.op_type, node.attributes.get_int("axis", 0)) == ("", "Gather", 0)
+        if (node.domain, node.op_type) == ("", "Gather")
+        and int_attribute(node, "axis") == 0
         and node.inputs[0] in back.captured
         and rank(node.inputs[0])
         and rank(node.inputs[1]) == 0

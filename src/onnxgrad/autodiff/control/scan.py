@@ -13,6 +13,7 @@ from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.motion import move_out, products, transcendental
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
 
@@ -32,7 +33,7 @@ class Stack:
 @subgraph_rule("Scan")
 def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """a_t+1, z_t = f(a_t, x_t, v): as Loop, and dx_t = f_x'ᵀ (da_t+1, dz_t)."""
-    count = node.attributes.get_int("num_scan_inputs", 0)
+    count = int_attribute(node, "num_scan_inputs")
     back = Iterations(op, node, gs, active, len(node.inputs) - count)
     deferred = products(back)
     costly = [] if KEEPS_NOTHING in node.meta else transcendental(back)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_zero, read_once
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, is_real, rank, static
@@ -24,7 +25,7 @@ def scatter_into_sum(op, node):
     for x, y in (node.inputs, node.inputs[::-1]):
         rows = op.is_own(node) and is_own(op, y, "ScatterElements") and read_once(y)
         made = y.producer() if rows else None
-        if made is None or made.attributes.get_string("reduction", "none") != "add":
+        if made is None or string_attribute(made, "reduction") != "add":
             continue
         exact = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE) and static(dims(x)) is not None
         if exact and is_zero(op, made.inputs[0]) and dims(x) == dims(y) == dims(node.outputs[0]):
@@ -36,7 +37,7 @@ def scatter_into_sum(op, node):
 @rewrites("ReduceSum", group=GRADIENT)
 def sum_squares(op, node):
     """ReduceSum(x x) = ReduceSumSquare(x)."""
-    product, keepdims = made_by(node.inputs[0], "Mul"), node.attributes.get_int("keepdims", 1)
+    product, keepdims = made_by(node.inputs[0], "Mul"), int_attribute(node, "keepdims")
     # without axes, and with noop_with_empty_axes, ReduceSumSquare does not square
     if product is None or "noop_with_empty_axes" in node.attributes:
         return None
@@ -55,7 +56,7 @@ def sum_without_kept_axes(op, node):
     shape = output_shape("ReduceSum", total.inputs, {"keepdims": 0})
     if shape is None or static(shape) != tuple(target) or 0 in target:  # 0 copies a length
         return None
-    if not total.attributes.get_int("keepdims", 1) or "noop_with_empty_axes" in total.attributes:
+    if not int_attribute(total, "keepdims") or "noop_with_empty_axes" in total.attributes:
         return None
     return [op.ReduceSum(*total.inputs, keepdims=0)]
 
@@ -104,7 +105,7 @@ def _part(x):
     if node is None or len(node.inputs) != 2:
         return None
     value, pads = node.inputs[0], constant(node.inputs[1])
-    shape, mode = dims(value), node.attributes.get_string("mode", "constant")
+    shape, mode = dims(value), string_attribute(node, "mode")
     if value is None or shape is None or pads is None or mode != "constant" or np.any(pads < 0):
         return None
     before, after = pads.reshape(2, -1)

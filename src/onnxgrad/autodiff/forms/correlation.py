@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT
 from onnxgrad.autodiff.rules.windows import Windows, is_large, lengths, reach, with_padding
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
@@ -67,10 +68,10 @@ def _exchanged_convolution(node):
     spatial = along is not None and along.tolist() == [*range(2, n + 2)]
     if not first or not spatial or conv is None:
         return None
-    (x, g, *bias), attributes = conv.inputs, conv.attributes
-    group, get, ones = attributes.get_int("group", 1), attributes.get_ints, (1,) * n
+    (x, g, *bias), group = conv.inputs, int_attribute(conv, "group")
+    get, ones = conv.attributes.get_ints, (1,) * n
     x, g = _grouped(x, group) if group > 1 else _permuted(x, 1, 0), _permuted(g, 1, 0)
-    if x is None or g is None or any(bias) or "auto_pad" in attributes:
+    if x is None or g is None or any(bias) or "auto_pad" in conv.attributes:
         return None
     exchanged = tuple(get("dilations", ones)), tuple(get("strides", ones))
     begin, end = np.array(get("pads", (0,) * 2 * n), np.int64).reshape(2, n)
@@ -93,8 +94,7 @@ def _grouped(v: Any, group: int) -> Any:
     shape = made_by(space, "Shape")
     if shape is None or space is not same or shape.inputs[0] is not x:
         return None
-    get = shape.attributes.get_int
-    return x if get("start", 0) == 2 and get("end", None) is None else None
+    return x if int_attribute(shape, "start") == 2 and "end" not in shape.attributes else None
 
 
 def _reshaped(v: Any, lead: list[int]) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ def _reshaped(v: Any, lead: list[int]) -> tuple[Any, Any]:
     if node is None or concat is None or len(concat.inputs) != 2:
         return None, None
     first = constant(concat.inputs[0])
-    if first is None or first.tolist() != lead or node.attributes.get_int("allowzero", 0):
+    if first is None or first.tolist() != lead or int_attribute(node, "allowzero"):
         return None, None
     return node.inputs[0], concat.inputs[1]
 

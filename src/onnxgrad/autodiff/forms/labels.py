@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_zero
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, equal, rank
 from onnxgrad.graph.traversal import made_by
@@ -33,12 +34,12 @@ def _label(op, g):
     node, n = made_by(g, "ScatterElements"), rank(g)
     if node is None or n is None:
         return None
-    (zeros, i, u), axis = node.inputs, node.attributes.get_int("axis", 0) % n
+    (zeros, i, u), axis = node.inputs, int_attribute(node, "axis") % n
     if not is_zero(op, zeros):
         return None
     rows, labels = list(dims(g) or ()), list(dims(i) or (None,) * n)
     rows[axis] = labels[axis] = 1  # a label for every row: the others have their sum, too
-    added = node.attributes.get_string("reduction", "none") == "add"
+    added = string_attribute(node, "reduction") == "add"
     return (i, u, axis) if added and equal(tuple(rows), tuple(labels)) else None
 
 
@@ -48,5 +49,5 @@ def _is_sum(op, total, g, axis):
     if node is None or node.inputs[0] is not g:
         return False
     axes = op.known_value(node.inputs[1]) if len(node.inputs) > 1 else None
-    kept = bool(node.attributes.get_int("keepdims", 1))
+    kept = bool(int_attribute(node, "keepdims"))
     return kept and axes is not None and [int(a) % len(dims(g) or ()) for a in axes] == [axis]

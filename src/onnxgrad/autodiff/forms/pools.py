@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_zero
 from onnxgrad.autodiff.rules.windows import lengths, tile, windows_of
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.operators import POOL_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, equal, rank, static
@@ -25,14 +26,14 @@ def unpool(op, node):
     if scatter is None:
         return None
     zeros, *flat = scatter.inputs
-    adds = is_zero(op, zeros) and scatter.attributes.get_string("reduction", "none") == "add"
+    adds = is_zero(op, zeros) and string_attribute(scatter, "reduction") == "add"
     reshapes = [r for v in flat if (r := made_by(v, "Reshape")) is not None and rank(v) == 1]
     if not adds or len(reshapes) < len(flat):
         return None
     i, g = (reshape.inputs[0] for reshape in reshapes)
     maxima = where.inputs[1] if (where := made_by(i, "Where")) else i
     pool = made_by(maxima, "MaxPool")
-    if pool is None or pool.attributes.get_int("storage_order", 0) != 0:
+    if pool is None or int_attribute(pool, "storage_order") != 0:
         return None
     x = pool.inputs[0]
     rows = [(dims(v) or ())[1:] for v in (dx, x, g, i)]  # those of g and i are as many

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.members.axis import MemberAxis
 from onnxgrad.autodiff.rules.common import attributes_of
+from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, UNARY, add, operator_of
 from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
@@ -146,9 +147,9 @@ def _product(m: MemberAxis, a: ir.Value, b: ir.Value, x: ir.Value, y: ir.Value) 
 @_of("Gemm")
 def _gemm(m: MemberAxis, node: Any) -> Outputs:
     op, (a, b, c) = m.op, (*node.inputs, None)[:3]
-    alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+    alpha, beta = (float_attribute(node, name) for name in ("alpha", "beta"))
     x, y = (
-        op.mT(m.of(v)) if node.attributes.get_int(name, 0) else m.of(v)
+        op.mT(m.of(v)) if int_attribute(node, name) else m.of(v)
         for v, name in ((a, "transA"), (b, "transB"))
     )
     result = m.typed(op.MatMul(x, y), node.outputs[0])
@@ -162,7 +163,7 @@ def _gemm(m: MemberAxis, node: Any) -> Outputs:
 
 @_of("Einsum")
 def _einsum(m: MemberAxis, node: Any) -> Outputs:
-    terms, output = einsum_terms(node.attributes.get_string("equation", ""))
+    terms, output = einsum_terms(string_attribute(node, "equation"))
     used = "".join((*terms, output))
     letter = next((c for c in "zyxwvutsrqponmlkjihgfedcba" if c not in used), None)
     if "." in used or letter is None:
@@ -182,8 +183,8 @@ def _shape(m: MemberAxis, node: Any) -> Outputs:
     n = rank(node.inputs[0])
     if n is None:
         return None
-    get = node.attributes.get_int
-    start, end, _ = slice(get("start", 0), get("end", None)).indices(n)
+    stated = int_attribute(node, "start"), node.attributes.get_int("end", None)
+    start, end, _ = slice(*stated).indices(n)
     new = m.op.Shape(m.of(node.inputs[0]), start=start + 1, end=end + 1)
     return [m.share(node.outputs[0], new)]
 
@@ -197,7 +198,7 @@ def _size(m: MemberAxis, node: Any) -> Outputs:
 @_of("Flatten")
 def _flatten(m: MemberAxis, node: Any) -> Outputs:
     x, n = node.inputs[0], rank(node.inputs[0])
-    if not n or node.attributes.get_int("axis", 1) % n != 1:
+    if not n or int_attribute(node, "axis") % n != 1:
         return None
     rest = m.op.numel(m.of(x), 2)
     y = m.op.Reshape(m.of(x), m.op.vector(m.count, -1, rest))
@@ -248,7 +249,7 @@ def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
     y, n = node.outputs[0], rank(node.inputs[0])
     if not n or x not in m or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
         return None
-    op, axis = m.op, node.attributes.get_int("axis", -1) % n
+    op, axis = m.op, int_attribute(node, "axis") % n
     behind, inputs = scale in m or bias in m, [m.of(x), *node.inputs[1:]]
     if behind:
         one = op.const(1.0, scale.dtype)

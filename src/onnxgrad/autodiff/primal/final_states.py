@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.recurrent import lengths
 from onnxgrad.autodiff.rules.common import output
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite, rewrites
@@ -84,9 +85,8 @@ def _state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | N
 
 def _final(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
     """Return Y_h, if Y has that on its axis of time at `number`."""
-    get, y = node.attributes, node.outputs[0]
-    end = {"forward": -1, "reverse": 0}.get(get.get_string("direction", "forward"))
-    if axis != get.get_int("layout", 0) or number != end:
+    y, end = node.outputs[0], {"forward": -1, "reverse": 0}.get(string_attribute(node, "direction"))
+    if axis != int_attribute(node, "layout") or number != end:
         return None
     shape = dims(y)
     if shape is None or y.dtype is None or lengths(node) is not None:  # zero beyond their ends

@@ -10,6 +10,7 @@ from math import log, pi, sqrt
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import elementwise, rule
+from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 
 elementwise(
     # Two casts, as onnxruntime's Sign takes several times as long on large tensors.
@@ -37,7 +38,7 @@ def _hard_swish_slope(op, x):
 @rule("LeakyRelu")
 def leaky_relu(op, node, g):
     """y = x where x > 0 else a x:  dx = g where x > 0 else a g."""
-    alpha = node.attributes.get_float("alpha", 0.01)
+    alpha = float_attribute(node, "alpha")
     positive = op.Greater(node.inputs[0], 0.0)
     if not 0 <= alpha <= 1:
         return (op.Where(positive, g, alpha * g),)
@@ -48,7 +49,7 @@ def leaky_relu(op, node, g):
 @rule("ThresholdedRelu")
 def thresholded_relu(op, node, g):
     """y = x where x > a else 0:  dx = g where x > a."""
-    alpha = node.attributes.get_float("alpha", 1.0)
+    alpha = float_attribute(node, "alpha")
     return (op.Where(op.Greater(node.inputs[0], alpha), g, 0.0),)
 
 
@@ -63,15 +64,15 @@ def prelu(op, node, g):
 @rule("Elu")
 def elu(op, node, g):
     """y = x where x > 0 else a (e^x - 1):  dx = g where x > 0 else g (y + a)."""
-    alpha = node.attributes.get_float("alpha", 1.0)
+    alpha = float_attribute(node, "alpha")
     return (op.Where(op.Greater(node.inputs[0], 0.0), g, g * (node.outputs[0] + alpha)),)
 
 
 @rule("Selu")
 def selu(op, node, g):
     """y = c x where x > 0 else c a (e^x - 1):  dx = c g where x > 0 else g (y + c a)."""
-    alpha = node.attributes.get_float("alpha", 1.67326319217681884765625)
-    gamma = node.attributes.get_float("gamma", 1.05070102214813232421875)
+    alpha = float_attribute(node, "alpha")
+    gamma = float_attribute(node, "gamma")
     positive = op.Greater(node.inputs[0], 0.0)
     return (op.Where(positive, gamma * g, g * (node.outputs[0] + gamma * alpha)),)
 
@@ -79,14 +80,14 @@ def selu(op, node, g):
 @rule("Celu")
 def celu(op, node, g):
     """y = x where x > 0 else a (e^(x/a) - 1):  dx = g where x > 0 else g (y / a + 1)."""
-    alpha = node.attributes.get_float("alpha", 1.0)
+    alpha = float_attribute(node, "alpha")
     return (op.Where(op.Greater(node.inputs[0], 0.0), g, g * (node.outputs[0] / alpha + 1.0)),)
 
 
 @rule("HardSigmoid")
 def hard_sigmoid(op, node, g):
     """y = clip(a x + b, 0, 1):  dx = a g where 0 < y < 1."""
-    alpha = node.attributes.get_float("alpha", 0.2)
+    alpha = float_attribute(node, "alpha")
     (y,) = node.outputs
     return (op.Where(op.And(op.Greater(y, 0.0), op.Less(y, 1.0)), alpha * g, 0.0),)
 
@@ -94,7 +95,7 @@ def hard_sigmoid(op, node, g):
 @rule("Shrink")
 def shrink(op, node, g):
     """y = x + b where x < -l, x - b where x > l, else 0:  dx = g where |x| > l."""
-    limit = node.attributes.get_float("lambd", 0.5)
+    limit = float_attribute(node, "lambd")
     return (op.Where(op.Greater(op.Abs(node.inputs[0]), limit), g, 0.0),)
 
 
@@ -106,7 +107,7 @@ def gelu(op, node, g):
     Hendrycks & Gimpel 2016, arXiv:1606.08415.
     """
     (x,) = node.inputs
-    if node.attributes.get_string("approximate", "none") == "tanh":
+    if string_attribute(node, "approximate") == "tanh":
         c = sqrt(2 / pi)
         x = op.Clip(x, -10.0, 10.0)  # beyond, the slope is 0 or 1, and x^3 may overflow
         t = op.Tanh(c * (x + 0.044715 * (x * x * x)))
@@ -123,12 +124,12 @@ def softmax(op, node, g):
     y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
     exported attention does for rows that are masked out completely, dx is 0 there.
     """
-    (y,), axis = node.outputs, node.attributes.get_int("axis", -1)
+    (y,), axis = node.outputs, int_attribute(node, "axis")
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
 
 
 @rule("LogSoftmax")
 def log_softmax(op, node, g):
     """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
-    (y,), axis = node.outputs, node.attributes.get_int("axis", -1)
+    (y,), axis = node.outputs, int_attribute(node, "axis")
     return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)

@@ -9,6 +9,7 @@ from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
 from onnxgrad.autodiff.rules.sampling import samples_of, taps
 from onnxgrad.autodiff.rules.windows import quotient, windows_of
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -53,8 +54,8 @@ def deform_conv(op, node, g):
     if isinstance(windows, Unsupported):
         return windows
     kernel = windows.kernel or [op.dim(w, axis) for axis in windows.axes]
-    dtype, group = wide(x.dtype), node.attributes.get_int("group", 1)
-    rows = op.dim(x, 0) * node.attributes.get_int("offset_group", 1)  # images times offset groups
+    dtype, group = wide(x.dtype), int_attribute(node, "group")
+    rows = op.dim(x, 0) * int_attribute(node, "offset_group")  # images times offset groups
     count, width, total = op.numel(offset, 2), op.numel(w, 1), op.numel(offset, 2)
     for k in kernel:
         total = k * total

@@ -20,6 +20,7 @@ from onnxgrad.autodiff.rules.windows import (
     windows_without_padding,
     with_padding,
 )
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 
 
 @rule("Conv")
@@ -32,7 +33,7 @@ def conv(op, node, g):
     windows = windows_of(op, node, w)
     if isinstance(windows, Unsupported):
         return windows
-    group = node.attributes.get_int("group", 1)
+    group = int_attribute(node, "group")
     dx = op.set_type_like(scatter_windows(op, g, w, windows, x, group), x)
     dw = _weight_gradient(op, x, g, windows, w, group)
     return dx, dw, None if b is None else _per_channel(op, g, windows)
@@ -47,7 +48,7 @@ def conv_transpose(op, node, g):
     windows = _transposed_windows(op, node, w)
     if isinstance(windows, Unsupported):
         return windows
-    group = node.attributes.get_int("group", 1)
+    group = int_attribute(node, "group")
     dx = op.set_type_like(weigh_windows(op, g, w, windows, group), x)
     dw = _weight_gradient(op, g, x, windows, w, group)
     return dx, dw, None if b is None else _per_channel(op, g, windows)
@@ -93,7 +94,7 @@ def _transposed_windows(op, node, weight) -> Windows | Unsupported:
     added = np.array(get("output_padding", (0,) * n), np.int64)
     beyond = np.where(added < strides, 0, added)  # from a stride on: room for one more window
     output_shape = np.array(get("output_shape", ())[-n:], np.int64)
-    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    auto = string_attribute(node, "auto_pad")
     if not output_shape.size and auto in ("NOTSET", "VALID"):
         pads = np.array(get("pads", (0,) * 2 * n) if auto == "NOTSET" else (0,) * 2 * n, np.int64)
         return replace(windows, begin=pads[:n], end=pads[n:] - beyond)

@@ -21,15 +21,16 @@ from onnxgrad.autodiff.rules.common import (
     wide,
 )
 from onnxgrad.autodiff.rules.shape import moved, scatter_flat
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 
 
 @rule("GatherElements")
 def gather_elements(op, node, g):
     """y = x[i] along an axis:  dx = zeros with g added at i."""
-    x, i = node.inputs
+    (x, i), axis = node.inputs, int_attribute(node, "axis")
     dtype = wide(x.dtype)
     zeros = op.Expand(op.const(0.0, dtype), op.shape_of(x))
-    dx = op.ScatterElements(zeros, i, op.Cast(g, to=dtype), axis=_axis(node), reduction="add")
+    dx = op.ScatterElements(zeros, i, op.Cast(g, to=dtype), axis=axis, reduction="add")
     return op.Cast(dx, to=x.dtype), None
 
 
@@ -46,7 +47,7 @@ def scatter_elements(op, node, g):
     Where an index occurs twice, the last u is written over the others: du = 0 for those.
     """
     x, i, u = node.inputs
-    reduction, axis = node.attributes.get_string("reduction", "none"), _axis(node)
+    reduction, axis = string_attribute(node, "reduction"), int_attribute(node, "axis")
     if reduction not in ("none", "add"):
         dx, du = _reduced(op, reduction, x, i, u, g, axis)
         return dx, None, du
@@ -65,7 +66,7 @@ def scatter_nd(op, node, g):
     reductions are computed as those of ScatterElements on flat tensors.
     """
     x, i, u = node.inputs
-    reduction = node.attributes.get_string("reduction", "none")
+    reduction = string_attribute(node, "reduction")
     if reduction not in ("none", "add"):
         positions = op.GatherND(positions_of(op, x), i)
         flat = [op.Reshape(v, [-1]) for v in (x, positions, u, g)]
@@ -75,10 +76,6 @@ def scatter_nd(op, node, g):
     if reduction == "add":
         return g, None, du
     return op.ScatterND(g, i, op.zeros_like(u)), None, last_of_rows(op, du, x, i)
-
-
-def _axis(node):
-    return node.attributes.get_int("axis", 0)
 
 
 def _reduced(op, reduction, x, i, u, g, axis):
@@ -135,7 +132,7 @@ def tensor_scatter(op, node, g):
 @rule("TopK")
 def top_k(op, node, g):
     """y = the k largest of x along an axis:  dx = zeros with g at their indices."""
-    x, axis = node.inputs[0], node.attributes.get_int("axis", -1)
+    x, axis = node.inputs[0], int_attribute(node, "axis")
     return op.ScatterElements(
         op.zeros_like(x), output(op, node, 1, ir.DataType.INT64), g, axis=axis
     ), None
@@ -146,7 +143,7 @@ def unique(op, node, g):
     """y = the distinct elements of x:  dx = zeros with g at the first occurrence of each."""
     (x,), i = node.inputs, output(op, node, 1, ir.DataType.INT64)
     if "axis" in node.attributes:
-        i = op.Gather(positions_of(op, x), i, axis=_axis(node))
+        i = op.Gather(positions_of(op, x), i, axis=int_attribute(node, "axis"))
     return (scatter_flat(op, x, i, g),)
 
 
@@ -154,7 +151,7 @@ def unique(op, node, g):
 def one_hot(op, node, g):
     """y = v1 at i, v0 elsewhere:  dv1 = sum of g at i,  dv0 = sum of g elsewhere."""
     i, depth, v = node.inputs
-    off_on, axis = np.array([0, 1], np.float32), node.attributes.get_int("axis", -1)
+    off_on, axis = np.array([0, 1], np.float32), int_attribute(node, "axis")
     hot = op.OneHot(i, depth, off_on, axis=axis)  # onnxruntime has no kernel for float64
     hot.dtype = ir.DataType.FLOAT
     hot = op.Cast(hot, to=v.dtype)

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
+from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.shapes import broadcast, dims, einsum_terms, equal, rank
 
 DOTS = "..."
@@ -49,8 +50,8 @@ def _matrices(op, a, b, g):
 def gemm(op, node, g):
     """y = s A B + t c:  dA = s g BT,  dB = s AT g,  dc = t g, A = a or aT, B = b or bT."""
     a, b, c = (*node.inputs, None)[:3]
-    ta, tb = node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)
-    alpha, beta = node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
+    ta, tb = int_attribute(node, "transA"), int_attribute(node, "transB")
+    alpha, beta = float_attribute(node, "alpha"), float_attribute(node, "beta")
 
     def product(left, right, **transposed):
         return op.Gemm(left, right, alpha=alpha, **transposed)
@@ -92,7 +93,7 @@ def einsum(op, node, g):
 
     Laue, Mitterreiter & Giesen 2020, A simple and efficient tensor calculus, arXiv:2010.03313.
     """
-    terms, output = einsum_terms(node.attributes.get_string("equation", ""))
+    terms, output = einsum_terms(string_attribute(node, "equation"))
     if DOTS not in output and any(DOTS in term for term in terms):
         return Unsupported("its ellipsis is not in its output; name the axes that are summed")
     terms, output = _named_dots(node.inputs, terms, output)

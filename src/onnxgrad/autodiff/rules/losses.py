@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
 from onnxgrad.autodiff.rules.shape import scatter_flat
+from onnxgrad.graph.attributes import string_attribute
 
 
 @rule("NegativeLogLikelihoodLoss")
@@ -49,7 +50,7 @@ def _labels(op, node, g, x):
     its log likelihood. The gradient of the weights is None without weights.
     """
     _, labels, weights = (*node.inputs, None)[:3]
-    reduction = node.attributes.get_string("reduction", "mean")
+    reduction = string_attribute(node, "reduction")
     ignored = node.attributes.get_int("ignore_index", None)
     t, kept = op.Unsqueeze(op.Cast(labels, to=ir.DataType.INT64), [1]), None
     if ignored is not None:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering, rule
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
+from onnxgrad.graph.attributes import float_attribute, int_attribute, ints_attribute
 from onnxgrad.graph.shapes import dims, rank, static
 
 _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
@@ -72,7 +73,7 @@ def _standardized_gradient(op, h, n, inverse, axes):
 
 
 def _epsilon(node) -> float:
-    return node.attributes.get_float("epsilon", 1e-5)
+    return float_attribute(node, "epsilon")
 
 
 @rule("LayerNormalization")
@@ -82,7 +83,7 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
 
     m is the mean and r = sqrt(variance + epsilon) of the N elements from `axis` on.
     """
-    axes = axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, bias, g, gm, gr = widened(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
     n, inverse = _standardized_layer(op, node, x, axes)
     terms, dscale, dbias = [], None, None
@@ -102,7 +103,7 @@ def _standardized_layer(op, node, x, axes):
 
     For float64 the kernel of onnxruntime returns them in float32.
     """
-    full = node.attributes.get_int("stash_type", 1) == ir.DataType.FLOAT
+    full = int_attribute(node, "stash_type") == ir.DataType.FLOAT
     if x.dtype == ir.DataType.DOUBLE or not full:
         return _standardized(op, x, axes, _epsilon(node))
     mean, inverse = (output(op, node, i, ir.DataType.FLOAT) for i in (1, 2))
@@ -119,7 +120,7 @@ def rms_normalization(op, node, g):
     r = sqrt(mean square + epsilon), over the axes from `axis` on.
     Zhang & Sennrich 2019, arXiv:1910.07467.
     """
-    axes = axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, g = widened(op, *node.inputs, g)
     inverse = op.Reciprocal(op.Sqrt(_mean(op, x * x, axes) + _epsilon(node)))
     n, h = x * inverse, g * scale
@@ -161,7 +162,7 @@ def group_normalization(op, node):
         return None
     stash = node.attributes.get_int("stash_type", 0)
     rows = op.Cast(x, to=ir.DataType(stash)) if stash else widened(op, x)[0]
-    rows = op.Reshape(rows, [0, node.attributes.get_int("num_groups", 1), -1])
+    rows = op.Reshape(rows, [0, int_attribute(node, "num_groups"), -1])
     n = op.Cast(_standardized(op, rows, [-1], _epsilon(node))[0], to=x.dtype)
     channels = op.Reshape(n, op.Concat([0], op.shape_of(scale), [-1], axis=0))
     return [op.reshape_like(channels * op.Unsqueeze(scale, [1]) + op.Unsqueeze(bias, [1]), x)]
@@ -173,7 +174,7 @@ def mean_variance_normalization(op, node, g):
 
     r is the standard deviation. Where r = 0, the last term is 0 (and onnxruntime's y is NaN).
     """
-    axes = list(node.attributes.get_ints("axes", (0, 2, 3)))
+    axes = list(ints_attribute(node, "axes"))
     x, g = widened(op, node.inputs[0], g)
     centered = x - _mean(op, x, axes)
     r = op.Sqrt(_mean(op, centered * centered, axes))
@@ -189,7 +190,7 @@ def lp_normalization(op, node, g):
 
     Where |x| = 0, y is 0, and so is dx.
     """
-    axis, p = node.attributes.get_int("axis", -1), node.attributes.get_int("p", 2)
+    axis, p = int_attribute(node, "axis"), int_attribute(node, "p")
     x, g, y = widened(op, node.inputs[0], g, node.outputs[0])
     norm = (op.ReduceL1 if p == 1 else op.ReduceL2)(x, [axis], keepdims=1)
     positive = op.Greater(norm, 0.0)
@@ -206,11 +207,11 @@ def local_response_normalization(op, node, g):
     If n is even, the window has one channel more after c than before it. Krizhevsky et al. 2012
     (AlexNet).
     """
-    get = node.attributes.get_float
-    size, alpha, beta = node.attributes["size"].as_int(), get("alpha", 1e-4), get("beta", 0.75)
+    alpha, beta, bias = (float_attribute(node, name) for name in ("alpha", "beta", "bias"))
+    size = int_attribute(node, "size")
     before, after = (size - 1) // 2, size // 2
     x, g = widened(op, node.inputs[0], g)
-    z = get("bias", 1.0) + alpha / size * _window_sums(op, x * x, before, after)
+    z = bias + alpha / size * _window_sums(op, x * x, before, after)
     direct = g * op.Pow(z, -beta)
     around = _window_sums(op, direct * x / z, after, before)
     return narrowed(op, [direct - 2 * alpha * beta / size * x * around], node.inputs)
@@ -234,7 +235,7 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     """
     x, scale, bias, mean, variance, *gs = widened(op, *node.inputs, g, g_mean, g_variance)
     axes = _all_but_channels(op, x)
-    if node.attributes.get_int("training_mode", 0):
+    if int_attribute(node, "training_mode"):
         return narrowed(op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs)
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon(node)))
     slope = scale * inverse

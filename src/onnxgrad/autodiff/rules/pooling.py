@@ -22,6 +22,7 @@ from onnxgrad.autodiff.rules.windows import (
     windows_of,
     with_padding,
 )
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.distinct import distinct_positions
 from onnxgrad.graph.shapes import dims
 
@@ -30,7 +31,7 @@ from onnxgrad.graph.shapes import dims
 def max_pool(op, node, g, g_indices=None):
     """y = max of a window of x:  dx = zeros with g added at the first maximum of each window."""
     (x,), y = node.inputs, node.outputs[0]
-    if node.attributes.get_int("storage_order", 0):
+    if int_attribute(node, "storage_order"):
         attributes = attributes_of(node) | {"storage_order": 0}
         _, indices = op.emit_many("MaxPool", [x], attributes, outputs=2)
     else:
@@ -89,7 +90,7 @@ def global_lp_pool(op, node, g):
 
 def _slopes_of_norm(op, node):
     """Return dy/ds and ds/dx, s the sum of powers, without the factors 1/p and p; None for 1."""
-    x, y, p = node.inputs[0], node.outputs[0], node.attributes.get_int("p", 2)
+    x, y, p = node.inputs[0], node.outputs[0], int_attribute(node, "p")
     if p == 1:
         return None, op.Sign(x)
     nonzero = op.Greater(y, 0.0)
@@ -119,8 +120,8 @@ def _divisor(op, node, windows: Windows):
     """Return the divisor of each window: its size, or the number of its elements in the input."""
     (x,), y = node.inputs, node.outputs[0]
     unpadded = windows.pads is not None and not any(windows.pads)
-    count_padding = bool(node.attributes.get_int("count_include_pad", 0))
-    ceil_mode = bool(node.attributes.get_int("ceil_mode", 0)) and max(windows.strides) > 1
+    count_padding = bool(int_attribute(node, "count_include_pad"))
+    ceil_mode = bool(int_attribute(node, "ceil_mode")) and max(windows.strides) > 1
     if not ceil_mode and (count_padding or unpadded):
         return float(prod(windows.kernel))
     x_lengths, y_lengths = lengths(x), lengths(y)

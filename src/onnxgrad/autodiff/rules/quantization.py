@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, gated, widened
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.shapes import dims, rank, static
 
 # metadata key of a MatMulNBits: what `unpacked_weight` returned for it, where it is known already
@@ -44,7 +45,7 @@ def _per_scale(op, node, v):
     These are all elements, those with the same index on `axis`, or those of one block along it.
     """
     x, scale = node.inputs[:2]
-    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    axis, block = int_attribute(node, "axis"), int_attribute(node, "block_size")
     before = op.numel(x, 0, axis)
     if not block:
         shape = static(dims(scale))
@@ -76,7 +77,7 @@ def dynamic_quantize_linear(op, node, g, g_scale=None):
 def matmul_n_bits(op, node, g):
     """y = x WT + c, W = scale (q - zero):  dx = g W,  dc = g."""
     bias = node.inputs[5] if len(node.inputs) > 5 else None
-    bits = node.attributes.get_int("bits", 4)
+    bits = int_attribute(node, "bits")
     if node.inputs[1].dtype != ir.DataType.UINT8 or bits not in (2, 4, 8):
         return Unsupported("its quantized weight is not stored as uint8, in 2, 4 or 8 bits")
     dbias = None if bias is None else op.sum_to(g, bias)
@@ -97,8 +98,7 @@ def unpacked_weight(op, node, g):
     each other, as that copies them one by one.
     """
     packed, scales, zeros, order = (*node.inputs, None, None, None)[1:5]
-    get = node.attributes.get_int
-    n, k, bits, block = get("N"), get("K"), get("bits", 4), get("block_size")
+    n, k, bits, block = (int_attribute(node, name) for name in ("N", "K", "bits", "block_size"))
     blocks, count = -(-k // block), 8 // bits
     scales = op.Reshape(scales, [n, blocks])
     if zeros is not None and zeros.dtype != scales.dtype:
@@ -121,7 +121,7 @@ def unpacked_weight(op, node, g):
 def _times(op, g, parts, node):
     """Return g W, W in the parts of `unpacked_weight`."""
     products = [op.MatMul(g, part) for part in parts]
-    k = node.attributes.get_int("K")
+    k = int_attribute(node, "K")
     n, width = rank(g), len(parts) * ((dims(parts[0]) or (None, k))[1])
     every = products[0]
     if len(parts) > 1:
@@ -132,12 +132,12 @@ def _times(op, g, parts, node):
 
 def _dequantized(op, steps, scales, zeros, node):
     """Return W as one matrix, by the formula."""
-    order, get = (*node.inputs, None, None, None)[4], node.attributes.get_int
-    n, k, block = get("N"), get("K"), get("block_size")
+    order = (*node.inputs, None, None, None)[4]
+    n, k, bits, block = (int_attribute(node, name) for name in ("N", "K", "bits", "block_size"))
     blocks = -(-k // block)
     steps = op.Cast(op.Reshape(steps, [n, -1]), to=scales.dtype)
     if zeros is None:
-        zeros = float(2 ** (get("bits", 4) - 1))
+        zeros = float(2 ** (bits - 1))
     else:
         zeros = op.Cast(op.Reshape(zeros, [n, blocks]), to=scales.dtype)
     if order is not None:  # the block of every column

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import elementwise, rule
 from onnxgrad.autodiff.rules.common import product_of_others
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -28,7 +29,7 @@ def _axes(op, node):
 def _keep(op, node, v):
     """Return `v`, of the shape of the output, with the reduced axes kept with length one."""
     axes = _axes(op, node)
-    if node.attributes.get_int("keepdims", 1) or axes is None:
+    if node.attributes.get_int("keepdims", 1) or axes is None:  # global pools lack it
         return v  # without axes and keepdims, v is a scalar, which broadcasts
     return op.Unsqueeze(v, axes)
 
@@ -90,7 +91,7 @@ def _reduced(op, node, reduce, v):
 
 
 def _noop(node):
-    noop = node.attributes.get_int("noop_with_empty_axes", 0)
+    noop = node.attributes.get_int("noop_with_empty_axes", 0)  # global pools lack it
     return {"noop_with_empty_axes": 1} if noop else {}
 
 
@@ -137,8 +138,8 @@ def cum_prod(op, node, g):
 
 
 def _cumulated(cumulate, node, v, backwards=False):
-    reverse = node.attributes.get_int("reverse", 0)
-    exclusive = node.attributes.get_int("exclusive", 0)
+    reverse = int_attribute(node, "reverse")
+    exclusive = int_attribute(node, "exclusive")
     return cumulate(
         v, node.inputs[1], exclusive=exclusive, reverse=1 - reverse if backwards else reverse
     )

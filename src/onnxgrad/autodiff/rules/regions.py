@@ -12,6 +12,7 @@ from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import wide
 from onnxgrad.autodiff.rules.sampling import as_real
 from onnxgrad.autodiff.rules.shape import scatter_flat
+from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 
 _LONG = ir.DataType.INT64
 
@@ -41,12 +42,12 @@ def roi_align(op, node, g):
     x, rois, _ = node.inputs
     dtype = wide(x.dtype)
     lines, g = [_lines(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
-    if node.attributes.get_string("mode", "avg") == "max":
+    if string_attribute(node, "mode") == "max":
         dx, ends = _gradients_of_maximum(op, node, lines, g)
     else:
         dx, ends = _gradients_of_mean(op, node, lines, g)
     (top, bottom), (left, right) = ends
-    scale = node.attributes.get_float("spatial_scale", 1.0)
+    scale = float_attribute(node, "spatial_scale")
     drois = op.Concat(left, top, right, bottom, axis=1) * scale
     return (
         op.reshape_like(op.Cast(dx, to=x.dtype), x),
@@ -58,14 +59,14 @@ def roi_align(op, node, g):
 def _lines(op, node, axis: int, dtype) -> Lines:
     """Return the samples along the rows (axis 0) or the columns (axis 1) of the image."""
     x, rois, _ = node.inputs
-    get, length = node.attributes, op.dim(x, 2 + axis)
-    half = get.get_string("coordinate_transformation_mode", "half_pixel") == "half_pixel"
-    bins = get.get_int("output_width" if axis else "output_height", 1)
-    ends = op.Cast(rois, to=dtype) * get.get_float("spatial_scale", 1.0) - (0.5 if half else 0.0)
+    length, scale = op.dim(x, 2 + axis), float_attribute(node, "spatial_scale")
+    half = string_attribute(node, "coordinate_transformation_mode") == "half_pixel"
+    bins = int_attribute(node, "output_width" if axis else "output_height")
+    ends = op.Cast(rois, to=dtype) * scale - (0.5 if half else 0.0)
     start, end = (op.Reshape(op.Gather(ends, [i - axis], axis=1), [-1, 1, 1]) for i in (1, 3))
     extent, real = end - start, as_real(op, length, dtype)
     clamped_extent = extent if half else op.Max(extent, 1.0)
-    ratio = get.get_int("sampling_ratio", 0)
+    ratio = int_attribute(node, "sampling_ratio")
     count, i, counted = op.const(float(ratio), dtype), op.Cast(op.arange(ratio), to=dtype), None
     if ratio <= 0:
         count = op.Max(op.Ceil(clamped_extent / float(bins)), 0.0)
@@ -230,7 +231,7 @@ def max_roi_pool(op, node, g):
     x, rois = node.inputs
     dtype = wide(x.dtype)
     regions = op.Cast(rois, to=dtype) * op.const(
-        np.array([1.0] + [node.attributes.get_float("spatial_scale", 1.0)] * 4, dtype.numpy())
+        np.array([1.0] + [float_attribute(node, "spatial_scale")] * 4, dtype.numpy())
     )
     batch = op.Cast(op.Gather(regions, np.int64(0), axis=1), to=_LONG)
     rows, columns = (_bins(op, node, regions, axis) for axis in (0, 1))

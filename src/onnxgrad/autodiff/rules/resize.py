@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, wide
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.shapes import dims, equal, rank, static
 
 LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbor
@@ -43,10 +44,10 @@ def resize(op, node, g):
 
 def _other_gradients(node):
     """Return the gradients of roi, scales and sizes: None where they only select elements."""
-    mode, transform = _text(node, "mode"), _text(node, "coordinate_transformation_mode")
+    mode, transform = string_attribute(node, "mode"), _coordinate_mode(node)
     smooth = mode != "nearest"
     cropped = transform == "tf_crop_and_resize"
-    antialiased = node.attributes.get_int("antialias", 0)
+    antialiased = int_attribute(node, "antialias")
     by_scale = antialiased or transform not in ("align_corners", "tf_crop_and_resize")
     return (
         _not_covered("roi") if smooth and cropped else None,
@@ -61,16 +62,13 @@ def _not_covered(name: str) -> Unsupported:
     )
 
 
-_DEFAULTS = {
-    "mode": "nearest",
-    "coordinate_transformation_mode": "half_pixel",
-    "nearest_mode": "round_prefer_floor",
-    "keep_aspect_ratio_policy": "stretch",
-}
+def _coordinate_mode(node) -> str:
+    return string_attribute(node, "coordinate_transformation_mode")
 
 
-def _text(node, name: str) -> str:
-    return node.attributes.get_string(name, _DEFAULTS[name])
+def _keeps_aspect_ratio(node) -> bool:
+    """Return whether the lengths of the output follow from one scale for all axes."""
+    return string_attribute(node, "keep_aspect_ratio_policy") != "stretch"
 
 
 def _scale(op, node, index: int) -> float | None:
@@ -81,12 +79,12 @@ def _scale(op, node, index: int) -> float | None:
 
 def _is_kept(op, node, axis: int, index: int) -> bool:
     """Return whether it is proven that Resize does not change the elements along an axis."""
-    if _text(node, "coordinate_transformation_mode") in _MOVES_AT_SCALE_ONE:
+    if _coordinate_mode(node) in _MOVES_AT_SCALE_ONE:
         return False
     if _sizes(node) is None:
         return _scale(op, node, index) == 1
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
-    if before is None or after is None or _text(node, "keep_aspect_ratio_policy") != "stretch":
+    if before is None or after is None or _keeps_aspect_ratio(node):
         return False
     return before[axis] == after[axis] is not None
 
@@ -100,15 +98,15 @@ def _sizes(node):
 
 def _blocks(op, node, axes: dict[int, int]) -> dict[int, int] | None:
     """Return the number of repeats along each axis, or None if y is not x with repeats."""
-    modes = _text(node, "coordinate_transformation_mode"), _text(node, "nearest_mode")
+    modes = _coordinate_mode(node), string_attribute(node, "nearest_mode")
     halves = ("half_pixel", "pytorch_half_pixel"), ("round_prefer_floor", "round_prefer_ceil")
     repeats = modes == ("asymmetric", "floor") or all(map(tuple.__contains__, halves, modes))
-    if _text(node, "mode") != "nearest" or not repeats:
+    if string_attribute(node, "mode") != "nearest" or not repeats:
         return None
     scales = {axis: _scale(op, node, index) for axis, index in axes.items()}
     if _sizes(node) is not None:
         before, after = static(dims(node.inputs[0])), static(dims(node.outputs[0]))
-        if before is None or after is None or _text(node, "keep_aspect_ratio_policy") != "stretch":
+        if before is None or after is None or _keeps_aspect_ratio(node):
             return None
         scales = {axis: after[axis] / before[axis] if before[axis] else None for axis in axes}
     if all(s is not None and s.is_integer() and s <= LARGEST_BLOCK for s in scales.values()):
@@ -148,7 +146,7 @@ def _matrix(op, node, axis: int, axes: dict[int, int], dtype):
     x, y, index = node.inputs[0], node.outputs[0], axes[axis]
     n, scales, sizes = op.dim(x, axis), None, _sizes(node)
     eye = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, n)))
-    if sizes is not None and _text(node, "keep_aspect_ratio_policy") != "stretch":
+    if sizes is not None and _keeps_aspect_ratio(node):
         return _matrix_by_policy(op, node, axis, axes, eye)
     if sizes is None:
         scales = op.Concat(_others(op, node, index), _part(op, node.inputs[2], index), axis=0)
@@ -173,7 +171,7 @@ def _matrix_by_policy(op, node, axis: int, axes: dict[int, int], eye):
     full = op.vector(n, *[1] * (lead - 1), *(op.dim(x, a) for a in resized))
     rows = op.Expand(op.Reshape(eye, op.vector(n, *[1] * (lead - 1), *lengths)), full)
     attributes = _attributes(node) | {
-        "keep_aspect_ratio_policy": _text(node, "keep_aspect_ratio_policy"),
+        "keep_aspect_ratio_policy": string_attribute(node, "keep_aspect_ratio_policy"),
         "axes": [lead + i for i in range(len(axes))],
     }
     roi = _roi(op, node, index, len(axes), [int(a == axis) for a in resized])
@@ -210,7 +208,7 @@ def _others(op, node, index: int):
 def _roi(op, node, index: int, count: int, own: list[int]):
     """Return its own roi for the axis where `own` is 1, all of an axis where 0; None if unused."""
     roi = node.inputs[1] if len(node.inputs) > 1 else None
-    if roi is None or _text(node, "coordinate_transformation_mode") != "tf_crop_and_resize":
+    if roi is None or _coordinate_mode(node) != "tf_crop_and_resize":
         return None
     if roi.dtype.itemsize < 4:  # onnxruntime reads that of a matrix in float32 as float32
         roi = op.Cast(roi, to=ir.DataType.FLOAT)

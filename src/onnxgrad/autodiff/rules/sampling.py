@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.shapes import rank
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
@@ -188,9 +189,9 @@ def grid_sample(op, node, g):
     n = rank(x) or rank(grid)
     if n is None:
         return Unsupported("the rank of its input is not known; state its shape in the model")
-    aligned = bool(node.attributes.get_int("align_corners", 0))
-    mode = node.attributes.get_string("mode", "linear").removeprefix("bi")
-    padding = node.attributes.get_string("padding_mode", "zeros")
+    aligned = bool(int_attribute(node, "align_corners"))
+    mode = string_attribute(node, "mode").removeprefix("bi")
+    padding = string_attribute(node, "padding_mode")
     dtype, count = wide(x.dtype), op.numel(grid, 1, -1)
     lengths = [op.dim(x, i) for i in range(2, n)]
     points = op.Reshape(op.Cast(grid, to=dtype), op.vector(0, count, n - 2))
@@ -222,7 +223,7 @@ def affine_grid(op, node, g):
     n = op.dim(theta, 1)
     unit = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, op.dim(theta, 2))))
     one_of = op.Concat([1], op.Slice(size, [1], [_LAST], [0]), axis=0)
-    aligned = node.attributes.get_int("align_corners", 0)
+    aligned = int_attribute(node, "align_corners")
     grid = op.AffineGrid(op.Unsqueeze(unit, [0]), one_of, align_corners=aligned)
     grid = op.Reshape(grid, op.vector(-1, n))
     b = op.Concat(grid, op.Expand(op.const(1.0, dtype), op.vector(op.dim(grid, 0), 1)), axis=1)

@@ -6,6 +6,7 @@ import numpy as np
 
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.graph import sequence_nodes
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.shapes import dims
 
 
@@ -55,8 +56,8 @@ def erase(op, node, g):
 def split(op, node, g):
     """s = x split along an axis:  dx = the elements of ds, concatenated."""
     x, lengths = (*node.inputs, None)[:2]
-    axis = node.attributes.get_int("axis", 0)
-    new = int(lengths is None and not node.attributes.get_int("keepdims", 1))
+    axis = int_attribute(node, "axis")
+    new = int(lengths is None and not int_attribute(node, "keepdims"))
     shape = dims(x)
     if shape is not None and isinstance(shape[axis], int) and shape[axis] > 0:
         return op.set_type_like(op.ConcatFromSequence(g, axis=axis, new_axis=new), x), None
@@ -71,8 +72,8 @@ def split(op, node, g):
 def concat(op, node, g):
     """y = the elements of s, concatenated:  ds = dy split as s was."""
     [s] = node.inputs
-    axis = node.attributes.get_int("axis", 0)
-    if node.attributes.get_int("new_axis", 0):
+    axis = int_attribute(node, "axis")
+    if int_attribute(node, "new_axis"):
         return (op.set_type_like(op.SplitToSequence(g, axis=axis, keepdims=0), s),)
     length = sequence_nodes.common_length(s, axis)
     if length is None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import attributes_of, positions_of, wide
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -42,7 +43,7 @@ def expand(op, node, g):
 @rule("Concat")
 def concat(op, node, g):
     """y = [a, b, ...]:  da, db, ... = the parts of g."""
-    axis = node.attributes.get_int("axis", 0)
+    axis = int_attribute(node, "axis")
     if len(node.inputs) == 1:
         return (g,)
     lengths = op.vector(*(op.dim(x, axis) for x in node.inputs))
@@ -56,7 +57,7 @@ def split(op, node, *gs):
         op.set_type_like(op.Expand(op.const(0.0, y.dtype), op.shape_of(y)), y) if g is None else g
         for y, g in zip(node.outputs, gs, strict=True)
     ]
-    return (op.Concat(*parts, axis=node.attributes.get_int("axis", 0)),)
+    return (op.Concat(*parts, axis=int_attribute(node, "axis")),)
 
 
 @rule("Slice")
@@ -94,7 +95,7 @@ def _pads_of_slice(op, node, g):
 def pad(op, node, g):
     """y = x with a border of v:  dx = g without the border,  dv = sum of g over the border."""
     x, pads, value, axes = (*node.inputs, None, None)[:4]
-    if node.attributes.get_string("mode", "constant") != "constant":
+    if string_attribute(node, "mode") != "constant":
         return moved(op, node, g, pads, None, axes), None, None
     dx = op.Pad(g, -pads, None, axes)  # negative pads crop
     if value is None:
@@ -138,7 +139,7 @@ def scatter_flat(op, x, positions, g):
 def gather(op, node, g):
     """y = x[i]:  dx = zeros with g added at i."""
     x, i = node.inputs
-    axis = node.attributes.get_int("axis", 0)
+    axis = int_attribute(node, "axis")
     shape, pads = dims(x), _pads_of_gather(op, node)
     if pads is not None:
         part = op.Unsqueeze(g, [axis]) if rank(i) == 0 else g
@@ -155,7 +156,7 @@ def _pads_of_gather(op, node):
     That is for a constant index, or for constant indices that follow one another.
     """
     x, i = node.inputs
-    shape, index, axis = dims(x), op.known_value(i), node.attributes.get_int("axis", 0)
+    shape, index, axis = dims(x), op.known_value(i), int_attribute(node, "axis")
     if shape is None or index is None or index.ndim > 1 or not index.size:
         return None
     first, last = int(index.flat[0]), int(index.flat[-1])
@@ -229,8 +230,8 @@ def center_crop_pad(op, node, g):
 @rule("DepthToSpace")
 def depth_to_space(op, node, g):
     """y = x with blocks of channels laid out in space:  dx = g with them moved back."""
-    (x,), b = node.inputs, node.attributes.get_int("blocksize")
-    if node.attributes.get_string("mode", "DCR") == "DCR":
+    (x,), b = node.inputs, int_attribute(node, "blocksize")
+    if string_attribute(node, "mode") == "DCR":
         return (op.set_type_like(op.SpaceToDepth(g, blocksize=b), x),)
     lengths = [op.dim(g, 0), op.dim(g, 1), op.dim(x, 2), b, op.dim(x, 3), b]
     blocks = op.Reshape(g, op.vector(*lengths), allowzero=1)

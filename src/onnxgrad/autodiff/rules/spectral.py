@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import Vector, quotient, unified
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.shapes import dims, rank
 
 
@@ -22,8 +23,8 @@ def dft(op, node, g):
     The half that a one-sided y omits has no gradient; a one-sided x stands for both halves. If the
     length n of the transform is shorter than x, the gradient of the rest of x is zero.
     """
-    x, inverse = node.inputs[0], node.attributes.get_int("inverse", 0)
-    onesided, axis = node.attributes.get_int("onesided", 0), _axis(op, node)
+    x, inverse = node.inputs[0], int_attribute(node, "inverse")
+    onesided, axis = int_attribute(node, "onesided"), _axis(op, node)
     n = have = _length(op, x, axis)
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         n = _vector(op, node.inputs[1])
@@ -49,7 +50,7 @@ def stft(op, node, g):
         n = _length(op, signal, 1) if w is None else _length(op, w, 0)
     else:
         n = _vector(op, length)
-    onesided = node.attributes.get_int("onesided", 1)
+    onesided = int_attribute(node, "onesided")
     du = _adjoint(op, g, x, n, -2, inverse=0, onesided=onesided)
     frames, offsets = (op.arange(op.const(v)) for v in (_length(op, g, 1), n))
     times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + offsets
@@ -110,7 +111,7 @@ def _weights(op, x, n: Vector, axis):
 def _axis(op, node) -> int | ir.Value:
     """Return the axis of a DFT: an attribute up to opset 19, an input since opset 20."""
     if op.opset < 20:
-        return node.attributes.get_int("axis", 1)
+        return node.attributes.get_int("axis", 1)  # the newest schema lacks it
     axis = node.inputs[2] if len(node.inputs) > 2 else None
     number = op.known_value(axis)
     if axis is None:

@@ -85,7 +85,7 @@ def windows_without_padding(op, node, weight=None) -> Windows | Unsupported:
 def windows_of(op, node, weight=None) -> Windows | Unsupported:
     """Return the windows of a Conv or pooling node, with the padding of `pads` or `auto_pad`."""
     windows = windows_without_padding(op, node, weight)
-    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    auto = node.attributes.get_string("auto_pad", "NOTSET")  # a DeformConv lacks it
     if isinstance(windows, Unsupported) or auto == "VALID":
         return windows
     n, strides = len(windows.strides), np.array(windows.strides)

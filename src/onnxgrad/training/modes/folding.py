@@ -7,6 +7,7 @@ from math import prod
 
 import onnx_ir as ir
 
+from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import dims, static
@@ -47,7 +48,7 @@ def _folds(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
         return False
     dtypes = {v.dtype for v in (*conv.inputs, *node.inputs) if v is not None}
     shape, pixels = static(dims(w)), static((dims(conv.outputs[0]) or (None,) * 3)[2:])
-    training = node.attributes.get_int("training_mode", 0)
+    training = int_attribute(node, "training_mode")
     if training or len(dtypes) > 1 or shape is None or pixels is None:
         return False
     return _ROWS * prod(pixels) >= prod(shape[1:])
@@ -58,7 +59,7 @@ def _convolution_of_both(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
     _, scale, shift, mean, variance = node.inputs
     x, w, bias = (*conv.inputs, None)[:3]
     assert w is not None
-    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    epsilon = float_attribute(node, "epsilon")
     factor = op.Div(scale, op.Sqrt(op.Add(variance, epsilon)))
     per_row = op.Reshape(factor, [-1, *[1] * (len(dims(w) or ()) - 1)])
     center = mean if bias is None else op.Sub(mean, bias)

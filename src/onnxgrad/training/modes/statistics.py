@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import argument
+from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part
@@ -26,13 +27,13 @@ ONE_VALUE = "onnxgrad.one_value"
 def freeze(op: Emit) -> dict[ir.Value, ir.Value]:
     """Make every BatchNormalization with stored statistics use them; return no new statistics."""
     for node, _ in walk(op.graph):
-        if not _is_batch_norm(node) or not node.attributes.get_int("training_mode", 0):
+        if not _is_batch_norm(node) or not int_attribute(node, "training_mode"):
             continue
         if None in (_initializer_of(node.inputs[_MEAN]), _initializer_of(node.inputs[_VARIANCE])):
             continue
         inner = emitter(op, node.graph)
         with inner.at(node):
-            attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
+            attributes = {"epsilon": float_attribute(node, "epsilon")}
             y = inner.emit("BatchNormalization", node.inputs, attributes, fresh=True)
             _name_like(y, node)
             replace(inner, node, [y, *(v for v in node.inputs[_MEAN:] if v is not None)])
@@ -148,12 +149,12 @@ def _batch_norm(
     x, scale, bias = node.inputs[:3]
     assert x is not None
     wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    momentum = float(str(np.float32(node.attributes.get_float("momentum", 0.9))))
+    momentum = float(str(np.float32(float_attribute(node, "momentum"))))
     if momentum == 1.0:
         logger.warning("momentum is 1: %s does not change its statistics", describe(node))
     old = [op.Cast(v, to=wide) for v in (mean, variance)]
     operands = [op.Cast(v, to=wide) for v in (x, scale, bias)]
-    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    epsilon = float_attribute(node, "epsilon")
     if across is not None:
         y, *batch = normalized_across(op, operands, epsilon, across)
     else:

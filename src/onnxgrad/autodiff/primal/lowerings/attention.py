@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import FIRST_KEY, LAST_KEY
 from onnxgrad.graph.shapes import dims, rank
@@ -39,15 +40,15 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
     visible = _visible(op, node, (q, k), past_key, lengths)
     bias = _bias(op, q, k, mask, visible)
 
-    unmasked = mask is None and lengths is None and get.get_int("left_window_size", -1) < 0
+    unmasked = mask is None and lengths is None and int_attribute(node, "left_window_size") < 0
     precision = get.get_int("softmax_precision", q.dtype)
     scale = get.get_float("scale") if "scale" in get else scale_of(op, q)
 
     def softmax(scores: ir.Value) -> ir.Value:
         return _softmax(op, scores, None if unmasked else bias, precision)
 
-    y, stages = attend(op, (q, k, v), scale, bias, softmax, get.get_float("softcap", 0.0))
-    exposed = stages[get.get_int("qk_matmul_output_mode", 0)]
+    y, stages = attend(op, (q, k, v), scale, bias, softmax, float_attribute(node, "softcap"))
+    exposed = stages[int_attribute(node, "qk_matmul_output_mode")]
     if len(node.outputs) > 3:  # with past keys, onnx infers a length of 0
         node.outputs[3].shape = exposed.shape
     return [heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
@@ -123,8 +124,8 @@ def _visible(op: Emit, node: ir.Node, qk: HeadsOf, past: Operand, lengths: Opera
 
     These are the keys within a window, and with `lengths`, those of each sequence.
     """
-    left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
-    right = 0 if node.attributes.get_int("is_causal", 0) else right
+    left, right = (int_attribute(node, f"{side}_window_size") for side in ("left", "right"))
+    right = 0 if int_attribute(node, "is_causal") else right
     rows, keys = (op.dim(x, _ROWS) for x in qk)
     offsets = [] if past is None else [op.const(op.dim(past, _ROWS), ir.DataType.INT64)]
     valid = []

@@ -7,6 +7,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, rank
 
@@ -57,6 +58,6 @@ def mod(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = a - b floor(a / b) for floats without fmod: onnxruntime has no kernel."""
     a, b = node.inputs
     real = a.dtype is not None and a.dtype.is_floating_point()
-    if not real or node.attributes.get_int("fmod", 0):
+    if not real or int_attribute(node, "fmod"):
         return None
     return [a - b * op.Floor(a / b)]

@@ -18,6 +18,7 @@ from onnxgrad.autodiff.primal.lowerings.activations import ACTIVATIONS
 from onnxgrad.autodiff.primal.lowerings.basic import product, total
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
+from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.model.opsets import has_kernel
@@ -102,10 +103,10 @@ def fused_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
     """
     flags, n = node.attributes, rank(node.inputs[1])
     batch = flags.get_int("transBatchA", 0) or flags.get_int("transBatchB", 0)
-    if (n is None and batch) or (n == 1 and flags.get_int("transA", 0)):
+    if (n is None and batch) or (n == 1 and int_attribute(node, "transA")):
         return None  # onnxruntime 1.31 does not transpose A if B is a vector
     a, b = (_transposed(op, node, x, side) for x, side in zip(node.inputs, "AB", strict=True))
-    alpha = node.attributes.get_float("alpha", 1.0)
+    alpha = float_attribute(node, "alpha")
     y = product(op, a, b)
     return [y if alpha == 1 else y * alpha]
 
@@ -115,7 +116,7 @@ def _transposed(op: Emit, node: ir.Node, x: ir.Value, side: str) -> ir.Value:
     if node.attributes.get_int(f"transBatch{side}", 0):
         assert n is not None  # both operands have the same rank
         x = op.Transpose(x, perm=[*range(1, n - 1), 0, n - 1])
-    swapped = node.attributes.get_int(f"trans{side}", 0) and n != 1
+    swapped = int_attribute(node, f"trans{side}") and n != 1
     return op.mT(x) if swapped else x
 
 
@@ -188,7 +189,7 @@ def _fast_gelu(op: Emit, x: ir.Value) -> ir.Value:
 @lowering("QuickGelu", domain=DOMAIN)
 def swish(op: Emit, node: Any) -> list[ir.Value]:
     """y = x sigmoid(alpha x)."""
-    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.702 if node.domain else 1.0)
+    x, alpha = node.inputs[0], float_attribute(node, "alpha")
     return [x * op.Sigmoid(x if alpha == 1 else alpha * x)]
 
 
@@ -224,7 +225,7 @@ def bias_dropout(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("BiasSoftmax", domain=DOMAIN)
 def bias_softmax(op: Emit, node: Any) -> list[ir.Value]:
     """y = softmax(x + b), over all axes from `axis` on."""
-    return [softmax_from(op, total(*node.inputs[:2]), node.attributes.get_int("axis", 1))]
+    return [softmax_from(op, total(*node.inputs[:2]), int_attribute(node, "axis"))]
 
 
 def softmax_from(op: Emit, x: ir.Value, axis: int) -> ir.Value:
@@ -238,7 +239,7 @@ def softmax_from(op: Emit, x: ir.Value, axis: int) -> ir.Value:
 def grid_sample(op: Emit, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator, whose modes have other names since opset 20."""
     names = {"bilinear": "linear", "bicubic": "cubic"} if op.opset >= 20 else {}
-    mode = node.attributes.get_string("mode", "bilinear")
+    mode = string_attribute(node, "mode")
     attributes = attributes_of(node) | {"mode": names.get(mode, mode)}
     return [op.emit("GridSample", node.inputs, attributes)]
 
@@ -290,7 +291,7 @@ def cdist(op: Emit, node: Any) -> list[ir.Value] | None:
     """
     a, b = node.inputs
     squares = op.ReduceSumSquare(op.Unsqueeze(a, [1]) - op.Unsqueeze(b, [0]), [2], keepdims=0)
-    metric = node.attributes.get_string("metric", "sqeuclidean")
+    metric = string_attribute(node, "metric")
     if metric == "sqeuclidean":
         return [squares]
     if metric != "euclidean":

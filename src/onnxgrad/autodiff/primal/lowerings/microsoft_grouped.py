@@ -24,6 +24,7 @@ from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, is_empty_past, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
 
@@ -108,7 +109,7 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
         return None
     q, k, v = _heads(op, node, *inputs[:3])
     if inputs[14] is not None:
-        epsilon = get.get_float("qk_norm_epsilon", 1e-6)
+        epsilon = float_attribute(node, "qk_norm_epsilon")
         norms = zip((q, k), inputs[14:16], strict=True)
         q, k = (rms_normalized(op, x, scale, epsilon)[0] for x, scale in norms)
     rows = op.dim(q, _ROWS)
@@ -125,11 +126,11 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
 
     if sink is not None:
         sink = op.Reshape(sink, [1, -1, 1, 1])
-    elif get.get_int("smooth_softmax", 0):
+    elif node.attributes.get_int("smooth_softmax", 0):
         sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
     y, scores, weights = attend_visible(op, node, (q, k, v), bias, visible, sink)
     exposed = weights
-    if has_output(node, 3) and get.get_int("qk_output", 0) == 1:
+    if has_output(node, 3) and int_attribute(node, "qk_output") == 1:
         exposed = op.Where(visible, scores, 0.0)
     return [heads_together(op, y), k, v, exposed][: len(node.outputs)]
 
@@ -214,9 +215,9 @@ def _appended(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir
 def _visible(op: Emit, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
     """Return which keys a query attends to: the last ones up to its own, or all if not causal."""
     rows, keys = (op.dim(x, _ROWS) for x in qk)
-    if not node.attributes.get_int("causal", 1):
+    if not int_attribute(node, "causal"):
         last = op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1])
         return op.LessOrEqual(op.arange(keys), last)
     offsets = [] if before is None else [op.Reshape(before, [-1, 1, 1, 1])]
-    window = node.attributes.get_int("local_window_size", -1)
+    window = int_attribute(node, "local_window_size")
     return reduce(op.And, within_window(op, rows, keys, offsets, window - 1, 0))

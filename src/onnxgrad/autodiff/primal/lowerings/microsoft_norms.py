@@ -13,6 +13,7 @@ from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.normalization import axes_from
+from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
 
@@ -23,7 +24,7 @@ FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 @lowering("SimplifiedLayerNormalization", domain=DOMAIN)
 def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s x / r, r = sqrt(mean square + epsilon) over the axes from `axis` on."""
-    x, scale = node.inputs
+    x, scale = node.inputs  # onnxruntime has a schema of the operator without domain only
     epsilon, axis = node.attributes.get_float("epsilon", 1e-5), node.attributes.get_int("axis", -1)
     y, inverse = rms_normalized(op, x, scale, epsilon, axis, has_output(node, 1))
     return [y, inverse][: len(node.outputs)]
@@ -33,7 +34,7 @@ def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
 def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x = a + skip + b."""
     a, skip, scale, shift, bias = (*node.inputs, None, None)[:5]
-    x, epsilon = total(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
+    x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
     statistics = has_output(node, 1) or has_output(node, 2)
     operands = [v for v in (x, scale, shift) if v is not None]
     count, attributes = 3 if statistics else 1, {"axis": -1, "epsilon": epsilon}
@@ -49,7 +50,7 @@ def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
 def skip_simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s x / r, x = a + skip + b. The output `mean` is zero."""
     a, skip, scale, bias = (*node.inputs, None)[:4]
-    x, epsilon = total(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
+    x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
     need = has_output(node, 1) or has_output(node, 2)
     y, inverse = rms_normalized(op, x, scale, epsilon, -1, need)
     mean = op.zeros_like(inverse) if has_output(node, 1) else inverse
@@ -60,8 +61,7 @@ def skip_simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
 def gated_rms_norm(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = s x / r f(z), each part of the last axis that is as long as s for itself."""
     x, scale, gate = (op.Cast(v, to=FLOAT) if _is_half(v) else v for v in node.inputs)
-    epsilon, kind = node.attributes.get_float("epsilon", 1e-5), node.attributes.get_string
-    activation = kind("activation", "silu")
+    epsilon, activation = float_attribute(node, "epsilon"), string_attribute(node, "activation")
     if activation not in ("silu", "swish", "sigmoid"):
         return None
     parts = op.Reshape(x, op.vector(-1, op.dim(scale, 0)))
@@ -101,7 +101,7 @@ def embed_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     x = x + (rows if position_ids is None else op.Gather(positions, position_ids))
     if segment_ids is not None and segments is not None:
         x = x + op.Gather(segments, segment_ids)
-    epsilon = node.attributes.get_float("epsilon", 1e-12)
+    epsilon = float_attribute(node, "epsilon")
     y = op.LayerNormalization(x, scale, shift, axis=-1, epsilon=epsilon)
     y.dtype = x.dtype = words.dtype
     lengths = y
@@ -124,14 +124,14 @@ def group_norm(op: Emit, node: Any) -> list[ir.Value] | None:
     if rank(skip) == 2:  # (N, C): the same at all positions
         skip = op.Unsqueeze(skip, [1, 2])
     x, get = op.set_type_like(total(a, skip, bias), a), node.attributes
-    last = get.get_int("channels_last", 1)
+    last = int_attribute(node, "channels_last")
     apart = op.Cast(x if last else op.Transpose(x, perm=[0, 2, 3, 1]), to=FLOAT)
     # (N, H W, groups, channels of one)
     flat = op.Reshape(apart, op.vector(0, -1, op.dim(scale, 0)))
     groups = op.Reshape(flat, [0, 0, get.get_int("groups"), -1])
     centered = groups - op.ReduceMean(groups, [1, 3], keepdims=1)
     variance = op.ReduceMean(centered * centered, [1, 3], keepdims=1)
-    normalized = centered / op.Sqrt(variance + get.get_float("epsilon", 1e-5))
+    normalized = centered / op.Sqrt(variance + float_attribute(node, "epsilon"))
     y = op.reshape_like(normalized, apart) * op.Cast(scale, to=FLOAT) + op.Cast(shift, to=FLOAT)
     if get.get_int("activation", 0):
         y = y * op.Sigmoid(y)

@@ -16,6 +16,7 @@ from onnxgrad.autodiff.primal.lowerings.basic import Operand, total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, attributes_without, softmax_from
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
+from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
 
@@ -86,7 +87,7 @@ def _applied(op: Emit, node: ir.Node, name: str, operands: list[Any]) -> ir.Valu
     """Return the result of the operator without quantization, None if it takes an unknown rank."""
     get, x = node.attributes, operands[0]
     if name == "Softmax" and get.get_int("opset", 13) < 13:
-        return softmax_from(op, x, get.get_int("axis", -1))
+        return softmax_from(op, x, int_attribute(node, "axis"))
     attributes = attributes_without(node, "channels_last", "opset")
     if not get.get_int("channels_last", 0):
         return op.emit(name, operands, attributes)
@@ -104,7 +105,7 @@ def gemm(op: Emit, node: Any) -> list[ir.Value] | None:
     if not _is_quantized(a, b):
         return None
     attributes = attributes_of(node)
-    axis, alpha = 0 if attributes.get("transB") else 1, attributes.get("alpha", 1.0)
+    axis, alpha = 1 - int_attribute(node, "transB"), float_attribute(node, "alpha")
     operands = [dequantized(op, a, a_scale, a_zero), dequantized(op, b, b_scale, b_zero, axis)]
     if c is not None:
         operands.append(op.Cast(c, to=FLOAT) * (a_scale * b_scale))

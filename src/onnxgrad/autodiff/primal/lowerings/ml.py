@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import OPPOSITE
 from onnxgrad.graph.shapes import Dim, Dims, dims, rank, static
@@ -26,7 +27,7 @@ FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 @lowering("LinearRegressor", domain="ai.onnx.ml")
 def linear_regressor(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = post(x CT + b)."""
-    rows = node.attributes.get_int("targets", 1)
+    rows = int_attribute(node, "targets")
     return [post_transform(op, node, _affine(op, node, rows), rows)]
 
 
@@ -109,7 +110,7 @@ def label_of(op: Emit, node: ir.Node, winner: ir.Value) -> ir.Value:
 
 def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
     """Return `y` (N, scores) after `post_transform`; a single score is changed by PROBIT only."""
-    post = node.attributes.get_string("post_transform", "NONE")
+    post = string_attribute(node, "post_transform")
     transforms = {
         "NONE": lambda op, y: y,
         "LOGISTIC": lambda op, y: op.Sigmoid(y),
@@ -124,7 +125,7 @@ def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Valu
 
 def two_scores(op: Emit, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
     """Return two scores from the second: they add up to `whole`, or to 1 if transformed."""
-    post = node.attributes.get_string("post_transform", "NONE")
+    post = string_attribute(node, "post_transform")
     if post == "PROBIT":
         raise refused(node, "onnxruntime has no PROBIT of two classes from one score; use NONE")
     if post == "LOGISTIC":
@@ -183,7 +184,7 @@ def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
     A row of norm zero stays as it is.
     """
     x = op.Cast(node.inputs[0], to=FLOAT)
-    norm = node.attributes.get_string("norm", "MAX")
+    norm = string_attribute(node, "norm")
     reduce = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}[norm]
     size = reduce(x, [-1], keepdims=1)
     return [x / op.Where(op.Equal(size, 0.0), 1.0, size)]
@@ -215,7 +216,7 @@ def imputer(op: Emit, node: Any) -> list[ir.Value] | None:
 
 
 def _imputed(op: Emit, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value:
-    replaced = node.attributes.get_float("replaced_value_float", 0.0)
+    replaced = float_attribute(node, "replaced_value_float")
     return op.Where(op.IsNaN(x) if isnan(replaced) else op.Equal(x, replaced), values, x)
 
 

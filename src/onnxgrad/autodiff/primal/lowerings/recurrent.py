@@ -20,6 +20,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.lowerings.activations import Function, activation_functions
 from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dim, Dims, constant, dims
 
@@ -81,7 +82,7 @@ def gru(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list
     With linear_before_reset, h = g(X WT + r (H RT + b') + b). Cho et al. 2014, arXiv:1406.1078.
     """
     (f, g), sizes = weights.functions, op.vector(op.dim(weights.r, 1) * 2, op.dim(weights.r, 1))
-    linear = node.attributes.get_int("linear_before_reset", 0)
+    linear = int_attribute(node, "linear_before_reset")
     (w_zr, w_h), (r_zr, r_h) = (op.split(v, sizes, 0) for v in (weights.w, weights.r))
     (wb_zr, wb_h), (rb_zr, rb_h) = (
         (None, None) if b is None else op.split(b, sizes, 0) for b in (weights.wb, weights.rb)
@@ -111,7 +112,7 @@ def lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[lis
     With peepholes, o sees the new C. Hochreiter & Schmidhuber 1997; Gers & Schmidhuber 2000.
     """
     f, g, activate = weights.functions
-    r, coupled = op.Transpose(weights.r, perm=[1, 0]), node.attributes.get_int("input_forget", 0)
+    r, coupled = op.Transpose(weights.r, perm=[1, 0]), int_attribute(node, "input_forget")
     p_i, p_o, p_f = (None,) * 3 if weights.p is None else op.split(weights.p, 3, 0)
     sizes = op.vector(op.dim(weights.r, 1) * 3, op.dim(weights.r, 1))
 
@@ -156,8 +157,7 @@ def _scanned(
     op: Emit, node: ir.Node, cell: Cell, states: int, activations: Sequence[str]
 ) -> list[ir.Value]:
     """Return the outputs of the node, by one Scan for each direction."""
-    get = node.attributes
-    direction, by_rows = get.get_string("direction", "forward"), get.get_int("layout", 0)
+    direction, by_rows = string_attribute(node, "direction"), int_attribute(node, "layout")
     x = node.inputs[0]
     assert x is not None
     if x.shape is None:
@@ -189,10 +189,10 @@ def _directions(
 ) -> Iterator[_Direction]:
     """Yield the inputs of each direction."""
     get, (_, batch, size) = node.attributes, _dims(x)
-    n, k = 1 + (get.get_string("direction", "forward") == "bidirectional"), len(activations)
+    n, k = 1 + (string_attribute(node, "direction") == "bidirectional"), len(activations)
     w, r, b, _, *initial, p = (*node.inputs[1:], *[None] * 6)[:7]
     hidden = get.get_int("hidden_size") if "hidden_size" in get else (dims(r) or (None,))[-1]
-    if get.get_int("layout", 0):
+    if int_attribute(node, "layout"):
         initial = [None if v is None else op.Transpose(v, perm=[1, 0, 2]) for v in initial]
     parts = zip(
         _by_direction(op, w, n, None, size),
@@ -231,7 +231,7 @@ def _zeros(op: Emit, x: ir.Value, r: ir.Value) -> ir.Value:
 def lengths(node: ir.Node) -> Operand:
     """Return the lengths of the sequences, or None if all are proven to be as long as X."""
     v, shape = node.inputs[4] if len(node.inputs) > 4 else None, dims(node.inputs[0])
-    array, steps = constant(v), shape and shape[node.attributes.get_int("layout", 0)]
+    array, steps = constant(v), shape and shape[int_attribute(node, "layout")]
     full = array is not None and isinstance(steps, int) and bool((array >= steps).all())
     return None if full else v
 

@@ -8,10 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.sequence_nodes import counters, elements
 from onnxgrad.graph.sequences import is_sequence
 from onnxgrad.graph.shapes import constant, dims
+from onnxgrad.graph.traversal import made_by
 
 
 @lowering("SequenceAt")
@@ -28,14 +30,13 @@ def at(op: Emit, node: Any) -> list[ir.Value] | None:
 def concat(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = the elements of s, concatenated; x itself if s is x split along the same axis."""
     [s] = node.inputs
-    axis = node.attributes.get_int("axis", 0)
-    new = node.attributes.get_int("new_axis", 0)
-    before = s.producer()
-    if before is not None and before.op_type == "SplitToSequence":
-        x = before.inputs[0]
-        drops = len(before.inputs) == 1 and not before.attributes.get_int("keepdims", 1)
+    axis = int_attribute(node, "axis")
+    new = int_attribute(node, "new_axis")
+    if before := made_by(s, "SplitToSequence"):
+        x: Any = before.inputs[0]
+        drops = len(before.inputs) == 1 and not int_attribute(before, "keepdims")
         shape = dims(x)
-        axes = (axis, before.attributes.get_int("axis", 0))
+        axes = (axis, int_attribute(before, "axis"))
         same = axes[0] == axes[1] or (shape and (axes[0] - axes[1]) % len(shape) == 0)
         if shape and same and drops == bool(new):
             length = shape[axes[1]]

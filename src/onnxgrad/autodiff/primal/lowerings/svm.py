@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.lowerings import ml
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.errors import argument
+from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import NOT_CLASSES
 from onnxgrad.graph.shapes import dims
@@ -26,14 +27,14 @@ def svm_regressor(op: Emit, node: Any) -> list[ir.Value]:
     `post_transform` is not read, as there is one score.
     """
     x, coefficients, rho, vectors, *_ = _operands(node)
-    count = node.attributes.get_int("n_supports", 0)
+    count = int_attribute(node, "n_supports")
     if count > 0:
         features = _kernel(op, node, ml.matrix(op, x, vectors, count), vectors, count)
         coefficients = _first(op, coefficients, count)
     else:
         features = ml.matrix(op, x, coefficients, 1)
     y = op.MatMul(features, op.Reshape(coefficients, [-1, 1])) + _first(op, rho, 1)
-    if node.attributes.get_int("one_class", 0):
+    if int_attribute(node, "one_class"):
         y = op.Where(op.Greater(y, 0.0), op.const(1.0, ml.FLOAT), -1.0)
     return [y]
 
@@ -56,7 +57,7 @@ def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int)
     |x - s|^2 is computed as |x|^2 - 2 x sT + |s|^2, which takes less memory than all differences,
     and in float64, so that it loses no digits that matter.
     """
-    kind = node.attributes.get_string("kernel_type", "LINEAR")
+    kind = string_attribute(node, "kernel_type")
     gamma, coef0, degree = node.attributes.get_floats("kernel_params", ()) or (0.0, 0.0, 0.0)
     rbf = kind == "RBF"
     x, s = (op.Cast(v, to=ml.DOUBLE if rbf else ml.FLOAT) for v in (x, vectors))
