@@ -114,6 +114,17 @@ def test_rows_of_padding():
     assert check_gradient(lowered, feed=feed).ok
 
 
+def test_a_smooth_softmax_of_minus_one_is_none():
+    """The default of the schema is -1, and exporters may state it."""
+    case = next(c for c in CASES if c.id == "GroupQueryAttention smooth")
+    made = kernel_model(case)
+    [attribute] = (a for n in made.graph.node for a in n.attribute if a.name == "smooth_softmax")
+    attribute.i = -1
+    lowered = to_proto(prepare(made))
+    for found, value in zip(run(lowered, case.feed), run(made, case.feed), strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
+
+
 def test_every_lowering_has_a_case():
     of_floats = {
         name

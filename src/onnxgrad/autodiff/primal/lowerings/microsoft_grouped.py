@@ -126,7 +126,7 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
 
     if sink is not None:
         sink = op.Reshape(sink, [1, -1, 1, 1])
-    elif node.attributes.get_int("smooth_softmax", 0):
+    elif int_attribute(node, "smooth_softmax") == 1:
         sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
     y, scores, weights = attend_visible(op, node, (q, k, v), bias, visible, sink)
     exposed = weights
