@@ -250,7 +250,7 @@ def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
     from the running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
     dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
     """
-    momentum, count = node.attributes.get_float("momentum", 0.9), _count(op, x, axes)
+    momentum, count = float_attribute(node, "momentum"), _count(op, x, axes)
     n, inverse = _standardized(op, x, axes, _epsilon(node))
     terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
     if g is not None:
