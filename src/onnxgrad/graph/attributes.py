@@ -49,10 +49,8 @@ def _stated_or_default(node: ir.Node, name: str) -> ir.Attr:
 def default_attribute(domain: str, op_type: str, name: str) -> ir.Attr:
     """Return the attribute that a node without it has, by the schema of the operator.
 
-    Raises
-    ------
-    KeyError
-        If the operator has no schema, or its schema states no default.
+    Raises:
+        KeyError: the operator has no schema, or its schema states no default.
     """
     if defs.has(op_type, domain):
         schema: Any = defs.get_schema(op_type, domain=domain)
