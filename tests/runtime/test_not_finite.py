@@ -68,12 +68,12 @@ FIRST = {  # a model, its inputs, and what the message names; None where all is 
     "Loop": (  # 10 ** 2 ** 6 is more than float32 holds
         LOOP,
         {"x": [10, 1], "n": np.array(9), "c": np.array(True)},
-        "'y'|Mul (node 'inner', output 'o')|iteration 6",
+        "Loop (node 'it', output 'y')|infinity",
     ),
     "Scan": (
         SCAN,
         {"x": [10, 1], "d": [[1, 1], [1, 0], [1, 1]]},
-        "'y'|Div (node 'inner', output 'u')|iteration 2",
+        "Scan (node 'it', output 'y')|infinity|'d' is between 0 and 1",
     ),
 }  # fmt: skip
 

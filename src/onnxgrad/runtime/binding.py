@@ -1,4 +1,4 @@
-"""Inputs bound to a session, which are bound again only if their memory has changed."""
+"""A session with bound inputs, which are bound again only if their memory has changed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from onnxgrad.runtime.device import CPU, Device
 
 
 class Binding:
-    """Runs a session on arrays and OrtValues, without copying those that are on its device.
+    """Runs a session on arrays and OrtValues; inputs on its device are not copied.
 
-    An input stays bound while its memory, shape and dtype are those of the previous call. Outputs
-    are new in every call, but for those that are written into arrays.
+    An input stays bound while its memory, shape and dtype equal the ones of the previous call. Each
+    call returns new outputs, except for the outputs that `into` names.
     """
 
     def __init__(self, session: ort.InferenceSession, device: Device) -> None:
         self._session, self._device = session, device
         self._binding = session.io_binding()
         self._bound: dict[str, tuple[Any, ...]] = {}
-        self._places: dict[str, np.ndarray] = {}  # of the outputs that have one
+        self._places: dict[str, np.ndarray] = {}  # arrays into which outputs are written
 
     def run(
         self,
@@ -32,9 +32,9 @@ class Binding:
         options: ort.RunOptions | None = None,
         into: Mapping[str, np.ndarray] | None = None,
     ) -> list[ort.OrtValue]:
-        """Return the outputs of these names, on the device; those of `into` in that memory."""
+        """Return the named outputs, on the device; an output in `into` is written to its array."""
         for name, value in inputs.items():
-            self._bind(name, value)
+            self._bind_input(name, value)
         places = {name: into[name] for name in outputs if into is not None and name in into}
         if len(places) < len(outputs) or any(
             self._places.get(n) is not a for n, a in places.items()
@@ -50,7 +50,7 @@ class Binding:
             self._session.run_with_iobinding(self._binding, options)
         return self._binding.get_outputs()
 
-    def _bind(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
+    def _bind_input(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
         if isinstance(value, ort.OrtValue):
             key: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
             if self._bound.get(name) != key:
@@ -68,6 +68,6 @@ class Binding:
 
 
 def bind_output(binding: ort.IOBinding, name: str, array: np.ndarray) -> None:
-    """Let an output be written into `array`, in the memory of the CPU."""
+    """Let the session write an output into `array`, in the memory of the CPU."""
     place = array.ctypes.data
     binding.bind_output(name, CPU.kind, CPU.index, array.dtype, array.shape, place)

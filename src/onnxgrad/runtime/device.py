@@ -1,4 +1,4 @@
-"""Devices such as "cuda:1": the execution providers, OrtValues and bindings that they need."""
+"""Devices such as "cuda:1", and the execution providers of sessions that run on them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ class Device:
 
     @property
     def providers(self) -> list[Provider]:
-        """The execution providers of a session on this device, with options; it must have any."""
+        """The execution providers of a session on this device, with their options.
+
+        Raises:
+            ProviderError: the installed onnxruntime has none.
+        """
         available = ort.get_available_providers()
         name = {"cpu": _CPU, "cuda": _CUDA}[self.kind]
         if name not in available:
@@ -81,7 +85,7 @@ class Device:
         return ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> ort.OrtValue:
-        """Return an OrtValue with memory of its own on this device."""
+        """Return an OrtValue with newly allocated memory on this device."""
         return ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.kind, self.index)
 
     def bind_outputs(self, binding: ort.IOBinding, names: Iterable[str]) -> None:
@@ -112,16 +116,16 @@ def read_providers(
     Args:
         providers: a device, or a list of names or of pairs (name, options); None is the CPU.
         options: options of the providers, a dict for each, if they are no pairs.
-        index: number of the GPU; None is what the options say, or 0.
+        index: number of the GPU; None takes it from the options, or 0.
 
     Raises:
         ProviderError: a provider that the installed onnxruntime does not have, or numbers of GPUs
             that contradict each other.
         ValueError: options that are no dicts, not as many as there are providers, or twice.
     """
-    pairs = _pairs(providers, options)
+    pairs = _provider_pairs(providers, options)
     on_gpu = [settings for name, settings in pairs if name in _ON_CUDA]
-    numbers = {_number(settings["device_id"]) for settings in on_gpu if "device_id" in settings}
+    numbers = {_gpu_number(settings["device_id"]) for settings in on_gpu if "device_id" in settings}
     if index is not None:
         if index and not on_gpu:
             raise ProviderError(
@@ -140,13 +144,13 @@ def read_providers(
     return pairs, Device("cuda", number) if on_gpu else CPU
 
 
-def _number(device_id: Any) -> int:
+def _gpu_number(device_id: Any) -> int:
     if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
         raise ValueError(f"device_id must be the number of a GPU, not {device_id!r}")
     return int(device_id)
 
 
-def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[Provider]:
+def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[Provider]:
     if isinstance(providers, Device) or _is_name(providers):
         if options is not None:
             raise ValueError("provider_options go with a list of providers, not with a device")

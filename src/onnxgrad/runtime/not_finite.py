@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.errors import escaping, printable
-from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.traversal import reads as ir_reads, subgraphs as ir_subgraphs
-from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.external import array
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import read
@@ -22,8 +17,9 @@ from onnxgrad.model.traversal import reads, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-PIECE_NODES, _BYTES = 256, 1 << 28  # limits of one piece of the model: its nodes, their outputs
-_THREADED = 1e8  # multiply-adds: as many threads as there are cores
+PIECE_NODES = 256  # nodes of one piece of the model, at most
+_PIECE_BYTES = 1 << 28  # bytes of the outputs of these nodes, about
+_ALL_CORES = 1e8  # multiply-adds for which a session takes as many threads as there are cores
 _CONSTANT = ("Constant", "ConstantOfShape")  # operators: infinity in a mask is no fault of theirs
 FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 
@@ -35,16 +31,16 @@ def first_not_finite(
     """Return which node first computes NaN or infinity, though its inputs are finite.
 
     Only nodes on which an output that is not finite depends are considered, through values that are
-    not finite either: the infinities of a mask in front of a Softmax are no fault. Inside an If,
-    Loop or Scan, the node of the subgraph is named, and the iteration.
+    not finite either: the infinities of a mask in front of a Softmax are no fault. Of an If, the
+    node of the branch that it takes is named, too; of a Loop or Scan, none of its body.
 
     The model runs once, in pieces, on the CPU. Only those values are kept that later pieces read.
 
     Args:
         model: model; never modified.
         feed: its inputs.
-        rows: the numbers of the rows of the batch that `feed` is, so that those at fault are named.
-        of: what has rows of these numbers, such as " of batch 3".
+        rows: the number of each row of `feed`, so that the rows at fault are named.
+        of: the end of the list of rows, such as " of batch 3".
 
     Returns:
         The end of a sentence, None if all outputs are finite, such as "Exp (node 'grow', output
@@ -57,7 +53,7 @@ def first_not_finite(
 
 
 class _Search:
-    """A run of a model in pieces, and what it says of each value."""
+    """A run of a model in pieces, which records the range of each value."""
 
     def __init__(
         self, model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int], of: str
@@ -72,12 +68,12 @@ class _Search:
         self.with_subgraphs = {i for i, node in enumerate(self.nodes) if any(subgraphs(node))}
         self.ranges: dict[str, tuple[float, float]] = {}  # of the values that are floats
         self.rows: dict[str, np.ndarray] = {}  # at fault, of values that are not finite
-        self.inside: dict[int, str] = {}  # messages on nodes with subgraphs, by index
+        self.branches: dict[int, str] = {}  # messages on the branches that Ifs take, by index
 
     # -- running --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run the model, and note the range of every value."""
+        """Run the model, and record the range of every value."""
         inputs = {x.name for x in self.model.graph.input}
         if missing := sorted(inputs - self.feed.keys() - self.initializers.keys()):
             raise ValueError(f"feed lacks {missing}: pass all inputs of the model")
@@ -85,7 +81,7 @@ class _Search:
         for name in self.feed.keys() & inputs:
             fed = np.asarray(self.feed[name], order="C")
             self.values[name] = CPU.ortvalue(fed)
-            self._note(name, fed)
+            self._note_range(name, fed)
         start, count = 0, 8
         while start < len(self.nodes):
             stop = min(start + count, len(self.nodes))
@@ -93,44 +89,67 @@ class _Search:
             size = self._run_piece(range(start, stop))
             for name in [n for n in self.values if self.last.get(n, -1) < stop]:
                 del self.values[name]
-            count = max(1, min(2 * count, PIECE_NODES, int((stop - start) * _BYTES / max(size, 1))))
+            count = max(
+                1, min(2 * count, PIECE_NODES, int((stop - start) * _PIECE_BYTES / max(size, 1)))
+            )
             start = stop
 
     def _run_piece(self, piece: range) -> int:
         """Run some nodes, and return the bytes of their outputs."""
         outputs = [y for i in piece for y in self.nodes[i].output if y]
-        model, size = self._piece(piece, outputs), 0
+        model, size = self._model_of_nodes(self.nodes[piece.start : piece.stop], outputs), 0
         feed = {x.name: self.values[x.name] for x in model.graph.input}
-        results = session(model, CPU, _THREADED).run_with_ort_values(outputs, feed)
+        results = session(model, CPU, _ALL_CORES).run_with_ort_values(outputs, feed)
         for name, value in zip(outputs, results, strict=True):
             self.values[name] = value
             if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # numpy lacks it
                 tensor = value.numpy()
                 size += tensor.nbytes
-                self._note(name, tensor)
+                self._note_range(name, tensor)
         for i in self.with_subgraphs.intersection(piece):
-            if self._any_bad(self.nodes[i].output) and not self._any_bad(self.reads[i]):
-                self.inside[i] = self._inside(i)
+            starts_here = not self._any_not_finite(self.reads[i])
+            if starts_here and self._any_not_finite(self.nodes[i].output):
+                self.branches[i] = self._first_in_branch(self.nodes[i])
         return size
 
-    def _piece(self, piece: range, outputs: Sequence[str]) -> ModelProto:
+    def _model_of_nodes(self, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
+        """Return a model of these nodes; values that nodes before them compute are its inputs."""
         model = ModelProto(ir_version=self.model.ir_version)
         model.opset_import.extend(self.model.opset_import)
         model.functions.extend(self.model.functions)
         model.graph.name = "piece"
-        model.graph.node.extend(self.nodes[i] for i in piece)
+        model.graph.node.extend(nodes)
         for name in outputs:
             model.graph.output.add(name=name)
-        own = {y for i in piece for y in self.nodes[i].output}
-        for name in dict.fromkeys(x for i in piece for x in self.reads[i] if x not in own):
+        computed = {y for node in nodes for y in node.output}
+        for name in dict.fromkeys(x for node in nodes for x in reads(node) if x not in computed):
             if name in self.values:
-                _declare(model, name, self.values[name])
+                _declare_input(model, name, self.values[name])
             elif name in self.initializers:
                 model.graph.initializer.append(self.initializers[name])
         return model
 
-    def _note(self, name: str, value: np.ndarray) -> None:
-        """Note the least and the greatest element of floats; one of them is NaN if any is."""
+    def _first_in_branch(self, node: NodeProto) -> str:
+        """Return which node is at fault in the branch that an If takes; "" for other operators."""
+        if node.op_type != "If":
+            return ""
+        try:
+            name = node.input[0]
+            fed = self.values.get(name)
+            condition = array(self.initializers[name]) if fed is None else fed.numpy()
+            taken = "then_branch" if condition.item() else "else_branch"
+            branch = next(a.g for a in node.attribute if a.name == taken)
+            model = self._model_of_nodes(branch.node, [y.name for y in branch.output])
+            model.graph.initializer.extend(branch.initializer)
+            feed = {x.name: self.values[x.name].numpy() for x in model.graph.input}
+            search = _Search(model, feed, (), "")
+            search.run()
+            return search.result() or ""
+        except Exception:  # the message names the If alone then
+            return ""
+
+    def _note_range(self, name: str, value: np.ndarray) -> None:
+        """Record the least and the greatest element of a float tensor; NaN if any element is."""
         if value.dtype.kind in "biuSUO":
             return
         x = value.astype(np.float64, copy=False) if value.dtype.kind != "f" else value
@@ -142,74 +161,75 @@ class _Search:
                 bad = np.moveaxis(~np.isfinite(x), axes[0], 0).reshape(len(self.numbers), -1)
                 self.rows[name] = self.numbers[bad.any(axis=1)]
 
-    def _state(self, name: str) -> str | None:
-        """Return the state of a value; None if it is unknown, as that of a sequence."""
+    def _value_state(self, name: str) -> str | None:
+        """Return FINITE, INFINITE or NAN for a tensor of floats; None for any other value."""
         if name not in self.ranges and name in self.initializers:
-            self._note(name, array(self.initializers[name]))
+            self._note_range(name, array(self.initializers[name]))
         ends = self.ranges.get(name)
         if ends is None:
             return None
         return NAN if np.isnan(ends).any() else INFINITE if np.isinf(ends).any() else FINITE
 
-    def _any_bad(self, names: Iterable[str]) -> bool:
-        return any(self._state(name) in (INFINITE, NAN) for name in names)
+    def _any_not_finite(self, names: Iterable[str]) -> bool:
+        return any(self._value_state(name) in (INFINITE, NAN) for name in names)
 
     # -- the way back ---------------------------------------------------------------------------
 
     def result(self) -> str | None:
+        """Return the message of `first_not_finite` after `run`."""
         outputs = [y.name for y in self.model.graph.output]
-        bad = [y for y in outputs if self._state(y) in (INFINITE, NAN)]
-        bad = [y for y in bad if self._state(y) == NAN] or bad
+        bad = [y for y in outputs if self._value_state(y) in (INFINITE, NAN)]
+        bad = [y for y in bad if self._value_state(y) == NAN] or bad
         if not bad:
             return None
-        sources, created = self._trace(bad)
+        sources, created = self._trace_sources(bad)
         constants = sorted(
             (v for v in sources if self._is_constant(v)),
-            key=lambda v: (self._state(v) != NAN, v not in self.feed),
+            key=lambda v: (self._value_state(v) != NAN, v not in self.feed),
         )
-        if constants and self._state(constants[0]) == NAN:
-            return self._of_constant(constants[0], None)
+        if constants and self._value_state(constants[0]) == NAN:
+            return self._constant_message(constants[0], None)
         computed = [v for v in sources if not self._is_constant(v)]
         if computed:
-            return self._of_node(min(computed, key=lambda v: self.producers[v]), bad)
-        return self._of_constant(constants[0], min(created, default=None))
+            return self._node_message(min(computed, key=lambda v: self.producers[v]), bad)
+        return self._constant_message(constants[0], min(created, default=None))
 
     def _is_constant(self, name: str) -> bool:
         """Return whether a value is an input, an initializer or the output of a Constant."""
         i = self.producers.get(name)
         return i is None or (self.nodes[i].op_type in _CONSTANT and not self.nodes[i].domain)
 
-    def _trace(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
+    def _trace_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
         """Return the values behind `bad` that are not finite, and come from finite ones alone.
 
         NaN is followed to NaN, and only where it comes from other numbers to infinity. The second
-        set are the nodes that compute NaN from other numbers, by index.
+        set holds the indices of the nodes that compute NaN from other numbers.
         """
         sources, created = set[str](), set[int]()
         seen, stack = set(bad), list(bad)
         while stack:
             v = stack.pop()
             i = self.producers.get(v)
-            read = [] if i is None else self._read(i)
-            causes = [x for x in read if self._state(x) == NAN]
+            read = [] if i is None else self._tensors_read_by(i)
+            causes = [x for x in read if self._value_state(x) == NAN]
             if not causes:
-                if i is not None and self._state(v) == NAN:
+                if i is not None and self._value_state(v) == NAN:
                     created.add(i)
-                causes = [x for x in read if self._state(x) == INFINITE]
+                causes = [x for x in read if self._value_state(x) == INFINITE]
             if not causes:
                 sources.add(v)
             stack += [x for x in causes if x not in seen]
             seen.update(causes)
         return sources, created
 
-    def _read(self, node: int) -> list[str]:
-        """Return the values that a node reads; instead of a sequence, those it is made from."""
+    def _tensors_read_by(self, node: int) -> list[str]:
+        """Return the tensors that a node reads; for a sequence, the tensors it is made from."""
         values: dict[str, None] = {}
         stack, seen = [node], {node}
         while stack:
             for name in self.reads[stack.pop()]:
                 producer = self.producers.get(name)
-                if producer is None or self._state(name) is not None:
+                if producer is None or self._value_state(name) is not None:
                     values[name] = None
                 elif producer not in seen:
                     seen.add(producer)
@@ -218,64 +238,32 @@ class _Search:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _of_node(self, name: str, outputs: Sequence[str]) -> str:
+    def _node_message(self, name: str, outputs: Sequence[str]) -> str:
         i = self.producers[name]
-        text = f"{_describe(self.nodes[i], name)} gives {self._state(name)}"
+        text = f"{_node_title(self.nodes[i], name)} gives {self._value_state(name)}"
         if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
             listed = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
             text += f" in row{'s' * (len(rows) > 1)} {listed}{self.of}"
-        if self.inside.get(i):
-            return f"{text}; {self.inside[i]}"
+        if branch := self.branches.get(i):
+            return f"{text}; in the branch that it takes, {branch}"
         for x in self.reads[i]:
-            if self._state(x) is not None:
+            if self._value_state(x) is not None:
                 low, high = self.ranges[x]
                 text += f"; its input {printable(x)!r} is between {low:g} and {high:g}"
         return text
 
-    def _of_constant(self, name: str, node: int | None) -> str:
+    def _constant_message(self, name: str, node: int | None) -> str:
         kind = "input" if name in self.feed else "constant"
-        text = f"the {kind} {printable(name)!r} holds {self._state(name)}"
+        text = f"the {kind} {printable(name)!r} holds {self._value_state(name)}"
         if name in self.feed and np.ndim(self.feed[name]):
             finite = np.isfinite(np.asarray(self.feed[name]).astype(np.float64))
             text += f", first at {np.argwhere(~finite)[0].tolist()}"
         if node is None:
             return text
-        return f"{text}, from which {_describe(self.nodes[node])} computes NaN"
-
-    # -- inside of subgraphs --------------------------------------------------------------------
-
-    def _inside(self, i: int) -> str:
-        """Return which node of a subgraph is at fault, and in which iteration; "" if unknown."""
-        try:
-            model = to_ir(self._piece(range(i, i + 1), [y for y in self.nodes[i].output if y]))
-            infer(model)
-            [node] = model.graph
-            graph = self._branch(node) if node.op_type == "If" else next(ir_subgraphs(node))
-            values = _float_values(graph)
-            model.graph.outputs[:] = _add_flags(Emit(model.graph), node, graph, values)
-            feed = {str(x.name): self.values[str(x.name)] for x in model.graph.inputs}
-            flags = session(to_proto(model), CPU, _THREADED).run_with_ort_values(None, feed)
-        except Exception:  # the message names the node with the subgraph then
-            return ""
-        iterations = np.stack([np.atleast_1d(flag.numpy()) for flag in flags], axis=1)
-        for number, row in enumerate(iterations, 1):
-            bad = {v for v, flag in zip(values, row, strict=True) if not np.isfinite(flag)}
-            for inner in graph:
-                at_fault = bad.intersection(inner.outputs) and not bad.intersection(ir_reads(inner))
-                if at_fault and inner.op_type not in _CONSTANT:
-                    name = f"node {printable(inner.name)!r}, " if inner.name else ""
-                    where = f"{name}output {printable(inner.outputs[0].name)!r}"
-                    when = "" if node.op_type == "If" else f", in iteration {number}"
-                    return f"inside of it, {inner.op_type} ({where}) is the first{when}"
-        return ""
-
-    def _branch(self, node: ir.Node) -> ir.Graph:
-        name = str(node.inputs[0].name) if node.inputs[0] else ""
-        taken = self.values[name].numpy() if name in self.values else array(self.initializers[name])
-        return node.attributes["then_branch" if taken.item() else "else_branch"].as_graph()
+        return f"{text}, from which {_node_title(self.nodes[node])} computes NaN"
 
 
-def _declare(model: ModelProto, name: str, value: ort.OrtValue) -> None:
+def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
     """Add an input of the type of `value` to a model."""
     kind, declared = value.data_type(), model.graph.input.add(name=name).type
     if kind.startswith("seq("):
@@ -290,40 +278,6 @@ def _declare(model: ModelProto, name: str, value: ort.OrtValue) -> None:
             declared.tensor_type.shape.dim.add(dim_value=length)
 
 
-def _float_values(graph: ir.Graph) -> list[ir.Value]:
-    values = [*graph.inputs, *(y for node in graph for y in node.outputs)]
-    tensors = [v for v in values if v.name and isinstance(v.type, ir.TensorType)]
-    return [v for v in tensors if v.dtype is not None and v.dtype.is_floating_point()]
-
-
-def _add_flags(
-    outer: Emit, node: ir.Node, graph: ir.Graph, values: Sequence[ir.Value]
-) -> Sequence[ir.Value]:
-    """Return the flags of the values of a subgraph, as new outputs of its node.
-
-    A flag is a number that is not finite if an element of the value is not.
-    """
-    for other in ir_subgraphs(node):  # the branch that is not taken needs as many outputs
-        op = Emit(other, outer=outer)
-        zeros = [op.copy_of(op.const(0.0)) for _ in values]
-        other.outputs.extend([_flag(op, v) for v in values] if other is graph else zeros)
-    first = len(node.outputs)
-    node.resize_outputs(first + len(values))
-    for y in node.outputs[first:]:
-        y.name, y.type = outer.name("flag"), ir.TensorType(ir.DataType.FLOAT)
-    for name in ("scan_output_axes", "scan_output_directions"):
-        if name in node.attributes:
-            numbers = [*node.attributes[name].as_ints(), *[0] * len(values)]
-            node.attributes[name] = ir.AttrInt64s(name, numbers)
-    return node.outputs[first:]
-
-
-def _flag(op: Emit, v: ir.Value) -> ir.Value:
-    """Return the sum of x - x: 0 for finite numbers, otherwise NaN."""
-    x = v if v.dtype == ir.DataType.DOUBLE else op.Cast(v, to=ir.DataType.FLOAT)
-    return op.Cast(op.ReduceSum(op.Sub(x, x), keepdims=0), to=ir.DataType.FLOAT)
-
-
-def _describe(node: NodeProto, output: str | None = None) -> str:
+def _node_title(node: NodeProto, output: str | None = None) -> str:
     name = f"node {printable(node.name)!r}, " if node.name else ""
     return f"{node.op_type} ({name}output {printable(output or node.output[0])!r})"

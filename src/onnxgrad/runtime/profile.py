@@ -1,4 +1,4 @@
-"""Where the time of a model goes: the profile of onnxruntime, added up by operator."""
+"""The time of each operator in a run of a model, from the profile of onnxruntime."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 
-_KERNEL = "_kernel_time"  # the end of the names of events that are runs of a node
-_WITH_SUBGRAPHS = ("If", "Loop", "Scan")  # their time is that of the nodes inside
+_KERNEL = "_kernel_time"  # the last letters of the name of an event that is a run of a node
+_WITH_SUBGRAPHS = ("If", "Loop", "Scan")  # the nodes inside are counted instead
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """The nodes of one operator in one run: their number, seconds, and bytes of their outputs."""
+    """The number of nodes of one operator in one run, their seconds, and the bytes they return."""
 
     operator: str
     nodes: float
@@ -41,8 +41,8 @@ def operator_times(
 ) -> list[OperatorTime]:
     """Return the time of each operator in a run of a model, the slowest first.
 
-    They are means of `runs` runs, after one that does not count. The nodes are those that
-    onnxruntime has optimized. Other arguments are those of `session`.
+    The times are means of `runs` runs, after one that does not count. The nodes are counted after
+    onnxruntime's optimizations. `session` documents the other arguments.
     """
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prefix = os.path.join(folder, "profile")

@@ -1,4 +1,4 @@
-"""The shapes that outputs have when a model runs, where the file may state others."""
+"""The shapes of outputs in a run of a model, whose file may state other shapes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
 
 
 def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
-    """Return a function that returns what holds of the stated shape of an output of `proto`.
+    """Return a function that corrects the stated shape of an output of `proto` by a run.
 
-    The model runs on random inputs when the first output is asked for. The rank is that of the run,
-    unless it is another where all lengths are one; lengths that the run contradicts are unknown. A
-    model that fails on these inputs is believed.
+    The model runs on random inputs when the first output is asked for. The run gives the rank,
+    unless a second run, in which all lengths are one, gives another rank; lengths that the run
+    contradicts become unknown. A model that fails on these inputs keeps its stated shapes.
     """
 
     def confirm(y: ir.Value, stated: Dims) -> Dims:
-        shapes = _run(proto, _LENGTHS)
+        shapes = _shapes_in_run(proto, _LENGTHS)
         node = y.producer()
         if (actual := shapes.get(str(y.name))) is None or node is None or node.graph is None:
             return stated
@@ -38,7 +38,7 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
         for x in node.graph.inputs:
             sizes.update(zip(dims(x) or (), shapes.get(str(x.name), ()), strict=False))
         if len(actual) != len(stated):
-            if len(_run(proto, _ONES).get(str(y.name), actual)) != len(actual):
+            if len(_shapes_in_run(proto, _ONES).get(str(y.name), actual)) != len(actual):
                 return stated
             confirmed: Dims = (None,) * len(actual)
         else:
@@ -55,8 +55,8 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
     return confirm
 
 
-def _run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of inputs and outputs in a run; none if the model fails."""
+def _shapes_in_run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of inputs and outputs in a run; an empty dict if the model fails."""
     key = content_digest(proto), lengths
     if key not in _runs:
         if len(_runs) == _KEPT:

@@ -1,4 +1,4 @@
-"""Sessions of onnxruntime on a device, with as many threads as the computation is worth."""
+"""Sessions of onnxruntime on a device, with a number of threads that fits the computation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from onnxgrad.runtime.device import Device, Provider
 
 # multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
-# how many processes of this machine share its cores: torchrun, Open MPI, MPICH
-_SHARED = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_FOLDER = "session.model_external_initializers_file_folder_path"
-_FOLDING = "optimization.constant_folding_max_output_size_in_bytes"
-_FOLDED = 1 << 18  # bytes
-_TRIMMED = 1 << 24  # bytes of a model, from which copies of it matter
+# variables of torchrun, Open MPI and MPICH: how many processes share the cores of this machine
+_PROCESS_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+_FOLDING_LIMIT = "optimization.constant_folding_max_output_size_in_bytes"
+_MOST_FOLDED = 1 << 18  # bytes of a constant
+_LARGE_MODEL = 1 << 24  # bytes of a model, from which copies of it matter
 _SPINNING = "session.force_spinning_stop"
 
 
@@ -42,7 +42,7 @@ def threads(work: float) -> int:
     It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min((cores or 1) // process_count(*_SHARED), int(work / WORK_PER_THREAD)))
+    return max(1, min((cores or 1) // process_count(*_PROCESS_COUNTS), int(work / WORK_PER_THREAD)))
 
 
 def process_count(*names: str) -> int:
@@ -62,10 +62,10 @@ def session(
     """Return a session for `model`, with threads for `work` multiply-adds per step.
 
     With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
-    `lengths` are those of symbolic dimensions of inputs, if they are always the same. `profile` is
+    `lengths` has the symbolic dimensions of inputs whose length is always the same. `profile` is
     the prefix of a file into which the session writes its profile.
     """
-    options, more = _options(work, in_order, lengths)
+    options, more = _session_options(work, in_order, lengths)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile
     return loaded(model, options, providers=device.providers, **more)
@@ -80,22 +80,22 @@ def ordered_session(
 ) -> ort.InferenceSession:
     """Return a session as `session`, whose nodes run in the order of `order`.
 
-    It orders the graph that onnxruntime has optimized for these lengths, in which it knows what
-    every node reads and how large its results are; onnxruntime would put fused nodes last.
+    `order` gets the graph that onnxruntime has optimized for these lengths, in which the operands
+    of every node and the sizes of its results are known; onnxruntime would put fused nodes last.
     """
-    options, _ = _options(0.0, lengths=lengths)  # it only optimizes, on one thread
+    options, _ = _session_options(0.0, lengths=lengths)  # it only optimizes, on one thread
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         loaded(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
     _state_shapes(optimized.graph, model, lengths)
     order(optimized.graph)
-    options, more = _options(work)
+    options, more = _session_options(work)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = ir.to_proto(optimized)
     del optimized
-    large = proto.ByteSize() > _TRIMMED  # also what the body of a Scan holds
+    large = proto.ByteSize() > _LARGE_MODEL  # with the bodies of Scans
     if large:
         _give_back_freed()
     running = loaded(proto, options, providers=device.providers, **more)
@@ -106,8 +106,8 @@ def ordered_session(
 
 
 def _give_back_freed() -> None:
-    """Give the system what copies of the weights took: glibc would keep it during the training."""
-    gc.collect()  # graphs are circles
+    """Return freed memory of copies to the system: glibc would keep it during a training."""
+    gc.collect()  # graphs refer to themselves
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:
@@ -115,9 +115,9 @@ def _give_back_freed() -> None:
 
 
 def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
-    """Let values of `graph` have the shapes that `model` states where onnxruntime infers none.
+    """Set the shapes that `model` states for values of `graph` where onnxruntime infers none.
 
-    It infers none behind a Reshape to a computed shape, as that in front of what is recomputed.
+    It infers none behind a Reshape to a computed shape, as a recomputed part begins with one.
     """
     stated: dict[str, set[tuple[int | None, ...]]] = {}
     for own in graphs_of(model):
@@ -136,10 +136,10 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
                     y.shape = ir.Shape(shape)
 
 
-def _options(
+def _session_options(
     work: float, in_order: bool = False, lengths: Mapping[str, int] | None = None
 ) -> tuple[ort.SessionOptions, dict[str, Any]]:
-    """Return the options of a session, and further arguments of it."""
+    """Return the options of a session, and its further arguments."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
@@ -147,14 +147,15 @@ def _options(
     # threads that wait for the next node must not take the cores of another session
     options.add_session_config_entry(_SPINNING, "1")
     # transposed and dequantized copies of frozen weights take memory, and save no time
-    options.add_session_config_entry(_FOLDING, str(_FOLDED))
+    options.add_session_config_entry(_FOLDING_LIMIT, str(_MOST_FOLDED))
     if in_order:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-        # it moves the gradients of weights to the end, and so what they read stays alive
+        # it moves the gradients of weights to the end, so that their operands stay alive
         more["disabled_optimizers"] = ["MatmulTransposeFusion"]
-    if work >= WORK_PER_THREAD:  # a pattern is one block for a run, larger than what is alive
+    if work >= WORK_PER_THREAD:
+        # a pattern allocates one block for a run, more than its values need at a time
         options.enable_mem_pattern = False
-        # it would keep memory from the last use of a value until another one has its shape
+        # it would keep the memory of a dead value until another value has the same shape
         options.enable_mem_reuse = False
     for symbol, length in (lengths or {}).items():
         options.add_free_dimension_override_by_name(symbol, length)
@@ -180,11 +181,11 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
         if files := {file: file.resolve() for file in external.files_of(model)}:
             home = os.path.commonpath([file.parent for file in files.values()])
             model = external.relocated(model, lambda file: files[file].relative_to(home))
-            options.add_session_config_entry(_FOLDER, home)
+            options.add_session_config_entry(_DATA_FOLDER, home)
             options.add_session_config_entry("session.disable_prepacking", "1")
             more["disabled_optimizers"] = [*more.get("disabled_optimizers", ()), "ConstantFolding"]
         try:
-            running = _running(model.SerializeToString(), options, more)
+            running = _session_of_bytes(model.SerializeToString(), options, more)
         except Exception as e:
             _raise_without_kernel(model, str(e), e)
             raise
@@ -192,7 +193,7 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
     return running
 
 
-def _running(
+def _session_of_bytes(
     model: bytes, options: ort.SessionOptions, more: dict[str, Any]
 ) -> ort.InferenceSession:
     try:
@@ -233,10 +234,10 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
 
 def work(graph: ir.Graph) -> float:
     """Return the multiply-adds of the matrix products and convolutions, per row of the batch."""
-    return float(sum(_node_work(node) for node in graph))
+    return float(sum(_multiply_adds(node) for node in graph))
 
 
-def _node_work(node: ir.Node) -> int:
+def _multiply_adds(node: ir.Node) -> int:
     if node.op_type in ("GRU", "LSTM", "RNN"):
         x, *weights = (shapes.dims(v) or () for v in node.inputs[:3])
         steps = x[node.attributes.get_int("layout", 0)] if x else None

@@ -22,11 +22,11 @@ FLOATS = {  # by the names of onnxruntime
 
 
 _VIEWED = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
-_PART = 1 << 16  # elements that stay in the cache
+_CACHED_PART = 1 << 16  # elements that stay in the cache
 
 
 def wrapped(value: Any) -> Any:
-    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`, and others as is."""
+    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`; leave other values."""
     return ort.OrtValue(value) if isinstance(value, BoundValue) else value
 
 
@@ -39,7 +39,7 @@ def to_numpy(value: Any) -> np.ndarray:
         return np.asarray(value)
     try:
         return value.numpy(force=True)
-    except TypeError:  # of a kind that numpy does not have
+    except TypeError:  # numpy lacks its dtype, as bfloat16
         if "sparse" in str(value.layout):
             raise ValueError("a sparse tensor is not supported: pass its .to_dense()") from None
         return value.float().numpy(force=True)
@@ -55,8 +55,8 @@ def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
 def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
     """Return a copy of an array as an OrtValue.
 
-    That of `ortvalue_from_numpy` would share the memory of the array, which the result of its
-    `numpy()` would not keep alive.
+    An OrtValue of `ortvalue_from_numpy` shares the memory of the array, and the result of its
+    `numpy()` does not keep this memory alive.
     """
     value = device.empty(array.shape, array.dtype)
     value.update_inplace(np.asarray(array, order="C"))
@@ -79,8 +79,8 @@ def array_of(value: ort.OrtValue) -> np.ndarray:
 def is_finite(value: ort.OrtValue) -> bool:
     """Return whether all numbers of an OrtValue are finite; on the CPU it is not copied."""
     array = array_of(value).reshape(-1)
-    parts = range(0, array.size, _PART)
-    return all(np.isfinite(array[i : i + _PART]).all() for i in parts)
+    parts = range(0, array.size, _CACHED_PART)
+    return all(np.isfinite(array[i : i + _CACHED_PART]).all() for i in parts)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 def fit(
     value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
 ) -> Any:
-    """Return `value` in this shape and dtype, without a copy if it is an OrtValue that has them.
+    """Return `value` in this shape and dtype; an OrtValue of both is returned without a copy.
 
     `array` is the value as an array, if the caller has it.
     """

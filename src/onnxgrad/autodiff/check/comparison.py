@@ -30,9 +30,9 @@ from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.model.convert import in_precision
 
-_FLOOR = 1e-5  # relative to the size of the outputs: smaller differences are rounding
+_ROUNDING = 1e-5  # relative to the size of the outputs: smaller differences are rounding
 _EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32
-_ROUGH = 1e-5  # outputs that differ more in float64 come from a kernel that approximates
+_INEXACT = 1e-5  # outputs that differ more in float64 come from an approximating kernel
 _STEPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 
 
@@ -64,10 +64,10 @@ COARSE = replace(
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and what is to be checked of it."""
+    """A model, the inputs and weights to check, and the point at which they are checked."""
 
     original: ModelProto  # the user's model
-    primal: ModelProto  # it in the working dialect, the weights as inputs
+    primal: ModelProto  # the prepared model, with the weights as inputs
     point: Feed
     wrt: list[str]
     weights: Sequence[str]
@@ -76,7 +76,7 @@ class Problem:
     rtol: float | None
     order: int
     seed: int
-    separately: bool = True  # a direction for each of `wrt`, or for several together
+    separately: bool = True  # a direction for each input and weight, or for several together
     deadline: float = inf  # of `time.monotonic`, after which no further direction is begun
 
     def rtol_of(self, method: Method) -> float:
@@ -103,7 +103,7 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
     else:
         function = method.load(primal)
     precise = original and method.dtype is np.float64
-    outputs = _outputs(function, point, problem, precise)
+    outputs = _fixed_outputs(function, point, problem, precise)
     rows: list[GradientRow] = []
     unchecked: list[str] = []
     last = min(problem.order, method.max_order)
@@ -112,48 +112,50 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
         reached = sweep(sheet.op, seeds, sheet.wrt)
         proto = sheet.finish([(f"{x.name}_grad", g) for x, g in reached.items()])
         wrt = [str(x.name) for x in sheet.wrt]
-        factors = [np.where(np.isfinite(y), _normal(rng, y), 0).astype(y.dtype) for y in outputs]
+        factors = [_random_factors(rng, y) for y in outputs]
         pairs = zip(seeds.values(), factors, strict=True)
-        cotangents = {str(g.name): _of_rank(u, dims(g)) for g, u in pairs}
+        cotangents = {str(g.name): _with_rank(u, dims(g)) for g, u in pairs}
         run, n = on_either(proto, method.load), len(seeds)
         results = run(point | cotangents)
         if order == 1:
             values = results[:n]
-            rows.append(_row_of_values(values, problem.values, problem.accuracy.outputs))
-            if precise and _ROUGH < _row_of_values(values, outputs, _ROUGH).error < 1e-2:
+            rows.append(_outputs_row(values, problem.values, problem.accuracy.outputs))
+            if precise and _INEXACT < _outputs_row(values, outputs, _INEXACT).error < 1e-2:
                 raise NoKernelError("a kernel approximates")
         gradients = dict(zip((str(x.name) for x in reached), results[n:], strict=True))
         weighted = _WeightedSum(function, point, outputs, factors, gradients)
-        vs = {name: _normal(rng, point[name]) for name in wrt}
-        compared, left_out = _rows(method, weighted, vs, problem, order)
+        vs = {name: _normal_as(rng, point[name]) for name in wrt}
+        compared, left_out = _direction_rows(method, weighted, vs, problem, order)
         rows += compared
         unchecked += left_out
         if order < last:
             names = [str(g.name) for g in sheet.graph.outputs[len(sheet.kept) :]]
             sheet = Sheet(proto, [], [*wrt, *cotangents], names, own=True)
             point, outputs = point | cotangents, results[n:]
-            function = partial(_behind, n, run)
+            function = partial(_outputs_from, n, run)
     return GradientReport(tuple(rows), method.name, tuple(dict.fromkeys(unchecked)))
 
 
-def _outputs(function: Function, point: Feed, problem: Problem, precise: bool) -> list[np.ndarray]:
-    """Return the outputs at `point`, which must not be random, and if `precise`, be of float64."""
+def _fixed_outputs(
+    function: Function, point: Feed, problem: Problem, precise: bool
+) -> list[np.ndarray]:
+    """Return the outputs at `point`; raise if they are random, or not as `precise` asks."""
     outputs, again = function(point), function(point)
     if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, outputs, strict=True)):
         raise ValueError("two runs differ: a model whose outputs are random cannot be checked")
     if precise:
         if any(y.dtype != np.float64 for y in outputs):
             raise NoKernelError("a part of the model does not compute in float64")
-        if not _row_of_values(outputs, problem.values, problem.accuracy.outputs).ok:
+        if not _outputs_row(outputs, problem.values, problem.accuracy.outputs).ok:
             raise NoKernelError("in float64, the outputs are not those of the model")
     return outputs
 
 
-def _behind(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
+def _outputs_from(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
     return function(feed)[n:]
 
 
-def _of_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:
+def _with_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:
     """Return `u` with the rank of `shape`.
 
     onnxruntime may return the stack of a Loop that runs zero times with too few axes.
@@ -175,13 +177,13 @@ class _WeightedSum:
 
     def __call__(self, moved: Feed) -> float:
         outputs = self.function({**self.point, **moved})
-        return sum(_dot(u, y) for u, y in zip(self.factors, outputs, strict=True))
+        return sum(_finite_dot(u, y) for u, y in zip(self.factors, outputs, strict=True))
 
     @property
     def size(self) -> float:
         """Return sum(|u y|), which bounds the rounding errors of sum(u y)."""
         return sum(
-            _dot(np.abs(u), np.abs(y)) for u, y in zip(self.factors, self.outputs, strict=True)
+            _finite_dot(abs(u), abs(y)) for u, y in zip(self.factors, self.outputs, strict=True)
         )
 
     @np.errstate(invalid="ignore")
@@ -190,7 +192,7 @@ class _WeightedSum:
 
         `vs` are directions by name, which are moved along together. The third and fourth orders of
         the differences cancel. A variable that the model stores in float32 moves by rounded steps,
-        and both results are for those.
+        and both results are for rounded steps.
         """
         rounded = getattr(self.function, "rounded", lambda name, x: x)
         by_differences = by_gradient = 0.0
@@ -208,30 +210,33 @@ class _WeightedSum:
         return by_differences, by_gradient
 
 
-def _rows(
+def _direction_rows(
     method: Method, f: _WeightedSum, vs: Feed, problem: Problem, order: int
 ) -> tuple[list[GradientRow], list[str]]:
-    """Return the comparisons along the directions `vs`, and what the budget left out."""
+    """Return the comparisons along the directions `vs`, and the names that the budget left out."""
     rows: list[GradientRow] = []
     unchecked: list[str] = []
-    alone = problem.separately or method.dtype is np.float32  # whose tolerance would hide a member
+    # the tolerance of float32 would hide one wrong gradient of a group
+    alone = problem.separately or method.dtype is np.float32
     groups = [[n] for n in vs] if alone else together(vs, f.gradients)
     for group in groups:  # the loop inserts members of groups that differ
         if time.monotonic() > problem.deadline and rows:
             unchecked += group
             continue
-        row = _row(method, f, {n: vs[n] for n in group}, problem.rtol_of(method), order)
+        row = _direction_row(method, f, {n: vs[n] for n in group}, problem.rtol_of(method), order)
         if row.ok or len(group) == 1:
             rows.append(row)
             continue
-        at = groups.index(group) + 1  # which of them is wrong, or has a kink within the steps
+        at = groups.index(group) + 1  # to find which is wrong, or has a kink within the steps
         groups[at:at] = [[n] for n in group]
     place = {n: i for i, n in enumerate(vs)}
     rows.sort(key=lambda row: place[row.names[0]])
     return rows, sorted(unchecked, key=place.__getitem__)
 
 
-def _row(method: Method, f: _WeightedSum, vs: Feed, rtol: float, order: int) -> GradientRow:
+def _direction_row(
+    method: Method, f: _WeightedSum, vs: Feed, rtol: float, order: int
+) -> GradientRow:
     """Return the comparison of the derivatives of `f` along `vs`, for the step that agrees best.
 
     The error is infinite if a gradient has not as many elements as its input or weight.
@@ -240,9 +245,9 @@ def _row(method: Method, f: _WeightedSum, vs: Feed, rtol: float, order: int) -> 
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if any(n in f.gradients and f.gradients[n].size != v.size for n, v in vs.items()):
         return GradientRow(name, nan, nan, inf, rtol, order, names)
-    floor = _FLOOR * f.size + float(np.finfo(method.dtype).eps) / (method.steps[0] * method.rtol)
+    floor = _ROUNDING * f.size + float(np.finfo(method.dtype).eps) / (method.steps[0] * method.rtol)
     for n in names:
-        terms = np.abs(vs[n] * f.gradients.get(n, 0.0))  # which may cancel in their sum
+        terms = np.abs(vs[n] * f.gradients.get(n, 0.0))  # they may cancel in their sum
         floor += _EPS32 / method.rtol * float(terms.sum(where=np.isfinite(terms)))
     tried: list[tuple[float, float, float]] = []
     for h in method.steps:
@@ -256,11 +261,16 @@ def _row(method: Method, f: _WeightedSum, vs: Feed, rtol: float, order: int) -> 
     return GradientRow(name, expected, computed, error, rtol, order, names)
 
 
-def _normal(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
+def _random_factors(rng: np.random.Generator, y: np.ndarray) -> np.ndarray:
+    """Return random factors for the finite elements of `y`, and zeros for the infinite ones."""
+    return np.where(np.isfinite(y), _normal_as(rng, y), 0).astype(y.dtype)
+
+
+def _normal_as(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
     return np.asarray(rng.standard_normal(np.shape(like))).astype(like.dtype)
 
 
-def _dot(u: np.ndarray, y: np.ndarray) -> float:
+def _finite_dot(u: np.ndarray, y: np.ndarray) -> float:
     """Return sum(u y) over nonzero u, where y may be infinite elsewhere; NaN if shapes differ."""
     if u.shape != y.shape:
         return nan
@@ -268,7 +278,7 @@ def _dot(u: np.ndarray, y: np.ndarray) -> float:
     return float(np.dot(u[counted], y[counted]))
 
 
-def _row_of_values(
+def _outputs_row(
     computed: list[np.ndarray], expected: list[np.ndarray], rtol: float
 ) -> GradientRow:
     """Compare the largest difference of outputs with the largest finite output.

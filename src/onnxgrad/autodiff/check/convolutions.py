@@ -1,6 +1,7 @@
-"""Convolutions for `onnx.reference`, whose own loop over positions or channels.
+"""Conv and ConvTranspose for `onnx.reference`, as products of matrices.
 
-Each is a product of matrices for every element of the kernel, by which the images are moved.
+The operators of `onnx.reference` loop over positions or channels. Here, each element of the kernel
+is a product of matrices with the images, moved by this element.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from onnx.reference.ops import op_conv, op_conv_transpose
 
 
 class Conv(op_conv.Conv):
-    """It as products of matrices; padding that is computed is left to `onnx.reference`."""
+    """The operator as products of matrices; `onnx.reference` runs nodes with `auto_pad`."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray]:
         x, w, bias = (*inputs, None)[:3]
         if _computes_padding(attributes) or x.ndim < 3:
             return super()._run(*inputs, **attributes)
-        strides, dilations, pads, group = _stated(attributes, x.ndim - 2)
+        strides, dilations, pads, group = _window_attributes(attributes, x.ndim - 2)
         n = len(strides)
         if any(pads):
             x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
@@ -30,7 +31,7 @@ class Conv(op_conv.Conv):
         factors = w.reshape(group, -1, *w.shape[1:])
         y: Any = 0.0
         for offset in np.ndindex(*w.shape[2:]):
-            part = x[(..., *_moved(offset, strides, dilations, sizes))]
+            part = x[(..., *_positions_at(offset, strides, dilations, sizes))]
             part = part.reshape(len(x), group, w.shape[1], -1)
             y = y + factors[(..., *offset)] @ part
         y = y.reshape(len(x), w.shape[0], *sizes)
@@ -38,13 +39,13 @@ class Conv(op_conv.Conv):
 
 
 class ConvTranspose(op_conv_transpose.ConvTranspose):
-    """It as products of matrices; padding that is computed is left to `onnx.reference`."""
+    """The operator as products of matrices; `onnx.reference` runs nodes with `auto_pad`."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray]:
         x, w, bias = (*inputs, None)[:3]
         if _computes_padding(attributes) or attributes.get("output_shape") or x.ndim < 3:
             return super()._run(*inputs, **attributes)
-        strides, dilations, pads, group = _stated(attributes, x.ndim - 2)
+        strides, dilations, pads, group = _window_attributes(attributes, x.ndim - 2)
         n, sizes = len(strides), x.shape[2:]
         more = attributes.get("output_padding") or [0] * n
         whole = [
@@ -56,7 +57,7 @@ class ConvTranspose(op_conv_transpose.ConvTranspose):
         y = np.zeros((len(x), group * w.shape[1], *whole), x.dtype)
         for offset in np.ndindex(*w.shape[2:]):
             part = np.swapaxes(factors[(..., *offset)], 1, 2) @ images
-            places = (..., *_moved(offset, strides, dilations, sizes))
+            places = (..., *_positions_at(offset, strides, dilations, sizes))
             y[places] += part.reshape(len(x), -1, *sizes)
         kept: list[Any] = [
             slice(begin, length - end)
@@ -69,7 +70,9 @@ def _computes_padding(attributes: dict[str, Any]) -> bool:
     return attributes.get("auto_pad") not in (None, "NOTSET")
 
 
-def _stated(attributes: dict[str, Any], n: int) -> tuple[Sequence, Sequence, Sequence, int]:
+def _window_attributes(
+    attributes: dict[str, Any], n: int
+) -> tuple[Sequence, Sequence, Sequence, int]:
     """Return strides, dilations, padding and the number of groups, for `n` axes."""
     get = attributes.get
     ones = [1] * n
@@ -81,10 +84,10 @@ def _stated(attributes: dict[str, Any], n: int) -> tuple[Sequence, Sequence, Seq
     )
 
 
-def _moved(
+def _positions_at(
     offset: Sequence[int], strides: Sequence[int], dilations: Sequence[int], sizes: Sequence[int]
 ) -> list[Any]:
-    """Return the positions that meet the element of the kernel at `offset`."""
+    """Return the positions of the image that the kernel element at `offset` multiplies."""
     return [
         slice(o * d, o * d + s * (length - 1) + 1, s)
         for o, s, d, length in zip(offset, strides, dilations, sizes, strict=True)

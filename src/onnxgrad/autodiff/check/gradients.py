@@ -33,7 +33,7 @@ from onnxgrad.model.opsets import newest_ir_version
 from onnxgrad.model.read import ModelLike, once, read
 
 Names = Sequence[str] | None
-_FEW = 16  # inputs and weights, up to which each has a direction of its own
+_MOST_DIRECTIONS = 16  # inputs and weights, up to which each has its own direction
 
 
 def check_gradient(
@@ -69,7 +69,7 @@ def check_gradient(
             computed by the gradient model.
         feed: where to check, `{input: array}`; missing inputs are drawn by `random_feed`.
         random_state: seed of feed, factors and directions; None draws a new one.
-        separately: whether each has a direction of its own; None: if they are at most 16.
+        separately: whether each has its own direction; None: if they are at most 16.
         budget_seconds: no further direction is begun after this time, but one always runs; what
             was left out is `unchecked` in the report.
 
@@ -91,21 +91,22 @@ def check_gradient(
     """
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, not {order!r}")
-    deadline = _deadline(budget_seconds)
+    deadline = _budget_end(budget_seconds)
     seed = int(np.random.default_rng(random_state).integers(1 << 32))
-    problem = _problem(read(model), inputs, weights, feed or {}, rtol, order, seed)
-    alone = len(problem.wrt) <= _FEW if separately is None else separately
-    return _require_run(problem, _judge(replace(problem, separately=alone, deadline=deadline)))
+    problem = _prepare_problem(read(model), inputs, weights, feed or {}, rtol, order, seed)
+    alone = len(problem.wrt) <= _MOST_DIRECTIONS if separately is None else separately
+    problem = replace(problem, separately=alone, deadline=deadline)
+    return _require_run(problem, _best_report(problem))
 
 
-def _deadline(seconds: float | None) -> float:
-    """Return the end of a budget by `time.monotonic`."""
+def _budget_end(seconds: float | None) -> float:
+    """Return the time of `time.monotonic` at which the budget is used up."""
     if seconds is not None and not seconds > 0:
         raise ValueError(f"{argument('budget_seconds', seconds)} must be above 0")
     return inf if seconds is None else time.monotonic() + seconds
 
 
-def _problem(
+def _prepare_problem(
     proto: ModelProto, inputs: Any, weights: Names, feed: Any, rtol: Any, order: int, seed: int
 ) -> Problem:
     """Prepare the model, choose what to check, and draw the point."""
@@ -139,30 +140,30 @@ def _problem(
     return Problem(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
 
 
-def _judge(problem: Problem) -> GradientReport:
+def _best_report(problem: Problem) -> GradientReport:
     """Return the first report that is ok, else the best one.
 
     If no runtime computes the user's model in float64, it is compared in float32 first. If that
     agrees, the prepared model, which consists of fewer operators, is compared in float64.
     """
     float64 = [method for method in METHODS if method.dtype is np.float64]
-    reports = _reports(problem, float64, original=True)
+    reports = _method_reports(problem, float64, original=True)
     if reports:
-        return _best(reports)
-    coarse = _reports(problem, [COARSE], original=True)
-    fine = _reports(problem, METHODS, original=False)
+        return _best_of(reports)
+    coarse = _method_reports(problem, [COARSE], original=True)
+    fine = _method_reports(problem, METHODS, original=False)
     if not fine and not coarse:
         return compare(COARSE, problem, original=True)  # raises NoKernelError, which says why
     if not fine or (coarse and not coarse[-1].ok):
-        return _best(coarse)
-    best = _best(fine)
+        return _best_of(coarse)
+    best = _best_of(fine)
     return replace(best, computed=f"{best.computed}; the model itself, float32")
 
 
 def _require_run(problem: Problem, report: GradientReport) -> GradientReport:
     """Return the report; raise if it is ok, and onnxruntime runs the model, but not its gradient.
 
-    What is compared is of other floats, and may run elsewhere.
+    The comparison runs in float64, and perhaps on another runtime.
     """
     if not report.ok:
         return report
@@ -184,11 +185,13 @@ def _run_error(proto: ModelProto, feed: Feed) -> NoKernelError | None:
     return None
 
 
-def _best(reports: list[GradientReport]) -> GradientReport:
+def _best_of(reports: list[GradientReport]) -> GradientReport:
     return min(reports, key=lambda r: (not r.ok, not r.rows[0].ok, r.max_error))
 
 
-def _reports(problem: Problem, methods: Sequence[Method], original: bool) -> list[GradientReport]:
+def _method_reports(
+    problem: Problem, methods: Sequence[Method], original: bool
+) -> list[GradientReport]:
     """Return the reports of the methods that run, up to the first report that is ok.
 
     Some float64 kernels round to float32 inside, so after one that disagrees the next is tried;

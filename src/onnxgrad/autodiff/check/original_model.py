@@ -30,7 +30,7 @@ class OriginalModel:
         self._function, self._fed = load(_with_inputs(self._proto, fed)), set(fed)
 
     def __call__(self, values: Feed) -> list[np.ndarray]:
-        """Return the float outputs; weights that are not in `values` are those of the model."""
+        """Return the float outputs; a weight that `values` lacks has its value in the model."""
         feed = {name: x for name, x in values.items() if name in self._inputs}
         weights = {name: values.get(name, array) for name, array in self._weights.items()}
         changed = {
@@ -51,7 +51,7 @@ class OriginalModel:
 def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     """Return `proto` with the named initializers among its inputs, so that they can be fed.
 
-    All else is as in the file; onnx_ir would not keep bodies that return what they are given.
+    All else is as in the file; onnx_ir would not keep bodies that return their inputs.
     """
     copy = ModelProto()
     copy.CopyFrom(proto)

@@ -94,10 +94,10 @@ class GradientReport:
             numbers = f"{row.expected:14.7g}  {row.found:14.7g}  {row.error:9.2g}"
             mark = "  (undefined)" if row.undefined else "" if row.ok else "  <-- wrong"
             lines.append(f"{name:{width}}  {numbers}{mark}")
-        return "\n".join([*lines, self._verdict()])
+        return "\n".join([*lines, self._verdict_line()])
 
-    def _verdict(self) -> str:
-        """Return what the comparisons say, and what they do not say."""
+    def _verdict_line(self) -> str:
+        """Return the last line: ok or wrong, the joint directions, and the names not compared."""
         text = f"{'ok' if self.ok else 'WRONG'}, {self.computed}"
         if groups := [row for row in self.rows if len(row.names) > 1]:
             count = sum(len(row.names) for row in groups)
@@ -116,4 +116,4 @@ class GradientReport:
             for row in self.rows
         ]  # fmt: skip
         head = ("", "order", "expected", "found", "error", "")
-        return html_table(head, rows, [self._verdict()])
+        return html_table(head, rows, [self._verdict_line()])

@@ -24,7 +24,8 @@ from onnxgrad.runtime.session import loaded
 Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
 
-_ROUNDED = {"CausalConvWithState", "GridSample", "LinearAttention"}  # in float32 by onnx.reference
+# operators that onnx.reference computes in float32
+_ROUNDED = {"CausalConvWithState", "GridSample", "LinearAttention"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Accuracy:
 def accuracy(proto: ModelProto) -> Accuracy:
     """Return the accuracy of the least accurate kernel that `proto` runs on.
 
-    That of SVMClassifier stops within 0.005 of the probabilities.
+    The kernel of SVMClassifier stops within 0.005 of the probabilities.
     """
     rough = any(node.op_type == "SVMClassifier" for node in proto.graph.node)
     return Accuracy(outputs=6e-3, differences=0.5) if rough else Accuracy()
@@ -62,37 +63,37 @@ def on_onnxruntime(proto: ModelProto) -> Function:
     def run(feed: Feed) -> list[np.ndarray]:
         try:
             return session.run(outputs, {n: x for n, x in feed.items() if n in names})
-        except Exception as e:  # the same; some kernels lack a dtype only here
+        except Exception as e:  # some kernels lack a dtype only here
             raise NoKernelError(f"onnxruntime cannot run the model: {e}") from e
 
     return run
 
 
 class Erf(OpRun):
-    """Erf in float64, where that of onnx rounds to float32; classes are named after operators."""
+    """Erf in float64, where `onnx.reference` rounds to float32; a class has its operator's name."""
 
     def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
-        return (_erf(x),)
+        return (_erf_of_elements(x),)
 
 
 class Gelu(OpRun):
-    """Gelu in float64, for the same reason."""
+    """Gelu in float64, where `onnx.reference` rounds to float32."""
 
     def _run(self, x: np.ndarray, approximate: str = "none") -> tuple[np.ndarray]:
         if approximate == "tanh":
             return (0.5 * x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))),)
-        return (0.5 * x * (1 + _erf(x / sqrt(2))),)
+        return (0.5 * x * (1 + _erf_of_elements(x / sqrt(2))),)
 
 
 class Mean(OpRun):
-    """Mean; that of onnx adds up in place, and fails if the first operand is broadcast."""
+    """Mean; `onnx.reference` adds in place, and fails if the first operand is broadcast."""
 
     def _run(self, *xs: np.ndarray) -> tuple[np.ndarray]:
         return (sum(xs[1:], xs[0]) / len(xs),)
 
 
 class LRN(OpRun):
-    """LRN; that of onnx uses the length of the first axis as the number of channels."""
+    """LRN; `onnx.reference` takes the length of the first axis for the number of channels."""
 
     def _run(self, x, alpha=None, beta=None, bias=None, size=None) -> tuple[np.ndarray]:
         borders = [(0, 0)] * x.ndim
@@ -103,7 +104,7 @@ class LRN(OpRun):
 
 
 class MeanVarianceNormalization(OpRun):
-    """It in float64; the function body of onnx mixes it with constants of float32."""
+    """MeanVarianceNormalization in float64; its function body in onnx has float32 constants."""
 
     def _run(self, x: np.ndarray, axes: tuple[int, ...] = (0, 2, 3)) -> tuple[np.ndarray]:
         mean, deviation = (f(x, axis=tuple(axes), keepdims=True) for f in (np.mean, np.std))
@@ -111,7 +112,7 @@ class MeanVarianceNormalization(OpRun):
 
 
 class DynamicQuantizeLinear(OpRun):
-    """It in float64; that of onnx rounds to float32."""
+    """DynamicQuantizeLinear in float64, where `onnx.reference` rounds to float32."""
 
     def _run(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         low, high = min(x.min(), 0), max(x.max(), 0)
@@ -122,37 +123,37 @@ class DynamicQuantizeLinear(OpRun):
 
 
 class GlobalMaxPool(OpRun):
-    """It for any rank; that of onnx treats every input as one of rank 4."""
+    """GlobalMaxPool for any rank; `onnx.reference` treats every input as of rank 4."""
 
     def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
 
 
 class MaxPool(op_max_pool.MaxPool):
-    """It in float64 by onnxruntime, which has the kernel: that of onnx loops over positions."""
+    """MaxPool in float64 by onnxruntime; `onnx.reference` loops over positions."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
         [x] = inputs
         if x.dtype != np.float64 or any(a.ref_attr_name for a in self.onnx_node.attribute):
             return super()._run(x, **attributes)
         if not hasattr(self, "_session"):
-            self._session = self._load()
+            self._session = self._session_of_node()
         if self._session is None:
             return super()._run(x, **attributes)
         return tuple(self._session.run(None, {"x": x}))
 
-    def _load(self) -> ort.InferenceSession | None:
-        """Return a session of the node; None for padding as long as the kernel: it refuses that."""
+    def _session_of_node(self) -> ort.InferenceSession | None:
+        """Return a session of the node; None if onnxruntime refuses it, as for long padding."""
         options = ort.SessionOptions()
         options.log_severity_level = 4
-        proto = _model_of(self.onnx_node, self.run_params["opsets"][""])
+        proto = _model_of_node(self.onnx_node, self.run_params["opsets"][""])
         try:
             return ort.InferenceSession(proto, options, providers=CPU.providers)
         except Exception:  # onnxruntime's errors have no common base
             return None
 
 
-def _model_of(node: NodeProto, opset: int) -> bytes:
+def _model_of_node(node: NodeProto, opset: int) -> bytes:
     """Return a model of one node that reads `x`, of float64."""
     proto = ModelProto(ir_version=8)
     proto.opset_import.add(version=opset)
@@ -174,7 +175,7 @@ _REPLACEMENTS = [
 ]  # fmt: skip
 
 
-def _erf(x: np.ndarray) -> np.ndarray:
+def _erf_of_elements(x: np.ndarray) -> np.ndarray:
     return np.vectorize(erf, otypes=[x.dtype])(x)
 
 
