@@ -11,37 +11,37 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import depends_on
-from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
+from onnxgrad.native.blocked_gradients import Windows, correlate_images, transposed_conv
 from onnxgrad.native.blocked_layout import Layout, sizes
-from onnxgrad.native.phases import BLOCKS, NODES
-from onnxgrad.native.side_by_side import FEW
+from onnxgrad.native.target import BLOCKS, LEAST_PIXELS, NODES
 
-# attributes of a convolution, and their values for an axis of length 1
-_FIRST = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
+# attributes of a convolution, and their values for the new axis of length 1
+_OF_HEIGHT_1 = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
 
 
 @rewrites("Conv", "ConvTranspose", group=BLOCKS)
 def convolution(op, node):
-    """A convolution whose weight is no constant, and its gradient with respect to its input."""
+    """A convolution whose weight is no constant, and its gradient w.r.t. its input."""
     layout, (y,) = Layout(op), node.outputs
     x, w, bias = (*node.inputs, None)[:3]
     if not _is_image(x) or not _is_image(w) or WEIGHT_GRADIENT in y.meta:
         return None
     if static(sizes(w)) is None or dims(y) is None:
         return None
-    if not layout.fits(sizes(w)[0]) or not _pays(layout, x, w):
+    if not layout.fits(sizes(w)[0]) or not _is_faster_in_blocks(layout, x, w):
         return None
-    form = _convolution if node.op_type == "Conv" else _transposed_convolution
+    form = _forward_in_blocks if node.op_type == "Conv" else _transposed_node_in_blocks
     blocked = form(layout, node, x, w, bias)
     return None if blocked is None else [layout.plain(blocked, y)]
 
 
 @rewrites("Conv", "ConvTranspose", group=NODES)
 def depthwise_of_one_axis(op, node):
-    """A convolution of one axis, each channel by itself, is one of images of height 1.
+    """A depthwise convolution of one axis is a convolution of images of height 1.
 
-    Only those of two axes have blocks: for 32 rows of 64 x 50 and windows of 9, it takes 0.12 ms
-    instead of 0.6, with the reordering. Others gain no more than the reordering costs.
+    onnxruntime has blocks for images only: for 32 rows of 64 x 50 and windows of 9, an image of
+    height 1 takes 0.12 ms instead of 0.6, with the reordering. A convolution that mixes channels
+    gains no more than the reordering costs.
     """
     (x, w, *bias), (y,), attributes = node.inputs, node.outputs, node.attributes
     shapes = [dims(v) or () for v in (x, w, y)]
@@ -54,10 +54,10 @@ def depthwise_of_one_axis(op, node):
         return None
     if "output_shape" in attributes or attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return None
-    if isinstance(length, int) and length < FEW:
+    if isinstance(length, int) and length < LEAST_PIXELS:
         return None
     wider = {name: a.value for name, a in attributes.items()}
-    for name, first in _FIRST.items():
+    for name, first in _OF_HEIGHT_1.items():
         if name in wider:
             wider[name] = [n for given in wider[name] for n in (first, given)]
     images = op.emit(node.op_type, [op.Unsqueeze(x, [2]), op.Unsqueeze(w, [2]), *bias], wider)
@@ -70,15 +70,15 @@ def _is_image(x: ir.Value | None) -> bool:
     return x is not None and x.dtype == ir.DataType.FLOAT and shape is not None and len(shape) == 4
 
 
-def _pays(layout: Layout, x: ir.Value, weight: ir.Value) -> bool:
-    """Return whether blocks are faster: not to multiply pixel by pixel, nor for few pixels."""
+def _is_faster_in_blocks(layout: Layout, x: ir.Value, weight: ir.Value) -> bool:
+    """Return whether blocks are faster: not for kernels of 1 x 1, nor for few pixels."""
     *_, height, width = sizes(x)
     kernel = sizes(weight)[2:]
-    few = isinstance(height, int) and isinstance(width, int) and height * width < FEW
+    few = isinstance(height, int) and isinstance(width, int) and height * width < LEAST_PIXELS
     return not few and (prod(kernel) > 1 or layout.has(x))
 
 
-def _convolution(
+def _forward_in_blocks(
     layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
 ) -> ir.Value | None:
     rows, per_group, *_ = sizes(w)
@@ -95,7 +95,7 @@ def _convolution(
     return layout.convolve(operand, layout.filter(w), pixels, attributes, bias)
 
 
-def _transposed_convolution(
+def _transposed_node_in_blocks(
     layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
 ) -> ir.Value | None:
     rows, per_group, *kernel = sizes(w)
@@ -110,7 +110,7 @@ def _transposed_convolution(
         return None
     strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
     windows = Windows(kernel, strides, dilations, get("pads", (0,) * 4)[:2])
-    return transposed(layout, x, w, windows, pixels, group, bias)
+    return transposed_conv(layout, x, w, windows, pixels, group, bias)
 
 
 @rewrites(group=BLOCKS)
@@ -131,15 +131,15 @@ def weight_gradient(op, node):
         return None
     if windows.pads is None or not kernel or not depends_on(dw, {x, g}):
         return None
-    if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(counts) < FEW):
+    if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(counts) < LEAST_PIXELS):
         return None
     own = Windows(kernel, windows.strides, windows.dilations, windows.pads[:2])
-    return [correlated(layout, x, g, dw, own, group)]
+    return [correlate_images(layout, x, g, dw, own, group)]
 
 
 @rewrites(group=BLOCKS)
 def depthwise_weight_gradient_of_one_axis(op, node):
-    """The gradient of the weight of such a convolution as `depthwise_of_one_axis` is for."""
+    """The gradient of the weight of a depthwise convolution of one axis."""
     dw = node.outputs[0]
     if WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1 or len(sizes(dw)) != 3:
         return None
@@ -149,7 +149,7 @@ def depthwise_weight_gradient_of_one_axis(op, node):
     (channels, length), (maps, count) = (static(sizes(v)[1:]) or (0, 0) for v in (x, g))
     if not (group == rows == channels == maps and per_group == 1 and layout.fits(rows)):
         return None
-    if min(length, count) < FEW or windows.pads is None or not windows.kernel or taps == 1:
+    if min(length, count) < LEAST_PIXELS or windows.pads is None or not windows.kernel or taps == 1:
         return None
     if any(v.dtype != ir.DataType.FLOAT for v in (x, g, dw)) or not depends_on(dw, {x, g}):
         return None
@@ -159,4 +159,4 @@ def depthwise_weight_gradient_of_one_axis(op, node):
     weight = ir.Value(name=op.name("weight"), type=dw.type, shape=ir.Shape([rows, 1, 1, taps]))
     strides, dilations = (1, *windows.strides), (1, *windows.dilations)
     own = Windows((1, taps), strides, dilations, (0, windows.pads[0]))
-    return [op.Squeeze(correlated(layout, images[0], images[1], weight, own, group), [2])]
+    return [op.Squeeze(correlate_images(layout, images[0], images[1], weight, own, group), [2])]

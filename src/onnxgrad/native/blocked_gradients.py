@@ -1,4 +1,4 @@
-"""Gradients of convolutions in blocks of channels: of their inputs and of their weights."""
+"""Gradients of convolutions in blocks of channels, w.r.t. their inputs and their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Windows:
     begin: Pixels  # padding
 
 
-def transposed(
+def transposed_conv(
     layout: Layout,
     g: ir.Value,
     weight: ir.Value,
@@ -33,7 +33,7 @@ def transposed(
 ) -> ir.Value | None:
     """Return the transposed convolution of g (N, M, ...) by a weight (M, C / group, kernel).
 
-    It has these `pixels`, and is in blocks. None if there is no form for it.
+    The result has these `pixels`, and is in blocks. None if blocks cannot express it.
     """
     if group > 1:
         return _transposed_by_channel(layout, g, weight, windows, pixels, bias)
@@ -42,11 +42,11 @@ def transposed(
         return None
     w = windows
     rows = zip(sizes(g)[2:], w.kernel, w.strides, w.dilations, w.begin, pixels, strict=True)
-    axes = [_axis(*row) for row in rows]
+    axes = [_axis_by_stride(*row) for row in rows]
     if any(min(a.pads) < 0 for a in axes):
         return None
     x = layout.blocked(g)
-    weight = _turned(layout, weight, windows, axes)
+    weight = _turned_filter(layout, weight, windows, axes)
     attributes = {
         "pads": [a.pads[0] for a in axes] + [a.pads[1] for a in axes],
         "dilations": list(windows.dilations),
@@ -54,7 +54,7 @@ def transposed(
     if bias is not None and strided:
         bias = layout.op.Concat(*[bias] * prod(windows.strides), axis=0)
     y = layout.convolve(x, weight, [a.count for a in axes], attributes, bias)
-    return _interleaved(layout, y, windows.strides, pixels) if strided else y
+    return _interleave_strides(layout, y, windows.strides, pixels) if strided else y
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class _Axis:
     count: int  # elements j
 
 
-def _axis(count: int, kernel: int, stride: int, dilation: int, begin: int, length: int) -> _Axis:
+def _axis_by_stride(
+    count: int, kernel: int, stride: int, dilation: int, begin: int, length: int
+) -> _Axis:
     front = -begin % stride
     taps = -(-(kernel + front) // stride)
     shift = (begin + front) // stride
@@ -81,7 +83,9 @@ def _axis(count: int, kernel: int, stride: int, dilation: int, begin: int, lengt
     return _Axis(front, taps, (before, after), steps)
 
 
-def _turned(layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_Axis]) -> ir.Value:
+def _turned_filter(
+    layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_Axis]
+) -> ir.Value:
     """Return the filter (strides C, M, taps) of a transposed convolution, in blocks."""
     op, b = layout.op, layout.block
     rows, channels, *kernel = sizes(weight)
@@ -103,8 +107,8 @@ def _turned(layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_
     return layout.view(cells, [phases * channels, rows, *(a.taps for a in axes)])
 
 
-def _interleaved(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -> ir.Value:
-    """Return y (N, strides C, counts) with its elements between each other: (N, C, pixels)."""
+def _interleave_strides(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -> ir.Value:
+    """Return y (N, strides C, counts) with the strides interleaved: (N, C, pixels)."""
     op, b = layout.op, layout.block
     _, channels, *counts = sizes(y)
     blocks = channels // prod(strides) // b
@@ -125,7 +129,7 @@ def _transposed_by_channel(
     pixels: Pixels,
     bias: ir.Value | None,
 ) -> ir.Value | None:
-    """Return `transposed` for a convolution of each channel by itself.
+    """Return `transposed_conv` for a depthwise convolution.
 
     With strides, zeros go between the elements of g: the products are few.
     """
@@ -150,7 +154,7 @@ def _transposed_by_channel(
     return layout.convolve(x, w, pixels, attributes, bias)
 
 
-def correlated(
+def correlate_images(
     layout: Layout, x: ir.Value, g: ir.Value, weight: ir.Value, windows: Windows, group: int
 ) -> ir.Value:
     """Return the gradient of the weight of a convolution of x with cotangent g, all plain.
@@ -168,7 +172,7 @@ def correlated(
     reach = [(k - 1) * n + 1 for k, n in zip(kernel, windows.dilations, strict=True)]
     pitch = max(-(-(lengths[0] + top) // s), -(-((counts[0] - 1) * s + reach[0] - top) // s))
     width = (counts[1] - 1) * across + reach[1]
-    images, kernels = _columns(layout, x), layout.cells(layout.blocked(g))
+    images, kernels = _channels_as_columns(layout, x), layout.cells(layout.blocked(g))
     below, right = pitch * s - lengths[0], width - left - lengths[1]
     images = _by_channel(layout, images, (0, left), (below, right))
     kernels = _by_channel(layout, kernels, (0, 0), (pitch - counts[0], 0))
@@ -180,7 +184,7 @@ def correlated(
         kernels = layout.view(kernels, [rows, 1, -1, counts[1]])
         attributes |= {"dilations": [s, across], "group": channels}
         y = layout.plain(layout.convolve(images, kernels, [down, reach[1]], attributes))
-        y = _elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
+        y = _kernel_elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
         return layout.view(y, [rows, 1, *kernel])
     cell = b if layout.fits(channels) else channels
     at_once = _images_at_once(layout, x)
@@ -189,10 +193,10 @@ def correlated(
     attributes["dilations"] = [s, across * cell]
     y = layout.plain(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
     y = layout.view(y, [channels // cell, rows, down, reach[1], cell])
-    return _elements(layout, y, windows)
+    return _kernel_elements(layout, y, windows)
 
 
-def _columns(layout: Layout, x: ir.Value) -> ir.Value:
+def _channels_as_columns(layout: Layout, x: ir.Value) -> ir.Value:
     """Return x as (N, C / cell, H, W, cell), where the cell is a block, or all channels."""
     if layout.fits(sizes(x)[1]):
         return layout.cells(layout.blocked(x))
@@ -212,8 +216,8 @@ def _by_channel(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> 
 def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
     """Return the largest divisor of the batch below the size of a block.
 
-    So many images are channels of the convolution: the others go below each other. The kernels of
-    one channel are in the cache for all columns.
+    This many images are channels of the convolution, and the rest is stacked below them. The
+    kernels of one channel are in the cache for all columns.
     """
     op = layout.op
     batch, candidates = op.dim(x, 0), np.arange(1, layout.block)
@@ -223,7 +227,7 @@ def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
     return op.ReduceMax(op.Where(divides, candidates, [1]), keepdims=1)
 
 
-def _elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
+def _kernel_elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
     """Return y (C / cell, M, rows, columns, cell) as (M, C, kernel), without rows beyond it."""
     op, (k, m), d = layout.op, windows.kernel, windows.dilations[1]
     blocks, rows, down, columns, cell = sizes(y)

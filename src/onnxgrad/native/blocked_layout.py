@@ -31,15 +31,15 @@ Pixels = Sequence[int]  # lengths of the two spatial axes
 def block_size() -> int:
     """Return the channels of a block, or 0 if this onnxruntime has no blocked convolution.
 
-    It depends on the instructions of the processor: 16 with AVX-512, else 8. No function tells it,
-    and a wrong one gives wrong numbers, so that the numbers of a convolution are compared.
+    The number depends on the instructions of the processor: 16 with AVX-512, else 8. No function of
+    onnxruntime tells it, and a wrong one gives wrong results, so that a convolution is compared.
     """
     random = np.random.default_rng(0)
     x = random.standard_normal((1, _WIDEST, 5, 4), dtype=np.float32)
     w = random.standard_normal((_WIDEST, _WIDEST, 3, 3), dtype=np.float32)
     for block in (16, 8):
         try:
-            plain, blocked = _both(x, w, block)
+            plain, blocked = _plain_and_blocked(x, w, block)
         except Exception:
             continue
         if np.allclose(plain, blocked, rtol=1e-3, atol=1e-3):
@@ -47,7 +47,7 @@ def block_size() -> int:
     return 0
 
 
-def _both(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
+def _plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
     """Return the results of a plain convolution and of one in blocks of this size."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="blocks")
     op = Emit(graph)
@@ -64,7 +64,7 @@ def _both(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
 
 
 def sizes(x: ir.Value | None) -> tuple[Any, ...]:
-    """Return the dimensions of `x`, of which the caller has seen that they are there."""
+    """Return the dimensions of `x`, whose rank the caller has checked."""
     return dims(x) or ()
 
 
@@ -86,36 +86,36 @@ class Layout:
     # -- values ------------------------------------------------------------------------------
 
     def fits(self, channels: Any) -> bool:
-        """Return whether this number of channels is one of whole blocks."""
+        """Return whether this number of channels is a multiple of the block."""
         size = self.block
         return isinstance(channels, int) and channels > 0 and size > 0 and channels % size == 0
 
     def has(self, x: ir.Value) -> bool:
-        """Return whether `x` is there in blocks, so that no node is needed."""
+        """Return whether a node before this place has computed `x` in blocks."""
         node = x.meta[_BLOCKS].producer() if _BLOCKS in x.meta else None
         return node is not None and self.op.precedes(node)
 
     def blocked(self, x: ir.Value) -> ir.Value:
         """Return `x` (N, C, H, W), of whole blocks of channels, in blocks."""
         if not self.has(x):
-            x.meta[_BLOCKS] = self._reordered(x, dims(x))
+            x.meta[_BLOCKS] = self._reorder_input(x, dims(x))
         return x.meta[_BLOCKS]
 
     def forms(self, x: ir.Value) -> list[ir.Value]:
-        """Return `x`, and `x` in blocks if it is there."""
+        """Return `x`, and `x` in blocks if `has` is true."""
         return [x, x.meta[_BLOCKS]] if self.has(x) else [x]
 
     def plain(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
-        """Return `y`, which is in blocks, in the plain layout; its shape is that of `like`."""
+        """Return `y`, which is in blocks, in the plain layout, with the shape of `like`."""
         if like is not None:
             y.shape = like.shape
         attributes = {"channels": sizes(y)[1], "channels_last": 0}
-        result = self._written("ReorderOutput", [y], attributes, dims(y))
+        result = self._emit_blocked("ReorderOutput", [y], attributes, dims(y))
         result.meta[_BLOCKS] = y
         return result
 
     def note(self, x: ir.Value, blocked: ir.Value) -> bool:
-        """Note that `blocked` is `x` in blocks; return whether that is news."""
+        """Record that `blocked` is `x` in blocks; return False if this was known."""
         known = _BLOCKS in x.meta
         x.meta.setdefault(_BLOCKS, blocked)
         return not known
@@ -146,16 +146,16 @@ class Layout:
         bias: ir.Value | None = None,
         plus: ir.Value | None = None,
     ) -> ir.Value:
-        """Return a convolution, in blocks; `weight` is the result of `filter` or the like.
+        """Return a convolution, in blocks; `weight` is in the layout of `filter`.
 
-        `x` is in blocks too, or has fewer channels than a block. The result has these `pixels`; it
-        is added to `plus`, which is in blocks.
+        `x` is in blocks too, or has fewer channels than a block. The result has these `pixels`, and
+        `plus`, which is in blocks, is added to it.
         """
         inputs = [x, weight, bias, plus]
         while inputs[-1] is None:
             inputs.pop()
         shape = (sizes(x)[0], sizes(weight)[0], *pixels)
-        return self._written("Conv", inputs, attributes, shape)
+        return self._emit_blocked("Conv", inputs, attributes, shape)
 
     def affine(
         self,
@@ -175,7 +175,8 @@ class Layout:
     def joined(self, x: ir.Value, op_type: str, plus: ir.Value | None) -> ir.Value | None:
         """Return the Add of `x` and `plus`, or Relu of `x`, in blocks, as part of a convolution.
 
-        None if `x` is no convolution that leaves room for it. The one before it is no longer used.
+        None if `x` is no convolution, or one that already has a sum or an activation. The node of
+        `x` is no longer used.
         """
         conv = x.producer()
         if conv is None or conv.op_type != "Conv" or conv.domain != DOMAIN:
@@ -187,24 +188,26 @@ class Layout:
             attributes["activation"] = op_type
         else:
             inputs = [*[*inputs, None, None][:3], plus]
-        return self._written("Conv", inputs, attributes, dims(x))
+        return self._emit_blocked("Conv", inputs, attributes, dims(x))
 
     def mean_of_pixels(self, x: ir.Value) -> ir.Value:
         """Return the means (N, C) of the pixels of `x`, which is in blocks."""
         shape = sizes(x)[:2]
-        return self.view(self._written("GlobalAveragePool", [x], {}, (*shape, 1, 1)), [0, shape[1]])
+        return self.view(
+            self._emit_blocked("GlobalAveragePool", [x], {}, (*shape, 1, 1)), [0, shape[1]]
+        )
 
     def filter(self, weight: ir.Value) -> ir.Value:
         """Return the weight (M, C, kernel) of a convolution, in blocks.
 
-        They are (M / block, C / block, kernel, block of C, block of M) if C are whole blocks,
-        else (M / block, C, kernel, block of M), as the convolution has one channel a group, or
-        plain channels.
+        Its layout is (M / block, C / block, kernel, block of C, block of M) if C is a multiple of
+        the block; else (M / block, C, kernel, block of M), for one channel a group, or plain
+        channels.
         """
         rows, channels, *kernel = sizes(weight)
         taps, b = prod(kernel), self.block
         flat = self.view(weight, [1, rows, channels * taps, 1])
-        cells = self._reordered(flat, (1, rows, channels * taps, 1))
+        cells = self._reorder_input(flat, (1, rows, channels * taps, 1))
         if self.fits(channels):
             cells = self.view(cells, [-1, b, taps, b])
             cells = self.op.Transpose(cells, perm=[0, 2, 1, 3])
@@ -214,13 +217,13 @@ class Layout:
         """Return the weight (M, C, kernel) as (M, C / block, elements of the kernel, block)."""
         rows, channels, *kernel = sizes(weight)
         shape = (rows, channels, prod(kernel), 1)
-        cells = self._reordered(self.view(weight, list(shape)), shape)
+        cells = self._reorder_input(self.view(weight, list(shape)), shape)
         return self.view(cells, [rows, channels // self.block, prod(kernel), self.block])
 
-    def _reordered(self, x: ir.Value, shape: Dims | None) -> ir.Value:
-        return self._written("ReorderInput", [x], {"channels_last": 0}, shape)
+    def _reorder_input(self, x: ir.Value, shape: Dims | None) -> ir.Value:
+        return self._emit_blocked("ReorderInput", [x], {"channels_last": 0}, shape)
 
-    def _written(
+    def _emit_blocked(
         self, op_type: str, inputs: list[Any], attributes: dict[str, Any], shape: Dims | None
     ) -> ir.Value:
         self.op.root.graph.opset_imports.setdefault(DOMAIN, 1)

@@ -1,54 +1,39 @@
-"""What is between convolutions, in blocks of channels, so that nothing is reordered there."""
+"""Nodes between convolutions, in blocks of channels, so that nothing is reordered there.
+
+Elementwise operators run on blocks, or are part of a convolution. Of a BatchNormalization,
+statistics are means of the pixels of each image, then of the images; the rest are convolutions of
+1 x 1, one channel a group.
+"""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.graph.operators import ELEMENTWISE, GRADIENT_OF
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import Dims, constant, dims, equal, static
+from onnxgrad.graph.shapes import Dims, dims, equal, static
+from onnxgrad.graph.tidy import current
+from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_layout import Layout, sizes
-from onnxgrad.native.phases import BLOCKS
+from onnxgrad.native.target import BLOCKS
 
 _FLOAT = ir.DataType.FLOAT
+_OPERANDS = "onnxgrad.operands"  # in `meta` of a result: the operands of its normalization
 
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
 def elementwise(op, node):
-    """An elementwise operator, also with one number for each channel."""
+    """An elementwise operator, also with an operand of one number for each channel."""
     layout, y = Layout(op), node.outputs[0]
     operands = [v for v in node.inputs if v is not None and not _is_number(v)]
     images = [v for v in operands if not _is_per_channel(v, dims(y))]
     if not images or not all(layout.has(v) and equal(dims(v), dims(y)) for v in images):
         return None
     return (_on_blocks if images == operands else _per_channel)(layout, node)
-
-
-@rewrites("Concat", group=BLOCKS)
-def concat(op, node):
-    """A Concat of channels."""
-    layout, channels = Layout(op), node.attributes.get_int("axis", 0) in (1, -3)
-    return _on_blocks(layout, node) if channels and all(map(layout.has, node.inputs)) else None
-
-
-@rewrites("ReduceSum", group=BLOCKS)
-def sum_per_channel(op, node):
-    """A sum over batch and pixels is a sum over the batch of the means of images."""
-    layout, x, y = Layout(op), node.inputs[0], node.outputs[0]
-    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    pixels = static(sizes(x)[2:])
-    if axes is None or not pixels or x.dtype != _FLOAT or y.shape is None:
-        return None
-    if not layout.has(x) or sorted(int(a) % 4 for a in axes.ravel()) != [0, 2, 3]:
-        return None
-    channels = sizes(x)[1]
-    means = layout.mean_of_pixels(layout.blocked(x))
-    total = op.Mul(op.ReduceSum(means, [0], keepdims=0), float(pixels[0] * pixels[1]))
-    shape = [1, channels, 1, 1] if node.attributes.get_int("keepdims", 1) else [channels]
-    return [layout.view(total, shape)]
 
 
 def _is_number(x: ir.Value | None) -> bool:
@@ -68,7 +53,7 @@ def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
 def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     """Apply the operator of `node` to its operands in blocks."""
     y = node.outputs[0]
-    joined = _joined(layout, node) if node.op_type in ("Add", "Relu") else None
+    joined = _join_convolution(layout, node) if node.op_type in ("Add", "Relu") else None
     if joined is not None:
         return [layout.plain(joined, y)]
     inputs = [layout.blocked(v) if v is not None and layout.has(v) else v for v in node.inputs]
@@ -80,7 +65,7 @@ def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     return [y] if layout.note(y, result) else None
 
 
-def _joined(layout: Layout, node: Any) -> ir.Value | None:
+def _join_convolution(layout: Layout, node: Any) -> ir.Value | None:
     """Return an Add or Relu as part of a convolution that only it reads, or None."""
     for v, other in zip(node.inputs[::-1], node.inputs, strict=True):
         if len(v.uses()) > 1 or not layout.has(v) or not layout.has(other):
@@ -107,3 +92,70 @@ def _per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
     elif node.op_type == "Sub":
         bias = op.Neg(bias)
     return [layout.plain(layout.affine(layout.blocked(x), factor, bias), x)]
+
+
+# -- BatchNormalization ----------------------------------------------------------------------------
+
+
+@rewrites("BatchNormalization", group=BLOCKS)
+def normalization(op, node):
+    """y = s c / r + b, c = x - m, r the standard deviation; and the running statistics."""
+    layout, (x, scale, bias, *running) = Layout(op), node.inputs
+    if not layout.has(x) or any(v.dtype != _FLOAT for v in node.inputs):
+        return None
+    y, epsilon = node.outputs[0], node.attributes.get_float("epsilon", 1e-5)
+    if not node.attributes.get_int("training_mode", 0):
+        factor = op.Div(scale, op.Sqrt(op.Add(running[1], epsilon)))
+        shift = op.Sub(bias, op.Mul(running[0], factor))
+        return [layout.plain(layout.affine(layout.blocked(x), factor, shift), x)]
+    if static(sizes(x)[1:]) is None:
+        return None
+    y.meta[_OPERANDS] = x, scale, epsilon
+    centered, mean, variance, inverse = _batch_statistics(layout, x, epsilon)
+    momentum = node.attributes.get_float("momentum", 0.9)
+    states = []
+    for old, batch in zip(running, (mean, variance), strict=True):
+        kept = op.Mul(old, momentum) if momentum else None
+        states.append(batch if kept is None else op.Add(kept, op.Mul(batch, 1.0 - momentum)))
+    new = layout.plain(layout.affine(centered, op.Mul(scale, inverse), bias), y)
+    return [new, *states][: len(node.outputs)]
+
+
+@rewrites(group=BLOCKS)
+def normalization_gradient(op, node):
+    """dx = s (g - mean g - c mean(g c) / r^2) / r,  ds = sum(g c) / r,  db = sum g."""
+    old = node.outputs[0]
+    if GRADIENT_OF not in old.meta or len(node.outputs) > 1:
+        return None
+    primal, wanted, (g, *others) = old.meta[GRADIENT_OF]
+    x, scale, epsilon = primal.outputs[0].meta.get(_OPERANDS, (None,) * 3)
+    if x is None or any(others):
+        return None
+    layout, g = Layout(op), current(g)
+    if not layout.has(x) or not any(depends_on(old, {v}) for v in layout.forms(g)):
+        return None
+    c, _, _, inverse = _batch_statistics(layout, x, epsilon)
+    g = layout.blocked(g)
+    images = layout.mean_of_pixels(g)
+    products = layout.mean_of_pixels(op.set_type_like(op.Mul(g, c), c))
+    if wanted > 0:
+        total = op.ReduceSum(products if wanted == 1 else images, [0], keepdims=0)
+        total = op.Mul(total, float(prod(sizes(c)[2:])))
+        return [op.reshape_like(op.Mul(total, inverse) if wanted == 1 else total, old)]
+    mean, covariance = (op.ReduceMean(v, [0], keepdims=0) for v in (images, products))
+    slope = op.Mul(scale, inverse)
+    of_centered = op.Neg(op.Mul(op.Mul(slope, covariance), op.Mul(inverse, inverse)))
+    dx = layout.affine(c, of_centered, op.Neg(op.Mul(slope, mean)))
+    return [layout.plain(layout.affine(g, slope, plus=dx), old)]
+
+
+def _batch_statistics(
+    layout: Layout, x: ir.Value, epsilon: float
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Return x less its mean, in blocks; the mean, variance and inverse standard deviation."""
+    op, x = layout.op, layout.blocked(x)
+    mean = op.ReduceMean(layout.mean_of_pixels(x), [0], keepdims=0)
+    centered = layout.affine(x, None, op.Neg(mean))
+    squares = op.set_type_like(op.Mul(centered, centered), centered)
+    variance = op.ReduceMean(layout.mean_of_pixels(squares), [0], keepdims=0)
+    return centered, mean, variance, op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))

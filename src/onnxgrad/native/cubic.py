@@ -12,19 +12,18 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims
 from onnxgrad.model.draft import Draft
-from onnxgrad.native.phases import NODES
+from onnxgrad.native.target import LONGEST_CUBIC_AXIS, NODES
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-_LONGEST = 2048  # elements of an axis; products with longer ones are no faster
-_OPTIONS = "antialias coordinate_transformation_mode cubic_coeff_a exclude_outside".split()
+_CUBIC_ATTRIBUTES = "antialias coordinate_transformation_mode cubic_coeff_a exclude_outside".split()
 
 
 @rewrites("Resize", group=NODES)
 def cubic_by_products(op, node):
     """A cubic `Resize` of images is a product for each of the last two axes that changes."""
     x, get = node.inputs[0], node.attributes
-    before, after, scales = dims(x), dims(node.outputs[0]), _scales(node)
+    before, after, scales = dims(x), dims(node.outputs[0]), _axis_scales(node)
     if before is None or after is None or scales is None or scales[:2] != [1, 1]:
         return None
     if (
@@ -38,11 +37,12 @@ def cubic_by_products(op, node):
     matrices = []
     for axis in (2, 3):
         old, new = before[axis], after[axis]
-        if not isinstance(old, int) or not isinstance(new, int) or max(old, new) > _LONGEST:
+        if not isinstance(old, int) or not isinstance(new, int):
             return None
-        if (old == new) != (scales[axis] == 1):  # onnxruntime interpolates only if others change
+        # onnxruntime interpolates with equal lengths only if another axis changes
+        if (old == new) != (scales[axis] == 1) or max(old, new) > LONGEST_CUBIC_AXIS:
             return None
-        matrix = None if old == new else _matrix(node, op.opset, old, new, scales[axis])
+        matrix = None if old == new else _line_matrix(node, op.opset, old, new, scales[axis])
         if matrix is not None and matrix.shape != (old, new):
             return None
         matrices.append(matrix)
@@ -52,7 +52,7 @@ def cubic_by_products(op, node):
     return [x if high is None else op.MatMul(np.ascontiguousarray(high.T), x)]
 
 
-def _scales(node: ir.Node) -> list[float] | None:
+def _axis_scales(node: ir.Node) -> list[float] | None:
     """Return the scale of each axis, or None if one is dynamic."""
     _, _, scales, sizes = (*node.inputs, None, None)[:4]
     if (array := constant(scales)) is not None and array.size == 4:
@@ -66,11 +66,11 @@ def _scales(node: ir.Node) -> list[float] | None:
     ]
 
 
-def _matrix(node: ir.Node, opset: int, old: int, new: int, scale: float) -> np.ndarray:
+def _line_matrix(node: ir.Node, opset: int, old: int, new: int, scale: float) -> np.ndarray:
     """Return the matrix (old, new) that onnxruntime multiplies a line of elements by."""
     draft = Draft("interpolation", opset=opset)
     eye = draft.input("eye", [1, 1, old, old])
-    attributes = {k: v.value for k, v in node.attributes.items() if k in _OPTIONS}
+    attributes = {k: v.value for k, v in node.attributes.items() if k in _CUBIC_ATTRIBUTES}
     scales = np.array([1, 1, 1, scale], np.float32)
     by_scale = len(node.inputs) > 2 and constant(node.inputs[2]) is not None
     operands = [eye, None, scales] if by_scale else [eye, None, None, np.array([1, 1, old, new])]

@@ -1,4 +1,4 @@
-"""The loop over batches, whose body is the step: what leaves it, and a column of ones for biases.
+"""The loop over batches, whose body is the step: nodes that leave it, and a column of ones.
 
 A linear layer of data is [x, 1] [W; b], and the gradient of [W; b] is one product. Where both are
 parts of one vector, side by side, four nodes fewer split, add up and join them.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,19 +15,17 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import made_by
-from onnxgrad.native.phases import EPOCH
 from onnxgrad.native.scans import LoopBody, computed_outside, without_unread_inputs
+from onnxgrad.native.single_nodes import DEFAULTS, gemm_attributes
+from onnxgrad.native.target import EPOCH
 
-_PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
-
-
-# whose results are the same bits, however many steps there are
+# operators whose results are the same bits, however many steps there are
 _EXACT = ("Add", "Cast", "Div", "Max", "Min", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub")
 
 
 @rewrites(*_EXACT, group=EPOCH)
 def numbers_before(op, node):
-    """What is computed from numbers alone, one a step, such as a rate, stands before the loop."""
+    """Nodes on numbers alone, one a step, such as a learning rate, stand before the loop."""
     shape = static(dims(node.outputs[0]))
     return None if op.outer is None or shape not in ((), (1,)) else computed_outside(op, node)
 
@@ -48,7 +45,7 @@ def vectors_before(op, node):
 @rewrites("Gemm", "Add", group=EPOCH)
 def bias_as_row(op, node):
     """x W + b = [x, 1] [W; b]."""
-    layer, scan = _layer(node), LoopBody.around(op)
+    layer, scan = _linear_layer(node), LoopBody.around(op)
     if layer is None or scan is None or not _is_data(scan, layer[0]):
         return None
     x, split, i, (inner, outer) = layer
@@ -74,7 +71,7 @@ def gradients_with_ones(op, node):
     if scan is None or node.attributes["axis"].value != 0 or len(dims(node.outputs[0]) or ()) != 1:
         return None
     for i, (part, total) in enumerate(pairwise(node.inputs)):
-        x, d = _gradients(part, total) or (None, None)
+        x, d = _layer_gradients(part, total) or (None, None)
         if x is None or not _is_data(scan, x):
             continue
         whole = op.Gemm(_with_ones(scan, x), d, transA=1)
@@ -85,7 +82,7 @@ def gradients_with_ones(op, node):
     return None
 
 
-def _gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+def _layer_gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """Return (x, d) if `part` is the flat xT d, and `total` the sum of d over its rows."""
     view, added = made_by(part, "Reshape"), made_by(total, "ReduceSum")
     product = made_by(view.inputs[0], "Gemm") if view else None
@@ -97,18 +94,16 @@ def _gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value] | N
         return None
     if not all(map(_read_once, (part, total, view.inputs[0]))) or len(dims(d) or ()) != 2:
         return None
-    if _attributes(product) != _PLAIN | {"transA": 1} or None in (
-        *_lengths(part),
-        *_lengths(total),
-    ):
+    lengths = (*_static_lengths(part), *_static_lengths(total))
+    if gemm_attributes(product) != DEFAULTS | {"transA": 1} or None in lengths:
         return None
     if b is d:
         return a, b
     # dT x, a row, has the elements of xT d
-    return (b, a) if a is d and _lengths(total) == (1,) else None
+    return (b, a) if a is d and _static_lengths(total) == (1,) else None
 
 
-def _layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | None:
+def _linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | None:
     """Return (x, split, i, shape) if `node` is x W + b, and nothing else reads W and b.
 
     They are the parts i and i + 1 of `split`, and W has a `shape` (inputs, outputs).
@@ -123,22 +118,22 @@ def _layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | No
         if product is None or len(product.inputs) > 2 or not _read_once(product.outputs[0]):
             return None
     assert product is not None
-    attributes = _PLAIN if product.op_type == "MatMul" else _attributes(product)
+    attributes = DEFAULTS if product.op_type == "MatMul" else gemm_attributes(product)
     x, w = product.inputs[:2]
     view, split = made_by(w, "Reshape"), made_by(b, "Split")
     part = view.inputs[0] if view else None
     if x is None or b is None or part is None or split is None or part.producer() is not split:
         return None
-    i, lengths = list(split.outputs).index(part), _lengths(w)
+    i, lengths = list(split.outputs).index(part), _static_lengths(w)
     inner, outer = lengths if len(lengths) == 2 else (None, None)
     next_to_it = list(split.outputs).index(b) == i + 1 and len(split.inputs) == 2
     if not next_to_it or len(dims(x) or ()) != 2 or not all(map(_read_once, (b, w, part))):
         return None
-    if attributes == _PLAIN | {"transB": 1} and inner == 1:  # a row is stored as a column
+    if attributes == DEFAULTS | {"transB": 1} and inner == 1:  # a row is stored as a column
         inner, outer = outer, inner
-    elif attributes != _PLAIN:
+    elif attributes != DEFAULTS:
         return None
-    if inner is None or outer is None or _lengths(b) != (outer,):
+    if inner is None or outer is None or _static_lengths(b) != (outer,):
         return None
     return x, split, i, (inner, outer)
 
@@ -146,7 +141,7 @@ def _layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | No
 def _is_data(scan: LoopBody, x: ir.Value) -> bool:
     """Return whether `x` is a small scanned matrix of float32, with a known number of columns."""
     real = x in scan.stacks and x.dtype == ir.DataType.FLOAT and scan.is_small(x)
-    return real and len(_lengths(x)) == 2 and _lengths(x)[1] is not None
+    return real and len(_static_lengths(x)) == 2 and _static_lengths(x)[1] is not None
 
 
 def _with_ones(scan: LoopBody, x: ir.Value) -> ir.Value:
@@ -160,11 +155,8 @@ def _with_ones(scan: LoopBody, x: ir.Value) -> ir.Value:
     return scan.scanned(ir.Value(type=x.type, shape=ir.Shape([rows, columns + 1])), stack)
 
 
-def _attributes(node: ir.Node) -> dict[str, Any]:
-    return _PLAIN | {name: a.value for name, a in node.attributes.items()}
-
-
-def _lengths(v: ir.Value | None) -> tuple[int | None, ...]:
+def _static_lengths(v: ir.Value | None) -> tuple[int | None, ...]:
+    """Return the lengths of the axes of `v`; None for an axis of unknown length."""
     return tuple(d if isinstance(d, int) else None for d in dims(v) or ())
 
 

@@ -1,8 +1,8 @@
 """Gradients of MaxPool over windows of images that do not overlap, without indices.
 
 onnxruntime's MaxPool takes 15 to 30 times as long with its output of indices as without. Here, the
-positions of maxima are compared: an element is a maximum if it equals that of its window, repeated
-over the window; of several, the first one has the largest code.
+positions of maxima are compared: an element is a maximum if it equals the maximum of its window,
+repeated over the window; of several, the first one has the largest code.
 
 Pools of one axis keep their indices: without them, a training step of 1-D convolutions takes 1.4 to
 1.5 times as long, as it moves more memory.
@@ -24,10 +24,9 @@ from onnxgrad.graph.shapes import static
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
-from onnxgrad.native.phases import BLOCKS, PLAIN
+from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
 
 _FLOAT = ir.DataType.FLOAT
-LEAST_ELEMENTS = 1 << 9  # of a row of the batch, from which the nodes cost less than the indices
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class _Pool:
 
     @property
     def padding(self) -> list[list[int]]:
-        """What to add before and after each axis of x, so that it consists of windows."""
+        """The elements to add before and after each axis of x, so that it consists of windows."""
         rows = zip(self.counts, self.strides, self.lengths, self.begin, strict=True)
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
 
 def pool_of(node: ir.Node | None) -> _Pool | None:
-    """Return the pool if `node` is a MaxPool whose indices only its gradient reads, as above."""
+    """Return the pool if `node` is a MaxPool whose indices only its gradient reads."""
     if node is None or len(node.outputs) < 2:
         return None
     x, (y, indices), get = node.inputs[0], node.outputs, node.attributes.get_ints
@@ -69,25 +68,26 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
         return None
     disjoint = all(k <= s for k, s in zip(kernel, strides, strict=True))
     explicit = node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-    if not disjoint or not explicit or prod(lengths) * channels < LEAST_ELEMENTS or 0 in counts:
+    small = prod(lengths) * channels < LEAST_POOL_ELEMENTS or 0 in counts
+    if not disjoint or not explicit or small:
         return None
     last = gradient.producer()
     if last is None or last.graph is not node.graph or indices.is_graph_output():
         return None
-    users, scatter = {user for user, _ in indices.uses()}, _scatter(last)
+    users, scatter = {user for user, _ in indices.uses()}, _reader_of_indices(last)
     if not users or not users <= {last, scatter and scatter.inputs[1].producer()}:
         return None
     return _Pool(node, kernel, strides, pads[:2], counts, lengths, gradient, current(cotangent))
 
 
-def _scatter(node: ir.Node) -> Any:
+def _reader_of_indices(node: ir.Node) -> Any:
     """Return the node that reads the indices of the gradient that `node` computes."""
     return made_by(node.inputs[0], "ScatterElements") if node.op_type == "Reshape" else node
 
 
 def _pool_before(node: ir.Node) -> _Pool | None:
     """Return the pool if `node` computes its gradient by indices."""
-    scatter = _scatter(node)
+    scatter = _reader_of_indices(node)
     indices = scatter.inputs[1] if scatter else None
     flat = made_by(indices, "Reshape")
     pool = pool_of(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
@@ -100,8 +100,9 @@ def gradient_without_indices(op, node):
     pool = _pool_before(node)
     if pool is None:
         return None
-    x, y = _padded(op, pool.x, pool.padding), current(pool.node.outputs[0])
-    return [_cropped(op, _gradient(op, pool, x, y, pool.cotangent), pool.x, pool.padding)]
+    x, y = _pad_pixels(op, pool.x, pool.padding), current(pool.node.outputs[0])
+    dx = _window_gradient(op, pool, x, y, pool.cotangent)
+    return [_crop_pixels(op, dx, pool.x, pool.padding)]
 
 
 @rewrites("MaxPool", group=PLAIN)
@@ -133,20 +134,21 @@ def gradient_in_blocks(op, node):
     if pool is None or y is None or not layout.has(y) or not layout.has(pool.x):
         return None
     x, inner = layout.cells(layout.blocked(pool.x)), [0]
-    padded, y = _padded(op, x, pool.padding, inner), layout.blocked(y)
-    dx = _gradient(op, pool, padded, y, layout.blocked(pool.cotangent), layout.block)
-    dx = _cropped(op, dx, x, pool.padding, inner)
+    padded, y = _pad_pixels(op, x, pool.padding, inner), layout.blocked(y)
+    dx = _window_gradient(op, pool, padded, y, layout.blocked(pool.cotangent), layout.block)
+    dx = _crop_pixels(op, dx, x, pool.padding, inner)
     shape = [0, sizes(pool.x)[1], *pool.lengths]
     return [layout.plain(layout.view(dx, shape), node.outputs[0])]
 
 
-def _padded(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
+def _pad_pixels(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
+    """Return `x` with this padding of its pixels; `inner` is the padding of the axes behind."""
     if not any(map(any, padding)):
         return x
     return op.Pad(x, [n for side in padding for n in (0, 0, *side, *inner)])
 
 
-def _cropped(
+def _crop_pixels(
     op: Emit, dx: ir.Value, x: ir.Value, padding: list[list[int]], inner: Pixels = ()
 ) -> ir.Value:
     if not any(map(any, padding)):
@@ -154,7 +156,7 @@ def _cropped(
     counts = [p + m + q for p, m, q in zip(padding[0], sizes(x)[2:], padding[1], strict=False)]
     dx = op.Reshape(dx, [-1, sizes(x)[1], *counts, *sizes(x)[2 + len(counts) :]])
     back = [[-n for n in side] for side in padding]
-    return op.set_type_like(_padded(op, dx, back, inner), x)
+    return op.set_type_like(_pad_pixels(op, dx, back, inner), x)
 
 
 def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
@@ -162,14 +164,14 @@ def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0
     return op.set_type_like(op.emit("MaxPool", [x], windows, domain=DOMAIN), pool.node.outputs[0])
 
 
-def _gradient(
+def _window_gradient(
     op: Emit, pool: _Pool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
 ) -> ir.Value:
     """Return the gradient of x (-1, elements of a row of windows).
 
     x is the input with its padding, y the result, g its cotangent; in blocks if `block` is above 1.
     """
-    channels, codes = sizes(pool.x)[1], _codes(pool, block)
+    channels, codes = sizes(pool.x)[1], _position_codes(pool, block)
     whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
 
     def pooled(v: ir.Value) -> ir.Value:
@@ -197,11 +199,11 @@ def _gradient(
     return op.Mul(op.Cast(op.Equal(maximal, spread(highest)), to=_FLOAT), spread(g))
 
 
-def _codes(pool: _Pool, block: int) -> np.ndarray:
+def _position_codes(pool: _Pool, block: int) -> np.ndarray:
     """Return numbers of a row of windows: the larger, the earlier in the window; 0 outside of it.
 
-    It has one more than the elements of a window at its beginning, and 2 at its end. With padding,
-    all rows of windows are there, as elements beyond x are in none.
+    A window begins with one more than the number of its elements, and ends with 2. With padding,
+    all rows of windows are returned, as elements beyond x are in no window.
     """
     grid = np.zeros(list(pool.strides), np.float32)
     inside = tuple(slice(k) for k in pool.kernel)

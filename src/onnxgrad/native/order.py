@@ -1,9 +1,9 @@
 """The order of the nodes of a step, so that few bytes are alive at a time.
 
-onnxruntime runs a graph depth first from its outputs, by default: then what the gradients of the
-last weights read stays alive until all others are done. Here, the gradients come in the
-order in which the backward pass reaches them, each depth first, and a node whose result is smaller
-than its share of what it reads runs at once.
+onnxruntime runs a graph depth first from its outputs, by default: then the operands of the
+gradients of the last weights stay alive until all other gradients are done. Here, the gradients
+come in the order in which the backward pass reaches them, each depth first, and a node whose result
+is smaller than its share of its operands runs at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def order(graph: ir.Graph) -> None:
 def depth_first(graph: ir.Graph) -> list[ir.Node]:
     """Return the nodes depth first from the results, in the order in which these can be there.
 
-    What is joined at the end, such as the gradients of all small weights, are results, too.
+    Values that are joined at the end, such as the gradients of all small weights, are results, too.
     """
     level: dict[ir.Node, int] = {}
     operands: dict[ir.Node, list[ir.Node]] = {}
@@ -115,12 +115,12 @@ def peak(memory: Memory, nodes: Sequence[ir.Node]) -> int:
 
 
 class Memory:
-    """What the nodes of a graph read and write of memory: `bytes` are those of values that get any.
+    """The memory that the nodes of a graph read and write: `bytes` of each value that gets memory.
 
-    `read` has the values that a node reads, views as their base, and `readers` their nodes; of
-    values without bytes, neither. `before` and `behind` are nodes whose results a node reads, and
-    that read its results. Results of the graph have memory from the beginning on, and inputs never
-    lose theirs.
+    `read` has the values with bytes that a node reads, where the base of a view stands for it, and
+    `readers` the nodes that read a value. `before` and `behind` are nodes whose results a node
+    reads, and nodes that read its results. Outputs of the graph have memory from the beginning on,
+    and inputs never lose their memory.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -152,7 +152,7 @@ class Memory:
 
 
 class Lives:
-    """What is alive while nodes run."""
+    """The bytes that are alive while nodes run."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -161,15 +161,16 @@ class Lives:
         self.alive = 0
 
     def ready(self, node: ir.Node) -> list[ir.Value]:
-        """Note that what `node` reads is there; return what all readers can read now."""
+        """Note that the operands of `node` exist; return the ones that all readers can read now."""
         read = self.memory.read[node]
         for x in read:
             self.blocked[x] -= 1
         return [x for x in read if not self.blocked[x]]
 
     def gain(self, node: ir.Node) -> float:
-        """Return the bytes that `node` frees, with its share of what others can read now, too, less
-        those of its results.
+        """Return the bytes that `node` frees, less the bytes of its results.
+
+        Of a value that other nodes read too, and can read now, only a share counts as freed.
         """
         memory = self.memory
         last = [x for x in memory.read[node] if not self.blocked[x]]

@@ -1,4 +1,4 @@
-"""What the body of a Scan computes from scanned values, for all iterations at once.
+"""Nodes of the body of a Scan that read scanned values, run for all iterations at once.
 
 A node costs about a microsecond, as much as the arithmetic on a few thousand elements. In the
 backward pass of a recurrent layer, most nodes compute slopes of gates that are known beforehand.
@@ -15,14 +15,12 @@ from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.graph.traversal import made_by, subgraphs
-from onnxgrad.native.phases import LOOPS
-
-_MOST = 1 << 15  # elements of a value in one iteration: larger ones would leave the cache
+from onnxgrad.native.target import LOOPS, MOST_SCANNED_ELEMENTS
 
 
 @rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)
 def computed_outside(op, node):
-    """What reads only scanned inputs and loop-invariant values is computed in front of the Scan."""
+    """A node that reads only scanned inputs and loop-invariant values runs before the Scan."""
     scan = LoopBody.around(op)
     if scan is None or not scan.can_lose(node):
         return None
@@ -162,7 +160,7 @@ class LoopBody:
         self.set_scanned(self.stacks | {x: stack})
         return x
 
-    # -- what can move -------------------------------------------------------------------------
+    # -- nodes that can move --------------------------------------------------------------------
 
     def can_lose(self, node: ir.Node) -> bool:
         """Return whether `node` reads only scanned inputs and loop-invariant values."""
@@ -186,7 +184,7 @@ class LoopBody:
         return x.is_initializer() or x.graph is not self.body
 
     def outside(self, x: ir.Value) -> ir.Value:
-        """Return what stands for `x` in the graph around the body."""
+        """Return the value for `x` in the graph around the body: its stack, or a constant."""
         if x.is_initializer() and x.graph is self.body and x.const_value is not None:
             return self.op.const(x.const_value.numpy())
         return self.stacks.get(x, x)
@@ -208,9 +206,9 @@ class LoopBody:
         return None
 
     def is_small(self, value: ir.Value) -> bool:
-        """Return whether `value` has few elements: those of unknown lengths count the rows."""
+        """Return whether `value` has few elements; the rows stand for unknown lengths."""
         shape = dims(value)
         if shape is None or None in shape:
             return False
         rows = self.op.target.rows
-        return prod(d if isinstance(d, int) else rows for d in shape) <= _MOST
+        return prod(d if isinstance(d, int) else rows for d in shape) <= MOST_SCANNED_ELEMENTS

@@ -14,9 +14,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
 from onnxgrad.native.blocked_layout import sizes
-from onnxgrad.native.phases import PLAIN
-
-FEW = 16  # pixels, from which one image is enough for a product of matrices
+from onnxgrad.native.target import LEAST_PIXELS, PLAIN
 
 
 @rewrites("Conv", "ConvTranspose", group=PLAIN)
@@ -27,7 +25,7 @@ def images_side_by_side(op, node):
     if not (lengths and counts and kernel and len(lengths) == 2):
         return None
     get, auto = node.attributes.get_ints, node.attributes.get_string("auto_pad", "NOTSET")
-    if prod(lengths) >= FEW or node.attributes.get_int("group", 1) > 1 or auto != "NOTSET":
+    if prod(lengths) >= LEAST_PIXELS or node.attributes.get_int("group", 1) > 1 or auto != "NOTSET":
         return None
     if "output_shape" in node.attributes or sizes(x)[0] == 1:
         return None
@@ -48,7 +46,7 @@ def images_side_by_side(op, node):
     if not forward:
         attributes["output_padding"] = [get("output_padding", (0, 0))[0], max(-right, 0)]
     attributes["pads"] = [top, left, bottom, max(right, 0)]
-    wide = _joined(op, x, pitch)
+    wide = _wide_image(op, x, pitch)
     result = op.emit(node.op_type, [wide, *node.inputs[1:]], attributes)
     images = op.dim(x, 0)
     rows = sizes(y)[1]
@@ -58,7 +56,7 @@ def images_side_by_side(op, node):
     return [op.Transpose(split, perm=[2, 0, 1, 3])]
 
 
-def _joined(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
+def _wide_image(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
     """Return x (N, C, H, W) as (1, C, H, N pitch), with zeros after each image."""
     _, channels, height, width = sizes(x)
     if pitch > width:

@@ -1,0 +1,54 @@
+"""What the rewrites of the native form depend on: the target, the groups, and thresholds.
+
+A threshold is a size from which a rewrite pays. All were measured on the CPU of one machine, and
+change no result but by rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import threads
+
+# -- groups of rewrites, in the order in which they run -------------------------------------------
+
+NODES = "native.nodes"  # first, since they see which gradients come from convolutions
+BLOCKS = "native.blocks"  # convolutions in blocks of channels, and the nodes between them
+PLAIN = "native.plain"  # convolutions and pools that are not in blocks, and sums
+LOOPS = "native.loops"  # nodes that leave the bodies of Scans
+PHASES = (NODES, BLOCKS, PLAIN, LOOPS)
+
+EPOCH = "native.epoch"  # in the loop over the batches, whose body is the step
+
+# -- thresholds -----------------------------------------------------------------------------------
+
+# Pixels from which onnxruntime multiplies the matrices of each image fast enough: with fewer, for 8
+# images (512, 2, 2) and 3 x 3, a wide image takes 3 ms instead of 8, transposed 5 instead of 25.
+LEAST_PIXELS = 16
+# Elements of a row of a pool from which comparisons cost less than the output of indices.
+LEAST_POOL_ELEMENTS = 1 << 9
+# Rows and columns of aT b from which a transposed copy of a pays: the kernel transposes a anew for
+# every 128 columns. Measured with 1 thread: 0.73-0.88 of the time of these products, 0.93-0.96 of a
+# step of an MLP; no difference for encoders, whose products have fewer rows or columns.
+LEAST_PRODUCT_LENGTH = 512
+MOST_COPIED_BYTES = 1 << 25  # of this copy
+# Elements of an axis up to which a cubic Resize is faster as a product.
+LONGEST_CUBIC_AXIS = 2048
+# Elements of a value in one iteration of a Scan: a stack of larger ones would leave the cache.
+MOST_SCANNED_ELEMENTS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device and the number of threads of a session, and the rows of a batch."""
+
+    device: Device
+    threads: int
+    rows: int = 1
+
+    @staticmethod
+    def of(device: Any, work: float, rows: int) -> Target:
+        """Return the target for a step of `work` multiply-adds."""
+        return Target(Device.of(device), threads(work), rows)
