@@ -17,7 +17,7 @@ from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.scans import LoopBody, computed_outside, without_unread_inputs
 from onnxgrad.native.single_nodes import DEFAULTS, gemm_attributes
-from onnxgrad.native.target import EPOCH
+from onnxgrad.native.target import EPOCH, MOST_DATA_ELEMENTS
 
 # operators whose results are the same bits, however many steps there are
 _EXACT = ("Add", "Cast", "Div", "Max", "Min", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub")
@@ -140,7 +140,8 @@ def _linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int
 
 def _is_data(scan: LoopBody, x: ir.Value) -> bool:
     """Return whether `x` is a small scanned matrix of float32, with a known number of columns."""
-    real = x in scan.stacks and x.dtype == ir.DataType.FLOAT and scan.is_small(x)
+    small = x in scan.stacks and scan.is_small(x, MOST_DATA_ELEMENTS)
+    real = small and x.dtype == ir.DataType.FLOAT
     return real and len(_static_lengths(x)) == 2 and _static_lengths(x)[1] is not None
 
 

@@ -205,10 +205,10 @@ class LoopBody:
                 return (x, k) if same and self.is_small(x) else None
         return None
 
-    def is_small(self, value: ir.Value) -> bool:
-        """Return whether `value` has few elements; the rows stand for unknown lengths."""
+    def is_small(self, value: ir.Value, most: int = MOST_SCANNED_ELEMENTS) -> bool:
+        """Return whether `value` has at most `most` elements; rows stand for unknown lengths."""
         shape = dims(value)
         if shape is None or None in shape:
             return False
         rows = self.op.target.rows
-        return prod(d if isinstance(d, int) else rows for d in shape) <= MOST_SCANNED_ELEMENTS
+        return prod(d if isinstance(d, int) else rows for d in shape) <= most
