@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, defs, numpy_helper
+from onnx_ir.schemas import OpSignature, Parameter
 
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model.constants import opset_versions, standard
@@ -25,7 +26,7 @@ _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
 _CPU = ort.get_available_providers()[-1]  # sorted from the fastest
 _OLD_IR = 8  # that any onnxruntime loads
-_NO_END = (1 << 31) - 1  # of the opsets of a kernel: it is then that of one version of the operator
+_NO_END = (1 << 31) - 1  # last opset of a kernel that runs one version of its operator only
 _CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
 
 WORKING_OPSET = 18
@@ -46,12 +47,10 @@ def newest_ir_version() -> int:
 
 def _is_loaded(opset: int, ir_version: int) -> bool:
     """Return whether onnxruntime loads a model of these versions; its only node is `y = x`."""
-    model = ModelProto(ir_version=ir_version)
-    model.opset_import.add(version=opset)
-    model.graph.name = "versions"
-    for name, values in (("x", model.graph.input), ("y", model.graph.output)):
-        values.add(name=name).type.tensor_type.elem_type = TensorProto.FLOAT
-    model.graph.node.add(op_type="Identity", input=["x"], output=["y"])
+    model = onnx.parser.parse_model(
+        f'<ir_version: {ir_version}, opset_import: ["": {opset}]>'
+        "versions (float x) => (float y) { y = Identity(x) }"
+    )
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
@@ -65,77 +64,71 @@ def exists(node: ir.Node, opset: int) -> bool:
     """Return whether `opset` has the operator of `node`, with its attributes and types."""
     if node.domain:
         return True
-    known = _signature(node.op_type, opset)
+    known = _operator_signature(node.op_type, opset)
     return (
         known is not None
-        and known.defaults.keys() >= node.attributes.keys()
-        and _accepts(known.input_types, node.inputs)
-        and _accepts(known.output_types, node.outputs)
+        and {x.name for x in known.attributes} >= node.attributes.keys()
+        and _accepts_types(known.inputs, node.inputs)
+        and _accepts_types(known.outputs, node.outputs)
     )
 
 
 def runs(node: ir.Node, opset: int) -> bool:
     """Return whether onnxruntime has a kernel, or onnx a function body, for `node` at `opset`."""
-    known = None if node.domain else _signature(node.op_type, opset)
-    return bool(node.domain) or (known is not None and known.runs)
+    return bool(node.domain) or _runs_operator(node.op_type, opset)
+
+
+@cache
+def _runs_operator(op_type: str, opset: int) -> bool:
+    """Return whether onnxruntime runs a standard operator: see `runs`."""
+    schema = operator_schema(op_type, opset)
+    if schema is None:
+        return False
+    since, kernels = schema.since_version, _cpu_kernels().get(("", op_type), ())
+    has_body = schema.has_function or schema.has_context_dependent_function
+    return has_body or any(
+        first == since or first < since <= last < _NO_END for first, last in kernels
+    )
 
 
 def is_same(node: ir.Node, opset: int, other: int) -> bool:
     """Return whether `node` means the same at an `other` opset, where it exists."""
     if node.domain or opset == other:
         return True
-    a, b = (_signature(node.op_type, version) for version in (opset, other))
+    a, b = (_operator_signature(node.op_type, version) for version in (opset, other))
     if a is None or b is None:
         return False
-    common = a.defaults.keys() & b.defaults.keys()
-    n = len(node.inputs)
-    return a.inputs[:n] == b.inputs[:n] and all(a.defaults[k] == b.defaults[k] for k in common)
+    n, before = len(node.inputs), {x.name: x.default for x in a.attributes}
+    same_inputs = [x.name for x in a.inputs[:n]] == [x.name for x in b.inputs[:n]]
+    return same_inputs and all(x.default == before.get(x.name, x.default) for x in b.attributes)
 
 
-class _Signature(NamedTuple):
-    """An operator of the standard domain at an opset; operands behind the last are like it."""
-
-    runs: bool
-    defaults: Mapping[str, bytes]  # of all attributes
-    inputs: tuple[str, ...]
-    input_types: tuple[Set[str], ...]
-    output_types: tuple[Set[str], ...]
+def operator_schema(op_type: str, opset: int, domain: str = "") -> Any:
+    """Return the schema of an operator; None if `opset` has none, or a deprecated one."""
+    if opset < 1 or not defs.has(op_type, opset, domain):
+        return None
+    schema = defs.get_schema(op_type, opset, domain)
+    return None if schema.deprecated else schema
 
 
 @cache
-def _signature(op_type: str, opset: int) -> _Signature | None:
-    """Return the signature of an operator; None if `opset` does not have it."""
-    if not defs.has(op_type, opset):
-        return None
-    schema: Any = defs.get_schema(op_type, opset)
-    if schema.deprecated:
-        return None
-    since, has_body = schema.since_version, schema.has_function
-    return _Signature(
-        has_body
-        or schema.has_context_dependent_function
-        or any(
-            first == since or first < since <= last < _NO_END
-            for first, last in _kernels().get(("", op_type), ())
-        ),
-        {name: a.default_value.SerializeToString() for name, a in schema.attributes.items()},
-        tuple(p.name for p in schema.inputs),
-        tuple(frozenset(p.types) for p in schema.inputs),
-        tuple(frozenset(p.types) for p in schema.outputs),
-    )
+def _operator_signature(op_type: str, opset: int) -> OpSignature | None:
+    """Return the signature of a standard operator; None if `opset` does not have it."""
+    schema = operator_schema(op_type, opset)
+    return None if schema is None else OpSignature.from_op_schema(schema)
 
 
-def _accepts(allowed: Sequence[Set[str]], values: Sequence[ir.Value | None]) -> bool:
-    """Return whether the types of tensors, as far as they are known, are allowed."""
+def _accepts_types(parameters: Sequence[Parameter], values: Sequence[ir.Value | None]) -> bool:
+    """Return whether each value has an allowed type, or one that is unknown or no tensor type."""
     return all(
-        f"tensor({v.type.dtype.name.lower()})" in allowed[min(i, len(allowed) - 1)]
+        v.type in parameters[min(i, len(parameters) - 1)].type_constraint.allowed_types
         for i, v in enumerate(values)
         if v is not None and isinstance(v.type, ir.TensorType)
     )
 
 
 @cache
-def _kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
+def _cpu_kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
     """Return the first and last opset of each kernel of the CPU, by domain and operator."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -149,7 +142,7 @@ def _kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 def has_kernel(domain: str, op_type: str) -> bool:
     """Return whether onnxruntime runs a version of the operator on the CPU."""
-    return (domain, op_type) in _kernels()
+    return (domain, op_type) in _cpu_kernels()
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
@@ -163,19 +156,19 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
     model.ir_version = max(model.ir_version, 8)
     if version < 7:
         try:
-            _keep_channels(model)
+            _align_prelu_slopes(model)
         except onnx.shape_inference.InferenceError as e:
             raise ModelError(f"its shapes cannot be inferred: {first_line(e)}") from e
     if version == 8 and any(node.op_type == "Scan" for node in all_nodes(model.graph.node)):
         raise ModelError(
-            "the Scan of opset 8 has a batch axis, which onnx does not convert: export the model "
-            "at opset 9 or newer"
+            "the Scan of opset 8 cannot be converted: export the model at opset 9 or newer"
         )
     upsampled = {n.output[0] for n in all_nodes(model.graph.node) if n.op_type == "Upsample"}
-    model = _converted(model, target)
+    model = _convert_by_onnx(model, target)
     if version < 11:
-        _state_resize(model.graph, upsampled)
-        if not {TensorProto.FLOAT16, TensorProto.DOUBLE}.isdisjoint(_dtypes(model.graph).values()):
+        _write_resize_modes(model.graph, upsampled)
+        dtypes = _declared_dtypes(model.graph).values()
+        if TensorProto.FLOAT16 in dtypes or TensorProto.DOUBLE in dtypes:
             _cast_bounds(model)
     return model
 
@@ -183,12 +176,12 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
 def lowered(model: ModelProto, target: int) -> ModelProto:
     """Return a copy of `model` at an older opset, or raise; it must have no functions."""
     try:
-        return _converted(model, target)
+        return _convert_by_onnx(model, target)
     except ModelError as e:
         raise ModelError(f"{e}. Export it at that opset, or choose a newer one") from e
 
 
-def _converted(proto: ModelProto, target: int) -> ModelProto:
+def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
     """Return a copy of `proto` at another opset.
 
     The converter fails for operators that onnxruntime has in the standard domain and onnx does not,
@@ -197,9 +190,9 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
     """
     bare = with_imports(without_data(proto))  # the converter would copy the data several times
     bare.opset_import.add(domain=_HIDDEN, version=1)
-    _free_names(bare.graph)
+    _free_converter_names(bare.graph)
     for node in all_nodes(bare.graph.node):
-        if not node.domain and (node.op_type in _NOT_STANDARD or _trains(node)):
+        if not node.domain and (node.op_type in _NOT_STANDARD or _is_training_node(node)):
             node.domain = _HIDDEN
     read = {name for node in all_nodes(bare.graph.node) for name in node.input}
     read.update(names_in(bare.graph.output))
@@ -207,15 +200,14 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
         converted = onnx.version_converter.convert_version(bare, target)
     except Exception as e:  # the converter raises several undeclared types
         version = opset_versions(proto.opset_import).get("")
-        raise ModelError(
-            f"the model cannot be converted from opset {version} to {target}: {first_line(e)}"
-        ) from e
+        change = f"from opset {version} to {target}"
+        raise ModelError(f"the model cannot be converted {change}: {first_line(e)}") from e
     restore_data(converted, proto)
     for node in all_nodes(converted.graph.node):
         if node.domain == _HIDDEN:
             node.domain = ""
-            if _trains(node):
-                _state_training(node, read)
+            if _is_training_node(node):
+                _write_training_mode(node, read)
     keep_only(converted.opset_import, lambda entry: entry.domain != _HIDDEN)
     return converted
 
@@ -234,7 +226,7 @@ def with_imports(model: ModelProto) -> ModelProto:
     return copy
 
 
-def _free_names(graph: onnx.GraphProto) -> None:
+def _free_converter_names(graph: onnx.GraphProto) -> None:
     """Rename results that have names which the converter may give to its own, unchecked."""
     taken, outputs = set(names(graph)), names_in(graph.output)
     entries = list(walk(graph))  # keeps the graphs alive, and so their ids unique
@@ -247,7 +239,7 @@ def _free_names(graph: onnx.GraphProto) -> None:
     rename_values(graph, chosen)
 
 
-def _trains(node: NodeProto) -> bool:
+def _is_training_node(node: NodeProto) -> bool:
     """Return whether `node` is a BatchNormalization before opset 14 in training mode.
 
     Its number of outputs tells; the converter fails for more than three.
@@ -255,10 +247,10 @@ def _trains(node: NodeProto) -> bool:
     return node.op_type == "BatchNormalization" and any(node.output[1:])
 
 
-def _state_training(node: NodeProto, read: set[str]) -> None:
-    """Rewrite a BatchNormalization in training mode as one of opset 14.
+def _write_training_mode(node: NodeProto, read: set[str]) -> None:
+    """Rewrite a BatchNormalization in training mode for opset 14.
 
-    That does not return the statistics of the batch, nor has any but those per channel.
+    There it returns no statistics of the batch, and its statistics are per channel.
     """
     where = f"BatchNormalization {node.name!r} (output {node.output[0]!r}) before opset 14"
     if used := [y for y in node.output[3:] if y in read]:
@@ -273,7 +265,7 @@ def _state_training(node: NodeProto, read: set[str]) -> None:
     node.attribute.add(name="training_mode", type=AttributeProto.INT, i=1)
 
 
-def _keep_channels(model: ModelProto) -> None:
+def _align_prelu_slopes(model: ModelProto) -> None:
     """Reshape the slopes of PRelu, which are aligned with axis 1 before opset 7.
 
     From opset 7 on they broadcast to the last axes; the converter does not reshape them.
@@ -309,39 +301,41 @@ def _keep_channels(model: ModelProto) -> None:
             model.graph.node.insert(index, unsqueeze)
 
 
-def _in_scope(
+def _nodes_with_scope(
     graph: onnx.GraphProto,
     describe: Callable[[onnx.GraphProto], dict[str, Any]],
     outer: ChainMap[str, Any],
 ) -> Iterator[tuple[NodeProto, ChainMap[str, Any]]]:
-    """Yield the nodes of `graph` and its subgraphs with what `describe` says of values in scope."""
+    """Yield the nodes of `graph` and its subgraphs, each with the described values in its scope."""
     known = outer.new_child(describe(graph))
     for node in graph.node:
         yield node, known
         for inner in subgraphs(node):
-            yield from _in_scope(inner, describe, known)
+            yield from _nodes_with_scope(inner, describe, known)
 
 
-def _constants(graph: onnx.GraphProto) -> dict[str, TensorProto]:
+def _constant_tensors(graph: onnx.GraphProto) -> dict[str, TensorProto]:
+    """Return the tensors of initializers and Constant nodes by name."""
     constants = {t.name: t for t in graph.initializer}
     return constants | {
         n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"
     }
 
 
-def _dtypes(graph: onnx.GraphProto) -> dict[str, int]:
+def _declared_dtypes(graph: onnx.GraphProto) -> dict[str, int]:
+    """Return the declared dtypes of values and initializers by name."""
     values = (*graph.input, *graph.value_info, *graph.output)
     dtypes = {v.name: v.type.tensor_type.elem_type for v in values}
     return dtypes | {t.name: t.data_type for t in graph.initializer}
 
 
-def _state_resize(graph: onnx.GraphProto, upsampled: set[str]) -> None:
+def _write_resize_modes(graph: onnx.GraphProto, upsampled: set[str]) -> None:
     """Add the attributes to each Resize that it implied before opset 11; the converter does not.
 
     Coordinates were multiples of 1 / scale. For nearest, onnxruntime rounds them down where the
     axis gets longer, and up where it gets shorter.
     """
-    for node, constants in _in_scope(graph, _constants, ChainMap()):
+    for node, constants in _nodes_with_scope(graph, _constant_tensors, ChainMap()):
         if node.op_type != "Resize":
             continue
         attributes = {"coordinate_transformation_mode": "asymmetric"}
@@ -360,10 +354,10 @@ def _state_resize(graph: onnx.GraphProto, upsampled: set[str]) -> None:
 
 
 def _cast_bounds(model: ModelProto) -> None:
-    """Give bounds of Clip and what Pad fills with the dtype of x: the converter writes float32."""
+    """Give bounds of Clip and the padding of Pad the dtype of x: the converter writes float32."""
     inferred = onnx.shape_inference.infer_shapes(model).graph
-    nodes = _in_scope(model.graph, _constants, ChainMap())
-    same = _in_scope(inferred, _dtypes, ChainMap())
+    nodes = _nodes_with_scope(model.graph, _constant_tensors, ChainMap())
+    same = _nodes_with_scope(inferred, _declared_dtypes, ChainMap())
     for (node, constants), (_, dtypes) in zip(nodes, same, strict=True):
         dtype = dtypes.get(node.input[0], 0) if node.op_type in ("Clip", "Pad") else 0
         for name in node.input[1:]:

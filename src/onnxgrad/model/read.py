@@ -15,7 +15,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.model.external import resolve
-from onnxgrad.model.validate.model import repair, validate
+from onnxgrad.model.validate import repair, validate
 from onnxgrad.reporting import escape_loggers
 
 escape_loggers("onnx_ir")  # its warnings quote names of invalid models
@@ -31,7 +31,7 @@ def names_model(value: object) -> bool:
 def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False) -> ModelProto:
     """Return `model` as a `ModelProto` that passed `validate`; the argument is not modified.
 
-    It contains its tensors, except those of a large model: see `external`. The nodes of its main
+    It contains its tensors, unless it is large: see `external`. The nodes of its main
     graph are sorted, and negative declared lengths are made unknown.
 
     Args:
@@ -47,30 +47,25 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     if isinstance(model, ModelProto):
         proto, where = model, "the given ModelProto"
     elif isinstance(model, (bytes, bytearray, memoryview)):
-        proto, where = _parse(bytes(model), "the given bytes"), "the given bytes"
+        proto, where = _parse_model(bytes(model), "the given bytes"), "the given bytes"
     elif isinstance(model, (str, os.PathLike)):
         path, where = Path(model), f"{os.fspath(model)!r}"
         try:
             data = path.read_bytes()
         except (OSError, ValueError) as e:
             raise ModelError(f"cannot read {where}: {getattr(e, 'strerror', None) or e}") from None
-        proto = _parse(data, where)
+        proto = _parse_model(data, where)
     else:
-        raise TypeError(
-            f"a model is a ModelProto, bytes or a path, not {type(model).__name__}{_export(model)}"
-        )
+        kind = f"{type(model).__name__}{_export_hint(model)}"
+        raise TypeError(f"a model is a ModelProto, bytes or a path, not {kind}")
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"{where} is no ONNX model: it has no graph")
     if not proto.opset_import:
-        raise ModelError(
-            f"{where} imports no opset: it is truncated or incomplete, export it again"
-        )
+        raise ModelError(f"{where} imports no opset: it is incomplete, export it again")
     try:
         fix = not broken and validate(proto, promised)
     except UnicodeDecodeError:
-        raise ModelError(
-            f"{where} has a name that is not UTF-8: it is damaged, export it again"
-        ) from None
+        raise ModelError(f"{where} has a name that is not UTF-8: export it again") from None
     except ModelError as e:
         raise ModelError(f"{where}: {e}") from None
     if fix and proto is model:
@@ -81,7 +76,7 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     return proto
 
 
-def _export(model: object) -> str:
+def _export_hint(model: object) -> str:
     """Return the end of a message: how an object of another library becomes a model."""
     ways = {
         "torch.nn": "write it to a file by torch.onnx.export(module, args, 'model.onnx')",
@@ -95,7 +90,8 @@ def _export(model: object) -> str:
     return "" if way is None else f": {way}"
 
 
-def _parse(data: bytes, where: str) -> ModelProto:
+def _parse_model(data: bytes, where: str) -> ModelProto:
+    """Return the model of serialized bytes; `where` names them in messages."""
     try:
         return onnx.load_model_from_string(data)
     except DecodeError:

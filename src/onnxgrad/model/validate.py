@@ -5,8 +5,9 @@ Every part is visited once, in the order of the file; only unsorted nodes cost m
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -17,18 +18,21 @@ from onnxgrad.errors import ModelError
 from onnxgrad.limits import check_limit
 from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.notes import CONSTANTS, LOSS
-from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, names_in, subgraphs
-from onnxgrad.model.validate.nodes import Key, check_node, key_of, title
-from onnxgrad.model.validate.order import Order, cycle_of, sorted_order
-from onnxgrad.model.validate.tensors import (
+from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, names_in, reads, subgraphs
+from onnxgrad.model.validate_parts import (
+    CallKey,
+    called_key,
+    check_node,
     check_sparse,
     check_tensor,
     check_values,
     forget_negative,
     shown,
+    title,
 )
 
 _DEEPEST = 30  # levels of nested subgraphs; protobuf does not write more
+_USE_NEWEST = "export the model at that, or upgrade onnx"
 _METADATA: Mapping[str, type[list] | type[dict]] = {CONSTANTS: list, LOSS: dict}  # ours, as JSON
 
 
@@ -46,14 +50,14 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
             than `limits` allows; the message is one line that names the node or value.
     """
     _check_versions(model)
-    checked = _Checked({_key(f): f for f in model.functions})
+    checked = _Checked({_function_key(f): f for f in model.functions})
     if len(checked.functions) < len(model.functions):
         raise ModelError("two functions of the model have the same name: rename one")
     for function in _callees_first(checked.functions):
         _check_function(function, checked)
     scope = _Scope(checked, opset_versions(model.opset_import), None)
     if scope.check(model.graph, "the graph", promised).late:
-        sorted_order(model.graph.node)  # raises for a cycle
+        _sorted_order(model.graph.node)  # raises for a cycle
         checked.unsorted = True
     check_limit("nodes", scope.size, "the model has too many nodes")
     for entry in model.metadata_props:
@@ -67,7 +71,7 @@ def repair(model: ModelProto) -> None:
 
     The model has passed `validate`.
     """
-    order = sorted_order(model.graph.node)
+    order = _sorted_order(model.graph.node)
     if order != list(range(len(order))):
         nodes = [NodeProto.FromString(model.graph.node[i].SerializeToString()) for i in order]
         del model.graph.node[:]
@@ -83,10 +87,10 @@ def repair(model: ModelProto) -> None:
 
 @dataclass
 class _Checked:
-    """The functions of a model, and what the checks have learned of it."""
+    """The functions of a model, and the findings of its checks so far."""
 
-    functions: dict[Key, FunctionProto]
-    scopes: dict[Key, _Scope] = field(default_factory=dict)  # of those that are checked
+    functions: dict[CallKey, FunctionProto]
+    scopes: dict[CallKey, _Scope] = field(default_factory=dict)  # of the functions checked so far
     unsorted: bool = False
     negative: bool = False
 
@@ -97,23 +101,17 @@ def _check_versions(model: ModelProto) -> None:
     for holder in (model, *model.functions):
         for entry in holder.opset_import:
             if type(entry.domain) is not str:
-                raise ModelError(
-                    "it imports a domain that is not UTF-8: it is damaged, export it again"
-                )
+                raise ModelError("it imports a domain that is not UTF-8: export it again")
             domain = standard(entry.domain)
             opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
             if entry.version < (domain in newest):
                 raise ModelError(f"it imports {opset}: versions start at 1, correct it")
             if entry.version > newest.get(domain, entry.version):
-                raise ModelError(
-                    f"it imports {opset}, and the newest of onnx {onnx.__version__} is "
-                    f"{newest[domain]}: export the model at that, or upgrade onnx"
-                )
+                last = f"the newest of onnx {onnx.__version__} is {newest[domain]}"
+                raise ModelError(f"it imports {opset}, and {last}: {_USE_NEWEST}")
     if not 0 <= model.ir_version <= onnx.IR_VERSION:
-        raise ModelError(
-            f"its IR version is {model.ir_version}, and the newest of onnx {onnx.__version__} is "
-            f"{onnx.IR_VERSION}: export the model at that, or upgrade onnx"
-        )
+        newest_ir = f"the newest of onnx {onnx.__version__} is {onnx.IR_VERSION}: {_USE_NEWEST}"
+        raise ModelError(f"its IR version is {model.ir_version}, and {newest_ir}")
 
 
 def _is_json(text: str, kind: type[list] | type[dict]) -> bool:
@@ -128,25 +126,23 @@ def _is_json(text: str, kind: type[list] | type[dict]) -> bool:
 # -- functions -----------------------------------------------------------------------------------
 
 
-def _key(function: FunctionProto) -> Key:
+def _function_key(function: FunctionProto) -> CallKey:
     return standard(function.domain), function.name, function.overload
 
 
-def _callees_first(functions: Mapping[Key, FunctionProto]) -> list[FunctionProto]:
-    """Return the functions sorted so that each comes after those that it calls."""
+def _callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[FunctionProto]:
+    """Return the functions sorted so that callees come before their callers."""
     numbers = {key: i for i, key in enumerate(functions)}
     callees = {
-        numbers[key]: [numbers[k] for n in all_nodes(f.node) if (k := key_of(n)) in functions]
+        numbers[key]: [numbers[k] for n in all_nodes(f.node) if (k := called_key(n)) in functions]
         for key, f in functions.items()
     }
     in_order = list(functions.values())
     try:
         return [in_order[i] for i in TopologicalSorter(callees).static_order()]
     except CycleError as e:
-        cycle = " -> ".join(shown(in_order[i].name) for i in reversed(cycle_of(e)))
-        raise ModelError(
-            f"its functions call each other without end: {cycle}; break the cycle"
-        ) from None
+        cycle = " -> ".join(shown(in_order[i].name) for i in reversed(_cycle_from_smallest(e)))
+        raise ModelError(f"its functions call each other without end: {cycle}; break it") from None
 
 
 def _check_function(function: FunctionProto, checked: _Checked) -> None:
@@ -159,7 +155,85 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
     scope = _Scope(checked, opset_versions(function.opset_import), set())
     scope.check(function, subject).refuse_unsorted(subject)
     scope.needed = (scope.needed or set()) - {a.name for a in function.attribute_proto}
-    checked.scopes[_key(function)] = scope
+    checked.scopes[_function_key(function)] = scope
+
+
+# -- the order of nodes ---------------------------------------------------------------------------
+
+
+@dataclass
+class _NodeOrder:
+    """The values that the nodes of a graph define, read before their definition, or capture."""
+
+    nodes: Sequence[NodeProto]
+    defined: dict[str, None]
+    # name of a value not defined here -> a node that reads it
+    free: dict[str, NodeProto] = field(default_factory=dict)
+    late: list[tuple[str, NodeProto]] = field(default_factory=list)  # read before it is defined
+
+    def read(self, node: NodeProto, names: Iterable[str]) -> None:
+        """Record values that the next node reads, or that its subgraphs capture."""
+        defined = self.defined
+        self.late += [(name, node) for name in names if name not in defined and name]
+
+    def write(self, node: NodeProto) -> None:
+        """Record the outputs of the next node."""
+        defined = self.defined
+        for name in node.output:
+            if name in defined:
+                taken = f"{shown(name)}, which is the name of another value"
+                raise ModelError(f"{title(node)} computes {taken}: rename one")
+            if type(name) is not str:  # bytes, where it is not UTF-8
+                raise ModelError(f"{title(node)} has a name that is not UTF-8: export it again")
+            if name:
+                defined[name] = None
+
+    def close(self) -> None:
+        """Move the values read early that no node defines from `late` to `free`."""
+        for name, reader in self.late:
+            if name not in self.defined:
+                self.free.setdefault(name, reader)
+        self.late = [(name, reader) for name, reader in self.late if name in self.defined]
+
+    def refuse_unsorted(self, what: str) -> None:
+        """Raise if a node reads the output of a later one."""
+        for name, reader in self.late:
+            _sorted_order(self.nodes)  # raises for a cycle
+            early = f"{shown(name)}, which a later node computes"
+            raise ModelError(f"{title(reader)} in {what} reads {early}: sort the nodes")
+
+
+def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
+    """Return the indices of `nodes` in an order in which no node reads the output of a later one.
+
+    A cycle is an error that names its values.
+    """
+    producers = {y: i for i, node in enumerate(nodes) for y in node.output if y}
+    waits = {i: {producers[x] for x in reads(n) if x in producers} for i, n in enumerate(nodes)}
+    sorter, order = TopologicalSorter(waits), list[int]()
+    try:
+        sorter.prepare()
+    except CycleError as e:
+        chain = [shown(next(filter(None, nodes[i].output))) for i in _cycle_from_smallest(e)]
+        if len(chain) > 12:
+            chain = [*chain[:6], f"({len(chain) - 11} more)", *chain[-5:]]
+        raise ModelError(
+            f"its nodes depend on each other: {' -> '.join(chain)}; break the cycle"
+        ) from None
+    ready: list[int] = []  # a heap: nodes keep their order where they can
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, i)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+    return order
+
+
+def _cycle_from_smallest(error: CycleError) -> list[int]:
+    """Return the numbers of a cycle, first and last the smallest."""
+    cycle: list[int] = error.args[1][1:]
+    start = cycle.index(min(cycle))
+    return [*cycle[start:], *cycle[: start + 1]]
 
 
 # -- graphs --------------------------------------------------------------------------------------
@@ -172,9 +246,9 @@ class _Scope:
     checked: _Checked
     opsets: Mapping[str, int]
     needed: set[str] | None  # attributes that nodes require of the function; None: in none
-    size: int = 0  # number of nodes, those of subgraphs and called functions included
+    size: int = 0  # number of nodes, with the nodes of subgraphs and of called functions
 
-    def check(self, graph: GraphLike, subject: str, promised: Collection[str] = ()) -> Order:
+    def check(self, graph: GraphLike, subject: str, promised: Collection[str] = ()) -> _NodeOrder:
         """Check the main graph or a function; return the order of its nodes."""
         order = self._check_graph(graph, 0, subject, None)
         for name, reader in order.free.items():
@@ -187,14 +261,14 @@ class _Scope:
 
     def _check_graph(
         self, graph: GraphLike, depth: int, subject: str, parent: NodeProto | None
-    ) -> Order:
+    ) -> _NodeOrder:
         """Check a graph, which is a subgraph of the node `parent` if there is one."""
         if depth > _DEEPEST:
             raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
-        order = Order(graph.node, self._check_declared(graph))
+        order = _NodeOrder(graph.node, self._check_declared(graph))
         functions, opsets = self.checked.functions, self.opsets
         for node in graph.node:
-            function = functions.get(key_of(node)) if functions else None
+            function = functions.get(called_key(node)) if functions else None
             check_node(node, opsets.get(standard(node.domain), 0), function, self.needed)
             self.size += 1 if function is None else self._size_of_call(node)
             order.read(node, node.input)
@@ -221,14 +295,14 @@ class _Scope:
         """Check inputs, constants and types; return the names of the inputs and constants."""
         defined: dict[str, None] = {}
         for name in names_in(graph.input):
-            _declare(name, "input", defined)
+            _declare_name(name, "input", defined)
         if isinstance(graph, GraphProto):
             constants: dict[str, None] = {}
             for tensor in graph.initializer:
-                _declare(tensor.name, "initializer", constants)
+                _declare_name(tensor.name, "initializer", constants)
                 check_tensor(tensor, lambda t=tensor: f"initializer {shown(t.name)}")  # type: ignore
             for sparse in graph.sparse_initializer:
-                _declare(sparse.values.name, "initializer", constants)
+                _declare_name(sparse.values.name, "initializer", constants)
                 check_sparse(sparse, f"sparse initializer {shown(sparse.values.name)}")
             for kind, values in (("input", graph.input), ("output", graph.output)):
                 self.checked.negative |= check_values(values, kind)
@@ -238,7 +312,7 @@ class _Scope:
 
     def _size_of_call(self, node: NodeProto) -> int:
         """Return the number of nodes of a function, after checking the attributes of its call."""
-        called = self.checked.scopes[key_of(node)]
+        called = self.checked.scopes[called_key(node)]
         attributes = {a.name: a.ref_attr_name for a in node.attribute}
         for name in called.needed or ():
             if name not in attributes:
@@ -248,7 +322,8 @@ class _Scope:
         return called.size
 
 
-def _declare(name: str, kind: str, names: dict[str, None]) -> None:
+def _declare_name(name: str, kind: str, names: dict[str, None]) -> None:
+    """Add a name to `names`, or raise if it is empty, damaged or there already."""
     if not name or type(name) is not str:
         raise ModelError(f"an {kind} has no name, or one that is not UTF-8: name it, or remove it")
     if name in names:

@@ -1,16 +1,36 @@
-"""Checks of single nodes: the operands, attributes and subgraphs that their operators require."""
+"""Checks of the parts of a model: nodes, constants and declared types.
+
+A node has the operands, attributes and subgraphs that its operator requires; the data of a constant
+match its shape and type.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from math import prod
+from typing import NamedTuple
 
-from onnx import AttributeProto, FunctionProto, NodeProto, defs
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    NodeProto,
+    SparseTensorProto,
+    TensorProto,
+    TypeProto,
+    ValueInfoProto,
+    defs,
+    numpy_helper,
+)
 
 from onnxgrad.errors import ModelError
+from onnxgrad.limits import check_limit
 from onnxgrad.model.constants import standard
-from onnxgrad.model.validate.tensors import check_sparse, check_tensor, shown
+from onnxgrad.model.external import nbytes
+from onnxgrad.model.opsets import operator_schema
 
 _KINDS = AttributeProto.AttributeType
 _FIELD = {  # the field of AttributeProto that holds the value, if it is one message
@@ -22,28 +42,38 @@ _FIELD = {  # the field of AttributeProto that holds the value, if it is one mes
 _TYPES = frozenset(_KINDS.values()) - {AttributeProto.UNDEFINED}
 _PLAIN = frozenset(map(_KINDS.Value, "FLOAT INT STRING FLOATS INTS STRINGS".split()))
 STANDARD = ("", "ai.onnx")
-Key = tuple[str, str, str]  # domain, name and overload of a function
+CallKey = tuple[str, str, str]  # domain, name and overload of a local function
+
+_SHOWN = 100  # characters of a name, or lengths of a shape, in a message
+_MOST = (1 << 63) - 1  # the greatest size in bytes
+_DTYPES = {d.value for d in ir.DataType if d != ir.DataType.UNDEFINED}
+_COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
+
+
+def shown(name: str | bytes) -> str:
+    """Return a name for messages: quoted, control characters escaped, shortened."""
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]!s}...")
+
+
+# -- nodes -----------------------------------------------------------------------------------------
 
 
 class _Signature(NamedTuple):
-    """What the schema of an operator says, or the call of a function has to agree with."""
+    """The operands and attributes that an operator, or the call of a local function, allows."""
 
     inputs: tuple[int, int]  # the least and the greatest number
     outputs: tuple[int, int]
-    single_inputs: tuple[int, ...]  # indices of those that cannot be left out
+    single_inputs: tuple[int, ...]  # indices of the inputs that cannot be left out
     single_outputs: tuple[int, ...]
     types: Mapping[str, int]  # of attributes
     required: frozenset[str]
 
 
 @lru_cache(maxsize=4096)
-def _signature(domain: str, op_type: str, opset: int) -> _Signature | None:
+def _operator_signature(domain: str, op_type: str, opset: int) -> _Signature | None:
     """Return the signature of an operator, None if onnx has no schema for it."""
-    domain = standard(domain)
-    if opset < 1 or not defs.has(op_type, opset, domain):
-        return None
-    schema: Any = defs.get_schema(op_type, opset, domain)
-    if schema.deprecated:
+    schema = operator_schema(op_type, opset, standard(domain))
+    if schema is None:
         return None
     single = defs.OpSchema.FormalParameterOption.Single
     return _Signature(
@@ -56,7 +86,7 @@ def _signature(domain: str, op_type: str, opset: int) -> _Signature | None:
     )
 
 
-def key_of(node: NodeProto) -> Key:
+def called_key(node: NodeProto) -> CallKey:
     """Return the key of the local function that `node` calls, if it calls one."""
     return standard(node.domain), node.op_type, node.overload
 
@@ -84,17 +114,17 @@ def check_node(
             to it; None: it is in none, to whose attributes it could refer.
     """
     _check_header(node)
-    if function is not None:
+    if function is None:
+        signature = _operator_signature(node.domain, node.op_type, opset)
+    else:
         most = (0, len(function.input)), (0, len(function.output))
         signature = _Signature(*most, (), (), {}, frozenset())
-        _check_attributes(node, signature, needed)
-        _check_operands(node, signature, "the function that it calls")
-        return
-    schema = _signature(node.domain, node.op_type, opset)
-    _check_attributes(node, schema, needed)
-    if schema is not None:
-        _check_operands(node, schema, "its operator")
-        _check_required(node, schema, opset)
+    _check_attributes(node, signature, needed)
+    if signature is not None:
+        called = "its operator" if function is None else "the function that it calls"
+        _check_operands(node, signature, called)
+        if function is None:
+            _check_required(node, signature, opset)
     elif opset < 1 and node.domain in STANDARD:
         raise ModelError(f"{title(node)} is of a domain without an opset: import one")
     elif not (node.op_type.isprintable() and node.domain.isprintable()):
@@ -127,17 +157,17 @@ def _check_attributes(
             _check_value(attribute, node)
         if attribute.ref_attr_name:
             if needed is None:
+                own, other = shown(name), shown(attribute.ref_attr_name)
                 raise ModelError(
-                    f"the attribute {shown(name)} of {title(node)} refers to the attribute "
-                    f"{shown(attribute.ref_attr_name)} of a function, but is outside of one: write "
-                    "its value"
+                    f"the attribute {own} of {title(node)} refers to the attribute {other} of a "
+                    "function, but is outside of one: write its value"
                 )
             if signature is not None and name in signature.required:
                 needed.add(attribute.ref_attr_name)
         if kind != types.get(name, kind):
+            actual, right = _KINDS.Name(kind), _KINDS.Name(types[name])
             raise ModelError(
-                f"{title(node)} has the attribute {name!r} as {_KINDS.Name(kind)}, not "
-                f"{_KINDS.Name(types[name])}: change its type"
+                f"{title(node)} has the attribute {name!r} as {actual}, not {right}: change it"
             )
     if len(names) < len(node.attribute) or "" in names:
         raise ModelError(f"{title(node)} has an attribute twice, or without a name: remove it")
@@ -180,9 +210,7 @@ def _check_operands(node: NodeProto, signature: _Signature, owner: str) -> None:
         n = len(names)
         if not least <= n <= most:
             allowed = f"at least {least}" if n < least else f"at most {most}"
-            raise ModelError(
-                f"{title(node)} has {n} {kind}s, and {owner} {allowed}: correct the node"
-            )
+            raise ModelError(f"{title(node)} has {n} {kind}s, and {owner} {allowed}: correct it")
         if "" in names:
             for i in single:
                 if i < n and not names[i]:
@@ -211,3 +239,119 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
                         f"the {attribute.name!r} of {title(node)} has {count} {kind}, and the "
                         f"node requires {required}: make their numbers match"
                     )
+
+
+# -- constants and types --------------------------------------------------------------------------
+
+
+def _shown_shape(dims: Sequence[int]) -> str:
+    """Return a shape for messages, shortened."""
+    lengths = [str(d) for d in dims[:_SHOWN]] + ["..."] * (len(dims) > _SHOWN)
+    return f"[{', '.join(lengths)}]"
+
+
+def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
+    """Raise if the data type, the shape and the number of elements of `tensor` do not agree.
+
+    The message starts with `subject()`, "initializer 'w'". Data in external files are not read.
+    """
+    kind, dims = tensor.data_type, tensor.dims
+    if kind not in _DTYPES:
+        raise ModelError(f"{subject()} has the unknown data type {kind}: use a type of ONNX")
+    count = prod(dims)
+    if min(dims, default=0) < 0:
+        raise ModelError(f"{subject()} has the negative length {min(dims)}: correct its shape")
+    if count * 16 > _MOST:
+        raise ModelError(f"{subject()} has a shape of {_shown_count(count)} elements: correct it")
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return
+    field, expected = "raw_data", nbytes(tensor)
+    if kind == TensorProto.STRING or not tensor.HasField("raw_data"):
+        field = onnx.helper.tensor_dtype_to_field(kind)  # noqa: TID251
+        if kind == TensorProto.STRING or ir.DataType(kind).bitwidth >= 8:
+            expected = count * 2 if kind in _COMPLEX else count
+    length = len(getattr(tensor, field))
+    if length != expected:
+        relation = "fewer" if length < expected else "more"
+        raise ModelError(
+            f"{subject()} holds {relation} data than its shape {_shown_shape(dims)} says "
+            f"({length} entries of {field}, not {expected}): it is damaged, export it again"
+        )
+
+
+# of indices: the specification says int64, but onnxruntime writes the smallest type that fits
+_INDEX_TYPES = (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64)
+
+
+def check_sparse(sparse: SparseTensorProto, what: str) -> None:
+    """Raise if the values, the indices and the shape of a sparse tensor do not agree.
+
+    Also if it is too large for a dense tensor. The message starts with `what`.
+    """
+    values, indices, dims = sparse.values, sparse.indices, list(sparse.dims)
+    for part, tensor in (("values", values), ("indices", indices)):
+        check_tensor(tensor, lambda part=part: f"{what}: the tensor of its {part}")  # type: ignore
+        if tensor.data_location == TensorProto.EXTERNAL:
+            raise ModelError(f"{what} keeps its {part} in an external file: store it as dense")
+    count = prod(dims)
+    if not dims or min(dims) < 0:
+        raise ModelError(f"{what} has the shape {_shown_shape(dims)}: lengths are not negative")
+    check_limit("dense_elements", count, f"{what} has too many elements for a dense tensor")
+    n = values.dims[0] if len(values.dims) == 1 else -1
+    if indices.data_type not in _INDEX_TYPES or list(indices.dims) not in ([n], [n, len(dims)]):
+        raise ModelError(
+            f"{what} has values of shape {_shown_shape(values.dims)} and indices of shape "
+            f"{_shown_shape(indices.dims)}: these are (n,), and integers of shape (n,) or (n, rank)"
+        )
+    positions = numpy_helper.to_array(indices)
+    ends = np.array([count] if positions.ndim == 1 else dims)
+    if ((positions < 0) | (positions >= ends)).any():
+        raise ModelError(f"{what} has an index outside of its shape {_shown_shape(dims)}")
+
+
+def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
+    """Raise for a declared type that ONNX does not have; return whether a length is negative."""
+    negative = False
+    for value in values:
+        if not value.HasField("type"):
+            continue
+        tensor = innermost(value.type)
+        if tensor.elem_type not in _DTYPES and tensor.elem_type:
+            raise ModelError(
+                f"{kind} {shown(value.name)} has the unknown element type {tensor.elem_type}: "
+                "use a type of ONNX"
+            )
+        if tensor.HasField("shape"):
+            negative |= any(d.dim_value < 0 for d in tensor.shape.dim)
+            check_limit(
+                "rank", len(tensor.shape.dim), f"{kind} {shown(value.name)} has too many axes"
+            )
+    return negative
+
+
+def forget_negative(values: Iterable[ValueInfoProto]) -> None:
+    """Make the negative lengths that `values` declare unknown, in place."""
+    for value in values:
+        tensor = innermost(value.type)
+        for d in tensor.shape.dim if tensor.HasField("shape") else ():
+            if d.dim_value < 0:
+                d.ClearField("dim_value")
+
+
+def innermost(kind: TypeProto) -> TypeProto.Tensor | TypeProto.SparseTensor:
+    """Return the tensor type inside a type of sequences, Optionals or maps, or itself."""
+    while True:
+        field = kind.WhichOneof("value")
+        if field in ("sequence_type", "optional_type"):
+            kind = getattr(kind, field).elem_type
+        elif field == "map_type":
+            kind = kind.map_type.value_type
+        elif field == "sparse_tensor_type":
+            return kind.sparse_tensor_type
+        else:
+            return kind.tensor_type
+
+
+def _shown_count(count: int) -> str:
+    """Return a number of elements for messages: by its magnitude if it has many digits."""
+    return str(count) if count < 10**18 else f"more than 10^{len(str(count)) - 1}"

@@ -1,1 +1,0 @@
-"""Structural checks of an input model."""
