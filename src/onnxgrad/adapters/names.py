@@ -7,7 +7,7 @@ from collections import Counter
 from onnx import ModelProto
 
 from onnxgrad.adapters.uses import EMBEDDING, Target
-from onnxgrad.model.quantizer_names import name_of_floats
+from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.training.parameters.aliases import aliases
 from onnxgrad.training.parameters.integer_rows import integer_rows
 

@@ -13,7 +13,7 @@ from onnxgrad.adapters.dora import unfit
 from onnxgrad.adapters.uses import Target
 from onnxgrad.errors import argument, printable
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
-from onnxgrad.model.quantizer_names import name_of_floats
+from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.integer_rows import integer_rows

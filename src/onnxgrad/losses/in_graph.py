@@ -21,8 +21,8 @@ from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
 from onnxgrad.losses.sums import broadcast_weights
-from onnxgrad.model.caches import caches
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
+from onnxgrad.model.feeds import caches
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
 from onnxgrad.runtime.run_shapes import confirmed_by_run

@@ -1,4 +1,4 @@
-"""Random inputs for a model, and the dtypes of the inputs of a session."""
+"""The inputs of a model: required ones, caches, their dtypes in a session, and random values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names_without_default(model: ModelProto) -> list[str]:
 
 
 def unsized_defaults(model: ModelProto) -> set[str]:
-    """Return the names of the inputs with a default that state a length which is not static.
+    """Return the names of the inputs that have a default and a declared length that is not static.
 
     They are data, as tensors of another length may be fed. Other inputs with a default may be
     weights, which some exporters list among the inputs.
@@ -38,6 +38,21 @@ def unsized_defaults(model: ModelProto) -> set[str]:
     given = set(names_without_default(model))
     optional = [x for x in model.graph.input if x.name not in given]
     return {x.name for x in optional if static(dims(ir.from_proto(x))) is None}
+
+
+def caches(proto: ModelProto) -> dict[str, str]:
+    """Return, for each input that is a cache, the output that is its next value.
+
+    Exporters of language models name the caches of attention by "past" among the inputs and by
+    "present" among the outputs, as `past_key_values.0.key` and `present.0.key`.
+    """
+    outputs = {y.name for y in proto.graph.output}
+    pairs = {}
+    for x in proto.graph.input:
+        present = re.sub("past(_key_values)?", "present", x.name, count=1)
+        if present != x.name and present in outputs:
+            pairs[x.name] = present
+    return pairs
 
 
 def random_feed(
@@ -74,7 +89,7 @@ def random_feed(
         {'x': ('float32', (4, 2)), 'label': ('int64', (4,))}
     """
     rng = np.random.default_rng(random_state)
-    described = [_describe(x) for x in inputs]
+    described = [_name_type_shape(x) for x in inputs]
     sizes: dict[Any, int] = {shape[0]: batch for _, _, shape in described if shape}
 
     def length(d: int | str | None, axis: int) -> int:
@@ -85,12 +100,12 @@ def random_feed(
         return sizes.get(d, empty_dimension) if isinstance(d, str) and d else empty_dimension
 
     return {
-        name: _draw(rng, dtype, [length(d, axis) for axis, d in enumerate(shape)])
+        name: _draw_values(rng, dtype, [length(d, axis) for axis, d in enumerate(shape)])
         for name, dtype, shape in described
     }
 
 
-def _describe(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
+def _name_type_shape(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
     """Return name, dtype and shape of an input of onnx, onnx_ir or onnxruntime."""
     if isinstance(x, ValueInfoProto):
         if x.type.WhichOneof("value") != "tensor_type":
@@ -115,7 +130,8 @@ def session_dtype(kind: str) -> ir.DataType | None:
     return match and (_SESSION_TYPES.get(match[1]) or ir.DataType[match[1].upper()])
 
 
-def _draw(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:
+def _draw_values(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:
+    """Return normal floats, or zeros and ones: as integers, booleans or texts."""
     if dtype.is_floating_point():
         return np.asarray(rng.standard_normal(shape)).astype(dtype.numpy())
     drawn = np.asarray(rng.integers(0, 2, shape))

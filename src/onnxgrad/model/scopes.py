@@ -1,11 +1,12 @@
-"""Renaming of values.
+"""Names of values: their scopes, new names, and the names that quantizers give.
 
-Names have scopes: a subgraph sees those of the graphs that enclose it, a local function only its
-own.
+A subgraph sees the names of the graphs that enclose it; a local function sees only the names of
+its body.
 """
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import count
@@ -26,18 +27,24 @@ from onnxgrad.model.traversal import (
 Choose = Callable[[GraphLike, str, str], str]
 
 
-def rename(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[str, str]:
-    """Rename the values and nodes of `graph` and its subgraphs, in place, except those `kept`.
+# suffixes by the quantizers of onnxruntime; quantize_dynamic transposes some weights of Gemm before
+_QUANTIZED = re.compile(
+    r"(_Transposed(_\d+)?)?(_DQ)?_(quantized(_\d+)?|QuantizeLinear_Output|[QU]\d+\w*)$"
+)
 
-    The inputs and outputs of a function have to be among these. Returns new names by old ones: that
-    of the outermost value, if several have the same old name.
+
+def rename(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[str, str]:
+    """Rename the values and nodes of `graph` and its subgraphs, in place, except the values `kept`.
+
+    The inputs and outputs of a function have to be among these. Returns new names by old ones:
+    the new name of the outermost value, if several have the same old name.
     """
     new_names = {name: name for name in kept}
-    _rename(graph, ChainMap(dict(new_names)), choose, new_names)
+    _rename_in_scope(graph, ChainMap(dict(new_names)), choose, new_names)
     return new_names
 
 
-def _rename(
+def _rename_in_scope(
     graph: GraphLike, scope: ChainMap[str, str], choose: Choose, new_names: dict[str, str]
 ) -> None:
     """Rename the values of `graph`; the first map of `scope` receives their new names."""
@@ -68,7 +75,7 @@ def _rename(
         if node.name:
             node.name = choose(graph, "node", node.name)
         for inner in subgraphs(node):
-            _rename(inner, scope.new_child(), choose, new_names)
+            _rename_in_scope(inner, scope.new_child(), choose, new_names)
     # another value may get the name of one that does not exist
     keep_only(graph.value_info, lambda value: value.name in scope)
     for value in graph.value_info:
@@ -78,8 +85,8 @@ def _rename(
 def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> dict[str, str]:
     """Give values of `graph` and its subgraphs new names, in place: {(id of graph, name): new}.
 
-    The outputs of `graph` keep their names: an Identity copies those that are renamed. Returns what
-    `rename` does.
+    The outputs of `graph` keep their names: an Identity copies each renamed value to its output.
+    Returns new names by old ones, as `rename`.
     """
     if not chosen:
         return {}
@@ -106,18 +113,19 @@ def unshadow(model: ModelProto, reserved: Iterable[str] = ()) -> None:
     """
     for holder in (model.graph, *model.functions):
         taken = {*names(holder), *reserved}
-        shadows = list(_shadows(holder, frozenset()))  # keeps the graphs alive, and so their ids
+        # the list keeps the graphs alive, and so their ids unique
+        shadows = list(_shadowing_values(holder, frozenset()))
         rename_values(holder, {(id(g), name): unused(name, taken) for g, name in shadows})
 
 
-def _shadows(graph: GraphLike, outer: Set[str]) -> Iterator[tuple[GraphLike, str]]:
+def _shadowing_values(graph: GraphLike, outer: Set[str]) -> Iterator[tuple[GraphLike, str]]:
     """Yield the values of `graph` and its subgraphs that have the name of an outer one."""
     own = [name for name in own_names(graph) if name]
     yield from ((graph, name) for name in own if name in outer)
     visible = outer | set(own)
     for node in graph.node:
         for inner in subgraphs(node):
-            yield from _shadows(inner, visible)
+            yield from _shadowing_values(inner, visible)
 
 
 def unused(name: str, taken: set[str]) -> str:
@@ -133,3 +141,14 @@ def free_name(name: str, taken: set[str]) -> str:
         return unused(name, taken)
     taken.add(name)
     return name
+
+
+def name_of_floats(name: str) -> str:
+    """Return the name of a weight before a quantizer renamed it; `name` if none did.
+
+    >>> name_of_floats("query.weight_quantized"), name_of_floats("attn.q_proj.MatMul.weight_Q4")
+    ('query.weight', 'attn.q_proj.MatMul.weight')
+    >>> name_of_floats("fc.weight_Transposed_quantized")  # of a Gemm, by quantize_dynamic
+    'fc.weight'
+    """
+    return _QUANTIZED.sub("", name)

@@ -15,7 +15,7 @@ from onnx import ModelProto, ValueInfoProto
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnxruntime import result_shapes
 from onnxgrad.graph.shapes import Dim, dims, rank
-from onnxgrad.model.caches import caches
+from onnxgrad.model.feeds import caches
 
 _TOKENS = ("input_ids", "inputs_embeds")  # (rows, tokens, ...)
 MASK, POSITIONS, BRANCH = "attention_mask", "position_ids", "use_cache_branch"

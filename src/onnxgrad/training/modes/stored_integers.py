@@ -29,8 +29,7 @@ from onnxgrad.model import external
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import fine_tuned
 from onnxgrad.model.opsets import min_ir_version
-from onnxgrad.model.quantizer_names import name_of_floats
-from onnxgrad.model.scopes import unused
+from onnxgrad.model.scopes import name_of_floats, unused
 from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, reads, subgraphs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded

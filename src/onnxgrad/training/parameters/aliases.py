@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.traversal import all_nodes
-from onnxgrad.model.quantizer_names import name_of_floats
+from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
 from onnxgrad.training.parameters.operands import (
