@@ -141,7 +141,7 @@ def test_a_folder_of_genai_comes_out_with_other_weights(genai_folder, tmp_path):
 def external_of(file: Path) -> dict[str, str]:
     """Return the file of each external tensor."""
     model = onnx.load(file, load_external_data=False)
-    return {n: external._location(t).value for n, t in external.external_tensors(model)}
+    return {n: external._location_entry(t).value for n, t in external.external_tensors(model)}
 
 
 def test_optimums_folder_comes_out_and_a_trainer_goes_in(tmp_path):

@@ -18,7 +18,7 @@ _INDICES = {"LabelEncoder": 0, "ArrayFeatureExtractor": 1, "Gather": 1}  # opera
 
 
 class LabelNodes:
-    """The nodes of a model, what computes each tensor, and the labels that they hold."""
+    """The nodes of a model, the producer of each tensor, and the labels that nodes hold."""
 
     def __init__(self, proto: ModelProto) -> None:
         self.nodes = nodes_of(proto)
@@ -33,19 +33,19 @@ class LabelNodes:
         return node
 
     def constant(self, name: str) -> np.ndarray | None:
-        """Return the value of a constant of this name; None if it is none."""
+        """Return the value of the constant `name`; None if no constant has this name."""
         ref = self._constants.get(name)
         return None if ref is None else ref.array()
 
     def selected(self, node: NodeProto | None) -> Labels | None:
-        """Return the labels that a node selects from; None if it does not.
+        """Return the labels that a node selects from; None if it selects no label.
 
         It is a LabelEncoder of class numbers, or a Gather or ArrayFeatureExtractor of a constant.
         """
         if node is None:
             return None
         if node.op_type == "LabelEncoder":
-            values = _lists(node)
+            values = _attribute_lists(node)
             keys = values.get("keys_int64s", [])
             labels: Any = values.get("values_strings") or values.get("values_int64s", [])
             pairs = sorted(zip(keys, labels, strict=False))
@@ -62,7 +62,7 @@ class LabelNodes:
 def stored_labels(proto: ModelProto) -> Labels | None:
     """Return the labels of the classes in the order of the scores; None if no node holds them.
 
-    They are in a ZipMap, a classifier of `ai.onnx.ml`, or in what follows an ArgMax.
+    A ZipMap holds them, a classifier of `ai.onnx.ml`, or a node behind an ArgMax.
     """
     known = LabelNodes(proto)
     for node in sorted(known.nodes, key=lambda node: node.op_type != "ZipMap"):
@@ -78,11 +78,11 @@ def stored_labels(proto: ModelProto) -> Labels | None:
 
 def own_labels(node: NodeProto | None) -> Labels | None:
     """Return the labels in the attributes of a classifier of `ai.onnx.ml`, or of a ZipMap."""
-    values = {} if node is None else _lists(node)
+    values = {} if node is None else _attribute_lists(node)
     return next((values[name] for name in _ATTRIBUTES if values.get(name)), None)
 
 
-def _lists(node: NodeProto) -> dict[str, Labels]:
+def _attribute_lists(node: NodeProto) -> dict[str, Labels]:
     """Return the attributes that hold integers or texts."""
     return {
         a.name: [*a.ints] or [text.decode(errors="replace") for text in a.strings]

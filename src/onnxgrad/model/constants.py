@@ -46,7 +46,7 @@ ML_COEFFICIENTS = {
 }
 
 # the fields of an attribute that hold numbers
-_NUMBERS = {
+_NUMBER_FIELDS = {
     AttributeProto.FLOAT: "f",
     AttributeProto.FLOATS: "floats",
     AttributeProto.INT: "i",
@@ -77,12 +77,12 @@ class ConstantRef:
         return isinstance(self.source, SparseTensorProto)
 
     def read(self) -> TensorProto:
-        """Return the tensor as it is, or a dense copy."""
+        """Return the stored tensor, or a dense copy of a sparse tensor or of plain numbers."""
         if isinstance(self.source, TensorProto):
             return self.source
         if isinstance(self.source, SparseTensorProto):
             return dense(self.source, self.name)
-        field = _NUMBERS[self.source.type]
+        field = _NUMBER_FIELDS[self.source.type]
         dtype = np.float32 if field.startswith("f") else np.int64
         return numpy_helper.from_array(np.asarray(getattr(self.source, field), dtype), self.name)
 
@@ -100,7 +100,7 @@ class ConstantRef:
     def write(self, array: np.ndarray) -> None:
         """Store another value, of the same shape and dtype.
 
-        Of a sparse tensor, that is the elements that were stored, and those that are not zero.
+        A sparse tensor stores the elements that it stored before, and the other nonzero elements.
         """
         if isinstance(self.source, TensorProto):
             data = numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape))
@@ -117,7 +117,7 @@ class ConstantRef:
             values = numpy_helper.from_array(array.ravel()[flat], self.source.values.name)
             self.source.values.CopyFrom(values)
             old.CopyFrom(numpy_helper.from_array(indices.astype(np.int64), old.name))
-        elif (field := _NUMBERS[self.source.type]).endswith("s"):
+        elif (field := _NUMBER_FIELDS[self.source.type]).endswith("s"):
             getattr(self.source, field)[:] = array.ravel().tolist()
         else:
             setattr(self.source, field, array.item())
@@ -142,17 +142,21 @@ def scan(model: ModelProto) -> Iterator[ConstantRef]:
     called = {(f.domain, f.name) for f in model.functions}
     for holder in (model.graph, *model.functions):
         for graph, node in walk(holder):
-            for ref in _of_graph(graph) if node is None else _of_node(graph, node, called):
+            found = (
+                _graph_constants(graph) if node is None else _node_constants(graph, node, called)
+            )
+            for ref in found:
                 ref.function = None if isinstance(holder, GraphProto) else holder
                 yield ref
 
 
-def _of_graph(graph: GraphLike) -> Iterator[ConstantRef]:
+def _graph_constants(graph: GraphLike) -> Iterator[ConstantRef]:
+    """Yield the initializers of a graph, or the default attributes of a function."""
     if isinstance(graph, FunctionProto):
         for a in graph.attribute_proto:
             if a.type == AttributeProto.TENSOR:
                 name = f"{graph.name}.{a.name}"
-                yield ConstantRef(name, a.t, _several(a.t), graph, attribute=a)
+                yield ConstantRef(name, a.t, _has_several_floats(a.t), graph, attribute=a)
         return
     for tensor in graph.initializer:
         yield ConstantRef(tensor.name, tensor, tensor.data_type in FLOATS, graph)
@@ -160,18 +164,18 @@ def _of_graph(graph: GraphLike) -> Iterator[ConstantRef]:
         yield ConstantRef(sparse.values.name, sparse, sparse.values.data_type in FLOATS, graph)
 
 
-def _of_node(
+def _node_constants(
     graph: GraphLike, node: NodeProto, called: Collection[tuple[str, str]]
 ) -> Iterator[ConstantRef]:
-    """Yield what a Constant, an ai.onnx.ml node or the call of a function has as attributes."""
+    """Yield the attributes that are constants: of a Constant, an ai.onnx.ml node, or a call."""
     stated = [a for a in node.attribute if not a.ref_attr_name]
     where = node.name or node.output[0]
     if node.op_type == "Constant" and not standard(node.domain):
         for a in stated[:1]:
             source = a.t if a.type == AttributeProto.TENSOR else a
             source = a.sparse_tensor if a.type == AttributeProto.SPARSE_TENSOR else source
-            if source is not a or a.type in _NUMBERS:
-                yield ConstantRef(node.output[0], source, _several(source), graph, node)
+            if source is not a or a.type in _NUMBER_FIELDS:
+                yield ConstantRef(node.output[0], source, _has_several_floats(source), graph, node)
     elif node.domain == "ai.onnx.ml":
         for operand, (name, default) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
             for a in (a for a in node.attribute if a.name == name and a.floats):
@@ -181,10 +185,10 @@ def _of_node(
         for a in stated:
             if a.type == AttributeProto.TENSOR:
                 full = f"{where}.{a.name}"
-                yield ConstantRef(full, a.t, _several(a.t), graph, node, attribute=a)
+                yield ConstantRef(full, a.t, _has_several_floats(a.t), graph, node, attribute=a)
 
 
-def _several(source: TensorProto | SparseTensorProto | AttributeProto) -> bool:
+def _has_several_floats(source: TensorProto | SparseTensorProto | AttributeProto) -> bool:
     """Return whether a constant holds more than one float."""
     if isinstance(source, AttributeProto):
         return len(source.floats) > 1
@@ -198,7 +202,7 @@ def standard(domain: str) -> str:
 
 
 def opset_versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
-    """Return the version of each domain; the newest of those that are imported twice."""
+    """Return the version of each domain; the newest if a domain is imported twice."""
     versions: dict[str, int] = {}
     for entry in imports:
         domain = standard(entry.domain)

@@ -70,7 +70,8 @@ class Draft:
     ) -> ModelProto:
         """Return the model that computes `outputs`, `{name: value}`.
 
-        `finish` removes what they do not need; that of `autodiff.forms` makes gradients cheaper.
+        `finish` removes nodes that the outputs do not need. `finish` of `autodiff.forms` makes
+        gradients cheaper, too.
 
         Raises:
             ValueError: an output has the name of an input, or the opset lacks an operator.
@@ -79,9 +80,7 @@ class Draft:
         for name, value in outputs.items():
             named = self.op.name_output(value, name, value, protected)
             if named.name != name:
-                raise ValueError(
-                    f"the name {name!r} is taken by an output: give the input another name"
-                )
+                raise ValueError(f"an output has the name {name!r}: give the input another name")
             self.graph.outputs.append(named)
         model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
         finish(model)

@@ -40,7 +40,7 @@ ELEMENTS = (
     "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
     "raw_data",
 )  # fmt: skip
-_DESCRIBES = ("name", "data_type", "doc_string", "dims")  # the fields that do not
+_DESCRIBES = ("name", "data_type", "doc_string", "dims")  # the other fields
 
 
 def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
@@ -63,7 +63,7 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
     Without a path, locations are checked, and `model` is not changed. `where` names the model in
     messages. Data that are missing, too short or outside of the folder of the model are an error.
     """
-    places = [(t, *_place(t, name, path, where)) for name, t in external_tensors(model)]
+    places = [(t, *_checked_place(t, name, path, where)) for name, t in external_tensors(model)]
     if path is None:
         return
     try:
@@ -81,7 +81,9 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
         raise ModelError(f"the external data of {where} cannot be read: {e}") from None
 
 
-def _place(tensor: TensorProto, name: str, path: Path | None, where: str) -> tuple[Path, int, int]:
+def _checked_place(
+    tensor: TensorProto, name: str, path: Path | None, where: str
+) -> tuple[Path, int, int]:
     """Return the file with the elements of `tensor`, their offset, and their size, all checked."""
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "?")
@@ -94,10 +96,8 @@ def _place(tensor: TensorProto, name: str, path: Path | None, where: str) -> tup
     folder = Path() if path is None else path.parent.resolve()
     file = folder / location
     if not file.is_file():
-        raise ModelError(
-            f"{subject}, which is not in {os.fspath(file.parent if path is None else folder)!r}; "
-            "put it beside the model"
-        )
+        home = os.fspath(file.parent if path is None else folder)
+        raise ModelError(f"{subject}, which is not in {home!r}; put it beside the model")
     # in a cache of downloads, the model and its data may be links into another folder
     folders = () if path is None else (folder, path.resolve().parent)
     if folders and not any(file.resolve().is_relative_to(folder) for folder in folders):
@@ -113,9 +113,8 @@ def _place(tensor: TensorProto, name: str, path: Path | None, where: str) -> tup
             f"{entries.get('length')}: its shape {list(tensor.dims)} requires {size} bytes"
         )
     if (available := file.stat().st_size) < offset + size:
-        raise ModelError(
-            f"{subject}, which is truncated: {available} bytes where {offset + size} are needed"
-        )
+        reason = f"{available} bytes where {offset + size} are needed"
+        raise ModelError(f"{subject}, which is truncated: {reason}")
     return file, offset, size
 
 
@@ -143,10 +142,11 @@ def array(tensor: TensorProto) -> np.ndarray:
 
 def files_of(model: ModelProto) -> set[Path]:
     """Return the files that `model` refers to."""
-    return {Path(_location(tensor).value) for _, tensor in external_tensors(model)}
+    return {Path(_location_entry(tensor).value) for _, tensor in external_tensors(model)}
 
 
-def _location(tensor: TensorProto) -> Any:
+def _location_entry(tensor: TensorProto) -> Any:
+    """Return the entry of external data that holds the path of the file."""
     return next(e for e in tensor.external_data if e.key == "location")
 
 
@@ -154,7 +154,7 @@ def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto
     """Return a copy of `model` that refers to the new paths of its files."""
     copy = deepcopy(model)
     for _, tensor in external_tensors(copy):
-        location = _location(tensor)
+        location = _location_entry(tensor)
         location.value = new_path(Path(location.value)).as_posix()
     return copy
 
@@ -166,7 +166,7 @@ def is_empty(tensor: TensorProto) -> bool:
 
 
 def holds(tensor: TensorProto, size: int) -> bool:
-    """Return whether the model itself holds the tensor, and that has more than `size` bytes."""
+    """Return whether the model itself, and no file, holds more than `size` bytes of the tensor."""
     return not is_external(tensor) and nbytes(tensor) > size
 
 
@@ -184,9 +184,9 @@ def written_out(
 
     Args:
         model: the model.
-        place: of an initializer, the file to write to, and that to which the model refers: the
-            caller moves the one to the other. None: the initializer stays as it is.
-        arrays: elements of initializers that lack them.
+        place: returns, for an initializer, the file to write to, and the file that the model
+            refers to: the caller moves the first to the second. None: it is not changed.
+        arrays: elements of initializers that lack their elements in `model`.
     """
     places = {tensor.name: place(tensor) for tensor in model.graph.initializer}
     result = without_elements(model, lambda tensor: places[tensor.name] is not None)
@@ -201,12 +201,12 @@ def written_out(
             out = opened[file]
             out.write(bytes(-out.tell() % _ALIGNMENT))
             refer(new, location, out.tell(), nbytes(tensor))
-            out.write(_elements(tensor, arrays))
+            out.write(_bytes_to_write(tensor, arrays))
     return result
 
 
-def _elements(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Return the elements of a tensor as they are in a file."""
+def _bytes_to_write(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Return the elements of a tensor in the byte order of files."""
     if not is_empty(tensor):
         return ir.serde.deserialize_tensor(tensor).tobytes()
     array = np.ascontiguousarray(arrays[tensor.name], ir.DataType(tensor.data_type).numpy())
@@ -217,37 +217,37 @@ def _elements(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write `model` in the format of protobuf, of whose initializers some lack their elements.
+    """Write a model, some of whose initializers lack their elements, in the format of protobuf.
 
-    `arrays` have these. One initializer is in memory a second time, not all.
+    `arrays` have these elements. One initializer is in memory a second time, not all.
     """
-    before, after = _around(model, "graph")
-    nodes, others = _around(model.graph, "initializer")
+    before, after = _fields_around(model, "graph")
+    nodes, others = _fields_around(model.graph, "initializer")
     missing = [nbytes(t) if is_empty(t) else 0 for t in model.graph.initializer]
-    heads = [_head(TensorProto.RAW_DATA_FIELD_NUMBER, n) if n else b"" for n in missing]
+    heads = [_field_header(TensorProto.RAW_DATA_FIELD_NUMBER, n) if n else b"" for n in missing]
     tensors = list(zip(model.graph.initializer, heads, strict=True))
     sizes = [t.ByteSize() + len(head) + n for (t, head), n in zip(tensors, missing, strict=True)]
-    fields = [_head(GraphProto.INITIALIZER_FIELD_NUMBER, size) for size in sizes]
+    fields = [_field_header(GraphProto.INITIALIZER_FIELD_NUMBER, size) for size in sizes]
     size = len(nodes) + sum(map(len, fields)) + sum(sizes) + len(others)
     with file.open("wb") as out:
-        out.write(before + _head(ModelProto.GRAPH_FIELD_NUMBER, size) + nodes)
+        out.write(before + _field_header(ModelProto.GRAPH_FIELD_NUMBER, size) + nodes)
         for field, (tensor, head) in zip(fields, tensors, strict=True):
             out.write(field + tensor.SerializeToString() + head)
             if head:
-                out.write(_elements(tensor, arrays))
+                out.write(_bytes_to_write(tensor, arrays))
         out.write(others + after)
 
 
-def _around(message: Any, name: str) -> tuple[bytes, bytes]:
-    """Return the fields before and behind one, which may be too large to copy, as bytes."""
+def _fields_around(message: Any, name: str) -> tuple[bytes, bytes]:
+    """Return the serialized fields before and behind the field `name`, which is not copied."""
     number = message.DESCRIPTOR.fields_by_name[name].number
-    before = _part(message, lambda field: field.number < number)
-    after = _part(message, lambda field: field.number > number)
+    before = _with_fields(message, lambda field: field.number < number)
+    after = _with_fields(message, lambda field: field.number > number)
     return before.SerializeToString(), after.SerializeToString()
 
 
-def _head(number: int, length: int) -> bytes:
-    """Return what begins a field of protobuf that has a length."""
+def _field_header(number: int, length: int) -> bytes:
+    """Return the serialized number and length that begin a field of protobuf."""
     data = bytearray([number << 3 | 2])
     while length > 0x7F:
         data.append(length & 0x7F | 0x80)
@@ -257,16 +257,17 @@ def _head(number: int, length: int) -> bytes:
 
 def without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -> ModelProto:
     """Return a copy of `model` without the elements of the chosen initializers."""
-    result = _part(model, lambda field: field.name != "graph")
-    result.graph.CopyFrom(_part(model.graph, lambda field: field.name != "initializer"))
+    result = _with_fields(model, lambda field: field.name != "graph")
+    result.graph.CopyFrom(_with_fields(model.graph, lambda field: field.name != "initializer"))
     for tensor in model.graph.initializer:
-        bare = _part(tensor, lambda field: field.name in _DESCRIBES) if chosen(tensor) else tensor
-        result.graph.initializer.append(bare)
+        if chosen(tensor):
+            tensor = _with_fields(tensor, lambda field: field.name in _DESCRIBES)
+        result.graph.initializer.append(tensor)
     return result
 
 
-def _part(message: Any, chosen: Callable[[Any], bool]) -> Any:
-    """Return the chosen fields of a message; others may be too large to copy."""
+def _with_fields(message: Any, chosen: Callable[[Any], bool]) -> Any:
+    """Return a message with the chosen fields; other fields may be too large to copy."""
     fields = message.ListFields()
     return type(message)(**{field.name: value for field, value in fields if chosen(field)})
 
@@ -296,7 +297,7 @@ def content_digest(model: ModelProto) -> bytes:
 
 
 def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
-    """Give `model`, rewritten from `without_data(origin)`, the data; they are copied when read."""
+    """Give `model`, rewritten from `without_data(origin)`, data that are copied when read."""
     for value in model.graph.initializers.values():
         old = value.const_value
         if isinstance(old, ir.ExternalTensor) and old.location == _IN_ORIGIN:
@@ -308,7 +309,7 @@ def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
 
 
 def restore_data(model: ModelProto, origin: ModelProto) -> None:
-    """Give `model`, converted from `without_data(origin)`, the data, in place."""
+    """Copy the data of `origin` into `model`, converted from `without_data(origin)`, in place."""
     origins = {tensor.name: tensor for tensor in origin.graph.initializer}
     for tensor in model.graph.initializer:
         if is_external(tensor) and tensor.name in origins:

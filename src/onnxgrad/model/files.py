@@ -64,7 +64,7 @@ def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterat
     """Yield a new empty file beside `path`, which replaces `path` if the block raises no error.
 
     The new file has the mode of the old one, and its owner where that is permitted. Other hard
-    links of the old file keep its data. What processes that were killed left here is removed. The
+    links of the old file keep its data. Files that killed processes left here are removed. The
     new file is locked until the block ends, or `locks` if they are given.
 
     Raises:
@@ -73,17 +73,17 @@ def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterat
     target = target_of(path)
     old = target.stat() if target.exists() else None
     remove_leftovers(target)
-    with _named(path), ExitStack() as stack:
+    with _errors_name_path(path), ExitStack() as stack:
         # private until it gets the mode of the old file; a new file has the mode of the umask
         mode = 0o666 if old is None else 0o600
         while True:
-            temporary = _beside(target)
+            temporary = _temporary_path(target)
             temporary.touch(mode, exist_ok=False)
             if locked(temporary, stack if locks is None else locks) is not False:
                 break  # else it was taken for a leftover before
         try:
             yield temporary
-            _finish(temporary, old)
+            _flush_and_set_mode(temporary, old)
             temporary.replace(target)
         finally:
             with suppress(OSError):
@@ -95,7 +95,7 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
 
     `suffix`: a pattern behind its name, of other files that were written with it.
     """
-    own = re.compile(rf"{re.escape(_short(target))}{suffix}\.[0-9a-f]{{16}}")
+    own = re.compile(rf"{re.escape(_short_name(target))}{suffix}\.[0-9a-f]{{16}}")
     for path in target.parent.glob(f"{_PARTIAL}*"):
         if path.is_symlink() or not own.fullmatch(path.name.removeprefix(_PARTIAL)):
             continue
@@ -111,7 +111,7 @@ def locked(path: Path, stack: ExitStack) -> bool | None:
     that ends.
     """
     try:
-        import fcntl  # which Windows lacks, where what others write cannot be removed anyway
+        import fcntl  # Windows lacks it, and lets nobody remove a file that another process writes
     except ImportError:
         return None
     try:
@@ -125,17 +125,19 @@ def locked(path: Path, stack: ExitStack) -> bool | None:
         return None
 
 
-def _beside(file: Path) -> Path:
-    return file.with_name(f"{_PARTIAL}{_short(file)}.{os.urandom(8).hex()}")
+def _temporary_path(file: Path) -> Path:
+    """Return a new name beside `file` for the data that will replace it."""
+    return file.with_name(f"{_PARTIAL}{_short_name(file)}.{os.urandom(8).hex()}")
 
 
-def _short(file: Path) -> str:
-    return file.name[:100]  # so that no name of a file gets too long
+def _short_name(file: Path) -> str:
+    """Return the start of a file's name, so that the name of its temporary file is not too long."""
+    return file.name[:100]
 
 
 @contextmanager
-def _named(path: str | os.PathLike) -> Iterator[None]:
-    """Replace a temporary file by `path` in errors."""
+def _errors_name_path(path: str | os.PathLike) -> Iterator[None]:
+    """Let errors of the block about a temporary file name `path` instead."""
     try:
         yield
     except OSError as e:
@@ -146,8 +148,8 @@ def _named(path: str | os.PathLike) -> Iterator[None]:
         raise OSError(e.errno or errno.EIO, reason, os.fspath(path)) from None
 
 
-def _finish(temporary: Path, old: os.stat_result | None) -> None:
-    """Flush the data to the disk, in case of a power cut, and set owner and mode as `old` has."""
+def _flush_and_set_mode(temporary: Path, old: os.stat_result | None) -> None:
+    """Flush the data to the disk, in case of a power cut, and copy owner and mode of `old`."""
     descriptor = os.open(temporary, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -178,10 +180,8 @@ def check_writable(
         target = target_of(path)
         check_not_input(path, inputs)
         if target.exists() and not overwrite:
-            raise FileExistsError(
-                f"{path} exists: choose another file, or pass --overwrite"
-            ) from None
-        probe = _beside(target)
+            raise FileExistsError(f"{path} exists: choose another file, or pass --overwrite")
+        probe = _temporary_path(target)
         probe.touch(0o600, exist_ok=False)
         probe.unlink()
     except OSError as e:

@@ -1,6 +1,6 @@
 """Notes in the metadata of a model.
 
-Those of adapters and of a new head say what trains by default, and how adapters are merged;
+Notes about adapters and a new head say which tensors train by default, and how adapters are merged;
 `merge_lora` removes them.
 """
 
@@ -15,7 +15,7 @@ from onnx import ModelProto
 from onnxgrad.errors import ModelError
 from onnxgrad.model.traversal import keep_only
 
-ADAPTERS = "onnxgrad.adapters"  # a list of dicts, an adapter each; "tensors": what it trains
+ADAPTERS = "onnxgrad.adapters"  # a list of dicts, an adapter each; "tensors": names of weights
 INPUTS = "onnxgrad.adapter_inputs"  # as ADAPTERS, of a base whose adapters are inputs
 HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
 CONSTANTS = "onnxgrad.constants"  # a list of names: initializers that are no weights
@@ -48,7 +48,7 @@ def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:
 
 
 def note_trained(proto: ModelProto, names: Iterable[str]) -> None:
-    """Note that tensors train beside adapters, as those of a new head do, in place."""
+    """Note that tensors train beside adapters, as the tensors of a new head do, in place."""
     head = read_note(proto, HEAD)
     if more := [name for name in names if name not in head]:
         write_note(proto, HEAD, [*head, *more])
@@ -73,17 +73,17 @@ def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
 
 def adapter_dropout(proto: ModelProto) -> dict[str, float]:
     """Return the probability of each dropout of the adapters, by the output of its node."""
-    uses = _uses(proto)
+    uses = _adapter_uses(proto)
     return {use["dropout"]: float(a["dropout"]) for a, use in uses if use.get("dropout")}
 
 
 def detached(proto: ModelProto) -> set[str]:
     """Return the values of adapters and scales through which a `Trainer` lets no gradient flow."""
     scales = {name for note in read_note(proto, RANGES) for name in note["stopped"]}
-    return scales | {use["norm"] for _, use in _uses(proto) if use.get("norm")}
+    return scales | {use["norm"] for _, use in _adapter_uses(proto) if use.get("norm")}
 
 
-def _uses(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _adapter_uses(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return each adapter of `proto` with each of its uses."""
     return [(a, use) for a in read_adapters(proto) for use in a.get("uses", ())]
 

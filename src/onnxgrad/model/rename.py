@@ -54,7 +54,7 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
     if strategy not in _STRATEGIES:
         raise unknown("strategy", strategy, _STRATEGIES)
     naming = _STRATEGIES[strategy]
-    model = _copy(onx)
+    model = _copy_to_rename(onx)
     renamed: list[tuple[str, str]] = []
     for graph in (model.graph, *model.functions):
         kept = names_in((*graph.input, *graph.output))
@@ -72,10 +72,10 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
 def onnx_rename_weights(onx: ModelLike) -> ModelProto:
     """Return `onx` with its weights named `I0_<name>, I1_<name>...`, in graph order.
 
-    Their alphabetical order is then that of the graph: the numbers are padded with zeros to the
-    same length. Weights are what `get_train_initializer` lists. Those that are attributes of nodes,
-    or outputs of local functions, keep their names. An output of the model that is a weight keeps
-    its name, too: an `Identity` node copies the weight to it.
+    Their alphabetical order is then the order of the graph: the numbers are padded with zeros to
+    the same length. Weights are the tensors that `get_train_initializer` lists. Attributes of
+    nodes and outputs of local functions keep their names. An output of the model that is a weight
+    keeps its name, too: an `Identity` node copies the weight to it.
 
     Args:
         onx: model, serialized model or path; never modified.
@@ -91,7 +91,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         >>> list(og.get_train_initializer(og.onnx_rename_weights(model)))
         ['I0_w']
     """
-    model = _copy(onx)
+    model = _copy_to_rename(onx)
     weights = [ref for ref in constant_refs(model) if ref.default and not _keeps_name(ref)]
     taken, digits = set(names(model.graph)), len(str(len(weights) - 1))
     chosen = {}
@@ -105,7 +105,8 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
     return model
 
 
-def _copy(onx: ModelLike) -> ModelProto:
+def _copy_to_rename(onx: ModelLike) -> ModelProto:
+    """Return a copy of the model, or raise if it has names that cannot be changed."""
     model = deepcopy(read(onx))
     if model.training_info:
         raise ModelError("names in the training_info of a model are not supported: remove it")
@@ -113,12 +114,13 @@ def _copy(onx: ModelLike) -> ModelProto:
 
 
 def _keeps_name(ref: ConstantRef) -> bool:
+    """Return whether a weight is an attribute, or an output of a local function."""
     ml = ref.node is not None and ref.node.domain == "ai.onnx.ml"
     returned = ref.function is not None and ref.graph_name in ref.function.output
     return ml or returned or ref.attribute is not None
 
 
-def _numbered(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
+def _counted_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
     """Return the function that chooses names by the strategy "simple".
 
     It adds the pairs of old and new names to `renamed`, and chooses none that is `kept`.
@@ -135,10 +137,12 @@ def _numbered(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, st
     return choose
 
 
-def _digested(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
-    """Return the function that chooses names by the strategy "type", as `_numbered`."""
+def _digest_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
+    """Return the function that chooses names by the strategy "type", as `_counted_names`."""
     described = {  # the graphs are repeated, so that they stay alive, and their ids unique
-        (id(g), *key): (g, *entry) for g, node in walk(graph) for key, entry in _described(g, node)
+        (id(g), *key): (g, *entry)
+        for g, node in walk(graph)
+        for key, entry in _digests_of_entry(g, node)
     }
     taken = dict.fromkeys(kept, "")  # name -> digest
 
@@ -155,7 +159,7 @@ def _digested(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, st
     return choose
 
 
-def _described(
+def _digests_of_entry(
     graph: GraphLike, node: NodeProto | None
 ) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     """Yield (kind, name), (prefix, digest) for a node and its results, or initializers."""
@@ -163,7 +167,7 @@ def _described(
         operator = NodeProto(domain=node.domain, op_type=node.op_type)
         graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)  # which contain names
         operator.attribute.extend(a for a in node.attribute if a.type not in graphs)
-        digest = _digest(operator)
+        digest = _hex_digest(operator)
         yield ("node", node.name), ("n", digest)
         for i, name in enumerate(node.output):
             yield ("result", name), (f"r{i}", digest)
@@ -172,11 +176,12 @@ def _described(
             values = deepcopy(tensor)
             for field in ("name", "doc_string", "external_data"):  # files are not read
                 values.ClearField(field)
-            yield ("initializer", tensor.name), ("i", _digest(values))
+            yield ("initializer", tensor.name), ("i", _hex_digest(values))
 
 
-def _digest(content: TensorProto | NodeProto) -> str:
+def _hex_digest(content: TensorProto | NodeProto) -> str:
+    """Return the SHA-256 digest of a message in hexadecimal capitals."""
     return sha256(content.SerializeToString(deterministic=True)).hexdigest().upper()
 
 
-_STRATEGIES = {"simple": _numbered, "type": _digested}
+_STRATEGIES = {"simple": _counted_names, "type": _digest_names}

@@ -24,7 +24,7 @@ from onnxgrad.model.traversal import (
 def normalized(proto: ModelProto) -> ModelProto:
     """Return `proto`, or an equivalent copy if onnx_ir would misread it.
 
-    That is where it has sparse tensors, or calls the standard domain "ai.onnx".
+    onnx_ir misreads sparse tensors, and the name "ai.onnx" of the standard domain.
     """
     sparse = any(_has_sparse(*entry) for entry in walk(proto.graph, *proto.functions))
     if not sparse and all(o.domain != "ai.onnx" for o in proto.opset_import):
@@ -78,7 +78,7 @@ def declare_once(model: ModelProto) -> None:
 
 
 def own_results(model: ModelProto, reserved: Iterable[str] = ()) -> None:
-    """Make every output of a subgraph or function a result of its own nodes, each used once.
+    """Make every output of a subgraph or function a result of a node inside, each used once.
 
     An Identity node is added for other outputs. Its result gets a name that is not `reserved`.
     Exporters and optimizers write subgraphs that return inputs, initializers, captured values, or

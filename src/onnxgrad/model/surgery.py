@@ -123,14 +123,14 @@ def select_model_inputs_outputs(
     lost = [v.name for v in declared if v not in graph.inputs and v.uses()]
     if lost:
         raise ValueError(f"the outputs also depend on {lost}: add to `inputs`")
-    _report(nodes, graph, verbose)
+    _report_nodes(nodes, graph, verbose)
     return to_proto(model)
 
 
 def with_tensors_of_maps(proto: ModelProto) -> tuple[ModelProto, dict[str, str]]:
     """Return `proto`, with the tensors that ZipMaps read as outputs instead of the maps.
 
-    The names of these tensors by those of the maps are returned, too, and a warning tells them.
+    The second result has the names of these tensors by the names of the maps; a warning tells them.
     """
     maps = {y: n.input[0] for n in proto.graph.node if n.op_type == "ZipMap" for y in n.output}
     found = {y.name: maps[y.name] for y in proto.graph.output if y.name in maps}
@@ -161,6 +161,7 @@ def drop_unused_inputs(proto: ModelProto) -> None:
 
 
 def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
+    """Raise if one of the chosen outputs is no tensor."""
     for y in proto.graph.output:
         if non_tensor(y) and (outputs is None or y.name in outputs):
             source = tensor_behind(proto, y.name)
@@ -168,7 +169,8 @@ def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
             raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
 
 
-def _report(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
+def _report_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
+    """Log which of `nodes` are kept in `graph`."""
     with reporting(level_of(verbose)):
         for node in nodes:
             outputs = ", ".join(str(y.name) for y in node.outputs)
@@ -181,7 +183,7 @@ def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Return an input that replaces `value`, which has no name afterwards: see `name_rest`."""
     if value.dtype is None:
         raise ValueError(
-            f"{value.name!r} cannot become an input, as its type is unknown: add it to value_info"
+            f"the type of the new input {value.name!r} is unknown: add it to value_info"
         )
     if value.producer() is None:
         if not value.is_graph_input():
@@ -226,7 +228,7 @@ def replace_initializers_into_onnx(model: ModelLike, results: Mapping[str, Any])
         >>> og.get_train_initializer(changed)["w"][0]
         array([4., 5.], dtype=float32)
     """
-    return replace(read(model), {name: _array(value) for name, value in results.items()})
+    return replace(read(model), {name: _as_array(value) for name, value in results.items()})
 
 
 def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
@@ -256,7 +258,7 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
         raise ValueError("the name of an initializer must not be empty: pass name=")
     if name in names(extended.graph):
         raise ValueError(f"the model has a value called {name!r} already: choose another name")
-    array = _array(value)
+    array = _as_array(value)
     try:
         extended.graph.initializer.append(numpy_helper.from_array(array, name))
     except (KeyError, NotImplementedError, TypeError, ValueError) as e:
@@ -290,5 +292,6 @@ def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
     return versions[standard(domain)]
 
 
-def _array(value: Any) -> np.ndarray:
+def _as_array(value: Any) -> np.ndarray:
+    """Return an array, also of an `OrtValue`."""
     return value.numpy() if hasattr(value, "ortvalue_from_numpy") else np.asarray(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
 
-GraphLike = GraphProto | FunctionProto  # what has nodes
+GraphLike = GraphProto | FunctionProto  # both have nodes
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -25,7 +25,7 @@ def walk(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
 
     A stack, and no recursion, as graphs may be nested deeper than Python allows.
     """
-    stack = [chain.from_iterable(map(_entries, graphs))]
+    stack = [chain.from_iterable(map(_graph_and_nodes, graphs))]
     while stack:
         entry = next(stack[-1], None)
         if entry is None:
@@ -33,10 +33,11 @@ def walk(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
             continue
         yield entry
         if entry[1] is not None:
-            stack.append(chain.from_iterable(map(_entries, subgraphs(entry[1]))))
+            stack.append(chain.from_iterable(map(_graph_and_nodes, subgraphs(entry[1]))))
 
 
-def _entries(graph: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
+def _graph_and_nodes(graph: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
+    """Yield (graph, None), then (graph, node) for each node of `graph` itself."""
     yield graph, None
     yield from ((graph, node) for node in graph.node)
 
@@ -49,12 +50,12 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 
 def nodes_of(model: ModelProto) -> list[NodeProto]:
-    """Return the nodes of `model`, those of subgraphs and local functions too."""
+    """Return all nodes of `model`, in subgraphs and local functions too."""
     return [node for _, node in walk(model.graph, *model.functions) if node is not None]
 
 
 def graphs_of(model: ModelProto) -> list[GraphProto]:
-    """Return the main graph of `model` and all subgraphs, those in local functions too."""
+    """Return the main graph of `model` and all subgraphs, in local functions too."""
     return [g for g in all_graphs(model.graph, *model.functions) if isinstance(g, GraphProto)]
 
 
@@ -64,7 +65,7 @@ def all_graphs(*graphs: GraphLike) -> Iterator[GraphLike]:
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """Yield the names of the values that `node` reads, and of those that its subgraphs capture."""
+    """Yield the names of the values that `node` reads or its subgraphs capture."""
     yield from node.input
     for graph in subgraphs(node):
         own = set(own_names(graph))
@@ -87,7 +88,7 @@ def declared(graph: GraphLike) -> Iterator[tuple[str, str]]:
 
 
 def own_names(graph: GraphLike) -> Iterator[str]:
-    """Yield the names of the values of `graph`, without those of its subgraphs."""
+    """Yield the names of the values of `graph`, without its subgraphs."""
     return (name for _, name in declared(graph))
 
 
@@ -97,7 +98,7 @@ def names(graph: GraphLike) -> Iterator[str]:
 
 
 def keep_only(entries: Any, condition: Callable[[Any], bool]) -> None:
-    """Remove the other entries of a repeated field, in place."""
+    """Keep the entries of a repeated field that meet `condition`, in place."""
     kept = [entry for entry in entries if condition(entry)]
     if len(kept) < len(entries):
         del entries[:]

@@ -51,16 +51,16 @@ _MOVES = REORDERS | SELECTS
 def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     """Yield references to the constants of `model` in graph order, each with a unique name.
 
-    `default` is false for those that `note_constants` recorded (factors of a loss or a gradient),
+    `default` is false for tensors that `note_constants` recorded (factors of a loss or a gradient),
     for settings (the scales of a Resize, the ends of a Range), and for inputs of any length.
 
-    If several constants have the same name, as those of two branches may, the later ones get a
+    If several constants have the same name, as constants of two branches may, the later ones get a
     numeric suffix; so does one that has the name of a computed value.
     """
     no_weights = noted(model) | unsized_defaults(model)
     refs = list(scan(model))  # keeps the graphs alive, and so their ids unique
-    settings = _settings(model) if any(ref.default for ref in refs) else set()
-    seen = _computed(model.graph)
+    settings = _setting_values(model) if any(ref.default for ref in refs) else set()
+    seen = _computed_names(model.graph)
     taken = seen | {ref.name for ref in refs}
     for ref in refs:
         name = unused(ref.name, taken) if ref.name in seen else ref.name
@@ -119,11 +119,11 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
         old, new = refs[name].read(), np.asarray(value)
         if new.shape != tuple(old.dims):
             raise ValueError(f"{name!r} has shape {tuple(old.dims)}, the new value {new.shape}")
-        refs[name].write(_converted(name, new, ir.DataType(old.data_type).numpy()))
+        refs[name].write(_convert_to_dtype(name, new, ir.DataType(old.data_type).numpy()))
     return replaced
 
 
-def _converted(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _convert_to_dtype(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return `new` as `dtype`; floats are rounded, other values must not change."""
     if dtype.kind in "OUS":
         converted, fits = new.astype(object), new.dtype.kind in "OUS"
@@ -146,7 +146,7 @@ def lift(model: ModelProto, refs: Collection[ConstantRef]) -> None:
 
     The attributes of `ai.onnx.ml` operators become additional inputs of the node; the node is not
     valid then, and `prepare` lowers it. Constants of local functions are left to `inlined`. `refs`
-    are those of `constant_refs`.
+    come from `constant_refs`.
     """
     moved = []
     for ref in refs:
@@ -161,9 +161,9 @@ def lift(model: ModelProto, refs: Collection[ConstantRef]) -> None:
 
 
 def take_out(model: ModelProto, refs: Collection[ConstantRef]) -> None:
-    """Replace constants of graphs, in place, by the initializers of the main graph of their names.
+    """Replace constants, in place, by the initializers of the main graph that have their names.
 
-    What is an attribute of an `ai.onnx.ml` node becomes an input too.
+    An attribute of an `ai.onnx.ml` node becomes an additional input of the node.
     """
     named = (ref for ref in refs if not ref.operand)
     rename_values(model.graph, {(id(ref.graph), ref.graph_name): ref.name for ref in named})
@@ -186,7 +186,7 @@ def is_setting(value: ir.Value) -> bool:
     for v in moved:  # which is appended to
         uses = list(v.uses())
         for node, index in uses:
-            sets = index in _settings_of(node) and node.op_type in _SCALES
+            sets = index in _setting_operands(node) and node.op_type in _SCALES
             if node.op_type in _MOVES and not sets:
                 moved.extend(y for y in node.outputs if y not in moved)
             elif not sets:
@@ -196,28 +196,32 @@ def is_setting(value: ir.Value) -> bool:
     return True
 
 
-def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
+def _setting_operands(node: NodeProto | ir.Node) -> tuple[int, ...]:
+    """Return the indices of the operands that are settings of the operator."""
     domain = standard(node.domain)
     return _SETTINGS.get(f"{domain}.{node.op_type}" if domain else node.op_type, ())
 
 
-_Key = tuple[int, str]  # the id of the graph that defines a value, and its name there
+_ValueKey = tuple[int, str]  # the id of the graph that defines a value, and its name there
 
 
-def _settings(model: ModelProto) -> set[_Key]:
+def _setting_values(model: ModelProto) -> set[_ValueKey]:
     """Return the values that are only used for settings, in subgraphs and local functions too.
 
     This includes values that settings are computed from: exporters concatenate the scales of
     several axes, and multiply lengths by them.
     """
-    settings: set[_Key] = set()
+    settings: set[_ValueKey] = set()
     for graph in (model.graph, *model.functions):
         _add_settings(graph, ChainMap(), settings, set())
     return settings
 
 
 def _add_settings(
-    graph: GraphLike, outer: ChainMap[str, _Key], settings: set[_Key], others: set[_Key]
+    graph: GraphLike,
+    outer: ChainMap[str, _ValueKey],
+    settings: set[_ValueKey],
+    others: set[_ValueKey],
 ) -> None:
     """Add the settings of `graph` to `settings`, and the values that have other uses to `others`.
 
@@ -225,7 +229,7 @@ def _add_settings(
     """
     scope = outer.new_child({name: (id(graph), name) for name in own_names(graph)})
 
-    def keys(names: Iterable[str]) -> list[_Key]:
+    def keys(names: Iterable[str]) -> list[_ValueKey]:
         return [scope.get(name, (0, name)) for name in names]
 
     others.update(keys(names_in(graph.output)))
@@ -236,11 +240,11 @@ def _add_settings(
         moves = node.op_type in _MOVES and bool(results)
         computes = node.op_type in ARITHMETIC and bool(results - others)
         for index, key in enumerate(keys(node.input)):
-            sets = moves or computes or index in _settings_of(node)
+            sets = moves or computes or index in _setting_operands(node)
             (settings if sets else others).add(key)
 
 
-def _computed(graph: GraphProto) -> set[str]:
+def _computed_names(graph: GraphProto) -> set[str]:
     """Return the names of all values that are not constants, in subgraphs too."""
     computed: set[str] = set()
     for inner, node in walk(graph):

@@ -13,14 +13,14 @@ from onnxgrad.model.external import holds, is_empty, nbytes, without_elements
 from onnxgrad.model.weights import replace
 
 LARGE = 1 << 28  # bytes of weights where another copy of them matters
-TENSOR_BYTES = 1 << 16  # bytes of one of them, at least: smaller ones stay
+TENSOR_BYTES = 1 << 16  # least bytes of a weight whose elements are left out
 
 
 def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelProto:
     """Return `model`, or a copy without the elements of initializers if these are large.
 
-    They are those of `names`, or all. Elements in external files stay there. In the copy, shapes
-    and types are as before.
+    `names` chooses initializers; None is all. Elements in external files stay there. The copy
+    declares the same shapes and types.
     """
     chosen = {
         t.name

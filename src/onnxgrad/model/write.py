@@ -69,7 +69,7 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
 def save_filled(
     proto: ModelProto, arrays: Mapping[str, np.ndarray], path: str | os.PathLike
 ) -> None:
-    """Do the same for a model of which `arrays` have the elements that `emptied` left out."""
+    """Write a model as `save`, with the elements from `arrays` that `emptied` left out."""
     target = target_of(path)
     remove_leftovers(target, r"\.\d+\.data")
     home = target.parent
@@ -79,13 +79,13 @@ def save_filled(
         raise OSError(errno.EINVAL, reason, os.fspath(path))
     with ExitStack() as locks, ExitStack() as undo:
         if large:
-            data = _reserve(_numbered(target, ".data"), undo, locks)
+            data = _reserve_file(_numbered_files(target, ".data"), undo, locks)
             with replacing(data, locks) as temporary:  # until a model refers to them
                 place = temporary, data
                 proto = external.written_out(
                     proto, lambda t: place if external.holds(t, external.SMALL) else None, arrays
                 )
-        copies = {file: _copied(file, home, undo, locks) for file in external.files_of(proto)}
+        copies = {file: _copy_beside(file, home, undo, locks) for file in external.files_of(proto)}
         if copies:
             proto = external.relocated(proto, lambda file: copies[file].relative_to(home))
         formats = onnx.serialization.registry
@@ -124,17 +124,17 @@ def data_files(path: str | os.PathLike) -> set[Path]:
     return {Path(path).parent.resolve() / file for file in external.files_of(model)}
 
 
-def _reserve(names: Iterator[Path], undo: ExitStack, locks: ExitStack) -> Path:
+def _reserve_file(names: Iterator[Path], undo: ExitStack, locks: ExitStack) -> Path:
     """Create an empty file under the first unused name; return it. `undo` removes the file."""
-    file = next(file for file in names if _is_new(file, locks))
+    file = next(file for file in names if _create_new(file, locks))
     undo.callback(file.unlink, missing_ok=True)
     return file
 
 
-def _is_new(file: Path, locks: ExitStack) -> bool:
+def _create_new(file: Path, locks: ExitStack) -> bool:
     """Create `file` and return True, or return False if it exists: other threads may save, too.
 
-    One that is empty, and that nobody writes, was left by a process that was killed.
+    An empty file that nobody writes was left by a process that was killed.
     """
     try:
         file.touch(exist_ok=False)
@@ -145,7 +145,7 @@ def _is_new(file: Path, locks: ExitStack) -> bool:
     return locked(file, locks) is not False  # another save may take it for one that was left
 
 
-def _copied(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
+def _copy_beside(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
     """Return the path of `file` in `home` or below, after copying it there if necessary.
 
     It is not linked: neither onnx nor onnxruntime read external data through links.
@@ -153,23 +153,24 @@ def _copied(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
     if (real := file.resolve()).is_relative_to(home):
         return real
     copy = home / file.name
-    others = _numbered(copy.with_suffix(""), copy.suffix)
-    while copy.is_symlink() or (copy.exists() and _stamp(copy) != _stamp(real)):
+    others = _numbered_files(copy.with_suffix(""), copy.suffix)
+    while copy.is_symlink() or (copy.exists() and _size_and_time(copy) != _size_and_time(real)):
         copy = next(others)
     if not copy.exists():
-        copy = _reserve(chain([copy], others), undo, locks)
+        copy = _reserve_file(chain([copy], others), undo, locks)
         with replacing(copy, locks) as temporary:
             shutil.copy2(real, temporary)
     return copy
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    """Return the size and the time of modification, which a copy shares."""
+def _size_and_time(file: Path) -> tuple[int, int]:
+    """Return the size and the time of modification, which are equal for a copy."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 
 
-def _numbered(stem: Path, suffix: str) -> Iterator[Path]:
+def _numbered_files(stem: Path, suffix: str) -> Iterator[Path]:
+    """Yield `<stem>.1<suffix>`, `<stem>.2<suffix>` and so on."""
     return (stem.with_name(f"{stem.name}.{i}{suffix}") for i in count(1))
 
 
@@ -208,11 +209,11 @@ def write_models(
         OSError: the folder is not writable.
     """
     if isinstance(folder, type):
-        return _mapped(models, lambda name, model: model.SerializeToString())
+        return _map_models(models, lambda name, model: model.SerializeToString())
     home, paths = Path(folder), set[Path]()
 
     def placed(name: str, model: Any) -> tuple[Path, Any]:
-        path = _inside(home, f"{name}.onnx")
+        path = _path_inside(home, f"{name}.onnx")
         if path in paths:
             raise ValueError(f"two models would be written to the file {name}.onnx: rename one")
         paths.add(path)
@@ -223,12 +224,12 @@ def write_models(
         save(model, path)
         return str(path)
 
-    entries = _mapped(models, placed, prefix or "", suffix or "")
+    entries = _map_models(models, placed, prefix or "", suffix or "")
     home.mkdir(parents=True, exist_ok=True)
-    return _mapped(entries, write)
+    return _map_models(entries, write)
 
 
-def _mapped(
+def _map_models(
     models: Mapping[str, Any],
     function: Callable[[str, Any], Any],
     prefix: str = "",
@@ -236,14 +237,14 @@ def _mapped(
 ) -> dict[str, Any]:
     """Return the same dictionaries with `function(full name, model)` in place of the models."""
     return {
-        name: _mapped(model, function, f"{prefix}{name}.", suffix)
+        name: _map_models(model, function, f"{prefix}{name}.", suffix)
         if isinstance(model, Mapping)
         else function(f"{prefix}{name}{suffix}", model)
         for name, model in models.items()
     }
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _path_inside(folder: Path, name: str) -> Path:
     """Return the path of the file `name` in `folder`, or raise if it is outside of it."""
     if not name.isprintable() or set(name) & set("/\\") or Path(name).name != name:
         raise ValueError(
