@@ -161,7 +161,8 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
             raise ModelError(f"its shapes cannot be inferred: {first_line(e)}") from e
     if version == 8 and any(node.op_type == "Scan" for node in all_nodes(model.graph.node)):
         raise ModelError(
-            "the Scan of opset 8 cannot be converted: export the model at opset 9 or newer"
+            "the Scan of opset 8 has a batch axis, which onnx does not convert: export the model "
+            "at opset 9 or newer"
         )
     upsampled = {n.output[0] for n in all_nodes(model.graph.node) if n.op_type == "Upsample"}
     model = _convert_by_onnx(model, target)
