@@ -202,7 +202,7 @@ def rows_of_table(data: Any, keep: Path) -> Iterator[tuple[str, int, list[str]]]
     """Yield what must be tested, how many there are, and which are not."""
     import onnxgrad
     import onnxgrad.training.trainer  # registers what is known of operators
-    from onnxgrad.graph.operators import OPERATORS
+    from onnxgrad.operators import OPERATORS
 
     names = [n for n in onnxgrad.__all__ if not inspect.ismodule(getattr(onnxgrad, n))]
     missing = [n for n in names if not tested_code(data, getattr(onnxgrad, n))]

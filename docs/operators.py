@@ -20,7 +20,7 @@ sys.path.insert(0, str(FOLDER.parent))
 import onnx
 
 from onnxgrad.autodiff.primal.function_bodies import has_body
-from onnxgrad.graph.operators import OPERATORS, Operator
+from onnxgrad.operators import OPERATORS, Operator
 from tests.autodiff.control.test_control import CASES as SUBGRAPH_CASES
 from tests.support import covered
 from tests.support.microsoft_rows import CASES

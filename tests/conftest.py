@@ -23,7 +23,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import onnxgrad.training.trainer  # noqa: E402, F401  # registers what is known of operators
-from onnxgrad.graph.operators import OPERATORS  # noqa: E402
+from onnxgrad.operators import OPERATORS  # noqa: E402
 
 # Workers of pytest-xdist share the cores: threads of PyTorch and numpy would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

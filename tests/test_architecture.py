@@ -14,7 +14,7 @@ from tests.support.source_nodes import imports_and_calls, module_files
 # which are above them, and `cli`
 FLOORS = (
     "lazy_sympy errors limits reporting estimator"
-    " graph model runtime native data autodiff parallel"
+    " operators graph model runtime native data autodiff parallel"
     " losses metrics optimizers schedules training quantization compat artifacts adapters finetune"
     " language explain plot report torch sklearn __init__ tasks cli __main__"
 ).split()
@@ -76,19 +76,20 @@ def test_no_circle():
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
     "adapters": (2450, 21),
     "artifacts": (650, 9),
-    "autodiff": (9350, 91),
+    "autodiff": (9400, 91),
     "cli": (3800, 40),
     "compat": (1850, 14),
     "data": (3500, 28),
     "explain": (1500, 16),
     "finetune": (2350, 19),
-    "graph": (2750, 26),
+    "graph": (1700, 18),
     "language": (1900, 16),
     "losses": (3600, 33),
     "metrics": (1050, 14),
     "model": (2550, 21),
     "modules": (400, 7),
     "native": (1450, 13),
+    "operators": (1350, 17),
     "optimizers": (1100, 10),
     "parallel": (550, 6),
     "plot": (1650, 13),
@@ -99,7 +100,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 9),
     "tasks": (2150, 15),
     "torch": (550, 5),
-    "training": (12300, 109),
+    "training": (12200, 109),
 }
 
 

@@ -11,8 +11,8 @@ import pytest
 import onnxgrad as og
 from onnxgrad.autodiff.segments import Lifetime, cuts
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.operators.shapes import dims, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.data import Dataset

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad.graph.operators import OPERATORS, Operator
+from onnxgrad.operators import OPERATORS, Operator
 from tests.support.commands import (
     as_json,
     assert_names,

@@ -18,8 +18,8 @@ from onnxgrad.data.cells import Cells, Rows
 from onnxgrad.data.columns import Names
 from onnxgrad.data.field import Field
 from onnxgrad.data.tables import read_table
-from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.operators.shapes import dims
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays
 from tests.support.small_models import two_column_model

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 from tests.support.emitters import emitter_of
 from tests.support.running import run
 

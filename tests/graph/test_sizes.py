@@ -10,7 +10,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 from tests.support.models import operator_names, parse_model
 from tests.support.running import run
 

@@ -14,8 +14,8 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
+from onnxgrad.operators.shapes import dims
 from tests.support.errors import naming
 from tests.support.microsoft_rows import CASES, kernel_model
 from tests.support.models import parse_model

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run.row_parts import splits

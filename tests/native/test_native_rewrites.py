@@ -16,11 +16,11 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.rewrite import GROUPS, rewrite
-from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.native import Target, max_pools, single_nodes
 from onnxgrad.native.target import PHASES
+from onnxgrad.operators.shapes import is_real
 from onnxgrad.runtime.device import CPU
 from tests.support.emitters import assert_ordered
 from tests.support.models import parse_model

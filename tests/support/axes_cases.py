@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.operators import ELEMENTWISE
 
 Rng = np.random.Generator
 

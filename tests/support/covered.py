@@ -12,7 +12,7 @@ from onnx import defs, helper
 
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.autodiff.registry import Unsupported, taken_gradients
-from onnxgrad.graph.operators import OPERATORS, add as add_operator
+from onnxgrad.operators import OPERATORS, add as add_operator
 from tests.support.cases import row_model
 from tests.support.convolution_cases import CONVOLUTIONS, conv_model
 from tests.support.packs import side_by_side

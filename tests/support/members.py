@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
+from onnxgrad.operators.shapes import dims
 from tests.support.cases import run_in_dtype
 
 MEMBERS = 3

@@ -19,9 +19,9 @@ from onnx import TensorProto
 from onnxgrad import DerivativeOptions, onnx_derivative
 from onnxgrad.autodiff.check.runtimes import NoKernelError, on_either, on_onnxruntime, on_reference
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.convert import in_precision, to_proto
 from onnxgrad.model.weights import is_setting
+from onnxgrad.operators import OPERATORS
 from tests.support.members import assert_own_results, stack_members
 from tests.support.stated_shapes import all_values, assert_one_length_per_symbol, claims_and_shapes
 

@@ -21,7 +21,7 @@ from onnx.backend.test.case import node as node_cases
 from onnx.reference import ReferenceEvaluator
 
 from onnxgrad import onnx_derivative
-from onnxgrad.graph.operators import OPERATORS, Operator
+from onnxgrad.operators import OPERATORS, Operator
 
 PREVIEW = {"ai.onnx.preview", "ai.onnx.preview.training"}
 FLOATS = {TensorProto.FLOAT, TensorProto.DOUBLE}

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 from tests.support.cases import run_in_dtype
 
 

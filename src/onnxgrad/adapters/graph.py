@@ -19,12 +19,12 @@ from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Use, attribute
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import rank
 from onnxgrad.model import external
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.traversal import all_nodes, graphs_of, keep_only, names, names_in, reads
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.operators.shapes import rank
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 

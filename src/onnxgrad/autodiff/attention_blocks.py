@@ -16,11 +16,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.scan import KEEPS_NOTHING
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY
-from onnxgrad.graph.shapes import constant, dims, is_stated, rank
 from onnxgrad.graph.traversal import made_by
+from onnxgrad.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import constant, dims, is_stated, rank
 
 # queries of a block: at most, and for so many keys; for more keys, down to half of them, as
 # each block adds to the gradients of all keys

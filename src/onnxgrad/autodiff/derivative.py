@@ -19,7 +19,6 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import dims, has_reals, is_real, static
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.writer import PRIMAL
 from onnxgrad.model import weights as constants
@@ -27,6 +26,7 @@ from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.write import save
+from onnxgrad.operators.shapes import dims, has_reals, is_real, static
 from onnxgrad.reporting import level_of, logger, reporting
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import Dim, dims, rank, static
+from onnxgrad.operators.shapes import Dim, dims, rank, static
 
 _COUNTS = {"adj": "nadj", "fwd": "nfwd", "fwd_adj": "nfwd_x_nadj"}  # prefix -> symbol of K
 

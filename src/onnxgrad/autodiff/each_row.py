@@ -15,12 +15,12 @@ from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.invariant import move_out
-from onnxgrad.graph.shapes import Dim, dims, rank
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.feeds import inputs_without_default
+from onnxgrad.operators.shapes import Dim, dims, rank
 
 
 def jacobians_of_rows(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 
 _Axis = tuple[ir.Value, int]
 

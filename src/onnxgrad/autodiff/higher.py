@@ -28,8 +28,8 @@ from onnxgrad.autodiff.row_proofs import require_rows
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.read import ModelLike
+from onnxgrad.operators.shapes import dims
 
 _BATCHED = (True, False, "unchecked")
 

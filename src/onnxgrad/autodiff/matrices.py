@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.shapes import dims, rank, static
 
 _MODES = ("auto", "forward", "reverse")
 

@@ -15,12 +15,12 @@ from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import nodes_after, nodes_behind, reads
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import as_input, name_rest
+from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.reporting import html_table
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from onnxgrad.errors import node_text
-from onnxgrad.graph.operators import operator_of
-from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import nodes_behind, reads
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.shapes import is_real
 
 _SHOWN = 3  # nodes in one message
 

@@ -10,10 +10,10 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.operators import CHEAP, RANDOM, VIEWS, operator_of
-from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.model.convert import to_ir
+from onnxgrad.operators import CHEAP, RANDOM, VIEWS, operator_of
+from onnxgrad.operators.shapes import Dims, dims, is_stated
 
 _SAME_SIZE = (VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
 LENGTH = 32  # assumed for symbolic dimensions when sizes are compared

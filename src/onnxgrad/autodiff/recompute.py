@@ -16,11 +16,11 @@ from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.autodiff.rules.common import gated
 from onnxgrad.autodiff.segments import Lifetime, cuts
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.traversal import captured, nodes_after, nodes_behind, reads, subgraphs
 from onnxgrad.model.convert import to_proto
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.attributes import int_attribute
 
 
 class Recomputation:

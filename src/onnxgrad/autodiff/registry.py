@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import add
+from onnxgrad.operators import add
 
 Rule: TypeAlias = Callable[..., Any]  # (op, node, *gradients of the outputs) -> one per input
 

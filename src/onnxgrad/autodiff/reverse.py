@@ -13,9 +13,9 @@ from onnxgrad.autodiff.quantized import described, refuse_quantized
 from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import GRADIENT_OF, RULED_AS, operator_of
-from onnxgrad.graph.shapes import Dims, dims, is_real
 from onnxgrad.graph.traversal import reads
+from onnxgrad.operators import GRADIENT_OF, RULED_AS, operator_of
+from onnxgrad.operators.shapes import Dims, dims, is_real
 from onnxgrad.reporting import logger
 
 

@@ -16,13 +16,13 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.errors import printable
-from onnxgrad.graph.axes import SUMMED, follow, named_axes, places
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
-from onnxgrad.graph.operators import ARITHMETIC, RANDOM, VIEWS, operator_of
-from onnxgrad.graph.shapes import Dim, Dims, coefficient, dims, is_real, rank, static
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
+from onnxgrad.operators import ARITHMETIC, RANDOM, VIEWS, operator_of
+from onnxgrad.operators.axes import SUMMED, follow, named_axes, places
+from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, is_real, rank, static
 
 BATCH_SYMBOL = "onnxgrad_batch"  # the length of the row axis in proofs, in all inputs that have one
 _SHAPE_OPERAND = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}

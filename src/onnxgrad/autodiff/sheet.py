@@ -16,15 +16,15 @@ from onnxgrad.autodiff.primal.defaults import has_default, restore_defaults
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, is_real, rank
 from onnxgrad.graph.tidy import current, drop_unused, tidy
 from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims, is_real, rank
 from onnxgrad.reporting import logger
 
 Result = tuple[str, ir.Value]  # an output, and the name that it gets

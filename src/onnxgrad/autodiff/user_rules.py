@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onnxgrad.autodiff.registry import Lowering, Rule, registering
-from onnxgrad.graph.operators import OPERATORS, Operator
+from onnxgrad.operators import Operator, add
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
@@ -92,7 +92,6 @@ def lowering(
 
 def _register(domain: str, name: str, **fields: Any) -> None:
     """Replace the rules and lowerings of an operator; what is known of it otherwise stays."""
-    old = OPERATORS.get((domain, name), Operator())
-    OPERATORS[domain, name] = Operator(
-        traits=old.traits, naming=old.naming, axes=old.axes, of_user=True, **fields
-    )
+    # what belongs to the rule of the package
+    forgotten = ("rule", "subgraph_rule", "no_gradient", "lowering", "on_demand", "members")
+    add(domain, name, **{f: getattr(Operator, f) for f in forgotten} | {"of_user": True} | fields)

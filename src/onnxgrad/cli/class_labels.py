@@ -11,12 +11,12 @@ from onnx import ModelProto
 
 from onnxgrad.cli.loss_note import loss_of
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import rank
 from onnxgrad.losses.applied_to import is_probability
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.notes import CLASSES, read_note
+from onnxgrad.operators.shapes import rank
 
 
 @dataclass(frozen=True)

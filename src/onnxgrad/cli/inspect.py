@@ -14,7 +14,7 @@ from onnxgrad.cli.command import FAILED
 from onnxgrad.cli.command_options import CheckOptions, ShowOptions, TrainableOptions
 from onnxgrad.cli.console import print_json, say
 from onnxgrad.cli.model_files import read_model
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 
 
 def trainable(options: TrainableOptions) -> None:

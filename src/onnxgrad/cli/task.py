@@ -24,8 +24,8 @@ from onnxgrad.data.columns import Names, Part
 from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.class_labels import Labels
+from onnxgrad.operators.shapes import dims
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective

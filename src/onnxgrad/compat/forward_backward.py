@@ -17,12 +17,12 @@ from onnx import ModelProto
 from onnxgrad.autodiff.partition import partition
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import EvaluationError, printable
-from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.write import write_models
+from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import read_providers

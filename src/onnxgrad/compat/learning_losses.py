@@ -22,7 +22,6 @@ from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_outpu
 from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
 from onnxgrad.errors import unknown
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses import formulas
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.classification import softplus
@@ -32,6 +31,7 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.output_terms import OutputTerms, formula_terms, widen_label
 from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
 from onnxgrad.model.draft import Shape
+from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.runtime.values import owned, shape_of, to_numpy
 from onnxgrad.training.arguments import check_choice
 

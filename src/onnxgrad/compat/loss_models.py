@@ -11,8 +11,8 @@ import onnxruntime as ort
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.data.field import Field
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.draft import Draft, Shape
+from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.values import FLOATS, fit, shape_of, to_numpy
 
 EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Y_grad"  # names of inputs and outputs

@@ -18,11 +18,11 @@ from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, rows_of
 from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_array
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 from onnxgrad.model.read import read
 from onnxgrad.model.write import write_models
+from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.training.arguments import check_choice

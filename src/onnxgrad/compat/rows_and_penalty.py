@@ -12,11 +12,11 @@ from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Written
 from onnxgrad.losses.vocabulary import OwnGradients, scaled
+from onnxgrad.operators.shapes import dims
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import PrintableError, argument, printable
-from onnxgrad.graph.shapes import Dim, Dims
+from onnxgrad.operators.shapes import Dim, Dims
 from onnxgrad.runtime.values import to_numpy
 
 _LISTED = 30  # columns in a message

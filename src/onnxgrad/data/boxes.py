@@ -17,7 +17,7 @@ from onnxgrad.data.image_files import is_image, open_image, pillow
 from onnxgrad.data.image_transforms import RandomFlip, named_transform
 from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import argument, not_installed, unknown
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.operators.shapes import Dims
 
 _GRAY = 114  # around images, as detectors are used to
 _SLACK = 2e-3  # of the side of an image: annotations are rounded

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.data.readers import DiskArrays, IndexedReader, Reader, describe_arrays, with_arguments
 from onnxgrad.errors import argument
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.operators.shapes import Dims
 
 
 @with_arguments(data="data labels")

@@ -16,7 +16,7 @@ from onnxgrad.data.columns import Part, column_names, is_table, stack_columns
 from onnxgrad.data.indices import Table
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import named
-from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.operators.shapes import Dims, dims
 
 # (mask of wrong values, what must be or is wrong, others than that, remedy) raises if any is
 Refuse = Callable[..., None]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 
 _LEAST = "onnxgrad.least"  # key of `Value.meta`: lower bounds of height and width
 

@@ -27,7 +27,7 @@ from onnxgrad.data.image_transforms import (
 )
 from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import argument, unknown
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.operators.shapes import Dims
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 

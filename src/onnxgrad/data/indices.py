@@ -15,9 +15,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.graph.operators import ARITHMETIC, OF_SHAPES, REORDERS, SELECTS
-from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.operators import ARITHMETIC, OF_SHAPES, REORDERS, SELECTS
+from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.runtime.device import CPU
 
 _MOVES = REORDERS | SELECTS

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from onnxgrad.data.prefetch import read_ahead
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.operators.shapes import Dims
 from onnxgrad.runtime.values import to_numpy
 
 P = ParamSpec("P")

@@ -13,7 +13,6 @@ from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import unknown
 from onnxgrad.explain.piece import Piece, checked_device, run_needed
 from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.graph.shapes import is_real
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.row_losses import unreduced_onnx_loss
 from onnxgrad.losses.spec import Formula
@@ -24,6 +23,7 @@ from onnxgrad.model.scopes import free_name
 from onnxgrad.model.surgery import drop_unused_inputs
 from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.operators.shapes import is_real
 from onnxgrad.runtime.session import session, work
 from onnxgrad.training.parameters.defaults import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged

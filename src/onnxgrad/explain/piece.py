@@ -18,9 +18,9 @@ from onnxgrad.errors import escaping, printable
 from onnxgrad.explain.paths import require_differentiable
 from onnxgrad.explain.user_inputs import Arrays
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
+from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session, work

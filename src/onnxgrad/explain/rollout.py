@@ -12,11 +12,11 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.explain.user_inputs import Inputs, checked_feed, rows_of
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.operators.shapes import rank
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session, work
 

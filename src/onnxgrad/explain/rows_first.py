@@ -9,8 +9,8 @@ from onnx import ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.operators.shapes import dims
 
 
 def move_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:

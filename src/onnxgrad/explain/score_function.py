@@ -16,8 +16,6 @@ from onnxgrad.explain import targets
 from onnxgrad.explain.piece import Piece, checked_device
 from onnxgrad.explain.rows_first import move_rows_first
 from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.class_labels import stored_labels
 from onnxgrad.model.feeds import names_without_default
@@ -25,6 +23,8 @@ from onnxgrad.model.notes import CLASSES, read_note
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.weights import is_setting
+from onnxgrad.operators import RANDOM
+from onnxgrad.operators.shapes import is_real
 
 Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 

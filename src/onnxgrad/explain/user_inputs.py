@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.data.batch_forms import is_batch
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.values import to_numpy
 
 Arrays: TypeAlias = dict[str, np.ndarray]

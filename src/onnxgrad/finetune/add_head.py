@@ -16,11 +16,11 @@ from onnxgrad.finetune.layers import initializer
 from onnxgrad.finetune.new_weights import fresh
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.operators.shapes import dims
 
 POOLS = ("mean", "first", "image")
 

@@ -12,13 +12,13 @@ from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.finetune.file_shapes import Stated, all_values, restore, stated_types
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
 from onnxgrad.model.notes import HEAD, LISTS, read_note, rename_notes, write_note
 from onnxgrad.model.opsets import convert
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
+from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
 
 

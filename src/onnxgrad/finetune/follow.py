@@ -8,12 +8,11 @@ import onnx_ir as ir
 
 from onnxgrad.finetune.shared_axis import concatenate, gather, slice_, split
 from onnxgrad.finetune.tail import INDEX, Span, Tail
-from onnxgrad.graph import axes as places
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.axes import SUMMED, named_axes
-from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY
-from onnxgrad.graph.shapes import constant, dims, rank, static
 from onnxgrad.graph.traversal import captured
+from onnxgrad.operators import ELEMENTWISE, OF_SHAPES, UNARY, axes as places
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.axes import SUMMED, named_axes
+from onnxgrad.operators.shapes import constant, dims, rank, static
 
 _MICROSOFT = frozenset("Gelu QuickGelu FastGelu".split())
 _MIXES = "it mixes them with other axes of {}"

@@ -8,8 +8,8 @@ from onnxgrad.errors import node_text
 from onnxgrad.finetune.layers import substitute
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.losses.value_range import value_range
+from onnxgrad.operators.shapes import constant, dims, rank
 from onnxgrad.reporting import logger
 
 ACTIVATIONS = {"softmax": "Softmax", "log_softmax": "LogSoftmax", "sigmoid": "Sigmoid"}

@@ -34,12 +34,12 @@ from onnxgrad.finetune.new_weights import replace_all
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import dependents, nodes_after
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import CLASSES, HEAD, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
 
 

@@ -17,9 +17,9 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoPr
 from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.layers import Layer
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.convert import non_tensor
+from onnxgrad.operators.shapes import rank
 
 _LOOKUPS = frozenset("ArrayFeatureExtractor LabelEncoder".split())
 _PROBABILITIES = frozenset("Softmax Sigmoid Normalizer".split())

@@ -10,13 +10,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import named, node_text
-from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.operators import operator_of
-from onnxgrad.graph.shapes import dims, rank, static
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.constants import standard
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.shapes import dims, rank, static
 
 MICROSOFT, ML = "com.microsoft", "ai.onnx.ml"
 

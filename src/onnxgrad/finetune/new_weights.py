@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxgrad.finetune.layers import Layer, columns_are_units, initializer, operands
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.operators.shapes import dims, static
 
 Fill = Callable[[np.ndarray], np.ndarray]
 

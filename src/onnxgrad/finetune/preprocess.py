@@ -18,7 +18,6 @@ from onnxgrad.data.foreign_transforms import adapted
 from onnxgrad.data.image_transforms import IMAGES, Normalize, check_order
 from onnxgrad.data.images import ImageFolder, layout_of
 from onnxgrad.errors import argument, printable, unknown
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
@@ -29,6 +28,7 @@ from onnxgrad.model.notes import write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
 from onnxgrad.model.traversal import names
+from onnxgrad.operators import shapes
 
 # metadata by which PyTorch's exporter says that a constant is no parameter: `trainable` reads it
 _KIND, _BUFFER = "pkg.torch.export.graph_signature.InputSpec.kind", "BUFFER"

@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from onnxgrad.finetune.layers import initializer
 from onnxgrad.finetune.tail import Span, Tail
-from onnxgrad.graph.axes import named_axes
-from onnxgrad.graph.shapes import constant, dims
+from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.shapes import constant, dims
 
 _SELECTS = "it selects some of them"
 _INPUTS = {"Slice": 10, "Split": 13}  # opset from which their numbers are inputs

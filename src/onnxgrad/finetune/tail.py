@@ -16,8 +16,8 @@ import onnx_ir as ir
 from onnxgrad.errors import argument, named, node_text
 from onnxgrad.finetune.layers import initializer, substitute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import constant, dims, rank, static
 from onnxgrad.graph.traversal import nodes_behind, reads
+from onnxgrad.operators.shapes import constant, dims, rank, static
 
 # An axis of units, counted from the end; or INDEX: the value holds indices of units.
 INDEX = 0

@@ -11,10 +11,10 @@ from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.operators.shapes import dims
 
 _STEPS = "steps"  # the symbol of the new axis
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.axes import named_axes, places
-from onnxgrad.graph.shapes import constant, dims
+from onnxgrad.operators.axes import named_axes, places
+from onnxgrad.operators.shapes import constant, dims
 
 _MOVES = frozenset(("Expand", "Range", "Reshape", "Slice", "Unsqueeze"))
 _WIDE = (ir.DataType.INT32, ir.DataType.INT64)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import dims, equal, rank, static
 from onnxgrad.graph.writer import Writer
+from onnxgrad.operators.shapes import dims, equal, rank, static
 
 _DETACHED = 2.0**100
 

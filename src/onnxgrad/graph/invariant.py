@@ -8,9 +8,9 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.operators import RANDOM
+from onnxgrad.operators.shapes import dims, static
 
 _SMALL = 1 << 16  # elements
 

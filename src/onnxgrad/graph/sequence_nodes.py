@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
-from onnxgrad.graph.sequences import content
-from onnxgrad.graph.shapes import constant, dims
+from onnxgrad.operators.sequences import content
+from onnxgrad.operators.shapes import constant, dims
 
 _SCATTERED = "onnxgrad.scattered"  # `meta` key: position and element of a `scatter_element`
 

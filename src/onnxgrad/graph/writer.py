@@ -12,11 +12,11 @@ from typing import Any, Self
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph import sequence_nodes, sequences
-from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.output_shapes import output_shape, output_types
-from onnxgrad.graph.shapes import broadcast, constant, dims, equal, static
+from onnxgrad.graph import sequence_nodes
 from onnxgrad.graph.traversal import all_names, attribute_key
+from onnxgrad.operators import RANDOM, sequences
+from onnxgrad.operators.outputs import output_shape, output_types
+from onnxgrad.operators.shapes import broadcast, constant, dims, equal, static
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate

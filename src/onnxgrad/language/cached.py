@@ -11,9 +11,9 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.feeds import caches
+from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
 from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes, grow_caches

@@ -15,9 +15,9 @@ import numpy as np
 
 from onnxgrad.data.padding import by_length
 from onnxgrad.data.readers import Reader, describe_arrays, with_arguments
-from onnxgrad.graph.shapes import Dims
 from onnxgrad.language.records import LINES, TABLES, records
 from onnxgrad.language.tokenizer import as_tokenizer
+from onnxgrad.operators.shapes import Dims
 
 _WORD = re.compile(r"\w+(?:[-'.]\w+)*|[^\w\s]")
 _TAGS = ("tags", "ner_tags", "pos_tags", "labels")

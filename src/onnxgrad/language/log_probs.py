@@ -8,7 +8,6 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.causal import causal_terms
 from onnxgrad.losses.formula_nodes import wide
@@ -16,6 +15,7 @@ from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import note_constants
+from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.training.filled import MASK, fill, fillable
 
 LABELS, LOG_PROBS = "labels", "log_probs"

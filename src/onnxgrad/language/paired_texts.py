@@ -15,9 +15,9 @@ import numpy as np
 
 from onnxgrad.data.padding import pad_sequences
 from onnxgrad.data.readers import IndexedReader, describe_arrays, with_arguments
-from onnxgrad.graph.shapes import Dims
 from onnxgrad.language.records import LINES, TABLES, Record, records
 from onnxgrad.language.tokenizer import as_tokenizer
+from onnxgrad.operators.shapes import Dims
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}

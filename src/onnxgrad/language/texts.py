@@ -18,11 +18,11 @@ from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.data.readers import Reader, full_name, with_arguments
 from onnxgrad.data.torch_data import is_hugging_face_stream
 from onnxgrad.errors import ModelError, argument
-from onnxgrad.graph.shapes import Dims
 from onnxgrad.language.encoding import IGNORED, Encoder, Row, pack
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.language.records import is_stream, records
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
+from onnxgrad.operators.shapes import Dims
 
 _POOL = 50  # batches of a stream whose rows are sorted by length together
 _BUFFER = 1000  # rows that a stream shuffles together

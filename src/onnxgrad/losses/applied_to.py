@@ -16,8 +16,6 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.operators import VIEWS
-from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.graph.traversal import made_by
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.logits import (
@@ -37,6 +35,8 @@ from onnxgrad.losses.value_range import (
 )
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.operators import VIEWS
+from onnxgrad.operators.shapes import Dims, dims, rank
 from onnxgrad.reporting import logger
 
 _LINES = VIEWS | frozenset("Add Cast Concat Div Gather Mul Slice Sub Transpose".split())

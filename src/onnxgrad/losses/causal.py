@@ -10,13 +10,13 @@ import onnx_ir as ir
 
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.classification import cross_entropy, cross_entropy_terms
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.positions import Labels
 from onnxgrad.losses.spec import Terms, class_indices, register
 from onnxgrad.losses.sums import sum_and_count
 from onnxgrad.losses.vocabulary import OwnGradients, in_chunks
+from onnxgrad.operators.shapes import dims, rank
 
 CAUSAL = "causal_lm"
 TOKENS, MASK = "input_ids", "attention_mask"

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onnxgrad.errors import argument, printable
-from onnxgrad.graph.attributes import int_attribute, string_attribute
-from onnxgrad.graph.axes import places
-from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
-from onnxgrad.graph.shapes import dims, einsum_terms, rank
 from onnxgrad.graph.traversal import dependents, nodes_behind, reads, subgraphs
+from onnxgrad.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.axes import places
+from onnxgrad.operators.shapes import dims, einsum_terms, rank
 
 # An axis; None if no linear operator precedes the value; or why it cannot be decided.
 Answer = int | str | None

@@ -14,11 +14,11 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.errors import named
-from onnxgrad.graph.operators import NOT_CLASSES, OPPOSITE, VIEWS
-from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.traversal import made_by, reads
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import before_casts, value_range
+from onnxgrad.operators import NOT_CLASSES, OPPOSITE, VIEWS
+from onnxgrad.operators.shapes import constant, is_real
 from onnxgrad.reporting import logger
 
 _OF_FIRST = VIEWS | frozenset("Cast Expand Gather Slice Split Tile Transpose".split())

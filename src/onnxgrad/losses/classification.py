@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import named
-from onnxgrad.graph.shapes import rank
 from onnxgrad.losses.formula_nodes import dims_of
 from onnxgrad.losses.spec import LIKE_PREDICTION, LabelBounds, Terms, class_indices, register
+from onnxgrad.operators.shapes import rank
 
 _END = np.iinfo(np.int64).max
 

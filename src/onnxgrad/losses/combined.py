@@ -11,9 +11,9 @@ from math import isfinite
 from typing import Any
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import rank
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.spec import LossSpec, Terms
+from onnxgrad.operators.shapes import rank
 
 _SHARED = ("from_logits", "axis", "ignore_index", "ignore_nan", "soft_labels", "shift")
 

@@ -10,13 +10,13 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import argument
-from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import Values, Written, sample_weight, training_loss
 from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
+from onnxgrad.operators.shapes import dims
 
 TEACHER = "teacher_logits"  # name of the label input
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.operators.shapes import Dims, dims
 
 _LOWEST = -1e30  # a logit of probability zero, finite so that differences are not NaN
 _LOWEST_FLOAT16 = -1e4

@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph import shapes
 from onnxgrad.losses.classification import (
     binary_cross_entropy as binary_cross_entropy,
     cross_entropy as cross_entropy,
@@ -36,6 +35,7 @@ from onnxgrad.losses.spec import (
     like_prediction,
     register,
 )
+from onnxgrad.operators import shapes
 
 
 def loss_spec(loss: str | Formula, reduction: str | None, options: Options) -> LossSpec:

@@ -9,11 +9,11 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.rules.quantization import UNPACKED, unpacked_weight
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import ELEMENTWISE, VIEWS
-from onnxgrad.graph.shapes import Dims, dims, is_real, rank
 from onnxgrad.graph.traversal import dependents, made_by
+from onnxgrad.operators import ELEMENTWISE, VIEWS
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import Dims, dims, is_real, rank
 
 
 class Head:

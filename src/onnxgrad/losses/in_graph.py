@@ -10,7 +10,6 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import argument, printable, unknown
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.declarations import infer_file
 from onnxgrad.graph.inference.infer import infer
@@ -25,6 +24,7 @@ from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.feeds import caches
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
+from onnxgrad.operators import shapes
 from onnxgrad.runtime.run_shapes import confirmed_by_run
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.graph import shapes
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.spec import LabelBounds, LossSpec
+from onnxgrad.operators import shapes
 
 METADATA = "onnxgrad.loss"  # key of the metadata entry
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.axes import places
-from onnxgrad.graph.operators import VIEWS
-from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.graph.traversal import made_by
 from onnxgrad.losses.value_range import before_casts, behind_guard, number, quotient, summed_axes
+from onnxgrad.operators import VIEWS
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.axes import places
+from onnxgrad.operators.shapes import constant, dims, rank
 
 _MOVES = VIEWS | frozenset("Cast Gather Slice Transpose".split())
 _DEPTH = 24  # nodes in a row

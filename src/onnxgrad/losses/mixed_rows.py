@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.spec import LossSpec
+from onnxgrad.operators.shapes import dims, rank
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, write_causal
 from onnxgrad.losses.class_columns import keep_opposite
 from onnxgrad.losses.formulas import LOSSES, loss_spec
@@ -24,6 +23,7 @@ from onnxgrad.losses.output_terms import OutputTerms, formula_terms
 from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
 from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
 from onnxgrad.losses.vocabulary import OwnGradients, in_chunks, scaled
+from onnxgrad.operators.shapes import dims, rank
 
 ALIASES = {
     "mse": "squared_error",

@@ -10,7 +10,6 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import named, unknown
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import Values, Written, sample_weight
@@ -18,6 +17,7 @@ from onnxgrad.losses.second_model import read_output, write_model
 from onnxgrad.losses.sums import number_of
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
+from onnxgrad.operators.shapes import dims, static
 
 
 class LossModel:

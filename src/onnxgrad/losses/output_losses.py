@@ -10,12 +10,12 @@ from onnx import ModelProto
 
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.formula_nodes import at_index
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Values, Written
 from onnxgrad.losses.other_models import row_weight
+from onnxgrad.operators.shapes import dims, rank
 
 # name -> formula, and the number of embeddings in a row
 _FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {

@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.classification import weight_array
+from onnxgrad.operators.shapes import dims, rank
 
 _END = np.iinfo(np.int64).max
 

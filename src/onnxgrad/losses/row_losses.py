@@ -10,7 +10,6 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import printable
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
@@ -18,6 +17,7 @@ from onnxgrad.graph.traversal import dependents
 from onnxgrad.losses.info import METADATA, loss_info
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.operators import shapes
 
 # reduction -> function that it applies to every element before the sum
 _REDUCTIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {

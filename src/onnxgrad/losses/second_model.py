@@ -12,13 +12,13 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import HALVES
-from onnxgrad.graph.shapes import Dim, Dims, dims
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.convert import in_precision
 from onnxgrad.model.opsets import convert, exists
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
+from onnxgrad.operators.shapes import Dim, Dims, dims
 
 
 def read_output(model: ModelLike, output: str | None, argument: str) -> ModelProto:

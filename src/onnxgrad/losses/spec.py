@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import check_options, unknown
-from onnxgrad.graph.shapes import Dims, dims, equal, rank
+from onnxgrad.operators.shapes import Dims, dims, equal, rank
 
 LEFT_OPEN = ("from_logits", "soft_labels")  # options that model and labels decide
 

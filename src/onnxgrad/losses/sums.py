@@ -16,9 +16,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.spec import Terms
+from onnxgrad.operators.shapes import Dims, dims, rank
 
 Extents = list[int | ir.Value]
 

@@ -11,11 +11,11 @@ from math import exp, inf, log
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.axes import named_axes
-from onnxgrad.graph.operators import REORDERS, SELECTS, VIEWS
-from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.graph.traversal import made_by, subgraphs
+from onnxgrad.operators import REORDERS, SELECTS, VIEWS
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.shapes import constant, dims, rank
 
 Range = tuple[float, float]
 

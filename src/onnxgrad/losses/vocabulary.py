@@ -20,12 +20,12 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import dependent
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, is_real, rank
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import Labels, Positions, logit_gradient, weighted_sum
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.word_blocks import ByWords, sizes_of
+from onnxgrad.operators.shapes import dims, is_real, rank
 
 PLAIN = "onnxgrad.plain"  # metadata key of a sum: the same by the plain formula
 # From so many words on, by blocks of words: the second product takes as long as carrying the

@@ -14,10 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import Positions, logit_gradient, weighted_sum
+from onnxgrad.operators.shapes import dims
 
 BLOCK = 1024  # words of a block, about
 _LEAST = {ir.DataType.FLOAT: np.finfo(np.float32).min, ir.DataType.DOUBLE: np.finfo(np.float64).min}

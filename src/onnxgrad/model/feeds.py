@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto, ValueInfoProto
 
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.operators.shapes import dims, static
 
 _SESSION_TYPES = {"float": ir.DataType.FLOAT, "double": ir.DataType.DOUBLE}
 

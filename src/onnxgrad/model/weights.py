@@ -17,7 +17,6 @@ import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
 from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan, standard
 from onnxgrad.model.external import without_elements
 from onnxgrad.model.feeds import unsized_defaults
@@ -25,6 +24,7 @@ from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
 from onnxgrad.model.rewrites import own_results
 from onnxgrad.model.scopes import rename_values, unused
 from onnxgrad.model.traversal import GraphLike, all_graphs, names_in, own_names, subgraphs, walk
+from onnxgrad.operators import ARITHMETIC, REORDERS, SELECTS
 
 # operands that tell how to compute, or decide sizes: neither weights nor inputs by default
 _SETTINGS = {

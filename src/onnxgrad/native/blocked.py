@@ -6,14 +6,14 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import WEIGHT_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_gradients import Windows, correlate_images, transposed_conv
 from onnxgrad.native.blocked_layout import Layout, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_PIXELS, NODES
+from onnxgrad.operators import WEIGHT_GRADIENT
+from onnxgrad.operators.shapes import constant, dims, static
 
 # attributes of a convolution, and their values for the new axis of length 1
 _OF_HEIGHT_1 = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}

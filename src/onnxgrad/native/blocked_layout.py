@@ -17,8 +17,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.model.convert import to_proto
+from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.runtime.device import CPU
 
 DOMAIN = "com.microsoft.nchwc"

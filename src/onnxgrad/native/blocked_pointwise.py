@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import ELEMENTWISE, GRADIENT_OF
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import Dims, dims, equal, static
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_layout import Layout, sizes
 from onnxgrad.native.target import BLOCKS
+from onnxgrad.operators import ELEMENTWISE, GRADIENT_OF
+from onnxgrad.operators.shapes import Dims, dims, equal, static
 
 _FLOAT = ir.DataType.FLOAT
 _OPERANDS = "onnxgrad.operands"  # in `meta` of a result: the operands of its normalization

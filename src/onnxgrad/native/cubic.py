@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import constant, dims
 from onnxgrad.model.draft import Draft
 from onnxgrad.native.target import LONGEST_CUBIC_AXIS, NODES
+from onnxgrad.operators.shapes import constant, dims
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 

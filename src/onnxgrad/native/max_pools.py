@@ -18,13 +18,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import POOL_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import static
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
+from onnxgrad.operators import POOL_GRADIENT
+from onnxgrad.operators.shapes import static
 
 _FLOAT = ir.DataType.FLOAT
 

@@ -14,9 +14,9 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import VIEWS
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.operators import VIEWS
+from onnxgrad.operators.shapes import dims, static
 
 JOINED = 4  # results of different depths that a node reads, at least
 

@@ -11,11 +11,11 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.graph.traversal import made_by, subgraphs
 from onnxgrad.native.target import LOOPS, MOST_SCANNED_ELEMENTS
+from onnxgrad.operators import ELEMENTWISE
+from onnxgrad.operators.shapes import dims, rank
 
 
 @rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)

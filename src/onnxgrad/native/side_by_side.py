@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import static
 from onnxgrad.native.blocked_layout import sizes
 from onnxgrad.native.target import LEAST_PIXELS, PLAIN
+from onnxgrad.operators.shapes import static
 
 
 @rewrites("Conv", "ConvTranspose", group=PLAIN)

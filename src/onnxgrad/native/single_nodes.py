@@ -9,11 +9,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import coefficient, constant, dims, equal, static
 from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.target import LEAST_PRODUCT_LENGTH, MOST_COPIED_BYTES, NODES, PLAIN
+from onnxgrad.operators import VIEWS
+from onnxgrad.operators.shapes import coefficient, constant, dims, equal, static
 
 _FLOAT = ir.DataType.FLOAT
 _NEAR = 8  # nodes between a convolution and a mask

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph import shapes
+from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import (
     Excluding,
     Inputs,

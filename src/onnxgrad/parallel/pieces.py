@@ -10,9 +10,9 @@ from math import inf, prod
 import onnx_ir as ir
 from onnx import ModelProto, NodeProto
 
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.traversal import reads
 from onnxgrad.model.convert import to_proto
+from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.collectives import exchanges
 
 Numbers = dict[ir.Node, int]

@@ -8,8 +8,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import constant, dims, einsum_terms, static
 from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.operators.shapes import constant, dims, einsum_terms, static
 
 _STANDARD = ("", "ai.onnx", "ai.onnx.ml")
 

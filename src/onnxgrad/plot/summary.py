@@ -15,12 +15,12 @@ from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
-from onnxgrad.graph.operators import VIEWS
-from onnxgrad.graph.shapes import Dims, dims, static
 from onnxgrad.graph.traversal import reads
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike
+from onnxgrad.operators import VIEWS
+from onnxgrad.operators.shapes import Dims, dims, static
 from onnxgrad.plot.multiply_adds import Work
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.defaults import trainable

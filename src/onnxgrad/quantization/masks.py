@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto
 
-from onnxgrad.graph.operators import REORDERS, SELECTS
 from onnxgrad.model import external
+from onnxgrad.operators import REORDERS, SELECTS
 
 Range = tuple[float, float]
 

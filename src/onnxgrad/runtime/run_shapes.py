@@ -8,9 +8,9 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.graph.shapes import Dim, Dims, dims, lengths
 from onnxgrad.model.external import content_digest
 from onnxgrad.model.feeds import random_feed
+from onnxgrad.operators.shapes import Dim, Dims, dims, lengths
 from onnxgrad.reporting import logger, warn_once
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session

@@ -19,10 +19,10 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, ProviderError, argument, escaping, printable
-from onnxgrad.graph import shapes
 from onnxgrad.model import external
 from onnxgrad.model.rewrites import dense_inside
 from onnxgrad.model.traversal import graphs_of, nodes_of
+from onnxgrad.operators import shapes
 from onnxgrad.runtime.device import Device, Provider
 
 # multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs

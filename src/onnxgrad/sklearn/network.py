@@ -12,10 +12,10 @@ from onnx import ModelProto
 from onnxgrad.data.columns import Names, column_names
 from onnxgrad.data.field import Field
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.sklearn.front import Front, by_name, raw_array

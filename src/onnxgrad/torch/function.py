@@ -25,11 +25,11 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import escaping, printable_lines
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import Target, to_native
+from onnxgrad.operators import RANDOM
+from onnxgrad.operators.shapes import constant, is_real
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, work
 

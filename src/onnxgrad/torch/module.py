@@ -25,12 +25,12 @@ from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import set_precision
-from onnxgrad.graph.shapes import dims, is_real
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import tensor_behind, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
+from onnxgrad.operators.shapes import dims, is_real
 from onnxgrad.runtime.device import Device
 from onnxgrad.torch.function import DTYPES, Graph
 from onnxgrad.torch.keys import register, state_keys

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import printable
-from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.torch.function import DTYPES, Graph
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, named
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model import weights as constants
+from onnxgrad.operators.shapes import dims
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields

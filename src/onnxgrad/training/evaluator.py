@@ -16,12 +16,12 @@ from onnx import ModelProto
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, escaping
 from onnxgrad.graph.precision import HALVES
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
+from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work

@@ -14,8 +14,8 @@ from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.inference.infer import CALLED
-from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.operators.shapes import Dims, dims, is_stated
 from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.modes.statistics import ONE_VALUE
 from onnxgrad.training.objective import Objective

@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx import ModelProto, ValueInfoProto
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.by_onnxruntime import result_shapes
-from onnxgrad.graph.shapes import Dim, dims, rank
 from onnxgrad.model.feeds import caches
+from onnxgrad.operators.microsoft import result_shapes
+from onnxgrad.operators.shapes import Dim, dims, rank
 
 _TOKENS = ("input_ids", "inputs_embeds")  # (rows, tokens, ...)
 MASK, POSITIONS, BRANCH = "attention_mask", "position_ids", "use_cache_branch"

@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.mixed_rows import MixedRows
 from onnxgrad.losses.objectives import TrainingLoss
+from onnxgrad.operators.shapes import dims, rank
 
 _STREAM = 3  # of random numbers; others of a trainer begin with the seed and 1, or 2
 _FEW = 4  # channels of an image that has them last

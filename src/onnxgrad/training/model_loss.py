@@ -8,13 +8,13 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import argument, named, printable
-from onnxgrad.graph import shapes
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.objectives import Written
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor
+from onnxgrad.operators import shapes
+from onnxgrad.operators.attributes import int_attribute
 
 BATCH = "onnxgrad_rows"  # a symbolic dimension that no model uses
 

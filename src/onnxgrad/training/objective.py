@@ -17,7 +17,6 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
 from onnxgrad.errors import unknown
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
 from onnxgrad.graph.tidy import tidy
@@ -29,6 +28,7 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.operators import shapes
 from onnxgrad.parallel import Part
 from onnxgrad.training.filled import fill
 from onnxgrad.training.mixing import Mix, Mixing

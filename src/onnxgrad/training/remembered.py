@@ -15,9 +15,9 @@ import numpy as np
 from onnxgrad.data.field import Field
 from onnxgrad.data.image_transforms import IMAGES
 from onnxgrad.data.readers import Reader
-from onnxgrad.graph.shapes import Dims
 from onnxgrad.model.notes import read_note
 from onnxgrad.model.read import names_model
+from onnxgrad.operators.shapes import Dims
 from onnxgrad.training.settings import Settings
 
 LOSS = "onnxgrad.training_loss"  # metadata: a list of one dict, options of the shell

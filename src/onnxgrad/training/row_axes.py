@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxgrad.data.arrays import shape_text
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import Dims, is_stated
+from onnxgrad.operators.shapes import Dims, is_stated
 from onnxgrad.training.model_loss import BATCH
 
 Axes = dict[str, int | None]  # of the rows of each input, None for an array that has none

@@ -14,8 +14,8 @@ from onnxgrad import check_gradient, random_feed
 from onnxgrad.autodiff.check.original_model import OriginalModel
 from onnxgrad.autodiff.check.runtimes import on_reference
 from onnxgrad.autodiff.primal import prepare
-from onnxgrad.graph.operators import OPERATORS, Operator
 from onnxgrad.model.convert import in_precision
+from onnxgrad.operators import OPERATORS, Operator
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep, run, session_of

@@ -12,9 +12,9 @@ import pytest
 from onnxgrad import DerivativeOptions, hvp, onnx_derivative
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_proto
+from onnxgrad.operators import operator_of
 from tests.support.emitters import assert_ordered, emitter_of
 from tests.support.models import parse_model
 from tests.support.running import in_sweep, run_named

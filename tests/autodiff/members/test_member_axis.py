@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.shapes import is_real
+from onnxgrad.operators.shapes import is_real
 from tests.support.cases import row_feed, row_model
 from tests.support.members import assert_own_results, stack_members
 from tests.support.models import operator_names, parse_model

@@ -18,8 +18,8 @@ from onnxgrad import (
 )
 from onnxgrad.autodiff.primal import prepare as preparing
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.convert import to_proto
+from onnxgrad.operators import OPERATORS
 from tests.support.errors import naming
 from tests.support.microsoft_rows import CASES, KernelCase, kernel_model
 from tests.support.models import initializer_arrays, operator_names, parse_model

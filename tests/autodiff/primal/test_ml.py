@@ -16,9 +16,9 @@ from onnxgrad import (
     onnx_derivative,
 )
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.operators import OPPOSITE
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.weights import replace
+from onnxgrad.operators import OPPOSITE
 from tests.support.errors import naming
 from tests.support.models import add_initializers, parse_model
 from tests.support.running import in_sweep, run, run_named

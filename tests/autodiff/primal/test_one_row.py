@@ -11,8 +11,8 @@ import onnxgrad as og
 from onnxgrad.autodiff.primal import free_rows as module
 from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import in_precision, to_proto
+from onnxgrad.operators.shapes import dims
 from tests.support.exports import export_module
 from tests.support.models import operator_names, parse_model
 from tests.support.running import in_sweep, run, session_of

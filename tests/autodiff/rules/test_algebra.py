@@ -8,7 +8,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import run

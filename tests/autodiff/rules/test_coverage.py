@@ -13,7 +13,7 @@ import pytest
 from onnx import defs
 
 from onnxgrad.autodiff.primal.function_bodies import has_body
-from onnxgrad.graph.operators import OPERATORS, Operator
+from onnxgrad.operators import OPERATORS, Operator
 from tests.support import covered
 from tests.support.paths import DOCS
 

@@ -8,7 +8,7 @@ import pytest
 
 from onnxgrad import DerivativeOptions, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.shapes import dims
 from tests.support.cases import typed
 from tests.support.models import parse_model
 from tests.support.packs import side_by_side

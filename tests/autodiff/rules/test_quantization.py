@@ -13,9 +13,9 @@ import onnx
 import pytest
 
 import onnxgrad as og
+from onnxgrad import operators
 from onnxgrad.autodiff.primal.lowerings import microsoft_quantized
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph import operators
 from onnxgrad.model.convert import to_proto
 from tests.support.errors import naming
 from tests.support.models import parse_model

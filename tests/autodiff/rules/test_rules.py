@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
-from onnxgrad.graph.operators import OPERATORS
+from onnxgrad.operators import OPERATORS
 from tests.support.cases import FLOAT, Row, row_feed, row_model, run_in_dtype, typed
 from tests.support.convolution_cases import CONVOLUTIONS
 from tests.support.errors import naming

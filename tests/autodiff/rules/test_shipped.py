@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onnxgrad import check_gradient
-from onnxgrad.graph.operators import OPERATORS, Operator
+from onnxgrad.operators import OPERATORS, Operator
 from tests.support.packs import Part, failures, gradients_on
 from tests.support.row_packs import WITHOUT_FLOAT64
 from tests.support.shipped import (

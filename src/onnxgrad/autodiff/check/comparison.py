@@ -27,8 +27,8 @@ from onnxgrad.autodiff.check.runtimes import (
 )
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Sheet
-from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.model.convert import in_precision
+from onnxgrad.operators.shapes import Dims, dims
 
 _ROUNDING = 1e-5  # relative to the size of the outputs: smaller differences are rounding
 _EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32

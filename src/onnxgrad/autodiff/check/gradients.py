@@ -25,12 +25,12 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import argument, unknown
-from onnxgrad.graph.shapes import is_real
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import random_feed
 from onnxgrad.model.opsets import newest_ir_version
 from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.operators.shapes import is_real
 
 Names = Sequence[str] | None
 _MOST_DIRECTIONS = 16  # inputs and weights, up to which each has its own direction

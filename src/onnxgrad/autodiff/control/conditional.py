@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import captured
+from onnxgrad.operators.shapes import rank
 
 _BRANCHES = ("then_branch", "else_branch")
 

@@ -9,9 +9,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import all_nodes, reads
+from onnxgrad.operators import RANDOM
 
 Pairs = list[tuple[ir.Value, ir.Value]]
 

@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, new
 from onnxgrad.autodiff.reverse import dependent
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, equal
 from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import captured, reads
+from onnxgrad.operators.shapes import dims, equal
 
 
 @dataclass

@@ -15,7 +15,7 @@ from onnxgrad.autodiff.control.motion import lookups, move_out, products
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, equal, is_stated
+from onnxgrad.operators.shapes import dims, equal, is_stated
 
 _COUNTER = ir.TensorType(ir.DataType.INT64)
 _CONDITION = ir.TensorType(ir.DataType.BOOL)

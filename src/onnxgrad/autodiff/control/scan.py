@@ -13,9 +13,9 @@ from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.motion import move_out, products, transcendental
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims
 
 # metadata key: all that an iteration computes is computed again in the backward pass
 KEEPS_NOTHING = "onnxgrad.keeps_nothing"

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_zero, read_once
-from onnxgrad.graph.attributes import int_attribute, string_attribute
-from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import constant, dims, equal, is_real, rank, static
 from onnxgrad.graph.traversal import made_by
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.outputs import output_shape
+from onnxgrad.operators.shapes import constant, dims, equal, is_real, rank, static
 
 
 @rewrites("Add", group=GRADIENT)

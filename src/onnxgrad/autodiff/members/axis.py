@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import operator_of
-from onnxgrad.graph.shapes import dims, rank, static
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.shapes import dims, rank, static
 
 
 class MemberAxis:

@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.members.axis import MemberAxis
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import add
-from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.traversal import captured, dependents
+from onnxgrad.operators import add
+from onnxgrad.operators.shapes import rank
 
 Outputs = list[ir.Value] | None
 

@@ -14,10 +14,10 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.members.axis import MemberAxis
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.graph.axes import named_axes
-from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, UNARY, add, operator_of
-from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
+from onnxgrad.operators import ELEMENTWISE, OPERATORS, UNARY, add, operator_of
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.shapes import constant, dims, einsum_terms, rank
 
 Outputs = list[ir.Value] | None
 

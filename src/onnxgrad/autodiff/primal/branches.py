@@ -16,9 +16,9 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.rewrite import GROUPS, rewrite, rewrites
-from onnxgrad.graph.shapes import constant
 from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.operators.shapes import constant
 
 
 def take_static_branches(model: ir.Model, walk: Walk, keep: Collection[str]) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.graph.shapes import dims, is_real, static
 from onnxgrad.model.weights import is_setting
+from onnxgrad.operators.shapes import dims, is_real, static
 
 _DEFAULT = "onnxgrad.default"  # in `meta` of an input: its elements and its stated shape
 

@@ -10,12 +10,12 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.recurrent import lengths
 from onnxgrad.autodiff.rules.common import output
-from onnxgrad.graph.attributes import int_attribute, string_attribute
-from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite, rewrites
-from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.shapes import constant, dims, rank
 
 _GROUP = "final states"
 _FAR = (1 << 31) - 1  # ends of slices, from which they mean all that is there

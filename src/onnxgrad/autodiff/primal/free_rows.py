@@ -25,10 +25,10 @@ from onnxgrad.autodiff.row_proofs import (
     walk_rows,
 )
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import Dim, constant, dims, static
 from onnxgrad.graph.traversal import nodes_behind, reads
+from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.shapes import Dim, constant, dims, static
 
 CHOICES_TRIED = 16  # choices of the row axes of the inputs
 VISITS_PER_NODE = 20  # visits of a node, on average, until the search gives up

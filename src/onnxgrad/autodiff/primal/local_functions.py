@@ -11,7 +11,6 @@ from onnx_ir.passes.common import InlinePass
 
 from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.convert import note_constants
 from onnxgrad.model.opsets import WORKING_OPSET, convert
@@ -19,6 +18,7 @@ from onnxgrad.model.rewrites import declare_once, own_results, use_standard_doma
 from onnxgrad.model.scopes import unshadow
 from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of, walk
 from onnxgrad.model.weights import constant_refs, lift, take_out
+from onnxgrad.operators import OPERATORS
 
 Key = tuple[str, str, str]  # domain, name, overload
 

@@ -25,15 +25,15 @@ from onnxgrad.graph.inference.declarations import infer_file
 from onnxgrad.graph.inference.infer import infer, name_rows, note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.walk import Walk
-from onnxgrad.graph.operators import OPERATORS, operator_of
 from onnxgrad.graph.precision import widen
 from onnxgrad.graph.rewrite import ANY, Rewrite, Table, rewrite
-from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import current, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.opsets import WORKING_OPSET, exists, is_same, newest_opset, runs
+from onnxgrad.operators import OPERATORS, operator_of
+from onnxgrad.operators.shapes import rank
 from onnxgrad.reporting import escape_loggers
 from onnxgrad.runtime.run_shapes import confirmed_by_run
 

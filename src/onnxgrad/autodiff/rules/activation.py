@@ -10,7 +10,7 @@ from math import log, pi, sqrt
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import elementwise, rule
-from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 
 elementwise(
     # Two casts, as onnxruntime's Sign takes several times as long on large tensors.

@@ -9,8 +9,8 @@ from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
 from onnxgrad.autodiff.rules.sampling import samples_of, taps
 from onnxgrad.autodiff.rules.windows import quotient, windows_of
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims, rank, static
 
 
 @rule("Col2Im")

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.distinct import distinct_along, distinct_rows
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.shapes import dims, rank, static
 
 
 def attributes_of(node):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxgrad.autodiff.registry import constant
-from onnxgrad.graph.operators import BOOLEAN, RANDOM
+from onnxgrad.operators import BOOLEAN, RANDOM
 
 constant("the output is boolean", *BOOLEAN)
 constant("the output is an index", *"ArgMax ArgMin NonZero NonMaxSuppression".split())

@@ -20,7 +20,7 @@ from onnxgrad.autodiff.rules.windows import (
     windows_without_padding,
     with_padding,
 )
-from onnxgrad.graph.attributes import int_attribute, string_attribute
+from onnxgrad.operators.attributes import int_attribute, string_attribute
 
 
 @rule("Conv")

@@ -21,7 +21,7 @@ from onnxgrad.autodiff.rules.common import (
     wide,
 )
 from onnxgrad.autodiff.rules.shape import moved, scatter_flat
-from onnxgrad.graph.attributes import int_attribute, string_attribute
+from onnxgrad.operators.attributes import int_attribute, string_attribute
 
 
 @rule("GatherElements")

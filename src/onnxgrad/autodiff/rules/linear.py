@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
-from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.graph.shapes import broadcast, dims, einsum_terms, equal, rank
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.shapes import broadcast, dims, einsum_terms, equal, rank
 
 DOTS = "..."
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
 from onnxgrad.autodiff.rules.shape import scatter_flat
-from onnxgrad.graph.attributes import string_attribute
+from onnxgrad.operators.attributes import string_attribute
 
 
 @rule("NegativeLogLikelihoodLoss")

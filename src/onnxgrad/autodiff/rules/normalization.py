@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering, rule
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
-from onnxgrad.graph.attributes import float_attribute, int_attribute, ints_attribute
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.attributes import float_attribute, int_attribute, ints_attribute
+from onnxgrad.operators.shapes import dims, rank, static
 
 _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
 

@@ -22,9 +22,9 @@ from onnxgrad.autodiff.rules.windows import (
     windows_of,
     with_padding,
 )
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.distinct import distinct_positions
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims
 
 
 @rule("MaxPool")

@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, gated, widened
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims, rank, static
 
 # metadata key of a MatMulNBits: what `unpacked_weight` returned for it, where it is known already
 UNPACKED = "onnxgrad.unpacked"

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import elementwise, rule
 from onnxgrad.autodiff.rules.common import product_of_others
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims, rank, static
 
 
 def _axes(op, node):

@@ -12,7 +12,7 @@ from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import wide
 from onnxgrad.autodiff.rules.sampling import as_real
 from onnxgrad.autodiff.rules.shape import scatter_flat
-from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 
 _LONG = ir.DataType.INT64
 

@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, wide
-from onnxgrad.graph.attributes import int_attribute, string_attribute
-from onnxgrad.graph.shapes import dims, equal, rank, static
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.shapes import dims, equal, rank, static
 
 LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbor
 # modes in which positions may change at scale one

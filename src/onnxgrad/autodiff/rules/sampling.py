@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.graph.attributes import int_attribute, string_attribute
-from onnxgrad.graph.shapes import rank
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.shapes import rank
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 _A = -0.75  # coefficient of cubic convolution (Keys 1981), as GridSample specifies

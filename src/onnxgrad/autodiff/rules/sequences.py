@@ -6,8 +6,8 @@ import numpy as np
 
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.graph import sequence_nodes
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims
 
 
 @rule("SequenceConstruct")

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import attributes_of, positions_of, wide
-from onnxgrad.graph.attributes import int_attribute, string_attribute
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.shapes import dims, rank, static
 
 
 @rule("Identity", "Optional", "OptionalGetElement")

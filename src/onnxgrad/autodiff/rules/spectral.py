@@ -12,8 +12,8 @@ import onnx_ir as ir
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import Vector, quotient, unified
-from onnxgrad.graph.attributes import int_attribute
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims, rank
 
 
 @rule("DFT")

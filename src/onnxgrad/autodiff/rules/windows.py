@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.operators.shapes import dims, rank, static
 
 LARGE = 2**19  # elements of all windows of an image, from which they exceed the cache
 HEAVY = 2**18  # elements of a weight, from which it exceeds the cache

@@ -17,14 +17,14 @@ from onnx import (
 )
 from onnx.shape_inference import infer_shapes
 
-from onnxgrad.graph.inference.by_onnxruntime import (
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.microsoft import (
     DTYPES,
     result_shapes,
     result_types,
     standard_like,
 )
-from onnxgrad.graph.operators import operator_of
-from onnxgrad.graph.shapes import Dims, dims, is_real, is_stated
+from onnxgrad.operators.shapes import Dims, dims, is_real, is_stated
 
 _SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
 

@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.walk import Walk
-from onnxgrad.graph.shapes import Dims, dims, is_stated, lengths, rank
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.operators.shapes import Dims, dims, is_stated, lengths, rank
 from onnxgrad.reporting import warn_once
 
 

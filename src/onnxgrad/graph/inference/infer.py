@@ -12,9 +12,9 @@ from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import complete
 from onnxgrad.graph.inference.walk import RANKS, Walk
-from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, lengths, rank, static
 from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
 from onnxgrad.limits import check_limit, limit
+from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated, lengths, rank, static
 from onnxgrad.reporting import warn_once
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.

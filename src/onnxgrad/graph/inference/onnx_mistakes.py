@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import Dims, constant, dims, static
+from onnxgrad.operators.shapes import Dims, constant, dims, static
 
 
 def spell_out(node: ir.Node) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Container
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.elements import INTEGERS, Elements
 from onnxgrad.graph.inference.walk import Walk
-from onnxgrad.graph.output_shapes import output_shape
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.traversal import conditional_nodes, subgraphs
+from onnxgrad.operators.elements import INTEGERS, Elements
+from onnxgrad.operators.outputs import output_shape
+from onnxgrad.operators.shapes import dims, static
 
 
 def fold_sizes(graph: ir.Graph, walk: Walk) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.graph import sequences
 from onnxgrad.graph.inference.by_onnx import complete, complete_types, infer_node
-from onnxgrad.graph.inference.elements import Elements, evaluated, shape_by_elements
 from onnxgrad.graph.inference.onnx_mistakes import correct, drop_windows, spell_out
-from onnxgrad.graph.output_shapes import output_shape, output_types
-from onnxgrad.graph.sequences import is_empty, joined, note_empty
-from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.limits import check_limit
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.elements import Elements, evaluated, shape_by_elements
+from onnxgrad.operators.outputs import output_shape, output_types
+from onnxgrad.operators.sequences import is_empty, joined, note_empty
+from onnxgrad.operators.shapes import Dims, dims, is_stated
 
 RANKS = "onnxgrad.ranks"  # `meta` key of the body of a Scan: the declared ranks of its outputs
 
@@ -91,7 +91,7 @@ class Walk:
             self._infer_scan(node)
         elif op_type == "SequenceMap":
             self._infer_map(node)
-        elif op_type not in sequences.OPERATORS or not _infer_sequence(node):
+        elif not (op_type and _infer_sequence(node)):
             for body in subgraphs(node):
                 self.infer(body)
             self._infer_tensors(node)
@@ -258,17 +258,19 @@ def _settle(state: ir.Value, end: ir.Value) -> bool:
 
 
 def _infer_sequence(node: ir.Node) -> bool:
-    """Set the type and shape of one of `sequences.OPERATORS`; return False if it is of tensors."""
+    """Set the type and shape of a sequence or Optional; return False of nodes of tensors."""
+    if "sequences" not in operator_of(node).traits:
+        return False
     [y] = node.outputs
     attributes = {a.name: a.value for a in node.attributes.values()}
     if node.op_type == "SequenceEmpty":  # write the default, so that `set_precision` converts it
         node.attributes.setdefault("dtype", ir.AttrInt64("dtype", ir.DataType.FLOAT))
-    value_type = sequences.output_type(node.op_type, node.inputs, attributes)
+    value_type = output_types(node.op_type, node.inputs, attributes, 1)[0]
     if node.op_type == "Identity" and isinstance(value_type, ir.TensorType | None):
         return False
     first = node.inputs[0] if node.inputs else None
     adds_none = node.op_type in ("Identity", "SequenceErase")
     stays_empty = adds_none and first is not None and is_empty(first)
     note_empty(y, stays_empty or node.op_type == "SequenceEmpty")
-    _set(y, value_type, sequences.output_shape(node.op_type, node.inputs, attributes))
+    _set(y, value_type, output_shape(node.op_type, node.inputs, attributes))
     return True

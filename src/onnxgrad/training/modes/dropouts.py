@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import OPERATORS, RULED_AS
-from onnxgrad.graph.shapes import constant
+from onnxgrad.operators import OPERATORS, RULED_AS
+from onnxgrad.operators.shapes import constant
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.dropout_masks import Masks
 from onnxgrad.training.modes.replacement import describe, emitter, replace, walk

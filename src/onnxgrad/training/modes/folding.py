@@ -7,10 +7,10 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import operator_of
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.shapes import dims, static
 from onnxgrad.training.modes.replacement import replace
 
 _ROWS = 16  # of a batch, as which the size of images is compared with that of weights

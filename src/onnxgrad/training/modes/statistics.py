@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import argument
-from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.replacement import describe, emitter, replace, walk

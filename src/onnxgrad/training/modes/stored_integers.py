@@ -24,13 +24,13 @@ from onnx import (
     numpy_helper,
 )
 
-from onnxgrad.graph.operators import REORDERS, VIEWS
 from onnxgrad.model import external
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import fine_tuned
 from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.scopes import name_of_floats, unused
 from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, reads, subgraphs
+from onnxgrad.operators import REORDERS, VIEWS
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
 from onnxgrad.training.modes.bias_scales import leave_room_for_biases

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import printable
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.parallel import Part, all_reduce
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.operators import RANDOM
 from onnxgrad.training.parameters.operands import (
     domain,
     leading_operands,

@@ -1,4 +1,4 @@
-"""The roles of operands, as factors and biases, and the ways of values through a graph."""
+"""The roles of operands, and the ways of values through a graph."""
 
 from __future__ import annotations
 
@@ -6,97 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import OF_SHAPES, PACKS, REORDERS, SELECTS
-
-# The role of each operand is a letter; the last one of an operator applies to all that follow.
-#
-# x  data                         t  table whose rows are looked up
-# a  added to the data            p  slope
-# f  factor                       h  initial state
-# b  bias                         m  added to the scores of attention
-# s  scale of a normalization     w  chosen by a condition
-# o  bias of a normalization      c  setting: a bound, an exponent, a size
-# r  running statistic            k  rotary table
-# q  scale of quantization
-_STANDARD = {
-    "ffb": "Gemm",
-    "xfb": "Conv ConvTranspose",
-    "xfxbx": "DeformConv",
-    "xffbch": "RNN GRU",
-    "xffbchhf": "LSTM",
-    "xsor": "BatchNormalization",
-    "xso": "InstanceNormalization GroupNormalization LayerNormalization",
-    "xs": "RMSNormalization SimplifiedLayerNormalization",
-    "xp": "PRelu",
-    "tc": "Gather GatherElements GatherND",
-    "fffmhhc": "Attention",
-    "fffhx": "LinearAttention",
-    "f": "MatMul Einsum SwiGLU",
-    "xfbh": "CausalConvWithState",
-    "xkkc": "RotaryEmbedding",
-    "cw": "Where",
-    "xc": "Clip Dropout Resize Upsample Pad RoiAlign GridSample STFT DFT",
-    "c": (
-        "Min Max Pow Mod Range OneHot Equal Greater GreaterOrEqual Less LessOrEqual AffineGrid "
-        "NonMaxSuppression MelWeightMatrix NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss"
-    ),
-    "xq": "QuantizeLinear DequantizeLinear",
-    "x": "DynamicQuantizeLinear",
-    "q": "QLinearConv QLinearMatMul ConvInteger MatMulInteger",
-}
-
-# what onnxruntime's optimizer writes, and its contributed operators
-_MICROSOFT = {
-    "f": "FusedMatMul TransposeMatMul FusedMatMulActivation ComplexMul ComplexMulConj",
-    "ffb": "FusedGemm GemmFastGelu GemmFloat8",
-    "xfb": "NhwcConv",
-    "xfba": "FusedConv NhwcFusedConv",
-    "xfcb": "ConvTransposeWithDynamicPads",
-    "xc": "GridSample",
-    "xb": "BiasGelu FastGelu BiasSplitGelu",
-    "xba": "BiasAdd",
-    "xm": "BiasSoftmax",
-    "xbac": "BiasDropout",
-    "aasob": "SkipLayerNormalization",
-    "aasb": "SkipSimplifiedLayerNormalization",
-    "xso": "LayerNormalization GroupNorm",
-    "xs": "SimplifiedLayerNormalization",
-    "xsx": "GatedRMSNorm",
-    "xsoab": "SkipGroupNorm",
-    "xxtttsocx": "EmbedLayerNormalization",
-    "xfbchmc": "Attention",
-    "xfbccm": "PackedAttention",
-    "xxxbccm": "PackedMultiHeadAttention",
-    "xfbxfbc": "LongformerAttention",
-    "xxxbmmhhc": "MultiHeadAttention",
-    "xfbchm": "DecoderMaskedSelfAttention",
-    "xxxcmhhcccbc": "DecoderMaskedMultiHeadAttention",
-    "xxffbc": "DecoderAttention",
-    "xxxhhcckkcmf": "GroupQueryAttention",
-    "xxxhhccck": "PagedAttention",
-    "xxxhhccccck": "SparseAttention",
-    "xck": "RotaryEmbedding",
-    "tc": "RelativePositionBias",
-    "xbmfbf": "GatedRelativePositionBias",
-    "xxfbfbfb": "MoE",
-    "x": "Gelu QuickGelu GemmaRotaryEmbedding",
-    "xq": "DequantizeLinear QuantizeLinear",
-    "xqqqqb": "MatMulNBits",
-    "xqqqb": "DynamicQuantizeMatMul",
-    "xqqqqqb": "MatMulIntegerToFloat",
-    "q": (
-        "QAttention MatMulBnb4 QMoE QOrderedMatMul DynamicQuantizeLSTM QGemm QLinearAdd QLinearMul "
-        "QLinearConv QLinearSigmoid QLinearLeakyRelu QLinearAveragePool QLinearGlobalAveragePool "
-        "QLinearConcat QLinearSoftmax QEmbedLayerNormalization"
-    ),
-}
-
-_LETTERS = {
-    (domain, op_type): letters
-    for domain, table in (("", _STANDARD), ("com.microsoft", _MICROSOFT))
-    for letters, op_types in table.items()
-    for op_type in op_types.split()
-}
+from onnxgrad.operators import OF_SHAPES, OPERATORS, PACKS, REORDERS, SELECTS, Operator
 
 # these take one value and hand it on, in another order or shape or dtype
 MOVES = (REORDERS | SELECTS | PACKS | {"CastLike", "Dropout"}) - {
@@ -111,8 +21,8 @@ _LEADS = {"RoiAlign": 1, "Gather": 1, "GatherElements": 1, "GatherND": 1, "NonMa
 
 
 def letter(node: ir.Node, index: int) -> str:
-    """Return the role of operand `index` of `node`, a letter as above, or "" if unknown."""
-    letters = _LETTERS.get((domain(node), node.op_type), "")
+    """Return the role of operand `index` of `node`, a letter of its record, or "" if unknown."""
+    letters = OPERATORS.get((domain(node), node.op_type), Operator()).roles
     return letters[min(index, len(letters) - 1)] if letters else ""
 
 

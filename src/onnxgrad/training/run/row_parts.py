@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, require_sums
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.operators import VIEWS
-from onnxgrad.graph.shapes import coefficient, dims, is_stated, static
 from onnxgrad.losses.vocabulary import PLAIN
+from onnxgrad.operators import VIEWS
+from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.session import work

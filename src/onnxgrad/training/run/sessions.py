@@ -9,9 +9,9 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import dims
 from onnxgrad.model import external
 from onnxgrad.native.order import order_all
+from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session

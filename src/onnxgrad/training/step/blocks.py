@@ -11,9 +11,9 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.invariant import move_out
+from onnxgrad.operators import shapes
 from onnxgrad.optimizers import Inputs, Optimizer
 
 # measured with momentum and AdamW in float32 on CPUs with 1 MB of L2 per core

@@ -7,11 +7,11 @@ from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.invariant import is_small, move_out, shapes_from_outside
-from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, loop_to_native, to_native
+from onnxgrad.operators.shapes import rank
 from onnxgrad.training.step.build import Step
 
 _LARGE = 1 << 16  # bytes

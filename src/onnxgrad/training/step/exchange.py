@@ -14,7 +14,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Part, all_reduce, broadcast
 from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.inputs import ROWS

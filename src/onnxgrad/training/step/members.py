@@ -15,8 +15,8 @@ import onnx_ir as ir
 from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.walk import Walk
-from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import attribute_key
+from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.inputs import RATE, STEP, StepInputs

@@ -12,10 +12,10 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, static
 from onnxgrad.model import without_elements
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
+from onnxgrad.operators.shapes import dims, static
 from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.training.step.blocks import update_in_blocks
 from onnxgrad.training.step.inputs import RATE, STEP

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import printable
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
+from onnxgrad.operators import shapes
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.step.blocks import block_shape
 

@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
-from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import FIRST_KEY, LAST_KEY
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.operators import FIRST_KEY, LAST_KEY
+from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.shapes import dims, rank
 
 HeadsOf = Sequence[ir.Value]  # Q, K and V, each (batch, heads, rows, size)
 Length = int | ir.Value  # of an axis: a number, or a tensor [1] if it is dynamic

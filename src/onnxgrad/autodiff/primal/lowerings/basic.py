@@ -7,9 +7,9 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, equal, rank
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.shapes import dims, equal, rank
 
 Operand = ir.Value | None  # None: it is left out
 

@@ -18,10 +18,10 @@ from onnxgrad.autodiff.primal.lowerings.activations import ACTIVATIONS
 from onnxgrad.autodiff.primal.lowerings.basic import product, total
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.model.opsets import has_kernel
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.shapes import dims, rank
 
 DOMAIN = "com.microsoft"
 _QUANTIZED = re.compile(r"Q[A-Z]|.*Quant|.*NBits|.*Bnb4|.*FpQ4|.*Integer|NhwcMaxPool")

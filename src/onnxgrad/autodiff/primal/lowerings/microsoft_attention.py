@@ -25,7 +25,7 @@ from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, is_
 from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend_visible
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, equal, rank
+from onnxgrad.operators.shapes import dims, equal, rank
 
 INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)

@@ -24,9 +24,9 @@ from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, is_empty_past, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
 from onnxgrad.autodiff.registry import lowering
-from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
+from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.shapes import rank
 
 INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)

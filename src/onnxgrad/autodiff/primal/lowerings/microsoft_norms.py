@@ -13,9 +13,9 @@ from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.normalization import axes_from
-from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.shapes import rank
 
 FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 

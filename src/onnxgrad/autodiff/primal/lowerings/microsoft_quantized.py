@@ -16,9 +16,9 @@ from onnxgrad.autodiff.primal.lowerings.basic import Operand, total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, attributes_without, softmax_from
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.graph.attributes import float_attribute, int_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
+from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.shapes import rank
 
 FLOAT = ir.DataType.FLOAT
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)

@@ -13,10 +13,10 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.errors import NoGradientRule
-from onnxgrad.graph.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import OPPOSITE
-from onnxgrad.graph.shapes import Dim, Dims, dims, rank, static
+from onnxgrad.operators import OPPOSITE
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.shapes import Dim, Dims, dims, rank, static
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 

@@ -20,9 +20,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.lowerings.activations import Function, activation_functions
 from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
-from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import Dim, Dims, constant, dims
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.shapes import Dim, Dims, constant, dims
 
 # from the states and the inputs of a time step to the new states, of which the first is the output
 Step = Callable[[Emit, list[ir.Value], list[ir.Value]], list[ir.Value]]

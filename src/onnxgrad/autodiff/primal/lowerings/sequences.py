@@ -8,12 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering
-from onnxgrad.graph.attributes import int_attribute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.sequence_nodes import counters, elements
-from onnxgrad.graph.sequences import is_sequence
-from onnxgrad.graph.shapes import constant, dims
 from onnxgrad.graph.traversal import made_by
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.sequences import is_sequence
+from onnxgrad.operators.shapes import constant, dims
 
 
 @lowering("SequenceAt")

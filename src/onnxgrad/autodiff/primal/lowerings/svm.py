@@ -14,10 +14,10 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.lowerings import ml
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.errors import argument
-from onnxgrad.graph.attributes import int_attribute, string_attribute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import NOT_CLASSES
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators import NOT_CLASSES
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.shapes import dims
 
 
 @lowering("SVMRegressor", domain="ai.onnx.ml")

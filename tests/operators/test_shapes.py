@@ -14,9 +14,8 @@ from onnxgrad import ModelError, NoGradientRule
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.inference.infer import infer, name_rows
 from onnxgrad.graph.inference.walk import Walk
-from onnxgrad.graph.output_shapes import output_shape
-from onnxgrad.graph.sequences import output_type
-from onnxgrad.graph.shapes import broadcast, dims, equal, rank, static as lengths
+from onnxgrad.operators.outputs import output_shape, output_types
+from onnxgrad.operators.shapes import broadcast, dims, equal, rank, static as lengths
 from tests.support.cases import Row, row_feed, row_model
 from tests.support.errors import naming
 from tests.support.microsoft_rows import CASES, kernel_model
@@ -205,10 +204,10 @@ def test_a_scan_stacks_along_the_axis_that_it_takes_apart(attributes, expected):
 def test_types_of_what_has_no_operand():
     kind = ir.TypeAndShape(ir.TensorType(ir.DataType.FLOAT), None)
     attributes = {"type": kind}
-    assert output_type("Optional", [], attributes) == ir.OptionalType(kind.type)
-    assert output_type("Optional", [], {}) is None
-    assert output_type("SequenceAt", [None], {}) is None
-    assert output_type("SequenceEmpty", [], {}) == ir.SequenceType(kind.type)
+    assert output_types("Optional", [], attributes, 1) == [ir.OptionalType(kind.type)]
+    assert output_types("Optional", [], {}, 1) == [None]
+    assert output_types("SequenceAt", [None], {}, 1) == [None]
+    assert output_types("SequenceEmpty", [], {}, 1) == [ir.SequenceType(kind.type)]
 
 
 def test_a_declared_output_hides_nothing():

@@ -9,9 +9,9 @@ import onnx_ir as ir
 import pytest
 
 from onnxgrad import rule
-from onnxgrad.graph.axes import SUMMED, follow, named_axes, places
-from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS
-from onnxgrad.graph.shapes import dims
+from onnxgrad.operators import ELEMENTWISE, OPERATORS
+from onnxgrad.operators.axes import SUMMED, follow, named_axes, places
+from onnxgrad.operators.shapes import dims
 from tests.support.axes_cases import DRAWS, NOT_RUN, NodeCase
 from tests.support.running import session_of
 

@@ -6,7 +6,7 @@ import pytest
 from onnx import AttributeProto, defs
 from onnx.helper import get_attribute_value
 
-from onnxgrad.graph.attributes import (
+from onnxgrad.operators.attributes import (
     default_attribute,
     float_attribute,
     int_attribute,

@@ -1,0 +1,44 @@
+"""All that is known of operators: one record for each, one file for each family."""
+
+from onnxgrad.operators import (
+    elementwise,
+    generators,
+    indexing,
+    layers,
+    layouts,
+    microsoft,
+    normalizations,
+    products,
+    reductions,
+    sequences,
+)
+from onnxgrad.operators.records import (
+    FIRST_KEY,
+    GRADIENT_OF,
+    LAST_KEY,
+    NOT_CLASSES,
+    OPERATORS,
+    OPPOSITE,
+    POOL_GRADIENT,
+    RULED_AS,
+    WEIGHT_GRADIENT,
+    Naming,
+    Operator,
+    add,
+    names_with_trait,
+    operator_of,
+)
+
+ELEMENTWISE = names_with_trait("elementwise")
+UNARY = names_with_trait("unary")
+CHEAP = names_with_trait("cheap")
+TRANSCENDENTAL = names_with_trait("transcendental")
+VIEWS = names_with_trait("view")
+REORDERS = names_with_trait("reorders")
+SELECTS = names_with_trait("selects")
+PACKS = names_with_trait("packs")
+OF_SHAPES = names_with_trait("shape")
+ARITHMETIC = names_with_trait("arithmetic")
+RANDOM = names_with_trait("random")
+BOOLEAN = names_with_trait("boolean")
+INT64 = names_with_trait("int64")

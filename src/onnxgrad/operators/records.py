@@ -1,0 +1,169 @@
+"""One record for each operator: all that is known of it, whatever reads it.
+
+A file of this room declares the operators of one family: traits, named axes, shapes, elements of
+short vectors, and where axes go. Rules, lowerings and functions for members of a stack fill in the
+rest where they are defined, and `autodiff/user_rules` for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+
+class Naming(NamedTuple):
+    """How an operator names axes of its first operand; an Unsqueeze, of its output.
+
+    Attributes:
+        attribute: it holds them.
+        operand: the index of the operand that holds them, if there is no such attribute.
+        default: what is named if both are missing or empty, from the rank, the inputs and the
+            attributes; None if that is not known.
+    """
+
+    attribute: str
+    operand: int | None = None
+    default: Callable[[int, Sequence, Mapping], Sequence[int] | None] = lambda *_: None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of an operator; nothing where a field has its default.
+
+    Attributes:
+        traits: see below; empty for operators of other domains.
+        shape: (inputs, attributes) -> the shape of the first output, or a list of shapes, one for
+            each of the first outputs; None if unknown. Operands that do not fit are an IndexError,
+            a ValueError or a ZeroDivisionError.
+        shape_like: a standard operator whose result has the same shape, and how many operands it
+            takes.
+        result_type: (inputs, attributes) -> the type of the output; None: a tensor of the dtype of
+            the first typed operand.
+        elements: (node, elements of each operand) -> the elements of the result, a short vector of
+            lengths. None is an unknown operand, and an unknown result.
+        lengths: (node, elements of each operand) -> the shape of the result, where elements are its
+            lengths.
+        naming: how it names axes.
+        axes: (node, operand, axis) -> where the axis stands in the outputs: see `axes`.
+        roles: the role of each operand, a letter: see below.
+        rule: writes the gradients of the inputs: (op, node, cotangents) -> one for each input.
+        subgraph_rule: the same with captured values: (op, node, list of cotangents, values that
+            depend on what is differentiated) -> pairs of a value and its gradient.
+        no_gradient: why it has none; no path goes through its nodes.
+        lowering: rewrites a node before the sweep: (op, node) -> values, or None to leave it.
+        on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it
+            slows down the forward pass.
+        of_user: whether a user registered its rule or lowering.
+        members: writes a node for all members of a stack: see `autodiff/members`.
+    """
+
+    traits: frozenset[str] = frozenset()
+    shape: Callable[[Sequence, Mapping[str, Any]], Any] | None = None
+    shape_like: tuple[str, int] = ("", 0)
+    result_type: Callable[[Sequence, Mapping[str, Any]], ir.TypeProtocol | None] | None = None
+    elements: Callable[..., Any] | None = None
+    lengths: Callable[..., Any] | None = None
+    naming: Naming | None = None
+    axes: Callable[..., Any] | None = None
+    roles: str = ""
+    rule: Callable[..., Any] | None = None
+    subgraph_rule: Callable[..., list[tuple[ir.Value, ir.Value]]] | None = None
+    no_gradient: str = ""
+    lowering: Callable[..., Any] | None = None
+    on_demand: bool = False
+    of_user: bool = False
+    members: Callable[..., list[ir.Value] | None] | None = None
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the sweep, or a lowering before it, knows what to do."""
+        return bool(self.rule or self.subgraph_rule or self.no_gradient or self.lowering)
+
+
+# The traits, by which graphs are rewritten, read and scheduled:
+#
+# elementwise     an element of the result depends on those at its position only; operands broadcast
+# unary           the result has the shape of the first operand, which the others do not change
+# cheap           one pass over memory, without a transcendental function
+# transcendental  computes exp, log, powers or the like for every element
+# normalizes      two passes over memory: one for means, one that divides by deviations
+# view            the elements of the first operand in their order, in another shape or none
+# reorders        every element of the operand is one of the result
+# selects         every element of the result is one of the first operand
+# packs           the elements of tensors in sequences, or out of them
+# sequences       takes or returns sequences or Optionals
+# shape           reads the shape of its operand only, or makes a tensor of a shape
+# arithmetic      what sizes and positions are computed with
+# random          two equal nodes give two results
+# boolean, int64  the dtype of the result, whatever the operands are
+
+# The role of each operand is a letter; the last one of an operator applies to all that follow.
+#
+# x  data                         t  table whose rows are looked up
+# a  added to the data            p  slope
+# f  factor                       h  initial state
+# b  bias                         m  added to the scores of attention
+# s  scale of a normalization     w  chosen by a condition
+# o  bias of a normalization      c  setting: a bound, an exponent, a size
+# r  running statistic            k  rotary table
+# q  scale of quantization
+
+OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
+_UNKNOWN = Operator()
+
+
+def operator_of(node: ir.Node) -> Operator:
+    """Return the record of the operator of `node`."""
+    return OPERATORS.get((node.domain, node.op_type), _UNKNOWN)
+
+
+def standard_operator(op_type: str) -> Operator:
+    """Return the record of a standard operator."""
+    return OPERATORS.get(("", op_type), _UNKNOWN)
+
+
+def add(domain: str, name: str, **fields: Any) -> None:
+    """Set fields of the record of an operator."""
+    OPERATORS[domain, name] = replace(OPERATORS.get((domain, name), _UNKNOWN), **fields)
+
+
+def operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:
+    """Declare what operators have in common; names and traits are separated by spaces.
+
+    Examples:
+        >>> operators("Tide Ebb", "unary cheap", domain="doc.example")
+        >>> sorted(OPERATORS["doc.example", "Ebb"].traits)
+        ['cheap', 'unary']
+    """
+    for name in names.split():
+        stated = {"traits": frozenset(traits.split())} if traits else {}
+        add(domain, name, **stated, **fields)
+
+
+def names_with_trait(trait: str) -> frozenset[str]:
+    """Return the names of the operators that have a trait."""
+    return frozenset(name for (_, name), operator in OPERATORS.items() if trait in operator.traits)
+
+
+# metadata keys that lowerings write: of the scores -z and z of two classes, and of scores that are
+# not those of the classes, with the reason
+OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"
+
+# metadata keys that lowerings write, of conditions (queries, keys) that are false for keys so far
+# before, or so far behind, the position of the query
+FIRST_KEY, LAST_KEY = "onnxgrad.first_key", "onnxgrad.last_key"
+
+# metadata key of a node that computes what a node of another operator would: a function from it to
+# what a user's rule of that operator reads
+RULED_AS = "onnxgrad.ruled_as"
+
+# metadata key that the sweep writes, of a gradient: node, index of the input, and cotangents
+GRADIENT_OF = "onnxgrad.gradient_of"
+
+# metadata keys that cheaper forms of gradients write: of the gradient of a convolution's weight,
+# input, cotangent, windows and groups; of the result of a MaxPool, the gradient of its input, and
+# the cotangent
+WEIGHT_GRADIENT, POOL_GRADIENT = "onnxgrad.weight_gradient", "onnxgrad.pool_gradient"
