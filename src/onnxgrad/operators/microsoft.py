@@ -294,7 +294,7 @@ for _roles, _names in {
     "xfbxfbc": "LongformerAttention",
     "xxxbmmhhc": "MultiHeadAttention",
     "xfbchm": "DecoderMaskedSelfAttention",
-    "xxxcmhhcccbc": "DecoderMaskedMultiHeadAttention",
+    "xxxcmhhcccb": "DecoderMaskedMultiHeadAttention",
     "xxffbc": "DecoderAttention",
     "xxxhhcckkcmf": "GroupQueryAttention",
     "xxxhhccck": "PagedAttention",
