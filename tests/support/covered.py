@@ -12,7 +12,7 @@ from onnx import defs, helper
 
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.autodiff.registry import Unsupported, taken_gradients
-from onnxgrad.operators import OPERATORS, add as add_operator
+from onnxgrad.operators import OPERATORS, add_facts
 from tests.support.cases import row_model
 from tests.support.convolution_cases import CONVOLUTIONS, conv_model
 from tests.support.packs import side_by_side
@@ -74,7 +74,7 @@ def answers_by_input() -> dict[Key, dict[int, set[str]]]:
     before = dict(OPERATORS)
     for key, operator in before.items():
         if operator.rule is not None:
-            add_operator(*key, rule=_recorded(operator.rule, answers[key]))
+            add_facts(*key, rule=_recorded(operator.rule, answers[key]))
     try:
         for models in _packs(row_models()):
             _differentiate(models)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
-from onnxgrad.operators import add
+from onnxgrad.operators import add_facts
 
 Rule: TypeAlias = Callable[..., Any]  # (op, node, *gradients of the outputs) -> one per input
 
@@ -46,12 +46,12 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
     `onnxgrad.rule` is that of users.
     """
-    return registering(add, op_types, domain, "rule")
+    return registering(add_facts, op_types, domain, "rule")
 
 
 def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of an operator with subgraphs."""
-    return registering(add, [op_type], "", "subgraph_rule")
+    return registering(add_facts, [op_type], "", "subgraph_rule")
 
 
 def lowering(
@@ -61,7 +61,7 @@ def lowering(
 
     `onnxgrad.lowering` is that of users.
     """
-    return registering(add, op_types, domain, "lowering", on_demand=on_demand)
+    return registering(add_facts, op_types, domain, "lowering", on_demand=on_demand)
 
 
 def registering(
@@ -100,7 +100,7 @@ def _by_slope(slope: Callable[..., Any], along: Callable[..., ir.Value]) -> Rule
 def constant(why: str, *op_types: str, domain: str = "") -> None:
     """Declare that operators have no gradient, and why."""
     for name in op_types:
-        add(domain, name, no_gradient=why)
+        add_facts(domain, name, no_gradient=why)
 
 
 @cache

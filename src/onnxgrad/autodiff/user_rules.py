@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onnxgrad.autodiff.registry import Lowering, Rule, registering
-from onnxgrad.operators import Operator, add
+from onnxgrad.operators import Operator, add_facts
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
@@ -94,4 +94,6 @@ def _register(domain: str, name: str, **fields: Any) -> None:
     """Replace the rules and lowerings of an operator; what is known of it otherwise stays."""
     # what belongs to the rule of the package
     forgotten = ("rule", "subgraph_rule", "no_gradient", "lowering", "on_demand", "members")
-    add(domain, name, **{f: getattr(Operator, f) for f in forgotten} | {"of_user": True} | fields)
+    add_facts(
+        domain, name, **{f: getattr(Operator, f) for f in forgotten} | {"of_user": True} | fields
+    )

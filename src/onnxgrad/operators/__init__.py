@@ -24,7 +24,7 @@ from onnxgrad.operators.records import (
     WEIGHT_GRADIENT,
     Naming,
     Operator,
-    add,
+    add_facts,
     names_with_trait,
     operator_of,
 )

@@ -20,7 +20,7 @@ from onnxgrad.operators.elements import (
     of_numbers,
 )
 from onnxgrad.operators.outputs import first_dtype, like_first
-from onnxgrad.operators.records import operators
+from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.shapes import Dims, broadcast, dims
 
 
@@ -60,50 +60,52 @@ def _cast_elements(node: ir.Node, x: Elements, *_like: Elements | None) -> Eleme
 _BROADCAST: dict[str, Any] = {"shape": broadcast_operands, "axes": broadcast_axis}
 _LIKE_FIRST: dict[str, Any] = {"shape": like_first, "axes": broadcast_axis}
 
-operators(
+declare_operators(
     "Add Ceil Div Floor Max Min Mul Neg Round Sub", "elementwise cheap arithmetic", **_BROADCAST
 )
-operators(
+declare_operators(
     "Abs BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Mean Mod Reciprocal Relu Sign Sqrt Sum Where",
     "elementwise cheap",
     **_BROADCAST,
 )
-operators(
+declare_operators(
     "And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor",
     "elementwise cheap boolean",
     **_BROADCAST,
 )
-operators(
+declare_operators(
     "CastLike Clip HardSigmoid HardSwish LeakyRelu PRelu Shrink ThresholdedRelu",
     "elementwise unary cheap",
     **_LIKE_FIRST,
 )
-operators("Cast", "elementwise cheap reorders", result_type=_type_of_cast, **_BROADCAST)
-operators(
+declare_operators("Cast", "elementwise cheap reorders", result_type=_type_of_cast, **_BROADCAST)
+declare_operators(
     "Acos Acosh Asin Asinh Atan Atanh Cos Cosh Erf Exp Gelu Log Mish Pow Sigmoid Sin Sinh Softplus "
     "Swish Tan Tanh",
     "elementwise transcendental",
     **_BROADCAST,
 )
-operators("Celu Elu Selu Softsign", "elementwise unary transcendental", **_LIKE_FIRST)
-operators("Dropout", "unary random", roles="xc", **_LIKE_FIRST)
-operators("Where", result_type=_type_of_where, roles="cw")
-operators("PRelu", roles="xp")
-operators("Clip", roles="xc")
-operators("Min Max Pow Mod Equal Greater GreaterOrEqual Less LessOrEqual", roles="c")
+declare_operators("Celu Elu Selu Softsign", "elementwise unary transcendental", **_LIKE_FIRST)
+declare_operators("Dropout", "unary random", roles="xc", **_LIKE_FIRST)
+declare_operators("Where", result_type=_type_of_where, roles="cw")
+declare_operators("PRelu", roles="xp")
+declare_operators("Clip", roles="xc")
+declare_operators("Min Max Pow Mod Equal Greater GreaterOrEqual Less LessOrEqual", roles="c")
 
-operators("Cast CastLike", elements=of_known(_cast_elements))
-operators("Add", elements=of_numbers(operator.add))
-operators("Sub", elements=of_numbers(operator.sub))
-operators("Mul", elements=of_each(multiply_lengths))
-operators("Div", elements=of_numbers(_truncated_quotient))
-operators("Mod", elements=of_numbers(lambda a, b: None if b == 0 or a < 0 or b < 0 else a % b))
-operators("Equal", elements=of_each(_are_equal))
-operators("Greater", elements=of_numbers(operator.gt))
-operators("GreaterOrEqual", elements=of_numbers(operator.ge))
-operators("Less", elements=of_numbers(operator.lt))
-operators("LessOrEqual", elements=of_numbers(operator.le))
-operators("And", elements=of_numbers(lambda a, b: bool(a and b)))
-operators("Or", elements=of_numbers(lambda a, b: bool(a or b)))
-operators("Not", elements=of_numbers(operator.not_))
-operators("Where", elements=of_each(lambda c, a, b: None if c is None else a if c else b))
+declare_operators("Cast CastLike", elements=of_known(_cast_elements))
+declare_operators("Add", elements=of_numbers(operator.add))
+declare_operators("Sub", elements=of_numbers(operator.sub))
+declare_operators("Mul", elements=of_each(multiply_lengths))
+declare_operators("Div", elements=of_numbers(_truncated_quotient))
+declare_operators(
+    "Mod", elements=of_numbers(lambda a, b: None if b == 0 or a < 0 or b < 0 else a % b)
+)
+declare_operators("Equal", elements=of_each(_are_equal))
+declare_operators("Greater", elements=of_numbers(operator.gt))
+declare_operators("GreaterOrEqual", elements=of_numbers(operator.ge))
+declare_operators("Less", elements=of_numbers(operator.lt))
+declare_operators("LessOrEqual", elements=of_numbers(operator.le))
+declare_operators("And", elements=of_numbers(lambda a, b: bool(a and b)))
+declare_operators("Or", elements=of_numbers(lambda a, b: bool(a or b)))
+declare_operators("Not", elements=of_numbers(operator.not_))
+declare_operators("Where", elements=of_each(lambda c, a, b: None if c is None else a if c else b))

@@ -17,7 +17,7 @@ from onnxgrad.operators.elements import (
     product_of_lengths,
 )
 from onnxgrad.operators.layouts import nonnegative_lengths
-from onnxgrad.operators.records import operators
+from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.shapes import Dims, dims
 
 
@@ -72,15 +72,17 @@ def _axis_beside_classes(node: Any, _operand: int, axis: int) -> Place:
     return axis + (axis >= new)
 
 
-operators("Shape", "view cheap shape int64", shape=_shape_of_shape, elements=_lengths_as_elements)
-operators("Size", "view cheap shape int64", shape=lambda *_: (), elements=_size_as_element)
-operators("ConstantOfShape EyeLike", "cheap shape")
-operators("ConstantOfShape", elements=of_known(_filled_elements), lengths=_filled_lengths)
-operators(
+declare_operators(
+    "Shape", "view cheap shape int64", shape=_shape_of_shape, elements=_lengths_as_elements
+)
+declare_operators("Size", "view cheap shape int64", shape=lambda *_: (), elements=_size_as_element)
+declare_operators("ConstantOfShape EyeLike", "cheap shape")
+declare_operators("ConstantOfShape", elements=of_known(_filled_elements), lengths=_filled_lengths)
+declare_operators(
     "Range", "cheap arithmetic", elements=of_known(_elements_of_range), lengths=_length_of_range
 )
-operators("OneHot", "cheap", axes=first_operand(_axis_beside_classes))
-operators("NonMaxSuppression NonZero", "int64")
-operators("Bernoulli Multinomial", "random")
-operators("RandomNormal RandomNormalLike RandomUniform RandomUniformLike", "random")
-operators("AffineGrid MelWeightMatrix NonMaxSuppression OneHot Range", roles="c")
+declare_operators("OneHot", "cheap", axes=first_operand(_axis_beside_classes))
+declare_operators("NonMaxSuppression NonZero", "int64")
+declare_operators("Bernoulli Multinomial", "random")
+declare_operators("RandomNormal RandomNormalLike RandomUniform RandomUniformLike", "random")
+declare_operators("AffineGrid MelWeightMatrix NonMaxSuppression OneHot Range", roles="c")

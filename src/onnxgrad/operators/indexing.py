@@ -13,7 +13,7 @@ from onnxgrad.operators.elements import Elements, of_known
 from onnxgrad.operators.layouts import FIRST
 from onnxgrad.operators.normalizations import LAST
 from onnxgrad.operators.outputs import first_dtype, like_first
-from onnxgrad.operators.records import Naming, operators
+from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.shapes import Dims, dims, rank
 
 
@@ -59,25 +59,25 @@ def _types_of_top_k(inputs: Sequence, _attributes: Mapping[str, Any]) -> list:
 
 _unless_named = first_operand(axis_unless_named)
 
-operators(
+declare_operators(
     "Gather",
     "cheap selects",
     naming=FIRST,
     axes=_gathered_axis,
     elements=of_known(_gathered_elements),
 )
-operators(
+declare_operators(
     "GatherElements", "selects", shape=_like_indices, naming=FIRST, axes=_axis_of_gather_elements
 )
-operators("GatherND", "selects", axes=_axis_of_gather_nd)
-operators("Compress", "selects", naming=Naming("axis"), axes=_unless_named)
-operators("ScatterElements ScatterND", shape=like_first)
-operators("ScatterElements", naming=FIRST)
-operators("TopK", naming=LAST, axes=_unless_named, result_type=_types_of_top_k)
-operators(
+declare_operators("GatherND", "selects", axes=_axis_of_gather_nd)
+declare_operators("Compress", "selects", naming=Naming("axis"), axes=_unless_named)
+declare_operators("ScatterElements ScatterND", shape=like_first)
+declare_operators("ScatterElements", naming=FIRST)
+declare_operators("TopK", naming=LAST, axes=_unless_named, result_type=_types_of_top_k)
+declare_operators(
     "ReverseSequence",
     "reorders",
     naming=Naming("time_axis", default=lambda *_: [0]),
     axes=_axis_of_reversed,
 )
-operators("Gather GatherElements GatherND", roles="tc")
+declare_operators("Gather GatherElements GatherND", roles="tc")

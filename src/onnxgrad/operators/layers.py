@@ -13,7 +13,7 @@ from onnxgrad.operators.axes import (
     named_axes,
     row_axis,
 )
-from onnxgrad.operators.records import Naming, operators
+from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.shapes import Dims, constant, dims
 
 
@@ -67,27 +67,27 @@ def _recurrent_axis(node: Any, operand: int, axis: int) -> Answer:
     return (2 * rows, rows, rows)[: len(node.outputs)]
 
 
-operators("Conv ConvTranspose", roles="xfb", axes=first_operand(row_axis))
-operators(
+declare_operators("Conv ConvTranspose", roles="xfb", axes=first_operand(row_axis))
+declare_operators(
     "AveragePool GlobalAveragePool GlobalLpPool GlobalMaxPool LpPool MaxPool",
     axes=first_operand(_pooled_axis),
 )
-operators("GridSample", roles="xc", axes=_sampled_axis)
-operators("RoiAlign", roles="xc", axes=_axis_of_regions)
-operators(
+declare_operators("GridSample", roles="xc", axes=_sampled_axis)
+declare_operators("RoiAlign", roles="xc", axes=_axis_of_regions)
+declare_operators(
     "Resize",
     shape=_shape_of_resize,
     naming=Naming("axes", default=lambda n, *_: range(n)),
     axes=first_operand(_resized_axis),
 )
-operators("GRU LSTM RNN", axes=_recurrent_axis)
-operators("GRU RNN", roles="xffbch")
-operators("LSTM", roles="xffbchhf")
-operators("DeformConv", roles="xfxbx")
-operators("Resize Upsample STFT DFT", roles="xc")
-operators("Attention", roles="fffmhhc")
-operators("LinearAttention", roles="fffhx")
-operators("CausalConvWithState", roles="xfbh")
-operators("RotaryEmbedding", roles="xkkc")
-operators("QuantizeLinear DequantizeLinear", roles="xq")
-operators("DynamicQuantizeLinear", roles="x")
+declare_operators("GRU LSTM RNN", axes=_recurrent_axis)
+declare_operators("GRU RNN", roles="xffbch")
+declare_operators("LSTM", roles="xffbchhf")
+declare_operators("DeformConv", roles="xfxbx")
+declare_operators("Resize Upsample STFT DFT", roles="xc")
+declare_operators("Attention", roles="fffmhhc")
+declare_operators("LinearAttention", roles="fffhx")
+declare_operators("CausalConvWithState", roles="xfbh")
+declare_operators("RotaryEmbedding", roles="xkkc")
+declare_operators("QuantizeLinear DequantizeLinear", roles="xq")
+declare_operators("DynamicQuantizeLinear", roles="x")

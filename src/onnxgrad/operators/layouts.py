@@ -21,7 +21,7 @@ from onnxgrad.operators.axes import (
     row_axis,
 )
 from onnxgrad.operators.elements import Elements, of_known
-from onnxgrad.operators.records import Naming, operators
+from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.shapes import Dim, Dims, broadcast, coefficient, constant, dims, static
 
 Attributes = Mapping[str, Any]
@@ -108,11 +108,13 @@ def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Place:
 
 
 _view = of_known(_viewed_elements)
-operators("Flatten Reshape", "view cheap reorders", axes=first_operand(reshaped_axis))
-operators("Reshape", shape=_shape_of_reshape, elements=_view, lengths=_reshape_to_lengths)
-operators("Squeeze Unsqueeze", "view cheap reorders", naming=Naming("axes", 1), elements=_view)
-operators("Squeeze", shape=_shape_of_squeeze, axes=first_operand(_squeezed_axis))
-operators("Unsqueeze", shape=_shape_of_unsqueeze, axes=first_operand(_unsqueezed_axis))
+declare_operators("Flatten Reshape", "view cheap reorders", axes=first_operand(reshaped_axis))
+declare_operators("Reshape", shape=_shape_of_reshape, elements=_view, lengths=_reshape_to_lengths)
+declare_operators(
+    "Squeeze Unsqueeze", "view cheap reorders", naming=Naming("axes", 1), elements=_view
+)
+declare_operators("Squeeze", shape=_shape_of_squeeze, axes=first_operand(_squeezed_axis))
+declare_operators("Unsqueeze", shape=_shape_of_unsqueeze, axes=first_operand(_unsqueezed_axis))
 
 # -- other orders of all elements, some of them repeated ------------------------------------------
 
@@ -166,19 +168,19 @@ def _shape_of_concat(inputs: Sequence, attributes: Attributes) -> Dims | None:
 FIRST = Naming("axis", default=lambda *_: [0])
 _BY_PERMUTATION = Naming("perm", default=lambda n, *_: range(n)[::-1])
 
-operators("Concat Expand Tile Transpose", "cheap reorders")
-operators("DepthToSpace SpaceToDepth", "cheap reorders", axes=first_operand(row_axis))
-operators(
+declare_operators("Concat Expand Tile Transpose", "cheap reorders")
+declare_operators("DepthToSpace SpaceToDepth", "cheap reorders", axes=first_operand(row_axis))
+declare_operators(
     "Transpose",
     shape=_shape_of_transpose,
     naming=_BY_PERMUTATION,
     axes=first_operand(_transposed_axis),
 )
-operators(
+declare_operators(
     "Expand", shape=_shape_of_expand, lengths=_expand_to_lengths, axes=first_operand(broadcast_axis)
 )
-operators("Tile", axes=first_operand(_tiled_axis))
-operators(
+declare_operators("Tile", axes=first_operand(_tiled_axis))
+declare_operators(
     "Concat",
     shape=_shape_of_concat,
     naming=FIRST,
@@ -226,20 +228,20 @@ def _axis_before_matrices(node: Any, _operand: int, axis: int) -> Place:
     return axis if axis < len(node.inputs[0].shape) - 2 else None
 
 
-operators(
+declare_operators(
     "Slice",
     "cheap selects",
     naming=Naming("axes", 3, _started_axes),
     axes=first_operand(_sliced_axis),
     elements=of_known(_sliced_elements),
 )
-operators("Split", "cheap selects", naming=FIRST, axes=first_operand(axis_unless_named))
-operators(
+declare_operators("Split", "cheap selects", naming=FIRST, axes=first_operand(axis_unless_named))
+declare_operators(
     "Pad",
     "cheap",
     naming=Naming("axes", 3, lambda n, *_: range(n)),
     axes=first_operand(_padded_axis),
     roles="xc",
 )
-operators("Trilu", "cheap", axes=first_operand(_axis_before_matrices))
-operators("Det", axes=first_operand(_axis_before_matrices))
+declare_operators("Trilu", "cheap", axes=first_operand(_axis_before_matrices))
+declare_operators("Det", axes=first_operand(_axis_before_matrices))

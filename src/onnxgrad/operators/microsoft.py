@@ -15,7 +15,7 @@ from onnx import NodeProto, defs
 
 from onnxgrad.operators.attributes import schemas_of_onnxruntime
 from onnxgrad.operators.products import shape_of_gemm, shape_of_matmul
-from onnxgrad.operators.records import operator_of, operators
+from onnxgrad.operators.records import declare_operators, operator_of
 from onnxgrad.operators.shapes import Dim, Dims, broadcast, dims
 
 Attributes = Mapping[str, Any]
@@ -267,8 +267,10 @@ for _names, _function in {
     "DecoderMaskedMultiHeadAttention": _shapes_of_heads(5, 7),
     "GroupQueryAttention": _shapes_of_grouped_heads,
 }.items():
-    operators(_names, domain=_DOMAIN, shape=_function)
-operators("SimplifiedLayerNormalization", shape=_shapes_of_norm)  # written without a domain, too
+    declare_operators(_names, domain=_DOMAIN, shape=_function)
+declare_operators(
+    "SimplifiedLayerNormalization", shape=_shapes_of_norm
+)  # written without a domain, too
 
 for _roles, _names in {
     "f": "FusedMatMul TransposeMatMul FusedMatMulActivation ComplexMul ComplexMulConj",
@@ -314,7 +316,7 @@ for _roles, _names in {
         "QLinearConcat QLinearSoftmax QEmbedLayerNormalization"
     ),
 }.items():
-    operators(_names, domain=_DOMAIN, roles=_roles)
+    declare_operators(_names, domain=_DOMAIN, roles=_roles)
 
 # operators whose result has the shape of a standard operator's, with so many operands
 for _name, _standard in {
@@ -325,7 +327,7 @@ for _name, _standard in {
     "QLinearAveragePool": ("AveragePool", 1),
     "QLinearGlobalAveragePool": ("GlobalAveragePool", 1),
 }.items():
-    operators(_name, domain=_DOMAIN, shape_like=_standard)
+    declare_operators(_name, domain=_DOMAIN, shape_like=_standard)
 
 
 def standard_like(node: ir.Node) -> NodeProto | None:

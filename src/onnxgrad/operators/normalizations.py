@@ -13,7 +13,7 @@ from onnxgrad.operators.axes import (
     row_axis,
 )
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import Naming, operators
+from onnxgrad.operators.records import Naming, declare_operators
 
 
 def _axis_before_named(node: Any, _operand: int, axis: int) -> Place:
@@ -39,23 +39,25 @@ LAST = Naming("axis", default=lambda *_: [-1])
 _CENTERED = Naming("axes", default=lambda *_: [0, 2, 3])
 _unless_named = first_operand(axis_unless_named)
 
-operators(
+declare_operators(
     "LogSoftmax Softmax", "unary transcendental", shape=like_first, naming=LAST, axes=_unless_named
 )
-operators("Hardmax LpNormalization", naming=LAST, axes=_unless_named)
-operators("MeanVarianceNormalization", naming=_CENTERED, axes=_unless_named)
-operators(
+declare_operators("Hardmax LpNormalization", naming=LAST, axes=_unless_named)
+declare_operators("MeanVarianceNormalization", naming=_CENTERED, axes=_unless_named)
+declare_operators(
     "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization",
     "unary normalizes",
     shape=like_first,
 )
-operators("RMSNormalization", "normalizes")
-operators(
+declare_operators("RMSNormalization", "normalizes")
+declare_operators(
     "LayerNormalization RMSNormalization", naming=LAST, axes=first_operand(_axis_before_named)
 )
-operators("BatchNormalization", roles="xsor")
-operators("GroupNormalization InstanceNormalization LayerNormalization", roles="xso")
-operators("RMSNormalization SimplifiedLayerNormalization", roles="xs")
-operators("BatchNormalization LRN", axes=first_operand(_axis_but_channels))
-operators("GroupNormalization InstanceNormalization", axes=first_operand(row_axis))
-operators("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss", axes=_axis_of_loss, roles="c")
+declare_operators("BatchNormalization", roles="xsor")
+declare_operators("GroupNormalization InstanceNormalization LayerNormalization", roles="xso")
+declare_operators("RMSNormalization SimplifiedLayerNormalization", roles="xs")
+declare_operators("BatchNormalization LRN", axes=first_operand(_axis_but_channels))
+declare_operators("GroupNormalization InstanceNormalization", axes=first_operand(row_axis))
+declare_operators(
+    "NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss", axes=_axis_of_loss, roles="c"
+)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnxgrad.operators.axes import Place
-from onnxgrad.operators.records import operators
+from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.shapes import (
     Dim,
     Dims,
@@ -85,8 +85,8 @@ def _axis_of_einsum(node: Any, operand: int, axis: int) -> Place:
     return None if diagonal or letter not in output else output.index(letter)
 
 
-operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
-operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm)
-operators("Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum)
-operators("QLinearConv QLinearMatMul ConvInteger MatMulInteger", roles="q")
-operators("SwiGLU", roles="f")
+declare_operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
+declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm)
+declare_operators("Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum)
+declare_operators("QLinearConv QLinearMatMul ConvInteger MatMulInteger", roles="q")
+declare_operators("SwiGLU", roles="f")

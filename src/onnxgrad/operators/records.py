@@ -125,22 +125,22 @@ def standard_operator(op_type: str) -> Operator:
     return OPERATORS.get(("", op_type), _UNKNOWN)
 
 
-def add(domain: str, name: str, **fields: Any) -> None:
+def add_facts(domain: str, name: str, **fields: Any) -> None:
     """Set fields of the record of an operator."""
     OPERATORS[domain, name] = replace(OPERATORS.get((domain, name), _UNKNOWN), **fields)
 
 
-def operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:
+def declare_operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:
     """Declare what operators have in common; names and traits are separated by spaces.
 
     Examples:
-        >>> operators("Tide Ebb", "unary cheap", domain="doc.example")
+        >>> declare_operators("Tide Ebb", "unary cheap", domain="doc.example")
         >>> sorted(OPERATORS["doc.example", "Ebb"].traits)
         ['cheap', 'unary']
     """
     for name in names.split():
         stated = {"traits": frozenset(traits.split())} if traits else {}
-        add(domain, name, **stated, **fields)
+        add_facts(domain, name, **stated, **fields)
 
 
 def names_with_trait(trait: str) -> frozenset[str]:

@@ -18,7 +18,7 @@ from onnxgrad.operators.axes import (
 from onnxgrad.operators.elements import Elements, of_known, product_of_lengths
 from onnxgrad.operators.layouts import FIRST
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import Naming, operators
+from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.shapes import Dims, dims
 
 
@@ -63,15 +63,15 @@ def _product_of_elements(node: ir.Node, x: Elements, axes: Elements | None = Non
 _SUMS = ("ReduceL1", "ReduceSum", "ReduceSumSquare")  # of the same function of each element
 _OTHERS = "ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd".split()
 for _name in (*_SUMS, *_OTHERS):
-    operators(
+    declare_operators(
         _name,
         shape=_shape_of_reduction(_name),
         naming=Naming("axes", 1, _reduced_axes),
         axes=first_operand(_axis_without_named),
     )
-operators("ReduceProd", elements=of_known(_product_of_elements))
-operators("ArgMax ArgMin", "int64", naming=FIRST, axes=first_operand(_axis_without_named))
-operators(
+declare_operators("ReduceProd", elements=of_known(_product_of_elements))
+declare_operators("ArgMax ArgMin", "int64", naming=FIRST, axes=first_operand(_axis_without_named))
+declare_operators(
     "CumProd CumSum",
     "unary",
     shape=like_first,

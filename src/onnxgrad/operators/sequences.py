@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxgrad.errors import ModelError
 from onnxgrad.operators.axes import broadcast_axis
 from onnxgrad.operators.elements import of_known
-from onnxgrad.operators.records import operators
+from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.shapes import Dims, constant, dims, is_stated
 
 Operands = Sequence[ir.Value | None]
@@ -139,21 +139,23 @@ def _same_type(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol |
     return _first_type(operands)
 
 
-operators("ConcatFromSequence SequenceAt SequenceConstruct SplitToSequence", "packs sequences")
-operators("SequenceLength", "shape int64")
-operators("SequenceEmpty", "shape sequences", result_type=_type_of_empty)
-operators("SequenceErase SequenceInsert Optional OptionalGetElement", "sequences")
-operators("SequenceConstruct SplitToSequence", result_type=_type_of_sequence)
-operators("SequenceAt ConcatFromSequence", result_type=_type_of_element)
-operators("SequenceErase SequenceInsert", result_type=_same_type)
-operators("Optional", result_type=_type_of_optional)
-operators("OptionalGetElement", result_type=_content_type)
-operators("Optional OptionalGetElement SequenceAt SequenceErase", shape=_shape_of_elements)
-operators("SequenceConstruct", shape=_shape_of_constructed)
-operators("SequenceInsert", shape=_shape_of_insert)
-operators("SplitToSequence", shape=_shape_of_split)
-operators("ConcatFromSequence", shape=_shape_of_concatenated)
-operators(
+declare_operators(
+    "ConcatFromSequence SequenceAt SequenceConstruct SplitToSequence", "packs sequences"
+)
+declare_operators("SequenceLength", "shape int64")
+declare_operators("SequenceEmpty", "shape sequences", result_type=_type_of_empty)
+declare_operators("SequenceErase SequenceInsert Optional OptionalGetElement", "sequences")
+declare_operators("SequenceConstruct SplitToSequence", result_type=_type_of_sequence)
+declare_operators("SequenceAt ConcatFromSequence", result_type=_type_of_element)
+declare_operators("SequenceErase SequenceInsert", result_type=_same_type)
+declare_operators("Optional", result_type=_type_of_optional)
+declare_operators("OptionalGetElement", result_type=_content_type)
+declare_operators("Optional OptionalGetElement SequenceAt SequenceErase", shape=_shape_of_elements)
+declare_operators("SequenceConstruct", shape=_shape_of_constructed)
+declare_operators("SequenceInsert", shape=_shape_of_insert)
+declare_operators("SplitToSequence", shape=_shape_of_split)
+declare_operators("ConcatFromSequence", shape=_shape_of_concatenated)
+declare_operators(
     "Identity",
     "elementwise view cheap reorders sequences",
     result_type=_same_type,

@@ -11,7 +11,7 @@ from onnxgrad.autodiff.members.axis import MemberAxis
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import captured, dependents
-from onnxgrad.operators import add
+from onnxgrad.operators import add_facts
 from onnxgrad.operators.shapes import rank
 
 Outputs = list[ir.Value] | None
@@ -142,4 +142,4 @@ def _if(m: MemberAxis, node: Any) -> Outputs:
 
 
 for _name, _rule in {"Scan": _scan, "Loop": _loop, "If": _if}.items():
-    add("", _name, members=_rule)
+    add_facts("", _name, members=_rule)

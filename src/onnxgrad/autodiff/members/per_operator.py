@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.members.axis import MemberAxis
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.operators import ELEMENTWISE, OPERATORS, UNARY, add, operator_of
+from onnxgrad.operators import ELEMENTWISE, OPERATORS, UNARY, add_facts, operator_of
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes
 from onnxgrad.operators.shapes import constant, dims, einsum_terms, rank
@@ -31,7 +31,7 @@ def _of(*op_types: str) -> Callable[[Any], Any]:
 
     def register(function: Callable[[MemberAxis, Any], Outputs]) -> Any:
         for op_type in op_types:
-            add("", op_type, members=function)
+            add_facts("", op_type, members=function)
         return function
 
     return register
