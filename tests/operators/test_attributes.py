@@ -105,3 +105,7 @@ def test_what_a_node_states_goes_before_the_default():
 def test_an_operator_without_schema_has_no_default():
     with pytest.raises(KeyError, match="Wave"):
         int_attribute(ir.Node("doc.unknown", "Wave", []), "axis")
+
+
+def test_an_operator_of_a_user_has_the_defaults_of_its_namesake():
+    assert int_attribute(ir.Node("doc.unknown", "Softmax", []), "axis") == -1

@@ -49,6 +49,9 @@ def _stated_or_default(node: ir.Node, name: str) -> ir.Attr:
 def default_attribute(domain: str, op_type: str, name: str) -> ir.Attr:
     """Return the attribute that a node without it has, by the schema of the operator.
 
+    An operator without a schema has the defaults of the standard operator of its name: passes that
+    recognize a Softmax by its name meet operators of users, too.
+
     Raises:
         KeyError: the operator has no schema, or its schema states no default.
     """
@@ -56,6 +59,8 @@ def default_attribute(domain: str, op_type: str, name: str) -> ir.Attr:
         schema: Any = defs.get_schema(op_type, domain=domain)
     else:
         schema = schemas_of_onnxruntime().get((domain, op_type))
+    if schema is None and defs.has(op_type):
+        schema = defs.get_schema(op_type)
     attribute = None if schema is None else schema.attributes.get(name)
     proto = AttributeProto.FromString(b"" if attribute is None else attribute._default_value)
     if not proto.type:
