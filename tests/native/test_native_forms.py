@@ -94,6 +94,21 @@ def test_cubic_resize_by_products(attributes, scales, size, by_size, monkeypatch
     assert resizes[0] > resizes[1]
 
 
+@pytest.mark.parametrize("axes", ["[2, 3]", "[3, 2]"])
+def test_cubic_resize_of_named_axes_by_products(axes, monkeypatch):
+    rng = np.random.default_rng(0)
+    model = parse_model(
+        f"""g (float[N,2,4,5] x) => (float[N,4,h,w] y) {{ c = Conv(x, u)
+        s = Constant<value_floats=[2.0, 2.0]>()
+        y = Resize<mode="cubic", axes={axes}>(c, , s) }}""",
+        u=rng.normal(size=(4, 2, 1, 1)).astype(np.float32),
+    )
+    x, label = (rng.normal(size=s).astype(np.float32) for s in ((2, 2, 4, 5), (2, 4, 8, 10)))
+    before, after = compare_forms(model, x, label, monkeypatch)
+    resizes = [Counter(node.op_type for node in nodes)["Resize"] for nodes in (before, after)]
+    assert resizes[0] > resizes[1]
+
+
 MASKS = {
     "Relu": "h = Relu(c)",
     "Clip": "h = Clip(c, low, high)",

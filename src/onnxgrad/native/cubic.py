@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.model.draft import Draft
 from onnxgrad.native.target import LONGEST_CUBIC_AXIS, NODES
+from onnxgrad.operators.axes import named_axes
 from onnxgrad.operators.shapes import constant, dims
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
@@ -31,7 +32,6 @@ def cubic_by_products(op, node):
         or get.get_string("mode", "nearest") != "cubic"
         or get.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
         or get.get_string("keep_aspect_ratio_policy", "stretch") != "stretch"
-        or "axes" in get
     ):
         return None
     matrices = []
@@ -55,10 +55,13 @@ def cubic_by_products(op, node):
 def _axis_scales(node: ir.Node) -> list[float] | None:
     """Return the scale of each axis, or None if one is dynamic."""
     _, _, scales, sizes = (*node.inputs, None, None)[:4]
-    if (array := constant(scales)) is not None and array.size == 4:
-        return [float(s) for s in array]
-    before, after = dims(node.inputs[0]), dims(node.outputs[0])
-    if sizes is None or before is None or after is None or len(before) != 4:
+    before, after, named = dims(node.inputs[0]), dims(node.outputs[0]), named_axes(node)
+    if before is None or after is None or named is None or len(before) != 4:
+        return None
+    if (array := constant(scales)) is not None and array.size == len(named):
+        by_axis = dict(zip(named, array.tolist(), strict=True))
+        return [by_axis.get(axis, 1.0) for axis in range(4)]
+    if sizes is None:
         return None
     return [
         1.0 if a == b else b / a if isinstance(a, int) and isinstance(b, int) and a else np.nan
