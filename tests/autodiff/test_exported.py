@@ -26,6 +26,7 @@ from tests.support.running import in_sweep, run, run_named
 from tests.support.signatures import input_names
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # exported in training mode
 def test_exported_transformer_encoder_as_torch(tmp_path):
     torch = pytest.importorskip("torch")

@@ -27,6 +27,7 @@ def test_the_page_of_training_runs_without_optional_packages(tmp_path):
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["a", "b"]
 
 
+@pytest.mark.sweep
 def test_the_page_of_ensembles_runs_without_optional_packages(tmp_path):
     printed = run_alone(ENSEMBLES, tmp_path).splitlines()
     onnx.checker.check_model(tmp_path / "best.onnx", full_check=True)

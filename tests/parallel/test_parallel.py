@@ -240,6 +240,7 @@ def test_processes_without_a_group_are_told(monkeypatch):
         worker.mlp_trainer(file, parallel=og.DataParallel()).fit(*data)
 
 
+@pytest.mark.sweep  # the groups of `test_parallel_failures` start it by mpirun
 def test_the_command_line_trains_together(tmp_path):
     (tmp_path / "model.onnx").write_bytes(worker.network_file("mlp"))
     X, y = worker.rows_and_labels("mlp")

@@ -25,8 +25,7 @@ REASONS = {
 @pytest.mark.parametrize(
     ("start", "case"),
     [
-        ("mpirun", "callback"),
-        in_sweep("torchrun", "callback"),
+        *(in_sweep(start, "callback") for start in ("mpirun", "torchrun")),
         *(("fork", case) for case in REASONS),
         *(in_sweep(start, c) for c in list(REASONS)[1:] for start in ("mpirun", "torchrun")),
     ],

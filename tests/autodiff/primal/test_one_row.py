@@ -139,7 +139,9 @@ def both_files(tmp_path_factory):
     [
         {"accumulate": 4, "batch_norm": "train"},
         {"learning_rate": [0.05, 0.1]},
-        {"mix": og.mixup(), "dropout": {"*Relu*": 0.2}, "optimizer": og.ema(og.adam(), 0.9)},
+        in_sweep(
+            {"mix": og.mixup(), "dropout": {"*Relu*": 0.2}, "optimizer": og.ema(og.adam(), 0.9)}
+        ),
         in_sweep({"batch_norm": "train"}),
         in_sweep({"recompute": "all"}),
         in_sweep({"class_weight": "balanced", "clip_norm": 0.1}),

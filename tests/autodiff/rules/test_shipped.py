@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -56,14 +57,25 @@ def shipped_part(case: ShippedCase) -> Part:
 
 
 MANY = 24  # modules of a pack
+POOLS = ("averagepool", "lppool", "maxpool")  # slow in onnx.reference, and rows check the same
 
 
 @pytest.mark.newest  # onnxruntime 1.31 gives NaN for rows of Attention that are masked as a whole
 @pytest.mark.parametrize("first", range(0, len(MODULES), MANY), ids=lambda i: f"from {MODULES[i]}")
 def test_gradient_of_every_case(first):
     """Of the first order, where every other input is a constant: the rest are below."""
+    check_first_order([m for m in MODULES[first : first + MANY] if m not in POOLS])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("module", POOLS)
+def test_gradient_of_every_pool(module):
+    check_first_order([module])
+
+
+def check_first_order(modules: Sequence[str]) -> None:
     packs = defaultdict(list)
-    for module in MODULES[first : first + MANY]:
+    for module in modules:
         for case in but_for(cases_of(module, frozen=True), NOT_RUN, NOT_IN_FLOAT64, LONG):
             opsets = tuple((o.domain, o.version) for o in case.model.opset_import)
             packs[opsets, runtime_of(case)].append(shipped_part(case))

@@ -56,7 +56,7 @@ def learned_names(net, model: onnx.ModelProto) -> set[str]:
 
 def exports_of_networks() -> list:
     """Return every network with both exporters; most of them are of the sweep."""
-    default = {(name, False) for name in ONE_OF_EACH_KIND} | {("cnn", True), ("gpt", True)}
+    default = {(name, False) for name in ONE_OF_EACH_KIND} | {("cnn", True)}
     both = [(name, dynamo) for dynamo in (False, True) for name in NETWORK_NAMES]
     return [case if case in default else in_sweep(*case) for case in both]
 
