@@ -29,14 +29,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "tiers.md"
-APART = ("autodiff/rules",)  # rooms inside of rooms that are counted on their own
 
 
 def room_of(path: Path) -> str:
-    """Return the room of a source file, such as "graph" or "autodiff/rules"."""
+    """Return the room of a source file, such as "graph"."""
     inside = path.as_posix().split("src/onnxgrad/")[-1]
-    apart = [room for room in APART if inside.startswith(f"{room}/")]
-    return apart[0] if apart else inside.split("/")[0] if "/" in inside else "(top)"
+    return inside.split("/")[0] if "/" in inside else "(top)"
 
 
 # -- a run of the tests: which lines each test runs, its seconds, what it calls ------------------

@@ -172,7 +172,7 @@ def _unsupported(key: tuple[str, str]) -> Iterator[str]:
                 yield _phrase(node.args[0])
             elif isinstance(node, ast.Name):
                 value = function.__globals__.get(node.id)
-                if inspect.isfunction(value) and ".rules." in value.__module__:
+                if inspect.isfunction(value) and ".operators." in value.__module__:
                     waiting.append(value)
 
 

@@ -411,7 +411,7 @@ for w in WEIGHTS:
 # ------------------
 #
 # The package has the same parts: `Emit` writes nodes, one rule for each operator is in
-# `onnxgrad/autodiff/rules`, and `sweep` in `onnxgrad/autodiff/reverse.py` is the walk in reverse.
+# `onnxgrad/operators`, and `sweep` in `onnxgrad/autodiff/reverse.py` is the walk in reverse.
 # What it does beyond this page:
 #
 # - **Unknown shapes.** Here `sum_to` asks for shapes while the graph is written. In most models the

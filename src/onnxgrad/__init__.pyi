@@ -50,13 +50,6 @@ from .autodiff.partition import (
     Saved as Saved,
     partition as partition,
 )
-from .autodiff.registry import (
-    Unsupported as Unsupported,
-)
-from .autodiff.user_rules import (
-    lowering as lowering,
-    rule as rule,
-)
 from .compat.forward_backward import (
     OrtGradientForwardBackward as OrtGradientForwardBackward,
     OrtGradientForwardBackwardFunction as OrtGradientForwardBackwardFunction,
@@ -282,6 +275,13 @@ from .model.surgery import (
 )
 from .model.write import (
     save as save,
+)
+from .operators.registry import (
+    Unsupported as Unsupported,
+)
+from .operators.user_rules import (
+    lowering as lowering,
+    rule as rule,
 )
 from .optimizers.adaptive import (
     ScaleByAdam as ScaleByAdam,

@@ -267,7 +267,7 @@ def assert_stated_shapes(pack: RowPack, gradient: bool) -> None:
 
 @pytest.mark.parametrize("pack", packs_of_rows(ROWS), ids=lambda pack: pack.id)
 def test_stated_shapes_of_rows_are_those_at_run_time(pack):
-    """Their gradients: `tests/autodiff/rules/test_row_packs.py`."""
+    """Their gradients: `tests/operators/test_row_packs.py`."""
     assert_stated_shapes(pack, gradient=False)
 
 

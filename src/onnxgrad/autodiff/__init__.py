@@ -1,4 +1,3 @@
-"""Gradients of graphs. Importing this package registers its rules and lowerings."""
+"""Gradients of graphs."""
 
-from onnxgrad.autodiff import control, rules
-from onnxgrad.autodiff.primal import lowerings
+from onnxgrad.autodiff import control

@@ -17,8 +17,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.control.scan import KEEPS_NOTHING
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.traversal import made_by
-from onnxgrad.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY
+from onnxgrad.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY, made_by
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, is_stated, rank
 

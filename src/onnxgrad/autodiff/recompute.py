@@ -14,13 +14,13 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
-from onnxgrad.autodiff.rules.common import gated
 from onnxgrad.autodiff.segments import Lifetime, cuts
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import captured, nodes_after, nodes_behind, reads, subgraphs
 from onnxgrad.model.convert import to_proto
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.rule_nodes import gated
 
 
 class Recomputation:

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.softmax import zero_replaced_rows
-from onnxgrad.autodiff.primal.lowerings.microsoft import remedy
 from onnxgrad.autodiff.quantized import described, refuse_quantized
-from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import GRADIENT_OF, RULED_AS, operator_of
+from onnxgrad.operators.microsoft_products import remedy
+from onnxgrad.operators.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.operators.shapes import Dims, dims, is_real
 from onnxgrad.reporting import logger
 

@@ -18,12 +18,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.quantized import PRODUCTS, between, described, is_quantized, live_values
-from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import REORDERS, SELECTS, VIEWS, operator_of
 from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import rank
 
 FLOAT = ir.DataType.FLOAT

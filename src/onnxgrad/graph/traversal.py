@@ -72,12 +72,6 @@ def all_names(graph: ir.Graph) -> set[str]:
     return names
 
 
-def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """Return the node that computes `value` if it is one of these standard operators, else None."""
-    node = None if value is None else value.producer()
-    return node if node is not None and node.op_type in op_types and not node.domain else None
-
-
 def nodes_behind(values: Iterable[ir.Value]) -> set[ir.Node]:
     """Return the nodes that `values` depend on."""
     nodes: set[ir.Node] = set()

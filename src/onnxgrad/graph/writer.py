@@ -12,11 +12,10 @@ from typing import Any, Self
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph import sequence_nodes
 from onnxgrad.graph.traversal import all_names, attribute_key
-from onnxgrad.operators import RANDOM, sequences
+from onnxgrad.operators import RANDOM, sequence_nodes, sequences
 from onnxgrad.operators.outputs import output_shape, output_types
-from onnxgrad.operators.shapes import broadcast, constant, dims, equal, static
+from onnxgrad.operators.shapes import broadcast, constant, dims, equal, optional_content, static
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
@@ -88,6 +87,10 @@ class Writer:
         if not op_type[0].isupper():
             raise AttributeError(op_type)
         return lambda *inputs, **attributes: self.emit(op_type, inputs, attributes)
+
+    def inside(self, body: ir.Graph) -> Self:
+        """Return the emitter of a subgraph of a node that this one writes."""
+        return type(self)(body, outer=self)
 
     @contextmanager
     def at(self, node: ir.Node | None) -> Iterator[Self]:
@@ -374,7 +377,7 @@ class Writer:
 
         Returns `y` itself; no node is written.
         """
-        y.shape, y.type = x.shape, sequences.content(x.type)
+        y.shape, y.type = x.shape, optional_content(x.type)
         return y
 
     def total(self, terms: list[ir.Value]) -> ir.Value:

@@ -16,7 +16,6 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.traversal import made_by
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.logits import (
     of_log_softmax,
@@ -35,7 +34,7 @@ from onnxgrad.losses.value_range import (
 )
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.operators import VIEWS
+from onnxgrad.operators import VIEWS, made_by
 from onnxgrad.operators.shapes import Dims, dims, rank
 from onnxgrad.reporting import logger
 

@@ -14,10 +14,10 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.errors import named
-from onnxgrad.graph.traversal import made_by, reads
+from onnxgrad.graph.traversal import reads
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import before_casts, value_range
-from onnxgrad.operators import NOT_CLASSES, OPPOSITE, VIEWS
+from onnxgrad.operators import NOT_CLASSES, OPPOSITE, VIEWS, made_by
 from onnxgrad.operators.shapes import constant, is_real
 from onnxgrad.reporting import logger
 

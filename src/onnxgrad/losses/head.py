@@ -8,11 +8,11 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.rules.quantization import UNPACKED, unpacked_weight
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.traversal import dependents, made_by
-from onnxgrad.operators import ELEMENTWISE, VIEWS
+from onnxgrad.graph.traversal import dependents
+from onnxgrad.operators import ELEMENTWISE, VIEWS, made_by
 from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.quantization import UNPACKED, unpacked_weight
 from onnxgrad.operators.shapes import Dims, dims, is_real, rank
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph.traversal import made_by
 from onnxgrad.losses.value_range import before_casts, behind_guard, number, quotient, summed_axes
-from onnxgrad.operators import VIEWS
+from onnxgrad.operators import VIEWS, made_by
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import places
 from onnxgrad.operators.shapes import constant, dims, rank

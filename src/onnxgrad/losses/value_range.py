@@ -11,8 +11,8 @@ from math import exp, inf, log
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.traversal import made_by, subgraphs
-from onnxgrad.operators import REORDERS, SELECTS, VIEWS
+from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.operators import REORDERS, SELECTS, VIEWS, made_by
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import named_axes
 from onnxgrad.operators.shapes import constant, dims, rank

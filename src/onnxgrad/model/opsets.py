@@ -20,6 +20,7 @@ from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.external import restore_data, without_data, without_elements
 from onnxgrad.model.scopes import rename_values, unused
 from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subgraphs, walk
+from onnxgrad.operators.kernels import cpu_kernels
 
 # onnxruntime has these in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
@@ -84,7 +85,7 @@ def _runs_operator(op_type: str, opset: int) -> bool:
     schema = operator_schema(op_type, opset)
     if schema is None:
         return False
-    since, kernels = schema.since_version, _cpu_kernels().get(("", op_type), ())
+    since, kernels = schema.since_version, cpu_kernels().get(("", op_type), ())
     has_body = schema.has_function or schema.has_context_dependent_function
     return has_body or any(
         first == since or first < since <= last < _NO_END for first, last in kernels
@@ -125,24 +126,6 @@ def _accepts_types(parameters: Sequence[Parameter], values: Sequence[ir.Value | 
         for i, v in enumerate(values)
         if v is not None and isinstance(v.type, ir.TensorType)
     )
-
-
-@cache
-def _cpu_kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """Return the first and last opset of each kernel of the CPU, by domain and operator."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for kernel in state.get_all_opkernel_def():
-        if kernel.provider == _CPU:
-            key = kernel.domain, kernel.op_name
-            found.setdefault(key, []).append(kernel.version_range)
-    return found
-
-
-def has_kernel(domain: str, op_type: str) -> bool:
-    """Return whether onnxruntime runs a version of the operator on the CPU."""
-    return (domain, op_type) in _cpu_kernels()
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:

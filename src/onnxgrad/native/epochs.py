@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.scans import LoopBody, computed_outside, without_unread_inputs
 from onnxgrad.native.single_nodes import DEFAULTS, gemm_attributes
 from onnxgrad.native.target import EPOCH, MOST_DATA_ELEMENTS
+from onnxgrad.operators import made_by
 from onnxgrad.operators.shapes import constant, dims, static
 
 # operators whose results are the same bits, however many steps there are

@@ -20,10 +20,9 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import current
-from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
-from onnxgrad.operators import POOL_GRADIENT
+from onnxgrad.operators import POOL_GRADIENT, made_by
 from onnxgrad.operators.shapes import static
 
 _FLOAT = ir.DataType.FLOAT

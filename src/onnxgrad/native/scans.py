@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by, subgraphs
+from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.native.target import LOOPS, MOST_SCANNED_ELEMENTS
-from onnxgrad.operators import ELEMENTWISE
+from onnxgrad.operators import ELEMENTWISE, made_by
 from onnxgrad.operators.shapes import dims, rank
 
 

@@ -10,9 +10,8 @@ import onnxruntime as ort
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.target import LEAST_PRODUCT_LENGTH, MOST_COPIED_BYTES, NODES, PLAIN
-from onnxgrad.operators import VIEWS
+from onnxgrad.operators import VIEWS, made_by
 from onnxgrad.operators.shapes import coefficient, constant, dims, equal, static
 
 _FLOAT = ir.DataType.FLOAT

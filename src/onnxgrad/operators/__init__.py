@@ -1,16 +1,31 @@
 """All that is known of operators: one record for each, one file for each family."""
 
 from onnxgrad.operators import (
+    attention,
+    convolutions,
     elementwise,
     generators,
     indexing,
-    layers,
     layouts,
+    losses,
     microsoft,
+    microsoft_attention,
+    microsoft_grouped,
+    microsoft_norms,
+    microsoft_products,
+    microsoft_quantized,
+    ml,
     normalizations,
+    pooling,
     products,
+    quantization,
+    recurrent,
     reductions,
+    regions,
+    resize,
+    sampling,
     sequences,
+    spectral,
 )
 from onnxgrad.operators.records import (
     FIRST_KEY,
@@ -25,6 +40,7 @@ from onnxgrad.operators.records import (
     Naming,
     Operator,
     add_facts,
+    made_by,
     names_with_trait,
     operator_of,
 )

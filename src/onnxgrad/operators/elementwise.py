@@ -1,14 +1,22 @@
-"""Elementwise operators: arithmetic, comparisons, logic, activations."""
+"""Elementwise operators: arithmetic, comparisons, activations, casts.
+
+Kinks follow PyTorch: |x|' is 0 at 0, equal maxima and minima get equal shares of the gradient, and
+Clip passes the gradient at its bounds.
+
+At a kink the slope is that of PyTorch: Relu, LeakyRelu, Elu, ... take the slope of x < 0 at x = 0.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from math import log, pi, sqrt
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import broadcast_axis
 from onnxgrad.operators.elements import (
     INTEGERS,
@@ -20,7 +28,8 @@ from onnxgrad.operators.elements import (
     of_numbers,
 )
 from onnxgrad.operators.outputs import first_dtype, like_first
-from onnxgrad.operators.records import declare_operators
+from onnxgrad.operators.records import PIECEWISE, declare_operators
+from onnxgrad.operators.registry import elementwise, lowering, rule
 from onnxgrad.operators.shapes import Dims, broadcast, dims
 
 
@@ -71,6 +80,7 @@ declare_operators(
 declare_operators(
     "And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor",
     "elementwise cheap boolean",
+    no_gradient="the output is boolean",
     **_BROADCAST,
 )
 declare_operators(
@@ -87,6 +97,11 @@ declare_operators(
 )
 declare_operators("Celu Elu Selu Softsign", "elementwise unary transcendental", **_LIKE_FIRST)
 declare_operators("Dropout", "unary random", roles="xc", **_LIKE_FIRST)
+declare_operators("Ceil Floor Round Sign", no_gradient=PIECEWISE)
+declare_operators(
+    "BitCast BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor",
+    no_gradient="works on bits: no useful derivative",
+)
 declare_operators("Where", result_type=_type_of_where, roles="cw")
 declare_operators("PRelu", roles="xp")
 declare_operators("Clip", roles="xc")
@@ -109,3 +124,279 @@ declare_operators("And", elements=of_numbers(lambda a, b: bool(a and b)))
 declare_operators("Or", elements=of_numbers(lambda a, b: bool(a or b)))
 declare_operators("Not", elements=of_numbers(operator.not_))
 declare_operators("Where", elements=of_each(lambda c, a, b: None if c is None else a if c else b))
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+elementwise(
+    Abs=lambda op, x, y: op.Sign(x),
+    Neg=lambda op, x, y: op.const(-1.0, x.dtype),
+    Exp=lambda op, x, y: y,
+    Log=lambda op, x, y: 1.0 / x,
+    Sqrt=lambda op, x, y: 0.5 / y,
+    Reciprocal=lambda op, x, y: -(y * y),
+    Sin=lambda op, x, y: op.Cos(x),
+    Cos=lambda op, x, y: -op.Sin(x),
+    Tan=lambda op, x, y: 1.0 + y * y,
+    Sinh=lambda op, x, y: op.Cosh(x),
+    Cosh=lambda op, x, y: op.Sinh(x),
+    Tanh=lambda op, x, y: 1.0 - y * y,
+    # factored, as 1 - x^2 loses digits near 1 and x^2 - 1 overflows
+    Asin=lambda op, x, y: 1.0 / op.Sqrt((1.0 - x) * (1.0 + x)),
+    Acos=lambda op, x, y: -1.0 / op.Sqrt((1.0 - x) * (1.0 + x)),
+    Atan=lambda op, x, y: 1.0 / (1.0 + x * x),
+    Asinh=lambda op, x, y: 1.0 / op.Sqrt(x * x + 1.0),
+    Acosh=lambda op, x, y: 1.0 / (op.Sqrt(x - 1.0) * op.Sqrt(x + 1.0)),
+    Atanh=lambda op, x, y: 1.0 / ((1.0 - x) * (1.0 + x)),
+    Erf=lambda op, x, y: op.Exp(log(2.0 / sqrt(pi)) - x * x),
+)
+
+
+@rule("Sub")
+def sub(op, node, g):
+    """y = a - b:  da = g,  db = -g."""
+    a, b = node.inputs
+    return op.sum_to(g, a), -op.sum_to(g, b)
+
+
+@rule("Mul")
+def mul(op, node, g):
+    """y = a b:  da = g b,  db = g a."""
+    a, b = node.inputs
+    return op.sum_to(g * b, a), op.sum_to(g * a, b)
+
+
+@rule("Div")
+def div(op, node, g):
+    """y = a / b:  da = g / b,  db = -(g / b) y."""
+    a, b = node.inputs
+    (y,) = node.outputs
+    return op.sum_to(g / b, a), -op.sum_to(g / b * y, b)
+
+
+@rule("Mod")
+def mod(op, node, g):
+    """y = a - q b, q = a / b rounded down, or toward zero with fmod:  da = g,  db = -g q."""
+    a, b = node.inputs
+    quotient = op.Round((a - node.outputs[0]) / b)  # the q of y, even if a / b is inexact
+    return op.sum_to(g, a), -op.sum_to(g * quotient, b)
+
+
+@rule("Range")
+def range_(op, node, g):
+    """y_i = a + i d:  da = sum g,  dd = sum i g."""
+    start, _, delta = node.inputs
+    i = op.Cast(op.arange(op.Size(g)), to=g.dtype)
+    dstart, ddelta = (op.ReduceSum(v, keepdims=0) for v in (g, g * i))
+    return op.reshape_like(dstart, start), None, op.reshape_like(ddelta, delta)
+
+
+@rule("Add", "Sum")
+def add(op, node, g):
+    """y = a + b + ...:  da = db = ... = g."""
+    return [op.sum_to(g, x) for x in node.inputs]
+
+
+@rule("Mean")
+def mean(op, node, g):
+    """y = (a + b + ...) / n:  da = db = ... = g / n."""
+    return [op.sum_to(g / len(node.inputs), x) for x in node.inputs]
+
+
+@rule("Max", "Min")
+def extremum(op, node, g):
+    """y = max(a, b, ...):  g in equal shares to the inputs that equal y."""
+    (y,) = node.outputs
+    hits = [op.Cast(op.Equal(x, y), to=y.dtype) for x in node.inputs]
+    share = g / op.total([op.set_type_like(hit, y) for hit in hits])
+    return [op.sum_to(share * hit, x) for hit, x in zip(hits, node.inputs, strict=True)]
+
+
+@rule("Pow")
+def power(op, node, g):
+    """y = a^b:  da = g b a^(b-1), 0 where a = b = 0,  db = g y ln a, 0 where a <= 0."""
+    a, b = node.inputs
+    (y,) = node.outputs
+    real = b if b.dtype == a.dtype else op.Cast(b, to=a.dtype)
+    exponent = op.known_value(b)
+    if exponent is not None and exponent.size == 1 and exponent.item() == 2:
+        da = g * (2.0 * a)
+    elif exponent is not None and np.all(exponent != 0):
+        da = g * (real * op.Pow(a, real - 1.0))
+    else:
+        zero = op.And(op.Equal(a, 0.0), op.Equal(real, 0.0))
+        da = g * op.Where(zero, 0.0, real * op.Pow(a, op.Where(zero, 1.0, real) - 1.0))
+    if b.dtype != a.dtype and not b.dtype.is_floating_point():
+        return op.sum_to(da, a), None
+    positive = op.Greater(a, 0.0)
+    db = op.Where(positive, g * y * op.Log(op.Where(positive, a, 1.0)), 0.0)
+    return op.sum_to(da, a), op.sum_to(op.Cast(db, to=b.dtype), b)
+
+
+@rule("Where")
+def where(op, node, g):
+    """y = a where c else b:  da = g where c,  db = g where not c."""
+    c, a, b = node.inputs
+    return None, op.sum_to(op.Where(c, g, 0.0), a), op.sum_to(op.Where(c, 0.0, g), b)
+
+
+@rule("Clip")
+def clip(op, node, g):
+    """y = min(max(x, low), high):  dx = g where y = x,  dlow = g where x < low,  dhigh = g where
+    max(x, low) > high; for low > high, dx = 0.
+    """
+    x, low, high = (*node.inputs, None, None)[:3]
+    if low is None and high is None:
+        return (g,)
+    inside = op.Equal(x, node.outputs[0])
+    above = None if high is None else op.Greater(x if low is None else op.Max(x, low), high)
+    below = None if low is None else op.Less(x, low)
+    if low is not None and high is not None:
+        below = op.And(below, op.Not(above))
+        least, most = op.known_value(low), op.known_value(high)
+        if least is None or most is None or not np.all(least <= most):  # they may be exchanged
+            inside = op.And(inside, op.Not(above))
+    dlow = None if low is None else op.sum_to(op.Where(below, g, 0.0), low)
+    dhigh = None if high is None else op.sum_to(op.Where(above, g, 0.0), high)
+    return op.Where(inside, g, 0.0), dlow, dhigh
+
+
+@rule("Cast", "CastLike")
+def cast(op, node, g):
+    """y = x in another dtype:  dx = g in the dtype of x."""
+    return op.Cast(g, to=node.inputs[0].dtype), *(None for _ in node.inputs[1:])
+
+
+# -- activations -----------------------------------------------------------------------------------
+
+elementwise(
+    # Two casts, as onnxruntime's Sign takes several times as long on large tensors.
+    Relu=lambda op, x, y: op.Cast(op.Cast(y, to=ir.DataType.BOOL), to=y.dtype),
+    Sigmoid=lambda op, x, y: y * (1.0 - y),
+    Softplus=lambda op, x, y: op.Sigmoid(x),
+    Softsign=lambda op, x, y: 1.0 / ((1.0 + op.Abs(x)) * (1.0 + op.Abs(x))),
+    Mish=lambda op, x, y: _mish_slope(op, x),
+    HardSwish=lambda op, x, y: _hard_swish_slope(op, x),
+)
+
+
+def _mish_slope(op, x):
+    """Return the slope of x tanh(softplus(x))."""
+    t = op.Tanh(op.Softplus(x))
+    return t + x * op.Sigmoid(x) * (1.0 - t * t)
+
+
+def _hard_swish_slope(op, x):
+    """Return the slope of x clip(x / 6 + 1 / 2, 0, 1)."""
+    inside = op.And(op.Greater(x, -3.0), op.Less(x, 3.0))
+    return op.Where(inside, x / 3.0 + 0.5, op.Where(op.Less(x, 3.0), 0.0, op.const(1.0, x.dtype)))
+
+
+@rule("LeakyRelu")
+def leaky_relu(op, node, g):
+    """y = x where x > 0 else a x:  dx = g where x > 0 else a g."""
+    alpha = float_attribute(node, "alpha")
+    positive = op.Greater(node.inputs[0], 0.0)
+    if not 0 <= alpha <= 1:
+        return (op.Where(positive, g, alpha * g),)
+    # onnxruntime's Where takes several times as long as these three
+    return (g * op.Max(op.Cast(positive, to=g.dtype), op.const(alpha, g.dtype)),)
+
+
+@rule("ThresholdedRelu")
+def thresholded_relu(op, node, g):
+    """y = x where x > a else 0:  dx = g where x > a."""
+    alpha = float_attribute(node, "alpha")
+    return (op.Where(op.Greater(node.inputs[0], alpha), g, 0.0),)
+
+
+@rule("PRelu")
+def prelu(op, node, g):
+    """y = x where x > 0 else s x:  dx = g where x > 0 else s g,  ds = x g where x <= 0."""
+    x, slope = node.inputs
+    above = op.Greater(x, 0.0)
+    return op.Where(above, g, slope * g), op.sum_to(op.Where(above, 0.0, x * g), slope)
+
+
+@rule("Elu")
+def elu(op, node, g):
+    """y = x where x > 0 else a (e^x - 1):  dx = g where x > 0 else g (y + a)."""
+    alpha = float_attribute(node, "alpha")
+    return (op.Where(op.Greater(node.inputs[0], 0.0), g, g * (node.outputs[0] + alpha)),)
+
+
+@rule("Selu")
+def selu(op, node, g):
+    """y = c x where x > 0 else c a (e^x - 1):  dx = c g where x > 0 else g (y + c a)."""
+    alpha = float_attribute(node, "alpha")
+    gamma = float_attribute(node, "gamma")
+    positive = op.Greater(node.inputs[0], 0.0)
+    return (op.Where(positive, gamma * g, g * (node.outputs[0] + gamma * alpha)),)
+
+
+@rule("Celu")
+def celu(op, node, g):
+    """y = x where x > 0 else a (e^(x/a) - 1):  dx = g where x > 0 else g (y / a + 1)."""
+    alpha = float_attribute(node, "alpha")
+    return (op.Where(op.Greater(node.inputs[0], 0.0), g, g * (node.outputs[0] / alpha + 1.0)),)
+
+
+@rule("HardSigmoid")
+def hard_sigmoid(op, node, g):
+    """y = clip(a x + b, 0, 1):  dx = a g where 0 < y < 1."""
+    alpha = float_attribute(node, "alpha")
+    (y,) = node.outputs
+    return (op.Where(op.And(op.Greater(y, 0.0), op.Less(y, 1.0)), alpha * g, 0.0),)
+
+
+@rule("Shrink")
+def shrink(op, node, g):
+    """y = x + b where x < -l, x - b where x > l, else 0:  dx = g where |x| > l."""
+    limit = float_attribute(node, "lambd")
+    return (op.Where(op.Greater(op.Abs(node.inputs[0]), limit), g, 0.0),)
+
+
+@rule("Gelu")
+def gelu(op, node, g):
+    """y = x F(x):  dx = g (F(x) + x F'(x)), F the standard normal distribution function.
+
+    With `approximate="tanh"`, F is its tanh approximation.
+    Hendrycks & Gimpel 2016, arXiv:1606.08415.
+    """
+    (x,) = node.inputs
+    if string_attribute(node, "approximate") == "tanh":
+        c = sqrt(2 / pi)
+        x = op.Clip(x, -10.0, 10.0)  # beyond, the slope is 0 or 1, and x^3 may overflow
+        t = op.Tanh(c * (x + 0.044715 * (x * x * x)))
+        inner = c * (1.0 + 3 * 0.044715 * (x * x))
+        return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner),)
+    normal = 0.5 * (1.0 + op.Erf(x / sqrt(2)))
+    return (g * (normal + x * op.Exp(-0.5 * log(2 * pi) - 0.5 * (x * x))),)
+
+
+@rule("Softmax")
+def softmax(op, node, g):
+    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
+
+    y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
+    exported attention does for rows that are masked out completely, dx is 0 there.
+    """
+    (y,), axis = node.outputs, int_attribute(node, "axis")
+    return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
+
+
+@rule("LogSoftmax")
+def log_softmax(op, node, g):
+    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
+    (y,), axis = node.outputs, int_attribute(node, "axis")
+    return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)
+
+
+@lowering("Mod")
+def lower_mod(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = a - b floor(a / b) for floats without fmod: onnxruntime has no kernel."""
+    a, b = node.inputs
+    real = a.dtype is not None and a.dtype.is_floating_point()
+    if not real or int_attribute(node, "fmod"):
+        return None
+    return [a - b * op.Floor(a / b)]

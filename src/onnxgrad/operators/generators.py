@@ -17,7 +17,7 @@ from onnxgrad.operators.elements import (
     product_of_lengths,
 )
 from onnxgrad.operators.layouts import nonnegative_lengths
-from onnxgrad.operators.records import declare_operators
+from onnxgrad.operators.records import INDEX, OF_SETTINGS, OF_SHAPE, declare_operators
 from onnxgrad.operators.shapes import Dims, dims
 
 
@@ -72,17 +72,39 @@ def _axis_beside_classes(node: Any, _operand: int, axis: int) -> Place:
     return axis + (axis >= new)
 
 
+_RANDOM = "random: depends on the shape, or is a draw"
+
 declare_operators(
-    "Shape", "view cheap shape int64", shape=_shape_of_shape, elements=_lengths_as_elements
+    "Shape",
+    "view cheap shape int64",
+    shape=_shape_of_shape,
+    elements=_lengths_as_elements,
+    no_gradient=OF_SHAPE,
 )
-declare_operators("Size", "view cheap shape int64", shape=lambda *_: (), elements=_size_as_element)
-declare_operators("ConstantOfShape EyeLike", "cheap shape")
+declare_operators(
+    "Size",
+    "view cheap shape int64",
+    shape=lambda *_: (),
+    elements=_size_as_element,
+    no_gradient=OF_SHAPE,
+)
+declare_operators("ConstantOfShape EyeLike", "cheap shape", no_gradient=OF_SHAPE)
 declare_operators("ConstantOfShape", elements=of_known(_filled_elements), lengths=_filled_lengths)
+declare_operators(
+    "BlackmanWindow Constant HammingWindow HannWindow MelWeightMatrix", no_gradient=OF_SETTINGS
+)
 declare_operators(
     "Range", "cheap arithmetic", elements=of_known(_elements_of_range), lengths=_length_of_range
 )
 declare_operators("OneHot", "cheap", axes=first_operand(_axis_beside_classes))
-declare_operators("NonMaxSuppression NonZero", "int64")
-declare_operators("Bernoulli Multinomial", "random")
-declare_operators("RandomNormal RandomNormalLike RandomUniform RandomUniformLike", "random")
+declare_operators("NonMaxSuppression NonZero", "int64", no_gradient=INDEX)
+declare_operators(
+    "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike",
+    "random",
+    no_gradient=_RANDOM,
+)
 declare_operators("AffineGrid MelWeightMatrix NonMaxSuppression OneHot Range", roles="c")
+declare_operators(
+    "ImageDecoder RegexFullMatch StringConcat StringNormalizer StringSplit TfIdfVectorizer",
+    no_gradient="works on strings or encoded images",
+)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axis_unless_named, first_operand, named_axes
 from onnxgrad.operators.elements import Elements, of_known
-from onnxgrad.operators.layouts import FIRST
+from onnxgrad.operators.layouts import FIRST, moved, scatter_flat
 from onnxgrad.operators.normalizations import LAST
 from onnxgrad.operators.outputs import first_dtype, like_first
 from onnxgrad.operators.records import Naming, declare_operators
+from onnxgrad.operators.registry import rule
+from onnxgrad.operators.rule_nodes import (
+    attributes_of,
+    last_of_elements,
+    last_of_rows,
+    output,
+    positions_of,
+    product_of_others,
+    wide,
+)
 from onnxgrad.operators.shapes import Dims, dims, rank
 
 
@@ -81,3 +93,141 @@ declare_operators(
     axes=_axis_of_reversed,
 )
 declare_operators("Gather GatherElements GatherND", roles="tc")
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+@rule("GatherElements")
+def gather_elements(op, node, g):
+    """y = x[i] along an axis:  dx = zeros with g added at i."""
+    (x, i), axis = node.inputs, int_attribute(node, "axis")
+    dtype = wide(x.dtype)
+    zeros = op.Expand(op.const(0.0, dtype), op.shape_of(x))
+    dx = op.ScatterElements(zeros, i, op.Cast(g, to=dtype), axis=axis, reduction="add")
+    return op.Cast(dx, to=x.dtype), None
+
+
+@rule("GatherND", "Compress")
+def gather_nd(op, node, g):
+    """y = x[i], i a list of indices or conditions:  dx = zeros with g added at i."""
+    return moved(op, node, g), None
+
+
+@rule("ScatterElements")
+def scatter_elements(op, node, g):
+    """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
+
+    Where an index occurs twice, the last u is written over the others: du = 0 for those.
+    """
+    x, i, u = node.inputs
+    reduction, axis = string_attribute(node, "reduction"), int_attribute(node, "axis")
+    if reduction not in ("none", "add"):
+        dx, du = _reduced(op, reduction, x, i, u, g, axis)
+        return dx, None, du
+    du = op.GatherElements(g, i, axis=axis)
+    if reduction == "add":
+        return g, None, du
+    dx = op.ScatterElements(g, i, op.zeros_like(u), axis=axis)
+    return dx, None, last_of_elements(op, du, x, i, axis)
+
+
+@rule("ScatterND")
+def scatter_nd(op, node, g):
+    """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
+
+    Where an index occurs twice, the last u is written over the others: du = 0 for those. The other
+    reductions are computed as those of ScatterElements on flat tensors.
+    """
+    x, i, u = node.inputs
+    reduction = string_attribute(node, "reduction")
+    if reduction not in ("none", "add"):
+        positions = op.GatherND(positions_of(op, x), i)
+        flat = [op.Reshape(v, [-1]) for v in (x, positions, u, g)]
+        dx, du = _reduced(op, reduction, *flat, axis=0)
+        return op.reshape_like(dx, x), None, op.reshape_like(du, u)
+    du = op.GatherND(g, i)
+    if reduction == "add":
+        return g, None, du
+    return op.ScatterND(g, i, op.zeros_like(u)), None, last_of_rows(op, du, x, i)
+
+
+def _reduced(op, reduction, x, i, u, g, axis):
+    """Return the gradients of x and u for the reductions mul, max and min."""
+    dtype = x.dtype
+    x, u, g = (op.Cast(v, to=wide(dtype)) for v in (x, u, g))
+    if reduction == "mul":
+        gradients = _multiplied(op, x, i, u, g, axis)
+    else:
+        gradients = _extremum(op, reduction, x, i, u, g, axis)
+    return [op.Cast(v, to=dtype) for v in gradients]
+
+
+def _multiplied(op, x, i, u, g, axis):
+    """y = x prod u, over u with the same index:  dx = g prod u,  du = g x prod of the other u."""
+
+    def by_index(start, reduction, v):
+        v = op.ScatterElements(start, i, v, axis=axis, reduction=reduction)
+        return op.GatherElements(v, i, axis=axis)
+
+    ones = op.ones_like(x)
+    added = partial(by_index, op.zeros_like(x), "add")
+    others = product_of_others(op, u, partial(by_index, ones, "mul"), added)
+    dx = g * op.ScatterElements(ones, i, u, axis=axis, reduction="mul")
+    return dx, op.GatherElements(g * x, i, axis=axis) * others
+
+
+def _extremum(op, reduction, x, i, u, g, axis):
+    """y = max of x and the u with its index:  g in equal shares to those that equal y."""
+    y = op.ScatterElements(x, i, u, axis=axis, reduction=reduction)
+    x_hits = op.Cast(op.Equal(x, y), to=x.dtype)
+    u_hits = op.Cast(op.Equal(u, op.GatherElements(y, i, axis=axis)), to=x.dtype)
+    share = g / op.ScatterElements(x_hits, i, u_hits, axis=axis, reduction="add")
+    return share * x_hits, op.GatherElements(share, i, axis=axis) * u_hits
+
+
+@rule("TensorScatter")
+def tensor_scatter(op, node, g):
+    """y = x with u from an index on along an axis:  dx = g, 0 there,  du = g there.
+
+    The positions of u in y are computed by the same node, applied to the positions 0, 1, ... of u
+    and an invalid position for each element of x.
+    """
+    x, u, *start = node.inputs
+    attributes = attributes_of(node)
+    dx = op.TensorScatter(g, op.zeros_like(u), *start, **attributes)
+    invalid = op.Expand(op.Size(u), op.shape_of(x))
+    written = op.TensorScatter(invalid, positions_of(op, u), *start, **attributes)
+    with_invalid = op.Pad(op.Reshape(u, [-1]), [0, 1])
+    du = op.Slice(scatter_flat(op, with_invalid, written, g), [0], [-1])
+    return dx, op.reshape_like(du, u), None
+
+
+@rule("TopK")
+def top_k(op, node, g):
+    """y = the k largest of x along an axis:  dx = zeros with g at their indices."""
+    x, axis = node.inputs[0], int_attribute(node, "axis")
+    return op.ScatterElements(
+        op.zeros_like(x), output(op, node, 1, ir.DataType.INT64), g, axis=axis
+    ), None
+
+
+@rule("Unique")
+def unique(op, node, g):
+    """y = the distinct elements of x:  dx = zeros with g at the first occurrence of each."""
+    (x,), i = node.inputs, output(op, node, 1, ir.DataType.INT64)
+    if "axis" in node.attributes:
+        i = op.Gather(positions_of(op, x), i, axis=int_attribute(node, "axis"))
+    return (scatter_flat(op, x, i, g),)
+
+
+@rule("OneHot")
+def one_hot(op, node, g):
+    """y = v1 at i, v0 elsewhere:  dv1 = sum of g at i,  dv0 = sum of g elsewhere."""
+    i, depth, v = node.inputs
+    off_on, axis = np.array([0, 1], np.float32), int_attribute(node, "axis")
+    hot = op.OneHot(i, depth, off_on, axis=axis)  # onnxruntime has no kernel for float64
+    hot.dtype = ir.DataType.FLOAT
+    hot = op.Cast(hot, to=v.dtype)
+    sums = [op.ReduceSum(g * mask, keepdims=0) for mask in (1.0 - hot, hot)]
+    return None, None, op.Concat(*(op.Reshape(s, [1]) for s in sums), axis=0)

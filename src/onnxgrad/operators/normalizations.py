@@ -1,11 +1,15 @@
-"""Operators that normalize along axes: Softmax, normalizations of layers; losses of classes."""
+"""Operators that normalize along axes: Softmax, normalizations of layers."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.operators.attributes import float_attribute, int_attribute, ints_attribute
 from onnxgrad.operators.axes import (
-    Answer,
     Place,
     axis_unless_named,
     first_operand,
@@ -13,7 +17,10 @@ from onnxgrad.operators.axes import (
     row_axis,
 )
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import Naming, declare_operators
+from onnxgrad.operators.records import PIECEWISE, Naming, declare_operators
+from onnxgrad.operators.registry import lowering, rule
+from onnxgrad.operators.rule_nodes import narrowed, output, widened
+from onnxgrad.operators.shapes import dims, rank, static
 
 
 def _axis_before_named(node: Any, _operand: int, axis: int) -> Place:
@@ -25,16 +32,6 @@ def _axis_but_channels(node: Any, _operand: int, axis: int) -> Place:
     return None if axis == 1 or node.attributes.get_int("training_mode", 0) else axis
 
 
-def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
-    # classes are along axis 1 of the scores; labels have no such axis, and weights no other
-    if operand > 1 or (operand, axis) == (0, 1):
-        return None
-    loss = axis - 1 if operand == 0 and axis > 1 else axis
-    scores = axis + 1 if operand == 1 and axis > 0 else axis
-    reduced = node.attributes.get_string("reduction", "mean") != "none"
-    return (None if reduced else loss, scores)[: len(node.outputs)]
-
-
 LAST = Naming("axis", default=lambda *_: [-1])
 _CENTERED = Naming("axes", default=lambda *_: [0, 2, 3])
 _unless_named = first_operand(axis_unless_named)
@@ -43,6 +40,7 @@ declare_operators(
     "LogSoftmax Softmax", "unary transcendental", shape=like_first, naming=LAST, axes=_unless_named
 )
 declare_operators("Hardmax LpNormalization", naming=LAST, axes=_unless_named)
+declare_operators("Hardmax", no_gradient=PIECEWISE)
 declare_operators("MeanVarianceNormalization", naming=_CENTERED, axes=_unless_named)
 declare_operators(
     "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization",
@@ -58,6 +56,277 @@ declare_operators("GroupNormalization InstanceNormalization LayerNormalization",
 declare_operators("RMSNormalization SimplifiedLayerNormalization", roles="xs")
 declare_operators("BatchNormalization LRN", axes=first_operand(_axis_but_channels))
 declare_operators("GroupNormalization InstanceNormalization", axes=first_operand(row_axis))
-declare_operators(
-    "NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss", axes=_axis_of_loss, roles="c"
-)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+_EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
+
+
+# -- axes: a list, or an int64 value if the rank is dynamic --------------------------------------
+
+
+def axes_from(op, x, axis: int):
+    """Return the axes of x from `axis` on."""
+    n = rank(x)
+    if n is None and axis >= 0:
+        return op.Range(np.int64(axis), op.Size(op.Shape(x)), np.int64(1))
+    return list(range(axis if axis < 0 else axis - (n or 0), 0))
+
+
+def _all_but_channels(op, x):
+    """Return all axes of x except the second, that of the channels."""
+    spatial = axes_from(op, x, 2)
+    return [0, *spatial] if isinstance(spatial, list) else op.Concat([0], spatial, axis=0)
+
+
+def _along_channels(op, v, x):
+    """Return v (C) with axes of length one after it, to broadcast along the channels of x."""
+    n = rank(x)
+    if n is None:
+        last = op.Size(op.Shape(x)) - np.int64(1)
+        return op.Unsqueeze(v, op.Range(np.int64(1), last, np.int64(1)))
+    return op.Unsqueeze(v, list(range(1, n - 1))) if n > 2 else v
+
+
+def _count(op, x, axes):
+    """Return the number of elements of x along `axes`: a float, or a scalar of the dtype of x."""
+    shape = dims(x)
+    lengths = None if shape is None else static(tuple(shape[i] for i in axes))
+    if lengths is not None:
+        return float(prod(lengths))
+    return op.Cast(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=0), to=x.dtype)
+
+
+def _mean(op, v, axes):
+    return v if axes == [] else op.ReduceMean(v, axes, keepdims=1)  # to ReduceMean, [] means all
+
+
+def _standardized(op, x, axes, epsilon: float):
+    """Return n = (x - m) / r and 1 / r, m the mean, r = sqrt(variance + epsilon)."""
+    centered = x - _mean(op, x, axes)
+    inverse = op.Reciprocal(op.Sqrt(_mean(op, centered * centered, axes) + epsilon))
+    return centered * inverse, inverse
+
+
+def _standardized_gradient(op, h, n, inverse, axes):
+    """Return the gradient of x, (h - mean h - n mean(h n)) / r, h that of the standardized n.
+
+    Ba, Kiros & Hinton 2016, arXiv:1607.06450.
+    """
+    return (h - _mean(op, h, axes) - n * _mean(op, h * n, axes)) * inverse
+
+
+def _epsilon(node) -> float:
+    return float_attribute(node, "epsilon")
+
+
+@rule("LayerNormalization")
+def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
+    """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g,  ds = g n,
+    db = g;  from the outputs m and 1 / r:  dx += gm / N - gr n / (N r^2).
+
+    m is the mean and r = sqrt(variance + epsilon) of the N elements from `axis` on.
+    """
+    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
+    x, scale, bias, g, gm, gr = widened(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
+    n, inverse = _standardized_layer(op, node, x, axes)
+    terms, dscale, dbias = [], None, None
+    if g is not None:
+        terms.append(_standardized_gradient(op, g * scale, n, inverse, axes))
+        dscale = op.sum_to(g * n, scale)
+        dbias = None if bias is None else op.sum_to(g, bias)
+    if gm is not None:
+        terms.append(op.expand_to(gm / _count(op, x, axes), x))
+    if gr is not None:
+        terms.append(-(gr * (inverse * inverse) / _count(op, x, axes)) * n)
+    return narrowed(op, [op.total(terms), dscale, dbias], node.inputs)
+
+
+def _standardized_layer(op, node, x, axes):
+    """Return n and 1 / r, from the outputs mean and 1 / r of the node if they are precise enough.
+
+    For float64 the kernel of onnxruntime returns them in float32.
+    """
+    full = int_attribute(node, "stash_type") == ir.DataType.FLOAT
+    if x.dtype == ir.DataType.DOUBLE or not full:
+        return _standardized(op, x, axes, _epsilon(node))
+    mean, inverse = (output(op, node, i, ir.DataType.FLOAT) for i in (1, 2))
+    shape = dims(x)
+    if shape is not None:
+        mean.shape = inverse.shape = ir.Shape([*shape[: axes[0]], *[1] * len(axes)])
+    return (x - mean) * inverse, inverse
+
+
+@rule("RMSNormalization")
+def rms_normalization(op, node, g):
+    """y = s n, n = x / r:  dx = (h - n mean(h n)) / r, h = s g,  ds = g n.
+
+    r = sqrt(mean square + epsilon), over the axes from `axis` on.
+    Zhang & Sennrich 2019, arXiv:1910.07467.
+    """
+    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
+    x, scale, g = widened(op, *node.inputs, g)
+    inverse = op.Reciprocal(op.Sqrt(_mean(op, x * x, axes) + _epsilon(node)))
+    n, h = x * inverse, g * scale
+    dx = (h - n * _mean(op, h * n, axes)) * inverse
+    return narrowed(op, [dx, op.sum_to(g * n, scale)], node.inputs)
+
+
+@rule("InstanceNormalization")
+def instance_normalization(op, node, g):
+    """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g,
+    ds = sum g n,  db = sum g.
+
+    Means are over the spatial axes, sums over those and the batch.
+    Ulyanov, Vedaldi & Lempitsky 2016, arXiv:1607.08022.
+    """
+    x, scale, bias, g = widened(op, *node.inputs, g)
+    axes = axes_from(op, x, 2)
+    n, inverse = _standardized(op, x, axes, _epsilon(node))
+    dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
+    sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)
+    return narrowed(op, [dx, *sums], node.inputs)
+
+
+def _channel_gradients(op, g, n, axes, scale, bias):
+    """Return the gradients of scale and bias (C): the sums of g n and of g over `axes`."""
+    dscale, dbias = (op.ReduceSum(v, axes, keepdims=0) for v in (g * n, g))
+    return op.reshape_like(dscale, scale), op.reshape_like(dbias, bias)
+
+
+@lowering("GroupNormalization")
+def group_normalization(op, node):
+    """y = s n + b, n standardized in every group of channels; s and b (C), up to opset 20 (groups).
+
+    onnxruntime has no kernel and rewrites it too. Without a `stash_type`, float64 is computed in
+    float64, not in the float32 of the specification. Wu & He 2018, arXiv:1803.08494.
+    """
+    x, scale, bias = node.inputs
+    if x.dtype is None:
+        return None
+    stash = node.attributes.get_int("stash_type", 0)
+    rows = op.Cast(x, to=ir.DataType(stash)) if stash else widened(op, x)[0]
+    rows = op.Reshape(rows, [0, int_attribute(node, "num_groups"), -1])
+    n = op.Cast(_standardized(op, rows, [-1], _epsilon(node))[0], to=x.dtype)
+    channels = op.Reshape(n, op.Concat([0], op.shape_of(scale), [-1], axis=0))
+    return [op.reshape_like(channels * op.Unsqueeze(scale, [1]) + op.Unsqueeze(bias, [1]), x)]
+
+
+@rule("MeanVarianceNormalization")
+def mean_variance_normalization(op, node, g):
+    """y = (x - m) / (r + e):  dx = (g - mean g) / (r + e) - y mean(g y) / r.
+
+    r is the standard deviation. Where r = 0, the last term is 0 (and onnxruntime's y is NaN).
+    """
+    axes = list(ints_attribute(node, "axes"))
+    x, g = widened(op, node.inputs[0], g)
+    centered = x - _mean(op, x, axes)
+    r = op.Sqrt(_mean(op, centered * centered, axes))
+    inverse = op.Reciprocal(r + _EPSILON)
+    y = centered * inverse
+    slope = _mean(op, g * y, axes) / op.Where(op.Equal(r, 0.0), 1.0, r)
+    return narrowed(op, [(g - _mean(op, g, axes)) * inverse - y * slope], node.inputs)
+
+
+@rule("LpNormalization")
+def lp_normalization(op, node, g):
+    """y = x / |x|:  dx = (g - y sum(g y)) / |x| for p = 2, (g - sign(x) sum(g y)) / |x| for p = 1.
+
+    Where |x| = 0, y is 0, and so is dx.
+    """
+    axis, p = int_attribute(node, "axis"), int_attribute(node, "p")
+    x, g, y = widened(op, node.inputs[0], g, node.outputs[0])
+    norm = (op.ReduceL1 if p == 1 else op.ReduceL2)(x, [axis], keepdims=1)
+    positive = op.Greater(norm, 0.0)
+    inverse = op.Where(positive, op.Reciprocal(op.Where(positive, norm, 1.0)), 0.0)
+    along = op.ReduceSum(g * y, [axis], keepdims=1)
+    return narrowed(op, [(g - (op.Sign(x) if p == 1 else y) * along) * inverse], node.inputs)
+
+
+@rule("LRN")
+def local_response_normalization(op, node, g):
+    """y_c = x_c / z_c^b, z_c = k + a / n sum x_i^2 over the n channels i around c:
+    dx_i = g_i / z_i^b - 2 a b / n x_i sum g_c x_c / z_c^(b+1) over the c whose windows have i.
+
+    If n is even, the window has one channel more after c than before it. Krizhevsky et al. 2012
+    (AlexNet).
+    """
+    alpha, beta, bias = (float_attribute(node, name) for name in ("alpha", "beta", "bias"))
+    size = int_attribute(node, "size")
+    before, after = (size - 1) // 2, size // 2
+    x, g = widened(op, node.inputs[0], g)
+    z = bias + alpha / size * _window_sums(op, x * x, before, after)
+    direct = g * op.Pow(z, -beta)
+    around = _window_sums(op, direct * x / z, after, before)
+    return narrowed(op, [direct - 2 * alpha * beta / size * x * around], node.inputs)
+
+
+def _window_sums(op, x, before: int, after: int):
+    """Return, for each channel, the sum from `before` channels before it to `after` after it."""
+    padded, last = op.Pad(x, [before, after], None, [1]), before + after
+    ends = [i - last if i < last else 2**63 - 1 for i in range(last + 1)]
+    return op.total(
+        [op.set_type_like(op.Slice(padded, [i], [e], [1]), x) for i, e in enumerate(ends)]
+    )
+
+
+@rule("BatchNormalization")
+def batch_normalization(op, node, g, g_mean=None, g_variance=None):
+    """y = s n + b, n = (x - m) / r, r = sqrt(v + e):  ds = sum g n,  db = sum g,  dx = g s / r,
+    dm = -s db / r,  dv = -s ds / (2 r^2), sums over all axes but the channels.
+
+    Ioffe & Szegedy 2015, arXiv:1502.03167.
+    """
+    x, scale, bias, mean, variance, *gs = widened(op, *node.inputs, g, g_mean, g_variance)
+    axes = _all_but_channels(op, x)
+    if int_attribute(node, "training_mode"):
+        return narrowed(op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs)
+    g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon(node)))
+    slope = scale * inverse
+    n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
+    ds, db = _channel_gradients(op, g, n, axes, scale, bias)
+    dx = g * _along_channels(op, slope, x)
+    return narrowed(op, [dx, ds, db, -slope * db, -0.5 * slope * inverse * ds], node.inputs)
+
+
+def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
+    """m and v of the N elements of a channel:  dx = s (g - db / N - n ds / N) / r;
+    from the running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
+    dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
+    """
+    momentum, count = float_attribute(node, "momentum"), _count(op, x, axes)
+    n, inverse = _standardized(op, x, axes, _epsilon(node))
+    terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
+    if g is not None:
+        others["scale"], others["bias"] = ds, db = _channel_gradients(op, g, n, axes, scale, bias)
+        inner = g - _along_channels(op, db / count, x) - n * _along_channels(op, ds / count, x)
+        terms.append(inner * (_along_channels(op, scale, x) * inverse))
+    if g_mean is not None:
+        others["mean"] = momentum * g_mean
+        terms.append(op.expand_to(_along_channels(op, (1.0 - momentum) * g_mean / count, x), x))
+    if g_variance is not None:
+        others["variance"] = momentum * g_variance
+        each = _along_channels(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
+        terms.append((x - _mean(op, x, axes)) * each)
+    return op.total(terms), *others.values()
+
+
+@rule("Dropout")
+def dropout(op, node, g, g_mask=None):
+    """y = x mask / (1 - p) in training:  dx = g mask / (1 - p),  dp = sum(g y) / (1 - p);  else
+    y = x:  dx = g.
+
+    The mask is that of the forward pass, as a constant.
+    """
+    ratio, training = (*node.inputs, None, None)[1:3]
+    if training is None or (op.known_value(training) is not None and not op.known_value(training)):
+        return g, None
+    one = op.const(1.0, g.dtype)
+    kept = 1.0 - (op.const(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
+    mask, scale = output(op, node, 1, ir.DataType.BOOL), op.Where(training, one / kept, one)
+    dx = op.Where(mask, g * scale, 0.0)
+    if ratio is None:
+        return (dx,)
+    dratio = op.Where(training, op.ReduceSum(g * node.outputs[0], keepdims=0) / kept, 0.0)
+    return dx, op.reshape_like(op.Cast(dratio, to=ratio.dtype), ratio)

@@ -111,6 +111,13 @@ class Operator:
 # r  running statistic            k  rotary table
 # q  scale of quantization
 
+# why operators of several families have no gradient
+OF_SHAPE = "depends on the shape of its input only"
+INTEGER = "the output is an integer; to pass a gradient, name the output in `straight_through`"
+OF_SETTINGS = "a constant: its inputs are lengths and settings"
+INDEX = "the output is an index"
+PIECEWISE = "piecewise constant: zero almost everywhere"
+
 OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
 _UNKNOWN = Operator()
 
@@ -123,6 +130,12 @@ def operator_of(node: ir.Node) -> Operator:
 def standard_operator(op_type: str) -> Operator:
     """Return the record of a standard operator."""
     return OPERATORS.get(("", op_type), _UNKNOWN)
+
+
+def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """Return the node that computes `value` if it is one of these standard operators, else None."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type in op_types and not node.domain else None
 
 
 def add_facts(domain: str, name: str, **fields: Any) -> None:

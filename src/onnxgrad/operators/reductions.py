@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import (
     SUMMED,
     Place,
@@ -18,8 +22,10 @@ from onnxgrad.operators.axes import (
 from onnxgrad.operators.elements import Elements, of_known, product_of_lengths
 from onnxgrad.operators.layouts import FIRST
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import Naming, declare_operators
-from onnxgrad.operators.shapes import Dims, dims
+from onnxgrad.operators.records import INDEX, Naming, declare_operators
+from onnxgrad.operators.registry import elementwise, rule
+from onnxgrad.operators.rule_nodes import product_of_others
+from onnxgrad.operators.shapes import Dims, dims, rank, static
 
 
 def _reduced_axes(n: int, _inputs: Sequence, attributes: Mapping) -> Sequence[int]:
@@ -70,7 +76,13 @@ for _name in (*_SUMS, *_OTHERS):
         axes=first_operand(_axis_without_named),
     )
 declare_operators("ReduceProd", elements=of_known(_product_of_elements))
-declare_operators("ArgMax ArgMin", "int64", naming=FIRST, axes=first_operand(_axis_without_named))
+declare_operators(
+    "ArgMax ArgMin",
+    "int64",
+    naming=FIRST,
+    axes=first_operand(_axis_without_named),
+    no_gradient=INDEX,
+)
 declare_operators(
     "CumProd CumSum",
     "unary",
@@ -78,3 +90,137 @@ declare_operators(
     naming=Naming("axis", 1),
     axes=first_operand(axis_unless_named),
 )
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def _axes(op, node):
+    """Return the `axes` input, or None if all are reduced; from the third on for global pools."""
+    if node.op_type.startswith("Global"):
+        n = rank(node.inputs[0])
+        if n is not None:
+            return op.const([*range(2, n)])
+        return op.Range(np.int64(2), op.Size(op.Shape(node.inputs[0])), np.int64(1))
+    axes = node.inputs[1] if len(node.inputs) > 1 else None
+    numbers = op.known_value(axes)
+    return None if numbers is not None and numbers.size == 0 else axes
+
+
+def _keep(op, node, v):
+    """Return `v`, of the shape of the output, with the reduced axes kept with length one."""
+    axes = _axes(op, node)
+    if node.attributes.get_int("keepdims", 1) or axes is None:  # global pools lack it
+        return v  # without axes and keepdims, v is a scalar, which broadcasts
+    return op.Unsqueeze(v, axes)
+
+
+def _reduces_nothing(op, node):
+    return bool(_noop(node)) and _axes(op, node) is None
+
+
+def _count(op, node):
+    """Return the number of elements per output element: a float, or a scalar of the dtype of x."""
+    x, axes = node.inputs[0], op.known_value(_axes(op, node))
+    shape = dims(x)
+    if shape is not None:
+        reduced = shape if axes is None else tuple(shape[a] for a in axes.tolist())
+        if static(reduced) is not None and (axes is not None or _axes(op, node) is None):
+            return float(prod(static(reduced)))
+    sizes = [op.Cast(op.Size(v), to=ir.DataType.DOUBLE) for v in (x, node.outputs[0])]
+    return op.Cast(op.Div(*sizes), to=x.dtype)  # as floats: both may be zero
+
+
+@rule("ReduceSum")
+def reduce_sum(op, node, g):
+    """y = sum x:  dx = g."""
+    x = node.inputs[0]
+    return (g if _reduces_nothing(op, node) else op.expand_to(_keep(op, node, g), x),)
+
+
+@rule("ReduceMean", "GlobalAveragePool")
+def reduce_mean(op, node, g):
+    """y = sum x / n:  dx = g / n, n the number of elements that are reduced to one."""
+    x = node.inputs[0]
+    if _reduces_nothing(op, node):
+        return (g,)
+    return (op.expand_to(_keep(op, node, g) / _count(op, node), x),)
+
+
+@rule("ReduceMax", "ReduceMin", "GlobalMaxPool")
+def reduce_extremum(op, node, g):
+    """y = max x:  g in equal shares to the elements that equal y."""
+    x = node.inputs[0]
+    if _reduces_nothing(op, node):
+        return (g,)
+    hits = op.Cast(op.Equal(x, _keep(op, node, node.outputs[0])), to=x.dtype)
+    return (hits * (_keep(op, node, g) / _reduced(op, node, op.ReduceSum, hits)),)
+
+
+@rule("ReduceProd")
+def reduce_prod(op, node, g):
+    """y = prod x:  dx = g times the product of the other elements, right where some are zero."""
+    x = node.inputs[0]
+    if _reduces_nothing(op, node):
+        return (g,)
+    multiplied, added = (partial(_reduced, op, node, f) for f in (op.ReduceProd, op.ReduceSum))
+    return (_keep(op, node, g) * product_of_others(op, x, multiplied, added),)
+
+
+def _reduced(op, node, reduce, v):
+    return reduce(v, _axes(op, node), keepdims=1, **_noop(node))
+
+
+def _noop(node):
+    noop = node.attributes.get_int("noop_with_empty_axes", 0)  # global pools lack it
+    return {"noop_with_empty_axes": 1} if noop else {}
+
+
+elementwise(  # where nothing is reduced, too
+    _keep,
+    ReduceL1=lambda op, x, y: op.Sign(x),
+    ReduceL2=lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
+    ReduceLogSum=lambda op, x, y: op.Exp(op.expand_to(-y, x)),
+    ReduceLogSumExp=lambda op, x, y: op.Exp(x - y),
+    ReduceSumSquare=lambda op, x, y: 2.0 * x,
+)
+
+
+@rule("CumSum")
+def cum_sum(op, node, g):
+    """y_i = sum of x_j, j <= i:  dx_j = sum of g_i, i >= j."""
+    return _cumulated(op.CumSum, node, g, backwards=True), None
+
+
+@rule("CumProd")
+def cum_prod(op, node, g):
+    """y_i = prod of x_j, j <= i:  dx_k = sum over i >= k of g_i times the product without x_k.
+
+    Right where some x_j are zero. The product without x_k is computed from the product of all
+    nonzero factors, divided by x_k if that is not zero; it is zero if another factor is. A single
+    other zero stays a factor, so that second derivatives are right too.
+    """
+    x = node.inputs[0]
+    zero = op.Equal(x, 0.0)
+    nonzero = op.Where(zero, 1.0, x)
+    product = g * _cumulated(op.CumProd, node, nonzero)
+    zeros = _cumulated(op.CumSum, node, op.Cast(zero, to=x.dtype))  # number of zeros up to i
+    factor = _cumulated(op.CumSum, node, op.Where(zero, x, 0.0))
+
+    def total(count, factor=None):
+        """Return the sum of the products with `count` zeros, times `factor`."""
+        selected = op.Where(op.Equal(zeros, count), product, 0.0)
+        return _cumulated(
+            op.CumSum, node, selected if factor is None else selected * factor, backwards=True
+        )
+
+    of_zero = total(1.0) + (total(2.0, factor) - x * total(2.0))
+    return op.Where(zero, of_zero, (total(0.0) + total(1.0, factor)) / nonzero), None
+
+
+def _cumulated(cumulate, node, v, backwards=False):
+    reverse = int_attribute(node, "reverse")
+    exclusive = int_attribute(node, "exclusive")
+    return cumulate(
+        v, node.inputs[1], exclusive=exclusive, reverse=1 - reverse if backwards else reverse
+    )

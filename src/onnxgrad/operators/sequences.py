@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
+from onnxgrad.operators import sequence_nodes
+from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import broadcast_axis
 from onnxgrad.operators.elements import of_known
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.shapes import Dims, constant, dims, is_stated
+from onnxgrad.operators.records import OF_SETTINGS, OF_SHAPE, declare_operators, made_by
+from onnxgrad.operators.registry import lowering, rule
+from onnxgrad.operators.sequence_nodes import counters, elements
+from onnxgrad.operators.shapes import Dims, constant, dims, is_stated, optional_content
 
 Operands = Sequence[ir.Value | None]
 Attributes = Mapping[str, Any]
@@ -24,12 +29,7 @@ _EMPTY = "onnxgrad.empty"  # `meta` key of a sequence that is empty
 
 def is_sequence(value: ir.Value) -> bool:
     """Return whether `value` is a sequence, or an Optional of one."""
-    return isinstance(content(value.type), ir.SequenceType)
-
-
-def content(kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
-    """Return the type of the content if `kind` is an Optional type; any other type as it is."""
-    return kind.elem_type if isinstance(kind, ir.OptionalType) else kind
+    return isinstance(optional_content(value.type), ir.SequenceType)
 
 
 def joined(values: Sequence[ir.Value | None]) -> Dims | None:
@@ -132,7 +132,7 @@ def _shape_of_concatenated(operands: Operands, attributes: Attributes) -> Dims |
 
 
 def _content_type(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol | None:
-    return content(_first_type(operands))
+    return optional_content(_first_type(operands))
 
 
 def _same_type(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol | None:
@@ -142,8 +142,11 @@ def _same_type(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol |
 declare_operators(
     "ConcatFromSequence SequenceAt SequenceConstruct SplitToSequence", "packs sequences"
 )
-declare_operators("SequenceLength", "shape int64")
-declare_operators("SequenceEmpty", "shape sequences", result_type=_type_of_empty)
+declare_operators("SequenceLength", "shape int64", no_gradient=OF_SHAPE)
+declare_operators("OptionalHasElement", no_gradient=OF_SHAPE)
+declare_operators(
+    "SequenceEmpty", "shape sequences", result_type=_type_of_empty, no_gradient=OF_SETTINGS
+)
 declare_operators("SequenceErase SequenceInsert Optional OptionalGetElement", "sequences")
 declare_operators("SequenceConstruct SplitToSequence", result_type=_type_of_sequence)
 declare_operators("SequenceAt ConcatFromSequence", result_type=_type_of_element)
@@ -163,3 +166,159 @@ declare_operators(
     elements=of_known(lambda node, x: x),
     axes=broadcast_axis,
 )
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+@rule("SequenceConstruct")
+def construct(op, node, g):
+    """s = [a, b, ...]:  da, db, ... = the elements of ds."""
+    return [op.set_type_like(op.SequenceAt(g, np.int64(i)), x) for i, x in enumerate(node.inputs)]
+
+
+@rule("SequenceAt")
+def sequence_at(op, node, g):
+    """y = s[i]:  ds = zeros with dy at i."""
+    s, i = node.inputs
+    return sequence_nodes.scatter_element(op, g, i, s), None
+
+
+@rule("SequenceInsert")
+def insert(op, node, g):
+    """y = s with x inserted at i:  dx = dy[i],  ds = dy without dy[i]."""
+    s, x, i = (*node.inputs, None)[:3]
+    if i is None:
+        i = op.const(np.int64(-1))
+    elif (array := op.known_value(i)) is not None:  # below zero: from the end of the shorter s
+        index = int(array.reshape(()))
+        i = op.const(np.int64(index if index >= 0 else index - 1))
+    else:
+        i = op.Where(op.Less(i, op.const(0, i.dtype)), op.Sub(i, op.const(1, i.dtype)), i)
+    return (
+        op.set_type_like(op.SequenceErase(g, i), s),
+        op.set_type_like(op.SequenceAt(g, i), x),
+        None,
+    )
+
+
+@rule("SequenceErase")
+def erase(op, node, g):
+    """y = s without s[i]:  ds = dy with zeros inserted at i."""
+    s, i = (*node.inputs, None)[:2]
+    i = op.const(np.int64(-1)) if i is None else i
+    zeros = op.zeros_like(sequence_nodes.element(op, s, i))
+    return op.set_type_like(
+        sequence_nodes.insert(op, g, zeros, sequence_nodes.erased_position(op, i, g)), s
+    ), None
+
+
+@rule("SplitToSequence")
+def split(op, node, g):
+    """s = x split along an axis:  dx = the elements of ds, concatenated."""
+    x, lengths = (*node.inputs, None)[:2]
+    axis = int_attribute(node, "axis")
+    new = int(lengths is None and not int_attribute(node, "keepdims"))
+    shape = dims(x)
+    if shape is not None and isinstance(shape[axis], int) and shape[axis] > 0:
+        return op.set_type_like(op.ConcatFromSequence(g, axis=axis, new_axis=new), x), None
+    empty = op.Slice(op.zeros_like(x), [0], [0], [axis])  # s may have no element
+    if new:
+        g = sequence_nodes.mapped(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
+    joined = op.SequenceInsert(g, empty, np.int64(0))
+    return op.set_type_like(op.ConcatFromSequence(joined, axis=axis), x), None
+
+
+@rule("ConcatFromSequence")
+def concat_from_sequence(op, node, g):
+    """y = the elements of s, concatenated:  ds = dy split as s was."""
+    [s] = node.inputs
+    axis = int_attribute(node, "axis")
+    if int_attribute(node, "new_axis"):
+        return (op.set_type_like(op.SplitToSequence(g, axis=axis, keepdims=0), s),)
+    length = sequence_nodes.common_length(s, axis)
+    if length is None:
+        limits = {"start": axis} if axis == -1 else {"start": axis, "end": axis + 1}
+        columns = sequence_nodes.stacked(op, lambda inner, v: inner.Shape(v, **limits), s)
+        lengths = op.Reshape(columns, [-1])
+    else:
+        lengths = np.int64(length)
+    return (op.set_type_like(op.SplitToSequence(g, lengths, axis=axis), s),)
+
+
+# -- lowerings -------------------------------------------------------------------------------------
+
+
+@lowering("SequenceAt")
+def lower_at(op: Any, node: Any) -> list[ir.Value] | None:
+    """[a, b, c][1] = b."""
+    array, values = constant(node.inputs[1]), elements(op, node.inputs[0])
+    if values is None or array is None:
+        return None
+    index = array.item()
+    return [values[index]] if -len(values) <= index < len(values) else None
+
+
+@lowering("ConcatFromSequence")
+def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = the elements of s, concatenated; x itself if s is x split along the same axis."""
+    [s] = node.inputs
+    axis = int_attribute(node, "axis")
+    new = int_attribute(node, "new_axis")
+    if before := made_by(s, "SplitToSequence"):
+        x: Any = before.inputs[0]
+        drops = len(before.inputs) == 1 and not int_attribute(before, "keepdims")
+        shape = dims(x)
+        axes = (axis, int_attribute(before, "axis"))
+        same = axes[0] == axes[1] or (shape and (axes[0] - axes[1]) % len(shape) == 0)
+        if shape and same and drops == bool(new):
+            length = shape[axes[1]]
+            if isinstance(length, int) and length > 0:
+                return [x]
+    values = elements(op, s)
+    if not values:
+        return None
+    return [op.Concat(*(op.Unsqueeze(v, [axis]) if new else v for v in values), axis=axis)]
+
+
+@lowering("SequenceLength")
+def length(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = the number of elements of s."""
+    [s] = node.inputs
+    values = elements(op, s)
+    return None if values is None else [op.const(np.int64(len(values)))]
+
+
+@lowering("OptionalGetElement")
+def element(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = the value in x, or x itself if it is not an Optional."""
+    [x] = node.inputs
+    before = x.producer()
+    if before is not None and before.op_type == "Optional":
+        x = before.inputs[0]
+    elif isinstance(x.type, ir.OptionalType | None):
+        return None
+    return None if x is None else [x]
+
+
+@lowering("SequenceMap")
+def sequence_map(op: Any, node: Any) -> list[ir.Value]:
+    """ys = sequences of the results of the body for each element of x, as a Loop.
+
+    The inliner of onnx cannot expand the function body of the specification, as it has a subgraph.
+    """
+    body = node.attributes.pop("body").as_graph()
+    inner = op.inside(body)
+    index, condition = counters(op)
+    with inner.at(next(iter(body), None)):
+        for x, v in zip(node.inputs, body.inputs, strict=True):
+            element = inner.SequenceAt(x, index) if is_sequence(x) else x
+            ir.convenience.replace_all_uses_with(v, element, replace_graph_outputs=True)
+    starts = [op.emit("SequenceEmpty", [], {"dtype": y.dtype}, fresh=True) for y in body.outputs]
+    states = [ir.Value(name=op.name("sequence"), type=start.type) for start in starts]
+    longer = [inner.SequenceInsert(s, y) for s, y in zip(states, body.outputs, strict=True)]
+    body.inputs[:] = [index, condition, *states]
+    inner.give([condition, *longer])
+    length = op.SequenceLength(node.inputs[0])
+    operands = [length, None, *starts]
+    return op.emit_many("Loop", operands, {"body": body}, len(starts), fresh=True)

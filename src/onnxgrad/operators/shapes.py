@@ -118,3 +118,8 @@ def einsum_terms(equation: str) -> tuple[list[str], str]:
         once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
         output = ("..." if "..." in left else "") + "".join(once)
     return left.split(","), output
+
+
+def optional_content(kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
+    """Return the type of the content if `kind` is an Optional type; any other type as it is."""
+    return kind.elem_type if isinstance(kind, ir.OptionalType) else kind

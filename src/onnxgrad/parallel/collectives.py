@@ -7,8 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.operators.registry import Unsupported, rule
 
 DOMAIN = "onnxgrad.parallel"  # of nodes that no file contains
 MESSAGES = "parallel.messages"  # a group of rewrites, by which processes send fewer values

@@ -1,6 +1,6 @@
 """A leading axis of members, pushed through a part of the rows of rules, and through bodies.
 
-Every row is checked by `tests/autodiff/rules/test_row_packs.py`, all rows singly by the sweep.
+Every row is checked by `tests/operators/test_row_packs.py`, all rows singly by the sweep.
 """
 
 from __future__ import annotations

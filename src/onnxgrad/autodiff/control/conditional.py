@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output
-from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import captured
+from onnxgrad.operators.registry import subgraph_rule
 from onnxgrad.operators.shapes import rank
 
 _BRANCHES = ("then_branch", "else_branch")

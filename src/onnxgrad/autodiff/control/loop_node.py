@@ -12,9 +12,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
 from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.motion import lookups, move_out, products
-from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
+from onnxgrad.operators.registry import subgraph_rule
 from onnxgrad.operators.shapes import dims, equal, is_stated
 
 _COUNTER = ir.TensorType(ir.DataType.INT64)

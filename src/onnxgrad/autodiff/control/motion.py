@@ -17,12 +17,12 @@ from functools import partial
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.iterations import Deferred, Iterations
-from onnxgrad.autodiff.rules.shape import scatter_rows
 from onnxgrad.graph import invariant
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import TRANSCENDENTAL
 from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.layouts import scatter_rows
 from onnxgrad.operators.shapes import dims, is_stated, rank, volume
 
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())

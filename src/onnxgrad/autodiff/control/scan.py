@@ -11,10 +11,10 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import Pairs, add_output
 from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.motion import move_out, products, transcendental
-from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.registry import subgraph_rule
 from onnxgrad.operators.shapes import dims
 
 # metadata key: all that an iteration computes is computed again in the backward pass

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_zero, read_once
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by
+from onnxgrad.operators import made_by
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.outputs import output_shape
 from onnxgrad.operators.shapes import constant, dims, equal, is_real, rank, static

@@ -16,12 +16,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT
-from onnxgrad.autodiff.rules.windows import Windows, is_large, lengths, reach, with_padding
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by
-from onnxgrad.operators import WEIGHT_GRADIENT
+from onnxgrad.operators import WEIGHT_GRADIENT, made_by
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, static
+from onnxgrad.operators.windows import Windows, is_large, lengths, reach, with_padding
 
 _MOST_COLUMNS = 64  # elements of a window, up to which each gets a node
 _LAST = 2**63 - 1  # end of a Slice up to the last element

@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph.traversal import made_by
+from onnxgrad.operators import made_by
 
 GRADIENT = "gradient"
 

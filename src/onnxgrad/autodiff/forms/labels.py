@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_zero
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by
+from onnxgrad.operators import made_by
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.shapes import dims, equal, rank
 

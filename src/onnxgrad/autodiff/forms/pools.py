@@ -8,12 +8,11 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_zero
-from onnxgrad.autodiff.rules.windows import lengths, tile, windows_of
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by
-from onnxgrad.operators import POOL_GRADIENT
+from onnxgrad.operators import POOL_GRADIENT, made_by
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.shapes import dims, equal, rank, static
+from onnxgrad.operators.windows import lengths, tile, windows_of
 
 
 @rewrites("Reshape", group=GRADIENT)

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_own, read_once
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.traversal import made_by
+from onnxgrad.operators import made_by
 from onnxgrad.operators.shapes import Dims, dims, equal, is_real
 
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)

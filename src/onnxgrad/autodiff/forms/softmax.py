@@ -8,9 +8,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.activation import softmax
 from onnxgrad.graph.writer import PRIMAL
 from onnxgrad.operators import operator_of
+from onnxgrad.operators.elementwise import softmax
 
 
 def zero_replaced_rows(op: Any, written: Sequence[ir.Node]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.autodiff.members.axis import MemberAxis
-from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import captured, dependents
 from onnxgrad.operators import add_facts
+from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import rank
 
 Outputs = list[ir.Value] | None

@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.members.axis import MemberAxis
-from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.operators import ELEMENTWISE, OPERATORS, UNARY, add_facts, operator_of
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import constant, dims, einsum_terms, rank
 
 Outputs = list[ir.Value] | None

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.recurrent import lengths
-from onnxgrad.autodiff.rules.common import output
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite, rewrites
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.recurrent import lengths
+from onnxgrad.operators.rule_nodes import output
 from onnxgrad.operators.shapes import constant, dims, rank
 
 _GROUP = "final states"

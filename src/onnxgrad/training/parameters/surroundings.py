@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxgrad.graph.traversal import made_by, subgraphs
+from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.operators import made_by
 from onnxgrad.training.parameters.flow import Flow
 from onnxgrad.training.parameters.integer_weights import StoredIntegers
 from onnxgrad.training.parameters.operands import (

@@ -18,9 +18,9 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
-from onnxgrad.graph.traversal import made_by
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
+from onnxgrad.operators import made_by
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.runtime.binding import Binding, bind_output
 from onnxgrad.runtime.device import CPU

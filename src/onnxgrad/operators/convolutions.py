@@ -1,0 +1,213 @@
+"""Convolutions, and windows of an image as columns of a matrix: Col2Im and DeformConv."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.axes import first_operand, row_axis
+from onnxgrad.operators.records import INTEGER, declare_operators
+from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.rule_nodes import wide
+from onnxgrad.operators.sampling import samples_of, taps
+from onnxgrad.operators.shapes import dims, rank, static
+from onnxgrad.operators.windows import (
+    Windows,
+    at_least_zero,
+    halves,
+    quotient,
+    reach,
+    run_time_lengths,
+    scatter_windows,
+    unified,
+    weigh_windows,
+    windows_of,
+    windows_without_padding,
+    with_padding,
+)
+
+declare_operators("Conv ConvTranspose", roles="xfb", axes=first_operand(row_axis))
+declare_operators("DeformConv", roles="xfxbx")
+declare_operators("ConvInteger", no_gradient=INTEGER)
+
+
+@rule("Conv")
+def conv(op, node, g):
+    """y = x * w + b:  dx = g *T w,  dw = x correlated with g,  db = sum g over all but axis 1.
+
+    *T is the transposed convolution. Dumoulin & Visin 2016, arXiv:1603.07285.
+    """
+    x, w, b = (*node.inputs, None)[:3]
+    windows = windows_of(op, node, w)
+    if isinstance(windows, Unsupported):
+        return windows
+    group = int_attribute(node, "group")
+    dx = op.set_type_like(scatter_windows(op, g, w, windows, x, group), x)
+    dw = _weight_gradient(op, x, g, windows, w, group)
+    return dx, dw, None if b is None else _per_channel(op, g, windows)
+
+
+@rule("ConvTranspose")
+def conv_transpose(op, node, g):
+    """y = x *T w + b:  dx = g * w,  dw = g correlated with x,  db = sum g over all but
+    axis 1.
+    """
+    x, w, b = (*node.inputs, None)[:3]
+    windows = _transposed_windows(op, node, w)
+    if isinstance(windows, Unsupported):
+        return windows
+    group = int_attribute(node, "group")
+    dx = op.set_type_like(weigh_windows(op, g, w, windows, group), x)
+    dw = _weight_gradient(op, g, x, windows, w, group)
+    return dx, dw, None if b is None else _per_channel(op, g, windows)
+
+
+def _weight_gradient(op, x, g, windows: Windows, w, group: int):
+    """Return x convolved with g, for each element of the kernel of w.
+
+    Batch and channels are exchanged, and so are strides and dilations.
+    """
+    swap, pads = [1, 0, *windows.axes], windows.pads
+    if pads is None:
+        x, pads = with_padding(op, x, windows), [0, 0] * len(windows.axes)
+    if group == 1:
+        x = op.Transpose(x, perm=swap)
+    else:  # (N, group, C / group, ...) -> (C / group, group N, ...)
+        space = op.Shape(x, start=2)
+        split = op.Reshape(x, op.Concat([0, group, -1], space, axis=0))
+        split = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in windows.axes)])
+        x = op.Reshape(split, op.Concat([0, -1], space, axis=0))
+    exchanged = {"strides": windows.dilations, "dilations": windows.strides}
+    y = op.Conv(x, op.Transpose(g, perm=swap), pads=pads, group=group, **exchanged)
+    size = list(windows.kernel) or op.Shape(w, start=2)
+    # y is longer than the kernel if the last elements of x are in no window
+    dw = op.Slice(y, [0] * len(windows.axes), size, windows.axes)
+    return op.set_type_like(op.Transpose(dw, perm=swap), w)
+
+
+def _per_channel(op, g, windows: Windows):
+    return op.ReduceSum(g, [0, *windows.axes], keepdims=0)
+
+
+def _transposed_windows(op, node, weight) -> Windows | Unsupported:
+    """Return the windows of the convolution whose adjoint a ConvTranspose is.
+
+    They lie on the output of the node, one for each spatial position of its input.
+    """
+    windows = windows_without_padding(op, node, weight)
+    if isinstance(windows, Unsupported):
+        return windows
+    n, get = len(windows.strides), node.attributes.get_ints
+    strides = np.array(windows.strides)
+    added = np.array(get("output_padding", (0,) * n), np.int64)
+    beyond = np.where(added < strides, 0, added)  # from a stride on: room for one more window
+    output_shape = np.array(get("output_shape", ())[-n:], np.int64)
+    auto = string_attribute(node, "auto_pad")
+    if not output_shape.size and auto in ("NOTSET", "VALID"):
+        pads = np.array(get("pads", (0,) * 2 * n) if auto == "NOTSET" else (0,) * 2 * n, np.int64)
+        return replace(windows, begin=pads[:n], end=pads[n:] - beyond)
+    extents = reach(op, windows, weight)
+    if not output_shape.size:  # the output is as long as the input times the stride
+        totals = at_least_zero(op, extents + (added - strides))
+        begin, end = halves(op, totals, auto == "SAME_UPPER")
+        return replace(windows, begin=begin, end=end - beyond)
+    length, extents = unified(op, run_time_lengths(op, node.inputs[0]), extents)
+    excess = (length - 1) * strides + extents - output_shape
+    begin, _ = halves(op, at_least_zero(op, excess + added), auto == "SAME_UPPER")
+    return replace(windows, begin=begin, end=excess - begin)
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+@rule("Col2Im")
+def col2im(op, node, g):
+    """y = the columns of x, each added to its window of the image:  dx = the windows of g."""
+    x, _, block = node.inputs
+    get = node.attributes.get_ints
+    stated = (get(name, ()) for name in ("strides", "dilations"))
+    counts = [*map(len, stated), len(get("pads", ())) // 2, (rank(node.outputs[0]) or 2) - 2]
+    n = max(*counts, *((static(dims(v)) or (0,))[0] for v in node.inputs[1:]))
+    if not n:
+        return Unsupported("the rank of its output is not known; state its shape in the model")
+    pads = get("pads", [0] * 2 * n)
+    kernel, index = op.known_value(block), None
+    for i, (stride, dilation) in enumerate(
+        zip(get("strides", [1] * n), get("dilations", [1] * n), strict=True)
+    ):
+        length = op.dim(node.outputs[0], 2 + i) + (pads[i] + pads[n + i])
+        k = op.Slice(block, [i], [i + 1], [0]) if kernel is None else int(kernel[i])
+        reach = (k - 1) * dilation + 1
+        count = quotient(op, length - reach, stride) + 1
+        inner, first = op.arange(k) * dilation, op.arange(count) * stride
+        inner = op.Unsqueeze(inner, [a for a in range(2 * n) if a != i])
+        along = inner + op.Unsqueeze(first, [a for a in range(2 * n) if a != n + i])
+        index = along if index is None else index * op.const(length, ir.DataType.INT64) + along
+    if any(pads):
+        g = op.Pad(g, [0, 0, *pads[:n], 0, 0, *pads[n:]])
+    flat = op.Reshape(g, [0, 0, -1])
+    return op.reshape_like(op.Gather(flat, index, axis=2), x), None, None
+
+
+@rule("DeformConv")
+def deform_conv(op, node, g):
+    """y = w c + b, columns c = m x(p + u), m the mask, p positions in a window, u their offsets:
+    dw = g cT,  db = sum g,  dm = x wT g,  dx = m wT g at p + u,  du = m x'(p + u) wT g.
+
+    Dai et al. 2017, arXiv:1703.06211; Zhu et al. 2019, arXiv:1811.11168.
+    """
+    x, w, offset, b, mask = (*node.inputs, None, None)[:5]
+    windows = windows_of(op, node, w)
+    if isinstance(windows, Unsupported):
+        return windows
+    kernel = windows.kernel or [op.dim(w, axis) for axis in windows.axes]
+    dtype, group = wide(x.dtype), int_attribute(node, "group")
+    rows = op.dim(x, 0) * int_attribute(node, "offset_group")  # images times offset groups
+    count, width, total = op.numel(offset, 2), op.numel(w, 1), op.numel(offset, 2)
+    for k in kernel:
+        total = k * total
+    samples = _samples_at_offsets(op, node, windows, kernel, rows, total)
+    elements = samples.read(op)
+    g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, group, -1, count))
+    matrix = op.Reshape(op.Cast(w, to=dtype), op.vector(group, -1, width))
+    dc = op.MatMul(op.Transpose(matrix, perm=[0, 2, 1]), g)
+    dc = op.Reshape(dc, op.vector(rows, -1, total))
+    columns, dm = samples.values(op, elements), None
+    if mask is not None:
+        m = op.Reshape(op.Cast(mask, to=dtype), op.vector(rows, 1, total))
+        dm = op.ReduceSum(dc * columns, [1])
+        dc, columns = dc * m, columns * m
+    columns = op.Reshape(columns, op.vector(op.dim(x, 0), group, width, count))
+    dw = op.ReduceSum(op.MatMul(g, op.Transpose(columns, perm=[0, 1, 3, 2])), [0])
+    by_axis = samples.positions_gradient(op, elements, dc)
+    du = op.Concat(*(op.Reshape(d, op.vector(0, -1, 1, count)) for d in by_axis), axis=2)
+    gradients = [samples.images_gradient(op, dc), dw, du, op.ReduceSum(g, [0, 3]), dm]
+    return [
+        None if v is None else op.reshape_like(op.Cast(d, to=v.dtype), v)
+        for d, v in zip(gradients, (x, w, offset, b, mask), strict=True)
+    ]
+
+
+def _samples_at_offsets(op, node, windows, kernel, rows, total):
+    """Return the samples at the positions of all windows plus their offsets, for `rows` images."""
+    x, _, offset = node.inputs[:3]
+    n, count, dtype = len(kernel), op.numel(offset, 2), wide(x.dtype)
+    images = op.Reshape(op.Cast(x, to=dtype), op.vector(rows, -1, op.numel(x, 2)))
+    offsets = op.Reshape(op.Cast(offset, to=dtype), op.vector(rows, -1, n, count))
+    lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []
+    for i, length in enumerate(lengths):
+        firsts = [op.dim(offset, 2 + k) for k in range(n)]
+        first = op.Reshape(_mesh(op, firsts, i) * windows.strides[i] - windows.begin[i], [1, -1])
+        within = op.Reshape(_mesh(op, kernel, i) * windows.dilations[i], [-1, 1])
+        position = op.Gather(offsets, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
+        axes.append(taps(op, op.Reshape(position, op.vector(0, total)), length, "linear"))
+    return samples_of(op, images, op.dim(images, 1), total, axes, lengths)
+
+
+def _mesh(op, lengths: list, axis: int):
+    """Return the index along `axis` of each element of an array with these lengths."""
+    along = [-1 if a == axis else 1 for a in range(len(lengths))]
+    return op.Expand(op.Reshape(op.arange(lengths[axis]), along), op.vector(*lengths))

@@ -1,0 +1,170 @@
+"""Attention of onnxruntime with one key for each head, as matrix products and softmax.
+
+Vaswani et al. 2017, arXiv:1706.03762. A mask adds `mask_filter_value` to the scores; with
+`unidirectional`, keys after the query are left out. With `past_sequence_length`, the past and the
+present share one buffer of keys and values, in which the first rows are valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.operators.attention import (
+    HeadsOf,
+    Length,
+    heads_apart,
+    heads_together,
+    within_window,
+)
+from onnxgrad.operators.microsoft_grouped import attend_visible
+from onnxgrad.operators.microsoft_products import DOMAIN, has_output, is_empty_past, refusal
+from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.rule_nodes import Operand, total
+from onnxgrad.operators.shapes import dims, equal, rank
+
+INT64 = ir.DataType.INT64
+_ROWS = 2  # axis of (batch, heads, rows, size)
+
+
+@lowering("Attention", domain=DOMAIN)
+def attention(op: Any, node: Any) -> list[ir.Value] | None:
+    """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
+    x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
+    get = node.attributes
+    if refusal(node) or (mask is not None and rank(mask) is None):
+        return None
+    sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
+    parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
+    q, k, v = (heads_apart(op, part, get.get_int("num_heads")) for part in parts)
+    past = None if is_empty_past(past) and used is None else past
+    pasts = [None, None] if past is None else [op.Squeeze(p, [0]) for p in op.split(past, 2, 0)]
+    (k, held), (v, held_v) = (
+        _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
+    )
+    y, _ = _attend(op, node, (q, k, v), mask, bias)
+    present = y
+    if has_output(node, 1):
+        present = op.Concat(op.Unsqueeze(held, [0]), op.Unsqueeze(held_v, [0]), axis=0)
+    return [y, present][: len(node.outputs)]
+
+
+@lowering("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", domain=DOMAIN)
+def multi_head_attention(op: Any, node: Any) -> list[ir.Value] | None:
+    """Y = softmax(s Q KT + bias) V.
+
+    That of a decoder is of a single row, with a shared buffer, or with K and V ready.
+    """
+    inputs = (*node.inputs, *[None] * 10)[:11]
+    if node.op_type == "MultiHeadAttention":
+        q, k, v, b, mask, bias, past_key, past_value, used, *_ = inputs
+    else:
+        q, k, v, mask, bias, past_key, past_value, used, _, _, b = inputs
+    if refusal(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
+        return None
+    q, k, v = _heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
+    (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
+    y, scores = _attend(op, node, (q, k, v), mask, bias)
+    return [y, key, value, scores][: len(node.outputs)]
+
+
+def _with_past(op: Any, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.Value, ir.Value]:
+    """Return the keys or values of the past followed by the new ones, and those to remember.
+
+    With `used`, the past is a buffer with as many valid rows. The new rows are written behind them.
+    """
+    if past is None or (is_empty_past(past) and used is None):
+        return x, x
+    if used is None:
+        joined = op.Concat(past, x, axis=_ROWS)
+        return joined, joined
+    used = op.Reshape(op.Cast(used, to=INT64), [1])
+    end = used + op.const(op.dim(x, _ROWS), INT64)
+    joined = op.Concat(op.Slice(past, [0], used, [_ROWS]), x, axis=_ROWS)
+    rest = op.Slice(past, end, op.const([np.iinfo(np.int64).max]), [_ROWS])
+    return joined, op.set_type_like(op.Concat(joined, rest, axis=_ROWS), past)
+
+
+def _heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Value]:
+    """Return Q, K and V as (batch, heads, rows, size), from any of their packed forms."""
+    q, k, v = parts = list(qkv)
+    if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
+        packed, n = (q, 3) if k is None else (k, 2)
+        if bias is not None and k is None:
+            packed = packed + op.Transpose(op.Reshape(bias, [3, heads, -1]), perm=[1, 0, 2])
+        parts = [op.Squeeze(part, [3]) for part in op.split(packed, n, 3)]
+        separate = [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
+        return separate if k is None else [heads_apart(op, q, heads), *separate]
+    ready = rank(k) == 4  # K and V of cross attention, projected before: only Q gets a bias
+    if bias is not None and ready:
+        parts[0] = q + op.Slice(bias, [0], op.vector(op.dim(q, 2)), [0])
+    elif bias is not None:
+        sizes = op.vector(op.dim(q, 2), op.dim(q, 2), op.dim(v, 2))
+        biases = op.split(bias, sizes, 0)
+        parts = [op.set_type_like(x + c, x) for x, c in zip(parts, biases, strict=True)]
+    apart = parts[:1] if ready else parts
+    return [*(heads_apart(op, x, heads) for x in apart), *parts[len(apart) :]]
+
+
+def _attend(
+    op: Any, node: Any, qkv: HeadsOf, mask: Operand, bias: Operand
+) -> tuple[ir.Value, ir.Value]:
+    """Return Y (batch, rows, heads size), and the scores including bias and mask."""
+    q, k, _ = qkv
+    get, rows, keys = node.attributes, op.dim(q, _ROWS), op.dim(k, _ROWS)
+    visible = None
+    if get.get_int("unidirectional", 0) and rows != 1:
+        [visible] = within_window(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
+        if not isinstance(rows, int):  # a single query attends to all
+            visible = op.Or(visible, op.Equal(rows, np.int64(1)))
+    if mask is not None:
+        kept = _kept(op, mask, q, keys)
+        zero = op.const(0.0, q.dtype)
+        added = max(get.get_float("mask_filter_value", -10000.0), _lowest(q))
+        hidden = op.Where(kept, zero, added)
+        bias = hidden if bias is None else bias + hidden
+    y, scores, _ = attend_visible(op, node, qkv, bias, visible)
+    if visible is not None and has_output(node, 3):
+        scores = op.set_type_like(op.Where(visible, scores, _lowest(q)), scores)
+    return heads_together(op, y), scores
+
+
+def _lowest(x: ir.Value) -> float:
+    """Return the lowest number of the dtype of `x`, onnxruntime's score of a masked key."""
+    return -float((x.dtype or ir.DataType.FLOAT).max)
+
+
+def _kept(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
+    """Return which keys a mask keeps: booleans that broadcast to (batch, heads, rows, keys)."""
+    n = rank(mask)
+    if n == 1:
+        return _between(op, mask, q, keys)
+    if n == 4:  # for the largest number of rows and keys
+        begin = keys - op.dim(q, _ROWS)
+        mask = op.Slice(mask, op.vector(begin, 0), op.vector(keys, keys), [2, 3])
+    else:
+        mask = op.Unsqueeze(mask, [1] if n == 3 else [1, 2])
+    return op.Greater(mask, op.const(0, mask.dtype))
+
+
+def _between(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
+    """Return which keys j have start <= j < end, by sequence of the batch.
+
+    `mask` holds the ends (batch), then the starts (batch). There are no starts if its length is not
+    2 batch: then it holds the ends only, or other lengths after them (3 batch + 2).
+    """
+    j, count, batch = op.arange(keys), op.dim(mask, 0), op.dim(q, 0)
+    twice, alike = batch * 2, equal(dims(mask), (dims(q) or (None,))[:1])
+    mask = op.Cast(mask, to=INT64)
+    ends = mask if alike else op.Slice(mask, [0], op.vector(batch), [0])
+    kept = op.Less(j, op.Reshape(ends, [-1, 1, 1, 1]))
+    if alike or (isinstance(count, int) and isinstance(twice, int) and count != twice):
+        return kept
+    padded = op.Concat(mask, op.Expand(np.int64(0), op.vector(batch)), axis=0)
+    starts = op.Slice(padded, op.vector(batch), op.vector(twice), [0])
+    begun = op.GreaterOrEqual(j, op.Reshape(starts, [-1, 1, 1, 1]))
+    none = op.Not(op.Equal(op.const(count, INT64), op.const(twice, INT64)))
+    return op.And(kept, op.Or(begun, none))

@@ -1,0 +1,138 @@
+"""Normalizations of onnxruntime, as standard operators.
+
+Ba, Kiros & Hinton 2016, arXiv:1607.06450; Zhang & Sennrich 2019, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.microsoft_products import DOMAIN, has_output
+from onnxgrad.operators.normalizations import axes_from
+from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.rule_nodes import total
+from onnxgrad.operators.shapes import rank
+
+FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
+
+
+@lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too
+@lowering("SimplifiedLayerNormalization", domain=DOMAIN)
+def simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
+    """y = s x / r, r = sqrt(mean square + epsilon) over the axes from `axis` on."""
+    x, scale = node.inputs  # onnxruntime has a schema of the operator without domain only
+    epsilon, axis = node.attributes.get_float("epsilon", 1e-5), node.attributes.get_int("axis", -1)
+    y, inverse = rms_normalized(op, x, scale, epsilon, axis, has_output(node, 1))
+    return [y, inverse][: len(node.outputs)]
+
+
+@lowering("SkipLayerNormalization", domain=DOMAIN)
+def skip_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
+    """y = s (x - m) / r + c, x = a + skip + b."""
+    a, skip, scale, shift, bias = (*node.inputs, None, None)[:5]
+    x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
+    statistics = has_output(node, 1) or has_output(node, 2)
+    operands = [v for v in (x, scale, shift) if v is not None]
+    count, attributes = 3 if statistics else 1, {"axis": -1, "epsilon": epsilon}
+    y, mean, inverse = op.emit_many("LayerNormalization", operands, attributes, count) * (
+        3 // count
+    )
+    if statistics:
+        mean.dtype = inverse.dtype = FLOAT
+    return [y, mean, inverse, x][: len(node.outputs)]
+
+
+@lowering("SkipSimplifiedLayerNormalization", domain=DOMAIN)
+def skip_simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
+    """y = s x / r, x = a + skip + b. The output `mean` is zero."""
+    a, skip, scale, bias = (*node.inputs, None)[:4]
+    x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
+    need = has_output(node, 1) or has_output(node, 2)
+    y, inverse = rms_normalized(op, x, scale, epsilon, -1, need)
+    mean = op.zeros_like(inverse) if has_output(node, 1) else inverse
+    return [y, mean, inverse, x][: len(node.outputs)]
+
+
+@lowering("GatedRMSNorm", domain=DOMAIN)
+def gated_rms_norm(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = s x / r f(z), each part of the last axis that is as long as s for itself."""
+    x, scale, gate = (op.Cast(v, to=FLOAT) if _is_half(v) else v for v in node.inputs)
+    epsilon, activation = float_attribute(node, "epsilon"), string_attribute(node, "activation")
+    if activation not in ("silu", "swish", "sigmoid"):
+        return None
+    parts = op.Reshape(x, op.vector(-1, op.dim(scale, 0)))
+    normalized, _ = rms_normalized(op, parts, scale, epsilon)
+    factor = op.Sigmoid(gate) if activation == "sigmoid" else gate * op.Sigmoid(gate)
+    y = op.reshape_like(normalized, x) * factor
+    return [op.set_type_like(op.Cast(y, to=node.inputs[0].dtype), node.inputs[0])]
+
+
+def _is_half(x: ir.Value) -> bool:
+    """Return whether `x` has 16 bits, which kernels compute in float32."""
+    return x.dtype is not None and x.dtype.bitwidth < 32
+
+
+def rms_normalized(
+    op: Any, x: ir.Value, scale: ir.Value, epsilon: float, axis: int = -1, inverse: bool = False
+) -> tuple[ir.Value, ir.Value]:
+    """Return s x / r, and 1 / r in float32 if `inverse` is set."""
+    if op.opset >= 23 and not inverse:  # the opset that added it
+        y = op.RMSNormalization(x, scale, axis=axis, epsilon=epsilon)
+        return op.set_type_like(y, x), y
+    wide = op.Cast(x, to=FLOAT) if _is_half(x) else x
+    mean_square = op.ReduceMean(wide * wide, axes_from(op, x, axis), keepdims=1)
+    inverted = op.Reciprocal(op.Sqrt(mean_square + epsilon))
+    normalized = wide * inverted
+    y = (op.Cast(normalized, to=scale.dtype) if scale.dtype else normalized) * scale
+    return op.set_type_like(y, x), op.Cast(inverted, to=FLOAT)
+
+
+@lowering("EmbedLayerNormalization", domain=DOMAIN)
+def embed_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
+    """y = s (x - m) / r + c, x the sum of the embeddings of word, position and segment."""
+    inputs = (*node.inputs, None, None)[:9]
+    ids, segment_ids, words, positions, segments, scale, shift, mask, position_ids = inputs
+    rows = op.Slice(positions, [0], op.vector(op.dim(ids, 1)), [0])
+    x = op.Gather(words, ids)
+    x = x + (rows if position_ids is None else op.Gather(positions, position_ids))
+    if segment_ids is not None and segments is not None:
+        x = x + op.Gather(segments, segment_ids)
+    epsilon = float_attribute(node, "epsilon")
+    y = op.LayerNormalization(x, scale, shift, axis=-1, epsilon=epsilon)
+    y.dtype = x.dtype = words.dtype
+    lengths = y
+    if has_output(node, 1) and mask is None:
+        lengths = op.Expand(op.Cast(0.0, to=INT32), op.vector(op.dim(ids, 0)))
+    elif has_output(node, 1):  # the number of ones in each row
+        lengths = op.ReduceSum(op.Cast(op.Equal(mask, 1), to=INT32), [1], keepdims=0)
+    return [y, lengths, x][: len(node.outputs)]
+
+
+@lowering("GroupNorm", "SkipGroupNorm", domain=DOMAIN)
+def group_norm(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C).
+
+    x = a + skip + b of a SkipGroupNorm, whose second output is x. The activation 1 is SiLU.
+    """
+    a, scale, shift, skip, bias = (*node.inputs, None, None)[:5]
+    if skip is not None and rank(skip) is None:
+        return None
+    if rank(skip) == 2:  # (N, C): the same at all positions
+        skip = op.Unsqueeze(skip, [1, 2])
+    x, get = op.set_type_like(total(a, skip, bias), a), node.attributes
+    last = int_attribute(node, "channels_last")
+    apart = op.Cast(x if last else op.Transpose(x, perm=[0, 2, 3, 1]), to=FLOAT)
+    # (N, H W, groups, channels of one)
+    flat = op.Reshape(apart, op.vector(0, -1, op.dim(scale, 0)))
+    groups = op.Reshape(flat, [0, 0, get.get_int("groups"), -1])
+    centered = groups - op.ReduceMean(groups, [1, 3], keepdims=1)
+    variance = op.ReduceMean(centered * centered, [1, 3], keepdims=1)
+    normalized = centered / op.Sqrt(variance + float_attribute(node, "epsilon"))
+    y = op.reshape_like(normalized, apart) * op.Cast(scale, to=FLOAT) + op.Cast(shift, to=FLOAT)
+    if get.get_int("activation", 0):
+        y = y * op.Sigmoid(y)
+    y = y if last else op.Transpose(y, perm=[0, 3, 1, 2])
+    return [op.set_type_like(op.Cast(y, to=x.dtype), x), x][: len(node.outputs)]

@@ -1,0 +1,155 @@
+"""Quantized operators of `com.microsoft` as the float operators between standard quantization.
+
+onnxruntime fuses the results back to the kernels of the operators that were lowered, except where
+the gradient needs what is in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.microsoft_products import DOMAIN, attributes_without, softmax_from
+from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.rule_nodes import Operand, attributes_of, total
+from onnxgrad.operators.shapes import rank
+
+FLOAT = ir.DataType.FLOAT
+_BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
+
+
+def dequantized(
+    op: Any, x: ir.Value, scale: ir.Value, zero_point: Operand = None, axis: int = 1
+) -> ir.Value:
+    """Return scale (x - zero_point); scales of several elements are along `axis`."""
+    y = op.DequantizeLinear(*_without_last(x, scale, zero_point), axis=axis)
+    y.type, y.shape = ir.TensorType(scale.dtype or FLOAT), x.shape
+    return y
+
+
+def quantized(
+    op: Any, x: ir.Value, scale: ir.Value, zero_point: Operand, like: ir.Value
+) -> ir.Value:
+    """Return x / scale + zero_point, rounded to the integers of `like` if there is no zero point"""
+    if zero_point is None:
+        assert like.dtype is not None
+        zero_point = op.const(np.zeros((), like.dtype.numpy()))
+    y = op.QuantizeLinear(x, scale, zero_point)
+    y.type, y.shape = ir.TensorType(zero_point.dtype or like.dtype or FLOAT), x.shape
+    return y
+
+
+def _operands(node: ir.Node, count: int) -> list[Any]:
+    """Return `count` operands, None for those that are left out."""
+    return [*node.inputs, *[None] * count][:count]
+
+
+def _without_last(*operands: Operand) -> list[Any]:
+    """Return operands without those at their end that are left out."""
+    count = max(i for i, v in enumerate(operands, 1) if v is not None)
+    return list(operands[:count])
+
+
+def _is_quantized(*values: Operand) -> bool:
+    return all(v is not None and v.dtype in _BYTES for v in values)
+
+
+@lowering(
+    *"QLinearAdd QLinearAveragePool QLinearConcat QLinearGlobalAveragePool".split(),
+    *"QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere".split(),
+    domain=DOMAIN,
+)
+def between_quantizations(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = Q(f(a, b, ...)), f the operator without the prefix QLinear."""
+    # each quantized operand is followed by its scale and zero point; those of the result are last,
+    # but the first of a Concat, and a Where has its condition in front
+    name = node.op_type.removeprefix("QLinear")
+    plain = 1 if name == "Where" else 0
+    if name == "Concat":
+        y_scale, y_zero, *triples = node.inputs
+    else:
+        count = plain + 3 * (2 if name in ("Add", "Mul", "Where") else 1)
+        *triples, y_scale, y_zero = _operands(node, count + 2)[plain:]
+    parts = [triples[i : i + 3] for i in range(0, len(triples), 3)]
+    if not _is_quantized(*(x for x, *_ in parts)):
+        return None
+    y = _applied(op, node, name, [*node.inputs[:plain], *(dequantized(op, *p) for p in parts)])
+    return None if y is None else [quantized(op, y, y_scale, y_zero, parts[0][0])]
+
+
+def _applied(op: Any, node: ir.Node, name: str, operands: list[Any]) -> ir.Value | None:
+    """Return the result of the operator without quantization, None if it takes an unknown rank."""
+    get, x = node.attributes, operands[0]
+    if name == "Softmax" and get.get_int("opset", 13) < 13:
+        return softmax_from(op, x, int_attribute(node, "axis"))
+    attributes = attributes_without(node, "channels_last", "opset")
+    if not get.get_int("channels_last", 0):
+        return op.emit(name, operands, attributes)
+    n = rank(x)
+    if n is None:
+        return None
+    y = op.emit(name, [op.Transpose(x, perm=[0, n - 1, *range(1, n - 1)])], attributes)
+    return op.Transpose(y, perm=[0, *range(2, n), 1])
+
+
+@lowering("QGemm", domain=DOMAIN)
+def gemm(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = Q(alpha (A B + c)), the steps of c being products of those of A and B."""
+    a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = _operands(node, 9)
+    if not _is_quantized(a, b):
+        return None
+    attributes = attributes_of(node)
+    axis, alpha = 1 - int_attribute(node, "transB"), float_attribute(node, "alpha")
+    operands = [dequantized(op, a, a_scale, a_zero), dequantized(op, b, b_scale, b_zero, axis)]
+    if c is not None:
+        operands.append(op.Cast(c, to=FLOAT) * (a_scale * b_scale))
+    y = op.emit("Gemm", operands, attributes | {"beta": alpha})
+    return [y if y_scale is None else quantized(op, y, y_scale, y_zero, a)]
+
+
+@lowering("DynamicQuantizeMatMul", domain=DOMAIN)
+def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = a b + c, a rounded to 256 steps over its range."""
+    a, b, scale, zero, bias = _operands(node, 5)
+    if not _is_quantized(b):
+        return None
+    q, a_scale, a_zero = op.emit_many("DynamicQuantizeLinear", [a], {}, 3)
+    q.type = a_zero.type = ir.TensorType(ir.DataType.UINT8)
+    q.shape, a_scale.type = a.shape, ir.TensorType(FLOAT)
+    a_scale.shape = a_zero.shape = ir.Shape([])
+    return [_integer_product(op, (q, b, a_zero, zero), a_scale * scale, bias)]
+
+
+@lowering("MatMulIntegerToFloat", domain=DOMAIN)
+def integer_matmul(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = a_scale b_scale (a - a_zero) (b - b_zero) + c."""
+    a, b, a_scale, b_scale, a_zero, b_zero, bias = _operands(node, 7)
+    if not _is_quantized(a, b):
+        return None
+    return [_integer_product(op, (a, b, a_zero, b_zero), a_scale * b_scale, bias)]
+
+
+def _integer_product(
+    op: Any, operands: Sequence[Operand], scale: ir.Value, bias: Operand
+) -> ir.Value:
+    """Return scale (a - a_zero) (b - b_zero) + bias of the operands (a, b, a_zero, b_zero)."""
+    product = op.MatMulInteger(*_without_last(*operands))
+    product.dtype = ir.DataType.INT32
+    return total(op.Cast(product, to=FLOAT) * scale, bias)
+
+
+@lowering("QuantizeLinear", "DequantizeLinear", domain=DOMAIN)
+def standard(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = the result of the standard operator of the same name."""
+    x, scale, zero = _operands(node, 3)
+    integer = x if node.op_type == "DequantizeLinear" else zero
+    if integer is None or (integer.dtype not in _BYTES and op.opset < 21):
+        return None
+    y = op.emit(node.op_type, _without_last(x, scale, zero), attributes_of(node))
+    y.type = ir.TensorType(scale.dtype if integer is x else integer.dtype)
+    y.shape = x.shape
+    return [y]

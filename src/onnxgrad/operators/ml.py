@@ -1,0 +1,482 @@
+"""Operators of ai.onnx.ml: linear models, scalers, support vector machines.
+
+Where the kernels of onnxruntime deviate from the specification, they are the reference.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import isnan, pi, prod, sqrt
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import NoGradientRule, argument
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
+from onnxgrad.operators.records import NOT_CLASSES, OPPOSITE, PIECEWISE, declare_operators
+from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.shapes import Dim, Dims, dims, rank, static
+
+declare_operators(
+    "Binarizer TreeEnsemble TreeEnsembleClassifier TreeEnsembleRegressor",
+    domain="ai.onnx.ml",
+    no_gradient=PIECEWISE,
+)
+declare_operators(
+    "CategoryMapper LabelEncoder OneHotEncoder",
+    domain="ai.onnx.ml",
+    no_gradient="a lookup by equality: zero almost everywhere",
+)
+
+FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
+
+
+# -- linear models -------------------------------------------------------------------------------
+
+
+@lowering("LinearRegressor", domain="ai.onnx.ml")
+def linear_regressor(op: Any, node: ir.Node) -> list[ir.Value]:
+    """y = post(x CT + b)."""
+    rows = int_attribute(node, "targets")
+    return [post_transform(op, node, _affine(op, node, rows), rows)]
+
+
+@lowering("LinearClassifier", domain="ai.onnx.ml")
+def linear_classifier(op: Any, node: ir.Node) -> list[ir.Value]:
+    """scores = post(x CT + b), label = class of the largest score.
+
+    With two classes and one row of coefficients, that is the score of the second class, and the
+    first has its complement. `multi_class` is not read, as it does not change the scores.
+    """
+    labels = class_labels(node)
+    intercepts = node.inputs[2] if len(node.inputs) > 2 else None
+    rows = prod(static(dims(intercepts)) or (len(labels),))
+    raw = _affine(op, node, rows)
+    if rows == len(labels) == 2 and _are_opposite(node):
+        raw.meta[OPPOSITE] = True
+    if rows > 1:
+        winner = op.ArgMax(raw, axis=1, keepdims=0)
+    else:
+        winner = op.Cast(op.Squeeze(op.Greater(raw, 0.0), [1]), to=INT64)
+    if rows > 1 or len(labels) != 2:
+        return [label_of(op, node, winner), post_transform(op, node, raw, rows)]
+    return [label_of(op, node, winner), two_scores(op, node, raw, 1.0)]
+
+
+def _are_opposite(node: ir.Node) -> bool:
+    """Return whether the scores of the two classes are -z and z: z the first row, negated."""
+    numbers = [None if x is None else ir.convenience.get_const_tensor(x) for x in node.inputs[1:]]
+    for tensor in numbers:
+        if tensor is None or tensor.size % 2:
+            return False
+        first, second = np.split(tensor.numpy().ravel(), 2)
+        if not np.allclose(first, -second, rtol=1e-5, atol=1e-6 * np.abs(second).max(initial=0)):
+            return False
+    return bool(numbers)
+
+
+def _affine(op: Any, node: ir.Node, rows: int) -> ir.Value:
+    x, coefficients, intercepts = (*node.inputs, None)[:3]
+    y = linear(op, x, coefficients, rows)
+    return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # onnxruntime ignores others
+
+
+def linear(op: Any, x: Any, coefficients: Any, rows: int) -> ir.Value:
+    """Return x CT, C having `rows` rows."""
+    weights = op.Reshape(coefficients, [rows, -1])
+    return op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
+
+
+# -- shared by classifiers -----------------------------------------------------------------------
+
+
+def refused(node: ir.Node, why: str) -> NoGradientRule:
+    """Return the error for a node that cannot be lowered."""
+    where = f"{node.op_type} (node {node.name!r}, output {node.outputs[-1].name!r})"
+    return NoGradientRule(f"{where}: {why}, or select outputs before this node")
+
+
+def matrix(op: Any, x: Any, weights: Any, rows: int) -> ir.Value:
+    """Return `x` as a float32 matrix, whose rows are as long as one of the `rows` of `weights`."""
+    x = op.Cast(x, to=FLOAT)
+    if rank(x) == 2:
+        return x
+    return op.Reshape(x, [-1, prod(static(dims(weights)) or ()) // rows])
+
+
+def class_labels(node: ir.Node) -> Any:
+    """Return the labels of a classifier, strings or ints."""
+    strings = node.attributes.get_strings("classlabels_strings", ())
+    return strings or node.attributes.get_ints("classlabels_ints", ())
+
+
+def label_of(op: Any, node: ir.Node, winner: ir.Value) -> ir.Value:
+    """Return the labels of the classes of index `winner`."""
+    labels = list(class_labels(node)) or [0, 1]
+    if isinstance(labels[0], int):
+        return op.Gather(op.const(labels), winner, axis=0)
+    return op.Gather(op.const(np.array(labels, object)), winner, axis=0)
+
+
+def post_transform(op: Any, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
+    """Return `y` (N, scores) after `post_transform`; a single score is changed by PROBIT only."""
+    post = string_attribute(node, "post_transform")
+    transforms = {
+        "NONE": lambda op, y: y,
+        "LOGISTIC": lambda op, y: op.Sigmoid(y),
+        "SOFTMAX": lambda op, y: op.Softmax(y, axis=-1),
+        "SOFTMAX_ZERO": _softmax_zero,
+        "PROBIT": _probit,
+    }
+    if post not in transforms:
+        raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
+    return y if scores == 1 and post != "PROBIT" else transforms[post](op, y)
+
+
+def two_scores(op: Any, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
+    """Return two scores from the second: they add up to `whole`, or to 1 if transformed."""
+    post = string_attribute(node, "post_transform")
+    if post == "PROBIT":
+        raise refused(node, "onnxruntime has no PROBIT of two classes from one score; use NONE")
+    if post == "LOGISTIC":
+        return op.Concat(op.Sigmoid(op.Neg(y)), op.Sigmoid(y), axis=1)
+    return op.Concat((whole if post == "NONE" else 1.0) - y, y, axis=1)
+
+
+def _softmax_zero(op: Any, y: ir.Value) -> ir.Value:
+    """Return the softmax over nonzero scores; scores of zero stay (almost) unchanged."""
+    used = op.Greater(op.Abs(y), 1e-7)
+    top = op.ReduceMax(y, [-1], keepdims=1)
+    powers = op.Where(used, op.Exp(y - top), 0.0)
+    # In rows with a zero, top >= 0; in the others, the bound prevents inf.
+    zeros = op.Where(used, 0.0, y) * op.Exp(op.Min(-top, 1.0))
+    return (powers + zeros) / op.ReduceSum(powers, [-1], keepdims=1)
+
+
+def _probit(op: Any, y: ir.Value) -> ir.Value:
+    """Return sqrt(2) erfinv(2 y - 1), with the approximation of erfinv by Winitzki 2008.
+
+    onnxruntime uses it too. Near y = 1/2, where the formula loses digits under its root, it is
+    replaced by its Taylor series. The computation is in float64.
+    """
+    a = 0.147
+    z = 2.0 * op.Cast(y, to=DOUBLE) - 1.0
+    central = op.Less(op.Abs(z), 4e-3)
+    outer = op.Where(central, op.const(0.5, DOUBLE), z)
+    inner = op.Log((1.0 - outer) * (1.0 + outer))
+    v = 2 / (pi * a) + 0.5 * inner
+    size = op.Sqrt(op.Sqrt(v * v - inner / a) - v)
+    size = op.Where(op.Less(outer, 0.0), op.Neg(size), size)
+    series = sqrt(pi) / 2 * z * (1.0 + (1 / 4 + pi * a / 8 * (1 - pi / 4)) * (z * z))
+    return op.Cast(sqrt(2) * op.Where(central, series, size), to=FLOAT)
+
+
+# -- preprocessing -------------------------------------------------------------------------------
+
+
+@lowering("Scaler", domain="ai.onnx.ml")
+def scaler(op: Any, node: Any) -> list[ir.Value]:
+    """y = (x - offset) scale, in float64 when x is."""
+    x, offset, scale = (*node.inputs, None, None)[:3]
+    dtype = DOUBLE if x.dtype == DOUBLE else FLOAT
+    y = op.Cast(x, to=dtype)
+    if offset is not None:
+        y = y - op.Cast(offset, to=dtype)
+    if scale is not None:
+        y = y * op.Cast(scale, to=dtype)
+    return [op.Cast(y, to=FLOAT)]
+
+
+@lowering("Normalizer", domain="ai.onnx.ml")
+def normalizer(op: Any, node: ir.Node) -> list[ir.Value]:
+    """y = x / norm of the row: its largest element (MAX), sum of |x| (L1), or Euclidean norm (L2).
+
+    A row of norm zero stays as it is.
+    """
+    x = op.Cast(node.inputs[0], to=FLOAT)
+    norm = string_attribute(node, "norm")
+    reduce = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}[norm]
+    size = reduce(x, [-1], keepdims=1)
+    return [x / op.Where(op.Equal(size, 0.0), 1.0, size)]
+
+
+@lowering("Imputer", domain="ai.onnx.ml")
+def imputer(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = v where x is the replaced value, else x; v one value, or one for each feature.
+
+    If the number of values is not that of the features, the first value is used for all.
+    """
+    x, values = (*node.inputs, None)[:2]
+    if values is None:  # integers: no gradient
+        _set_types(node, (x.dtype, dims(x)))
+        return None
+    dtype = x.dtype or FLOAT
+    values = op.Cast(values, to=dtype)
+    [n] = static(dims(values)) or (1,)
+    shape = dims(x)
+    features = shape[min(len(shape), 2) - 1] if shape else None
+    if n == 1 or (isinstance(features, int) and features != n):
+        return [_imputed(op, node, x, op.Slice(values, [0], [1]))]
+    if features == n and len(shape or ()) <= 2:
+        return [_imputed(op, node, x, values)]
+    columns = op.Gather(op.Shape(x, end=2), [-1], axis=0)
+    values = op.Slice(values, [0], op.Where(op.Equal(columns, [n]), op.const([n]), [1]))
+    table = op.Reshape(x, op.Concat([-1], op.Shape(values), axis=0))
+    return [op.Reshape(_imputed(op, node, table, values), op.Shape(x), allowzero=1)]
+
+
+def _imputed(op: Any, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value:
+    replaced = float_attribute(node, "replaced_value_float")
+    return op.Where(op.IsNaN(x) if isnan(replaced) else op.Equal(x, replaced), values, x)
+
+
+@lowering("FeatureVectorizer", domain="ai.onnx.ml")
+def feature_vectorizer(op: Any, node: ir.Node) -> list[ir.Value]:
+    """y = [a, b, ...], each cropped or padded with zeros to `inputdimensions` columns."""
+    widths = node.attributes.get_ints("inputdimensions", ())
+    if len(widths) != len(node.inputs):
+        raise refused(node, "inputdimensions must state a number for each input; correct it")
+    parts = [_columns(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
+    return [op.Concat(*parts, axis=1)]
+
+
+def _columns(op: Any, x: Any, n: int) -> ir.Value:
+    """Return `x` as a matrix of `n` columns; a vector is one row."""
+    x = op.Cast(x, to=FLOAT)
+    if (rank(x) or 0) < 2:
+        x = op.Expand(x, [1, 1])
+    if rank(x) != 2:
+        x = op.Flatten(x, axis=1)
+    have = (dims(x) or (None, None))[1]
+    missing = max(n - have, 0) if isinstance(have, int) else n
+    x = op.Pad(x, [0, 0, 0, missing]) if missing else x
+    return x if isinstance(have, int) and have <= n else op.Slice(x, [0], [n], [1])
+
+
+@lowering("ArrayFeatureExtractor", domain="ai.onnx.ml")
+def array_feature_extractor(op: Any, node: Any) -> list[ir.Value]:
+    """y = x[..., i], i flattened; a vector x is one row."""
+    x, i = node.inputs
+    y = op.Gather(x, op.Reshape(i, [-1]), axis=-1)
+    return [y if (rank(x) or 0) > 1 else op.Expand(y, [1, 1])]
+
+
+# -- operators without gradient, whose output types onnx does not infer ---------------------------
+
+
+def _set_types(node: ir.Node, *types: tuple[ir.DataType | None, Dims | None]) -> None:
+    """Set dtypes and shapes of the outputs of `node` where they are unknown."""
+    for y, (dtype, shape) in zip(node.outputs, types, strict=False):
+        if y.dtype is None and dtype is not None:
+            y.dtype = dtype
+        if y.shape is None and shape is not None:
+            y.shape = ir.Shape(shape)
+
+
+def _rows(x: Any) -> Dim:
+    return 1 if rank(x) == 1 else (dims(x) or (None,))[0]
+
+
+@lowering("TreeEnsemble", "TreeEnsembleRegressor", domain="ai.onnx.ml")
+def tree_ensemble(op: Any, node: Any) -> None:
+    """One column per target, of the dtype of x since version 5 of the domain."""
+    [x] = node.inputs
+    targets = node.attributes.get_int("n_targets", 0) or None
+    dtype = x.dtype if node.op_type == "TreeEnsemble" else FLOAT
+    _set_types(node, (dtype, (_rows(x), targets)))
+
+
+@lowering("TreeEnsembleClassifier", domain="ai.onnx.ml")
+def tree_ensemble_classifier(op: Any, node: Any) -> None:
+    """A label, and one column per class."""
+    strings = node.attributes.get_strings("classlabels_strings", ())
+    classes = len(strings or node.attributes.get_ints("classlabels_int64s", ()))
+    rows = _rows(node.inputs[0])
+    label = ir.DataType.STRING if strings else INT64
+    _set_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
+
+
+@lowering("LabelEncoder", domain="ai.onnx.ml")
+def label_encoder(op: Any, node: Any) -> None:
+    """The shape of x: onnx does not infer that of the first version."""
+    _set_types(node, (None, dims(node.inputs[0])))
+
+
+# -- support vector machines -----------------------------------------------------------------------
+
+
+@lowering("SVMRegressor", domain="ai.onnx.ml")
+def svm_regressor(op: Any, node: Any) -> list[ir.Value]:
+    """y = k(x, s) a + rho, or x a + rho without support vectors; with `one_class` its sign, +-1.
+
+    `post_transform` is not read, as there is one score.
+    """
+    x, coefficients, rho, vectors, *_ = _operands(node)
+    count = int_attribute(node, "n_supports")
+    if count > 0:
+        features = _kernel(op, node, matrix(op, x, vectors, count), vectors, count)
+        coefficients = _first(op, coefficients, count)
+    else:
+        features = matrix(op, x, coefficients, 1)
+    y = op.MatMul(features, op.Reshape(coefficients, [-1, 1])) + _first(op, rho, 1)
+    if int_attribute(node, "one_class"):
+        y = op.Where(op.Greater(y, 0.0), op.const(1.0, FLOAT), -1.0)
+    return [y]
+
+
+def _operands(node: ir.Node) -> Any:
+    operands = (*node.inputs, *[None] * 5)[:6]
+    if None in operands[:3]:
+        raise refused(node, "it has no coefficients or no rho; add them")
+    return operands
+
+
+def _first(op: Any, values: ir.Value, n: int) -> ir.Value:
+    """Return the first `n` of `values`; onnxruntime ignores the others."""
+    return values if dims(values) == (n,) else op.Slice(values, [0], [n])
+
+
+def _kernel(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
+    """Return k(x, s): x sT, or (c x sT + d)^e, or tanh(c x sT + d), or e^(-c |x - s|^2).
+
+    |x - s|^2 is computed as |x|^2 - 2 x sT + |s|^2, which takes less memory than all differences,
+    and in float64, so that it loses no digits that matter.
+    """
+    kind = string_attribute(node, "kernel_type")
+    gamma, coef0, degree = node.attributes.get_floats("kernel_params", ()) or (0.0, 0.0, 0.0)
+    rbf = kind == "RBF"
+    x, s = (op.Cast(v, to=DOUBLE if rbf else FLOAT) for v in (x, vectors))
+    s = op.Reshape(s, [count, -1])
+    products = op.Gemm(x, s, transB=1)
+    if rbf:
+        norm = op.ReduceSumSquare(x, [1], keepdims=1) + op.ReduceSumSquare(s, [1], keepdims=0)
+        return op.Exp(op.Cast(-gamma * (norm - 2.0 * products), to=FLOAT))
+    if kind == "LINEAR":
+        return products
+    inner = gamma * products + coef0
+    if kind == "POLY":
+        if degree in (2, 3):
+            return inner * inner if degree == 2 else inner * inner * inner
+        return op.Pow(inner, degree)
+    return op.Tanh(inner)
+
+
+@lowering("SVMClassifier", domain="ai.onnx.ml")
+def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
+    """scores = post(x CT + rho) without support vectors; with them, the scores of all pairs of
+    classes, or probabilities coupled from these.
+
+    The label is the class of the largest score, or the class that wins the most pairs.
+    """
+    x, coefficients, rho, vectors, prob_a, prob_b = _operands(node)
+    classes = len(class_labels(node))
+    sizes = node.attributes.get_ints("vectors_per_class", ())
+    if sum(sizes) == 0:
+        raw = linear(op, x, coefficients, classes) + _first(op, rho, 1)
+        winner = _largest(op, raw, coefficients, classes, prob_a is not None)
+        return [label_of(op, node, winner), post_transform(op, node, raw, classes)]
+    if classes < 2:
+        raise refused(node, "one class has no scores; use a regressor with one_class")
+    x = matrix(op, x, vectors, sum(sizes))
+    k = _kernel(op, node, x, vectors, sum(sizes))
+    pairs = list(combinations(range(classes), 2))
+    raw = _pairwise(op, k, coefficients, rho, sizes, pairs)
+    label = label_of(op, node, _most_votes(op, raw, pairs, classes))
+    if prob_a is not None:
+        a, b = _first(op, prob_a, len(pairs)), _first(op, prob_b, len(pairs))
+        scores = _coupled(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
+        return [label, post_transform(op, node, scores, classes)]
+    if classes > 2:
+        scores = post_transform(op, node, raw, len(pairs))
+    else:
+        scores = two_scores(op, node, raw, 0.0)
+    scores.meta[NOT_CLASSES] = _why_not_classes(node, classes)
+    return [label, scores]
+
+
+def _why_not_classes(node: ir.Node, classes: int) -> str:
+    """Return what the columns of scores of pairs are, and what to do about it."""
+    where, export = f"SVMClassifier (node {node.name!r})", "export the SVC with probability=True"
+    if classes > 2:
+        return (
+            f"has a score for each pair of the {classes} classes, by {where}: {export}, or with "
+            "decision_function_shape='ovr'"
+        )
+    return (
+        f"has the scores of both classes, by {where}, in the order opposite to its labels: the "
+        f"second column is large for the first class. {export}, or train it by "
+        "onnxgrad.sklearn.OnnxClassifier, which reads the order, or pass the labels 1 - y and "
+        f"{argument('loss_options', {'from_logits': True})}"
+    )
+
+
+def _largest(op: Any, raw: ir.Value, coefficients: Any, classes: int, proba: bool) -> ir.Value:
+    """Return the class of the largest score; of two classes, the second above a threshold."""
+    winner = op.ArgMax(raw, axis=1, keepdims=0)
+    if classes != 2 or proba:
+        return winner
+    positive = op.GreaterOrEqual(op.ReduceMin(coefficients, keepdims=0), 0.0)
+    top = op.ReduceMax(raw, [1], keepdims=0)
+    above = op.And(op.Greater(top, 0.0), op.Not(positive))
+    second = op.Or(above, op.GreaterOrEqual(top, 0.5))
+    return op.Where(second, np.int64(1), winner)
+
+
+def _pairwise(op: Any, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: list) -> ir.Value:
+    """Return a score for each pair i < j, summed over the vectors of both classes.
+
+    A vector has one coefficient for each other class, in the order of classes. As in onnxruntime,
+    sums are in float64.
+    """
+    others = len(sizes) - 1
+    k, table = (op.Cast(v, to=DOUBLE) for v in (k, coefficients))
+    table = op.Slice(table, [0], [others * sum(sizes)])
+    table = op.Transpose(op.Reshape(table, [others, sum(sizes)]), perm=[1, 0])
+    parts = op.split(k, list(sizes), 1)
+    tables = op.split(table, list(sizes), 0)
+    scores = op.Concat(*map(op.MatMul, parts, tables), axis=1)
+    of_first = op.Gather(scores, [i * others + j - 1 for i, j in pairs], axis=1)
+    of_second = op.Gather(scores, [j * others + i for i, j in pairs], axis=1)
+    rho = op.Cast(_first(op, rho, len(pairs)), to=DOUBLE)
+    return op.Cast(of_first + of_second + rho, to=FLOAT)
+
+
+def _most_votes(op: Any, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
+    """Return the first class with most votes. A pair votes for i if its score is > 0, else j."""
+    first, second = (
+        np.eye(classes, dtype=np.float32)[list(side)] for side in zip(*pairs, strict=True)
+    )
+    votes = op.MatMul(op.Cast(op.Greater(raw, 0.0), to=FLOAT), first - second) + second.sum(0)
+    return op.ArgMax(votes, axis=1, keepdims=0)
+
+
+def _coupled(op: Any, r: ir.Value, pairs: list, classes: int) -> ir.Value:
+    """Return the probabilities p of the classes from r, those of class i in the pairs i < j.
+
+    Wu, Lin & Weng 2004, section 2.3: p minimizes sum (r_ji p_i - r_ij p_j)^2 = 2 pT Q p subject to
+    sum(p) = 1, so that all elements of (Q + 1) p are equal. onnxruntime, like libsvm, iterates and
+    stops within 0.005 of this p; here p is exact, and so is its gradient.
+    """
+    r = op.Clip(r, 1e-7, 1 - 1e-7)
+    if classes == 2:
+        return op.Concat(r, 1.0 - r, axis=1)
+    columns = np.zeros((classes, classes), np.int64)
+    for n, (i, j) in enumerate(pairs):
+        columns[i, j], columns[j, i] = n, n + len(pairs)
+    one = np.eye(classes, dtype=np.float32)
+    r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns.ravel(), axis=1)
+    r = op.Reshape(r, [-1, classes, classes]) * (1 - one)
+    q = op.ReduceSum(r * r, [1], keepdims=1) * one - r * op.Transpose(r, perm=[0, 2, 1])
+    p = op.Max(_solved(op, q + 1.0, classes), 0.0)  # up to rounding, they are positive
+    return p / op.ReduceSum(p, [1], keepdims=1)
+
+
+def _solved(op: Any, a: ir.Value, n: int) -> ir.Value:
+    """Return y with a y = 1, a positive definite, by Gauss-Jordan elimination without pivots."""
+    a = op.Pad(a, [0, 0, 0, 0, 0, 1], 1.0)
+    for i, one in enumerate(np.eye(n, dtype=np.float32)[..., None]):
+        column, rest = op.Slice(a, [0], [1], [2]), op.Slice(a, [1], [n + 1], [2])
+        pivot, row = (op.Slice(v, [i], [i + 1], [1]) for v in (column, rest))
+        a = rest - (column - one) * (row / pivot)
+    return op.Squeeze(a, [2])

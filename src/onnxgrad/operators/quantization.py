@@ -1,0 +1,177 @@
+"""Quantization: rounded values have no gradient, their scales have one.
+
+Weights that are kept in few bits are unpacked for the backward pass only.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import onnx_ir as ir
+
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.records import INTEGER, declare_operators
+from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.rule_nodes import attributes_of, gated, widened
+from onnxgrad.operators.shapes import dims, rank, static
+
+declare_operators("QuantizeLinear DequantizeLinear", roles="xq")
+declare_operators("DynamicQuantizeLinear", roles="x")
+declare_operators("MatMulInteger QLinearConv QLinearMatMul QuantizeLinear", no_gradient=INTEGER)
+
+# metadata key of a MatMulNBits: what `unpacked_weight` returned for it, where it is known already
+UNPACKED = "onnxgrad.unpacked"
+
+_FROZEN = Unsupported(
+    "it is part of a quantized weight, which stays as it is: train adapters beside it or other "
+    "weights, and name them"
+)
+
+
+@rule("DequantizeLinear")
+def dequantize_linear(op, node, g):
+    """y = s (x - z):  ds = g (x - z), summed over the elements that share a scale."""
+    x, scale, *zero_point = node.inputs
+    if scale.dtype is None or scale.dtype.bitwidth < 16:
+        return Unsupported("its scale's dtype is too coarse for a gradient; use float16 or wider")
+    ones = op.Expand(op.const(1.0, scale.dtype), op.shape_of(scale))
+    steps = op.DequantizeLinear(x, ones, *zero_point, **attributes_of(node))
+    g, steps = widened(op, g, op.set_type_like(steps, node.outputs[0]))
+    dscale = op.Cast(_per_scale(op, node, g * steps), to=scale.dtype)
+    dx = None
+    if x.dtype.is_floating_point():
+        dx = Unsupported(f"{x.dtype.name} is too coarse for a gradient; use float16 or wider")
+    return dx, op.reshape_like(dscale, scale), None
+
+
+def _per_scale(op, node, v):
+    """Return the sums of v over the elements that share a scale.
+
+    These are all elements, those with the same index on `axis`, or those of one block along it.
+    """
+    x, scale = node.inputs[:2]
+    axis, block = int_attribute(node, "axis"), int_attribute(node, "block_size")
+    before = op.numel(x, 0, axis)
+    if not block:
+        shape = static(dims(scale))
+        length = op.Reshape(op.Size(scale), [1]) if shape is None else prod(shape)
+        rows, shared = op.Reshape(v, op.vector(before, length, -1)), [0, 2]
+    else:
+        blocks = op.dim(scale, axis)
+        padded = op.Pad(v, op.vector(0, blocks * block - op.dim(x, axis)), None, [axis])
+        rows, shared = op.Reshape(padded, op.vector(before, blocks, block, -1)), [2]
+    return op.ReduceSum(rows, shared, keepdims=0)
+
+
+@rule("DynamicQuantizeLinear")
+def dynamic_quantize_linear(op, node, g, g_scale=None):
+    """scale = (max(x, 0) - min(x, 0)) / 255:  g / 255 in equal shares to the largest elements,
+    -g / 255 to the smallest; half of it where they are 0.
+    """
+    (x,) = node.inputs
+    terms = []
+    for reduce, side in ((op.ReduceMax, 1.0), (op.ReduceMin, -1.0)):
+        extreme = reduce(x, keepdims=0)
+        hits = op.Cast(op.Equal(x, extreme), to=x.dtype)
+        beyond = side + op.Sign(extreme)  # 2 side, side if the extreme is 0, or 0
+        terms.append(hits * (g_scale * beyond / (2.0 * 255.0) / op.ReduceSum(hits, keepdims=0)))
+    return (op.total(terms),)
+
+
+@rule("MatMulNBits", domain="com.microsoft")
+def matmul_n_bits(op, node, g):
+    """y = x WT + c, W = scale (q - zero):  dx = g W,  dc = g."""
+    bias = node.inputs[5] if len(node.inputs) > 5 else None
+    bits = int_attribute(node, "bits")
+    if node.inputs[1].dtype != ir.DataType.UINT8 or bits not in (2, 4, 8):
+        return Unsupported("its quantized weight is not stored as uint8, in 2, 4 or 8 bits")
+    dbias = None if bias is None else op.sum_to(g, bias)
+    parts = node.meta.get(UNPACKED) or unpacked_weight(op, node, g)
+    return _times(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
+
+
+@rule("GatherBlockQuantized", domain="com.microsoft")
+def gather_block_quantized(op, node, g):
+    """Rows of a table of integers: only their scales would have a gradient."""
+    return None, None, _FROZEN
+
+
+def unpacked_weight(op, node, g):
+    """Return W of a MatMulNBits, of shape (N, K), computed when `g` is, in parts.
+
+    Part i of n has the columns i, i + n, ...: a byte holds n of them, which are not brought beside
+    each other, as that copies them one by one.
+    """
+    packed, scales, zeros, order = (*node.inputs, None, None, None)[1:5]
+    n, k, bits, block = (int_attribute(node, name) for name in ("N", "K", "bits", "block_size"))
+    blocks, count = -(-k // block), 8 // bits
+    scales = op.Reshape(scales, [n, blocks])
+    if zeros is not None and zeros.dtype != scales.dtype:
+        zeros = op.Slice(op.Reshape(_unpacked(op, zeros, bits), [n, -1]), [0], [blocks], [1])
+        zeros.type = packed.type
+    packed = gated(op, packed, g)
+    if order is not None or op.opset < 21 or (zeros is not None and zeros.dtype == scales.dtype):
+        return [_dequantized(op, _unpacked(op, packed, bits), scales, zeros, node)]
+    if zeros is None:
+        zeros = op.Expand(ir.DataType.UINT8.numpy().type(2 ** (bits - 1)), [n, blocks])
+    packed = op.Reshape(packed, [n, -1])
+    parts = []
+    for part in _shifted(op, packed, bits):
+        w = op.DequantizeLinear(part, scales, zeros, axis=1, block_size=block // count)
+        w.type, w.shape = scales.type, ir.Shape([n, blocks * block // count])
+        parts.append(w)
+    return parts
+
+
+def _times(op, g, parts, node):
+    """Return g W, W in the parts of `unpacked_weight`."""
+    products = [op.MatMul(g, part) for part in parts]
+    k = int_attribute(node, "K")
+    n, width = rank(g), len(parts) * ((dims(parts[0]) or (None, k))[1])
+    every = products[0]
+    if len(parts) > 1:
+        beside = op.Concat(*(op.Unsqueeze(v, [n]) for v in products), axis=n)
+        every = op.Reshape(beside, [*[0] * (n - 1), width])
+    return every if width == k else op.Slice(every, [0], [k], [n - 1])
+
+
+def _dequantized(op, steps, scales, zeros, node):
+    """Return W as one matrix, by the formula."""
+    order = (*node.inputs, None, None, None)[4]
+    n, k, bits, block = (int_attribute(node, name) for name in ("N", "K", "bits", "block_size"))
+    blocks = -(-k // block)
+    steps = op.Cast(op.Reshape(steps, [n, -1]), to=scales.dtype)
+    if zeros is None:
+        zeros = float(2 ** (bits - 1))
+    else:
+        zeros = op.Cast(op.Reshape(zeros, [n, blocks]), to=scales.dtype)
+    if order is not None:  # the block of every column
+        scales, zeros = (
+            v if isinstance(v, float) else op.Gather(v, order, axis=1) for v in (scales, zeros)
+        )
+        return (op.Slice(steps, [0], [k], [1]) - zeros) * scales
+    steps = op.Reshape(steps, [n, blocks, block])
+    if not isinstance(zeros, float):
+        zeros = op.Unsqueeze(zeros, [2])
+    weight = op.Reshape((steps - zeros) * op.Unsqueeze(scales, [2]), [n, blocks * block])
+    return weight if blocks * block == k else op.Slice(weight, [0], [k], [1])
+
+
+def _unpacked(op, x, bits):
+    """Return the numbers of `bits` bits in bytes, the lowest bits first, on a new last axis."""
+    if bits == 8:
+        return x
+    return op.Concat(*(op.Unsqueeze(part, [-1]) for part in _shifted(op, x, bits)), axis=-1)
+
+
+def _shifted(op, x, bits):
+    """Return the numbers of `bits` bits in bytes, those of the lowest bits first."""
+    byte = ir.DataType.UINT8.numpy().type
+    if bits == 8:
+        return [x]
+    parts = [
+        x,
+        *(op.BitShift(x, op.const(byte(i)), direction="RIGHT") for i in range(bits, 8, bits)),
+    ]
+    mask = op.const(byte(2**bits - 1))  # the last has no other bits
+    return [op.BitwiseAnd(part, mask) for part in parts[:-1]] + parts[-1:]

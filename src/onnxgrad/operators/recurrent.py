@@ -1,0 +1,374 @@
+"""The activations of RNN, GRU and LSTM, most of which fused operators of onnxruntime have too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import NoGradientRule
+from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.axes import (
+    Answer,
+)
+from onnxgrad.operators.records import declare_operators
+from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.rule_nodes import Operand
+from onnxgrad.operators.shapes import Dim, Dims, constant, dims
+
+
+def _recurrent_axis(node: Any, operand: int, axis: int) -> Answer:
+    rows = 0 if node.attributes.get_int("layout", 0) else 1
+    if {0: rows, 4: 0, 5: rows, 6: rows}.get(operand) != axis:  # the input, lengths and states
+        return None
+    return (2 * rows, rows, rows)[: len(node.outputs)]
+
+
+declare_operators("GRU LSTM RNN", axes=_recurrent_axis)
+declare_operators("GRU RNN", roles="xffbch")
+declare_operators("LSTM", roles="xffbchhf")
+
+Function = Callable[[Any, ir.Value], ir.Value]
+
+# the function, and the defaults of those of alpha and beta that it takes, None for no default
+ACTIVATIONS: dict[str, tuple[Callable[..., Any], *tuple[float | None, ...]]] = {
+    "relu": (lambda op, x: op.Relu(x),),
+    "tanh": (lambda op, x: op.Tanh(x),),
+    "sigmoid": (lambda op, x: op.Sigmoid(x),),
+    "affine": (lambda op, x, a, b: a * x + b, None, 0.0),
+    "leakyrelu": (lambda op, x, a: op.LeakyRelu(x, alpha=a), 0.01),
+    "thresholdedrelu": (lambda op, x, a: op.ThresholdedRelu(x, alpha=a), 0.0),
+    "scaledtanh": (lambda op, x, a, b: a * op.Tanh(b * x), None, None),
+    "hardsigmoid": (lambda op, x, a, b: op.HardSigmoid(x, alpha=a, beta=b), 0.2, 0.5),
+    "elu": (lambda op, x, a: op.Elu(x, alpha=a), 1.0),
+    "softsign": (lambda op, x: op.Softsign(x),),
+    "softplus": (lambda op, x: op.Softplus(x),),
+}
+
+
+def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Iterator[Function]:
+    """Yield the activations of `n` directions, with their `activation_alpha` and `activation_beta`.
+
+    A number that is not stated has the default of onnxruntime.
+    """
+    names = list(node.attributes.get_strings("activations", ())) or list(default) * n
+    if len(names) != len(default) * n:
+        raise _error(
+            node, f"it has {len(default) * n} activations, not {len(names)}; correct the list"
+        )
+    stated = [iter(node.attributes.get_floats(f"activation_{k}", ())) for k in ("alpha", "beta")]
+    for name in (name.lower() for name in names):
+        if name not in ACTIVATIONS:
+            raise _error(node, f"no activation {name!r}; valid are {', '.join(ACTIVATIONS)}")
+        function, *defaults = ACTIVATIONS[name]
+        numbers = [next(given, n) for given, n in zip(stated, defaults, strict=False)]
+        if None in numbers:
+            raise _error(node, f"{name} without activation_alpha or activation_beta: write them")
+        yield partial(_apply, function, numbers)
+
+
+def _apply(function: Callable[..., Any], numbers: list, op: Any, x: ir.Value) -> ir.Value:
+    return op.set_type_like(function(op, x, *numbers), x)
+
+
+def _error(node: ir.Node, reason: str) -> NoGradientRule:
+    where = f"{node.op_type} {node.name!r} (output {node.outputs[0].name!r})"
+    return NoGradientRule(f"{where}: {reason}")
+
+
+# -- cells -----------------------------------------------------------------------------------------
+
+# from the states and the inputs of a time step to the new states, of which the first is the output
+Step = Callable[[Any, list[ir.Value], list[ir.Value]], list[ir.Value]]
+
+
+@dataclass
+class _Direction:
+    """The inputs of one direction of a node, without the axis of directions."""
+
+    w: ir.Value  # (gates hidden, input)
+    r: ir.Value  # (gates hidden, hidden)
+    wb: Operand  # (gates hidden,), like rb
+    rb: Operand
+    p: Operand  # (3 hidden,)
+    states: list[ir.Value]  # (batch, hidden)
+    functions: list[Function]
+    clip: float | None
+
+    def clipped(self, op: Any, v: ir.Value) -> ir.Value:
+        """Return `v`, the input of a gate, clipped to +-`clip`."""
+        return v if self.clip is None else op.Clip(v, -self.clip, self.clip)
+
+
+Cell = Callable[[Any, ir.Node, _Direction, ir.Value], tuple[list[ir.Value], Step]]
+
+
+def _recurrent(op_type: str, states: int, activations: Sequence[str]) -> Callable[[Cell], Cell]:
+    """Register a cell as the lowering of its operator: a Scan over time for each direction."""
+
+    def register(cell: Cell) -> Cell:
+        lowered = wraps(cell)(lambda op, node: _scanned(op, node, cell, states, activations))
+        lowering(op_type, on_demand=True)(lowered)
+        return cell
+
+    return register
+
+
+# -- cells: the inputs of all time steps, computed outside of the Scan, and the step ---------------
+
+
+@_recurrent("RNN", states=1, activations=("Tanh",))
+def rnn(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+    """H = f(X WT + H RT + b)."""
+    r, [f] = op.Transpose(weights.r, perm=[1, 0]), weights.functions
+
+    def step(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
+        [h], [xw] = states, elements
+        return [f(op, weights.clipped(op, op.MatMul(h, r) + xw))]
+
+    return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
+
+
+@_recurrent("GRU", states=1, activations=("Sigmoid", "Tanh"))
+def gru(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+    """z, r = f(X WT + H RT + b),  h = g(X WT + (r H) RT + b),  H = (1 - z) h + z H.
+
+    With linear_before_reset, h = g(X WT + r (H RT + b') + b). Cho et al. 2014, arXiv:1406.1078.
+    """
+    (f, g), sizes = weights.functions, op.vector(op.dim(weights.r, 1) * 2, op.dim(weights.r, 1))
+    linear = int_attribute(node, "linear_before_reset")
+    (w_zr, w_h), (r_zr, r_h) = (op.split(v, sizes, 0) for v in (weights.w, weights.r))
+    (wb_zr, wb_h), (rb_zr, rb_h) = (
+        (None, None) if b is None else op.split(b, sizes, 0) for b in (weights.wb, weights.rb)
+    )
+    bias_h = wb_h if linear else _sum_of_biases(op, wb_h, rb_h)
+    gates = _of_input(op, x, w_zr, _sum_of_biases(op, wb_zr, rb_zr))
+    r_zr, r_h = (op.Transpose(r, perm=[1, 0]) for r in (r_zr, r_h))
+
+    def step(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
+        [h], (x_zr, x_h) = states, elements
+        z, r = op.split(f(op, weights.clipped(op, op.MatMul(h, r_zr) + x_zr)), 2, 1)
+        if linear:
+            product = op.MatMul(h, r_h)
+            candidate = r * (product if rb_h is None else product + rb_h)
+        else:
+            candidate = op.MatMul(r * h, r_h)
+        new = g(op, weights.clipped(op, candidate + x_h))
+        return [new + z * (h - new)]
+
+    return [gates, _of_input(op, x, w_h, bias_h)], step
+
+
+@_recurrent("LSTM", states=2, activations=("Sigmoid", "Tanh", "Tanh"))
+def lstm(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+    """i, o, f, c = f, f, f, g(X WT + H RT + P C + b),  C = f C + i c,  H = o h(C).
+
+    With peepholes, o sees the new C. Hochreiter & Schmidhuber 1997; Gers & Schmidhuber 2000.
+    """
+    f, g, activate = weights.functions
+    r, coupled = op.Transpose(weights.r, perm=[1, 0]), int_attribute(node, "input_forget")
+    p_i, p_o, p_f = (None,) * 3 if weights.p is None else op.split(weights.p, 3, 0)
+    sizes = op.vector(op.dim(weights.r, 1) * 3, op.dim(weights.r, 1))
+
+    def gate(op: Any, v: ir.Value, p: Operand, c: ir.Value) -> ir.Value:
+        return f(op, weights.clipped(op, v if p is None else v + p * c))
+
+    def step(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
+        (h, c), [xw] = states, elements
+        summed = op.MatMul(h, r) + xw
+        if weights.p is None:
+            gates, new = op.split(weights.clipped(op, summed), sizes, 1)
+            i, o, forget = op.split(f(op, gates), 3, 1)
+        else:
+            i, o, forget, new = op.split(summed, 4, 1)
+            i, forget = gate(op, i, p_i, c), gate(op, forget, p_f, c)
+            new = weights.clipped(op, new)
+        c = (1.0 - i if coupled else forget) * c + i * g(op, new)
+        if weights.p is not None:
+            o = gate(op, o, p_o, c)
+        return [o * activate(op, c), c]
+
+    return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
+
+
+def _of_input(op: Any, x: ir.Value, w: ir.Value, b: Operand) -> ir.Value:
+    """Return X WT + b for all time steps: (time, batch, input) -> (time, batch, gates hidden)."""
+    (time, batch, _), (wide, _) = _dims(x), _dims(w)
+    flat = op.Reshape(x, op.vector(-1, op.dim(w, 1)))
+    product = op.emit("Gemm", [flat, w] if b is None else [flat, w, b], {"transB": 1})
+    whole = op.Reshape(product, op.vector(op.dim(x, 0), op.dim(x, 1), op.dim(w, 0)))
+    return _shaped(whole, time, batch, wide)
+
+
+def _sum_of_biases(op: Any, a: Operand, b: Operand) -> Operand:
+    return None if a is None or b is None else a + b
+
+
+# -- inputs and outputs ---------------------------------------------------------------------------
+
+
+def _scanned(
+    op: Any, node: ir.Node, cell: Cell, states: int, activations: Sequence[str]
+) -> list[ir.Value]:
+    """Return the outputs of the node, by one Scan for each direction."""
+    direction, by_rows = string_attribute(node, "direction"), int_attribute(node, "layout")
+    x = node.inputs[0]
+    assert x is not None
+    if x.shape is None:
+        x = _shaped(op.copy_of(x), None, None, None)
+    if by_rows:
+        x = op.Transpose(x, perm=[1, 0, 2])
+    ends = lengths(node)
+    mask = None if ends is None else _mask(op, x, ends)
+    results = []
+    for i, weights in enumerate(_directions(op, node, x, states, activations)):
+        elements, step = cell(op, node, weights, x)
+        if mask is not None:
+            elements, step = [*elements, mask], _masked(step)
+        reverse = direction == "reverse" or i == 1
+        results.append(_scan(op, node.op_type, weights.states, elements, step, reverse))
+    if ends is not None:
+        results = [_zero_beyond_ends(op, values, mask, ends) for values in results]
+    joined = []
+    for i, parts in enumerate(zip(*results, strict=True)):
+        added = [op.Unsqueeze(v, [int(i == 0)]) for v in parts]
+        y = op.Concat(*added, axis=int(i == 0)) if len(added) > 1 else added[0]
+        order = [2, 0, 1, 3] if i == 0 else [1, 0, 2]
+        joined.append(op.Transpose(y, perm=order) if by_rows else y)
+    return joined[: len(node.outputs)]
+
+
+def _directions(
+    op: Any, node: ir.Node, x: ir.Value, states: int, activations: Sequence[str]
+) -> Iterator[_Direction]:
+    """Yield the inputs of each direction."""
+    get, (_, batch, size) = node.attributes, _dims(x)
+    n, k = 1 + (string_attribute(node, "direction") == "bidirectional"), len(activations)
+    w, r, b, _, *initial, p = (*node.inputs[1:], *[None] * 6)[:7]
+    hidden = get.get_int("hidden_size") if "hidden_size" in get else (dims(r) or (None,))[-1]
+    if int_attribute(node, "layout"):
+        initial = [None if v is None else op.Transpose(v, perm=[1, 0, 2]) for v in initial]
+    parts = zip(
+        _by_direction(op, w, n, None, size),
+        _by_direction(op, r, n, None, hidden),
+        _by_direction(op, b, n, None),
+        _by_direction(op, p, n, None),
+        *(_by_direction(op, v, n, batch, hidden) for v in initial[:states]),
+        strict=True,
+    )
+    functions = list(activation_functions(node, activations, n))
+    clip = get.get_float("clip") if "clip" in get else None
+    for i, (w_i, r_i, b_i, p_i, *initial_i) in enumerate(parts):
+        wb, rb = (None, None) if b_i is None else op.split(b_i, 2, 0)
+        starts = [_zeros(op, x, r_i) if v is None else v for v in initial_i]
+        yield _Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip)
+
+
+def _by_direction(op: Any, v: Operand, n: int, *shape: Dim) -> list[Any]:
+    """Return `v` (directions, ...) split into its directions, without that axis."""
+    if v is None:
+        return [None] * n
+    parts = op.split(v, n, 0) if n > 1 else [v]
+    return [_shaped(op.Squeeze(part, [0]), *shape) for part in parts]
+
+
+def _zeros(op: Any, x: ir.Value, r: ir.Value) -> ir.Value:
+    """Return the default of an initial state."""
+    assert x.dtype is not None
+    shape = op.vector(op.dim(x, 1), op.dim(r, 1))
+    return _shaped(op.Expand(np.zeros((), x.dtype.numpy()), shape), _dims(x)[1], _dims(r)[1])
+
+
+# -- sequences of different lengths ---------------------------------------------------------------
+
+
+def lengths(node: ir.Node) -> Operand:
+    """Return the lengths of the sequences, or None if all are proven to be as long as X."""
+    v, shape = node.inputs[4] if len(node.inputs) > 4 else None, dims(node.inputs[0])
+    array, steps = constant(v), shape and shape[int_attribute(node, "layout")]
+    full = array is not None and isinstance(steps, int) and bool((array >= steps).all())
+    return None if full else v
+
+
+def _mask(op: Any, x: ir.Value, lengths: ir.Value) -> ir.Value:
+    """Return which time steps are within the sequences: booleans (time, batch, 1)."""
+    steps, n = op.dim(x, 0), op.Cast(lengths, to=ir.DataType.INT64)
+    if isinstance(steps, int):
+        t = op.const(np.arange(steps).reshape(-1, 1))
+    else:
+        t = op.Unsqueeze(op.arange(steps), [1])
+    time, batch, _ = _dims(x)
+    return _shaped(op.Unsqueeze(op.Less(t, n), [2]), time, batch, 1)
+
+
+def _zero_beyond_ends(
+    op: Any, results: list[ir.Value], mask: Operand, lengths: ir.Value
+) -> list[ir.Value]:
+    """Return the results, with zeros beyond the end of sequences and for sequences of length 0."""
+    any_step = _shaped(op.Greater(op.Unsqueeze(lengths, [1]), op.const(np.int32(0))), None, 1)
+    return [
+        op.set_type_like(op.Where(any_step if i else mask, v, op.const(0.0, v.dtype)), v)
+        for i, v in enumerate(results)
+    ]
+
+
+# -- the Scan -------------------------------------------------------------------------------------
+
+
+def _masked(step: Step) -> Step:
+    """Return `step` for elements with a mask behind them: where it is false, states stay.
+
+    In reverse, a row keeps its initial state until its sequence begins.
+    """
+
+    def masked(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
+        *others, mask = elements
+        pairs = zip(step(op, states, others), states, strict=True)
+        return [op.Where(mask, after, before) for after, before in pairs]
+
+    return masked
+
+
+def _scan(
+    op: Any, op_type: str, starts: list, stacks: list, step: Step, reverse: bool
+) -> list[ir.Value]:
+    """Return the outputs of all time steps (time, batch, hidden), then the final states."""
+    body = ir.Graph([], [], nodes=[], name=op.name(f"{op_type.lower()}_step"))
+    inner = op.inside(body)
+    states, slices = (
+        [ir.Value(name=inner.name(name), type=v.type, shape=ir.Shape(_dims(v)[axis:])) for v in vs]
+        for vs, name, axis in ((starts, "state", 0), (stacks, "element", 1))
+    )
+    body.inputs.extend([*states, *slices])
+    with inner:
+        pairs = zip(step(inner, states, slices), states, strict=True)
+        new = [inner.set_type_like(after, before) for after, before in pairs]
+        inner.give([*new, new[0]])
+    body.outputs[-1].shape = states[0].shape
+    attributes: dict[str, Any] = {"body": body, "num_scan_inputs": len(stacks)}
+    if reverse:
+        attributes["scan_input_directions"] = [1] * len(stacks)
+        attributes["scan_output_directions"] = [1]
+    inputs = [*starts, *stacks]
+    *finals, y = op.emit_many("Scan", inputs, attributes, outputs=len(states) + 1, fresh=True)
+    for final, state in zip(finals, states, strict=True):
+        final.shape = state.shape
+    return [_shaped(y, _dims(stacks[0])[0], *_dims(states[0])), *finals]
+
+
+def _dims(v: ir.Value) -> Dims:
+    """Return the dimensions of a value of static rank."""
+    shape = dims(v)
+    assert shape is not None
+    return shape
+
+
+def _shaped(v: ir.Value, *shape: Dim) -> ir.Value:
+    """Set the dimensions of `v` that are unknown, and return it."""
+    before = dims(v) or (None,) * len(shape)
+    v.shape = ir.Shape([b if a is None else a for a, b in zip(before, shape, strict=True)])
+    return v

@@ -1,0 +1,99 @@
+"""Rules and lowerings of users, which take the place of all that the package has of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from onnxgrad.operators.records import Operator, add_facts
+from onnxgrad.operators.registry import Lowering, Rule, registering
+
+
+def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of the named operators.
+
+    A rule is called as `f(op, node, g)`. It takes one cotangent `g` for each output, None where the
+    output has none. A rule of fewer cotangents fails if an output beyond them has one.
+
+    It returns one gradient for each input: a value of the shape and dtype of the input, None for no
+    gradient, or `Unsupported(reason)`. Another number of gradients, dtype or shape, where the shape
+    is known, is a `ValueError` when a model is differentiated. Nodes of gradients that nobody needs
+    are removed later.
+
+    `op` writes nodes: `op.MatMul(a, b)`, `op.Softmax(x, axis=-1)`, `a * b`. `op.sum_to(g, x)`
+    undoes broadcasting. `node` has `inputs`, `outputs` and `attributes`.
+
+    The last rule or lowering of an operator holds, before those of the package. A local function
+    that has one stays a call; others are differentiated through their nodes.
+
+    Args:
+        op_types: names of operators or local functions.
+        domain: their domain; empty for standard operators.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Examples:
+        >>> import onnx
+        >>> from onnxgrad import onnx_derivative, rule
+        >>> @rule("Square", domain="doc.example")
+        ... def square(op, node, g):
+        ...     # y = x^2:  dx = 2 g x
+        ...     return (2.0 * g * node.inputs[0],)
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20, "doc.example": 1]>
+        ...     f (float[N,2] x) => (float[N,2] y) { y = doc.example.Square (x) }
+        ...     <domain: "doc.example", opset_import: ["": 20]>
+        ...     Square (a) => (b) { b = Mul(a, a) }''')
+        >>> gradient = onnx_derivative(model)
+        >>> [node.op_type for node in gradient.graph.node]
+        ['Mul', 'Mul']
+    """
+    return registering(_register, op_types, domain, "rule")
+
+
+def lowering(
+    op_type: str, domain: str = "", on_demand: bool = False
+) -> Callable[[Lowering], Lowering]:
+    """Register the decorated function as the lowering of an operator.
+
+    A lowering rewrites a node to other operators, whose rules then give its gradient. It is called
+    as `f(op, node)` before differentiation, and returns one value for each output of the node, or
+    None to leave the node as it is. `op` writes nodes, as in a rule.
+
+    The last rule or lowering of an operator holds, before those of the package.
+
+    Args:
+        op_type: name of the operator.
+        domain: its domain; empty for standard operators.
+        on_demand: rewrite only nodes through which a gradient goes, and those of whose results no
+            type is known.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Examples:
+        >>> import onnx
+        >>> from onnxgrad import lowering, onnx_derivative
+        >>> @lowering("AddExp", domain="doc.example")
+        ... def add_exp(op, node):
+        ...     # y = a + e^b
+        ...     a, b = node.inputs
+        ...     return [a + op.Exp(b)]
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20, "doc.example": 1]>
+        ...     f (float[3] a, float[3] b) => (float[3] y) { y = doc.example.AddExp (a, b) }''')
+        >>> gradient = onnx_derivative(model)
+        >>> [node.op_type for node in gradient.graph.node]
+        ['Exp', 'Mul', 'Identity']
+    """
+    return registering(_register, [op_type], domain, "lowering", on_demand=on_demand)
+
+
+def _register(domain: str, name: str, **fields: Any) -> None:
+    """Replace the rules and lowerings of an operator; what is known of it otherwise stays."""
+    # what belongs to the rule of the package
+    forgotten = ("rule", "subgraph_rule", "no_gradient", "lowering", "on_demand", "members")
+    add_facts(
+        domain, name, **{f: getattr(Operator, f) for f in forgotten} | {"of_user": True} | fields
+    )
