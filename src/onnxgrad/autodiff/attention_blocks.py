@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.scan import KEEPS_NOTHING
 from onnxgrad.graph.emit import Emit
-from onnxgrad.operators import ELEMENTWISE, FIRST_KEY, LAST_KEY, made_by
+from onnxgrad.operators import ELEMENTWISE, made_by, marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, is_stated, rank
 
@@ -215,7 +214,7 @@ class _Attention:
         found = op.emit("Scan", stacks, attributes, fresh=True)
         scan = found.producer()
         assert scan is not None
-        scan.meta[KEEPS_NOTHING] = True
+        scan.meta[marks.KEEPS_NOTHING] = True
         found.type = self.y.type
         found.shape = ir.Shape([blocks.length, *(dims(new[self.y]) or ())])
         return blocks.joined(op, found, self.y, op.dim(self.last.b, -1))
@@ -261,7 +260,7 @@ class _Attention:
             and all((dims(x) or (1,))[-1] in (1, self.keys) for x in one.inputs)
             for one in nodes
         )
-        near = found.get(FIRST_KEY), found.get(LAST_KEY)
+        near = found.get(marks.FIRST_KEY), found.get(marks.LAST_KEY)
         return near if alike and is_stated(self.keys) and near != (None, None) else None
 
 

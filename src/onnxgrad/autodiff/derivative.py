@@ -20,12 +20,13 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.tidy import current
-from onnxgrad.graph.writer import PRIMAL
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
+from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.write import save
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, has_reals, is_real, static
 from onnxgrad.reporting import level_of, logger, reporting
 
@@ -196,7 +197,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     constants.note_constants(model, proto)
     if request.note_primal:
         for node in graph:
-            if (primal := node.meta.get(PRIMAL)) is not None:
+            if (primal := node.meta.get(marks.PRIMAL)) is not None:
                 node.metadata_props[PRIMAL] = str(primal.outputs[0].name)
     logger.info("gradient: %d nodes", graph.num_nodes())
     return to_proto(model), names

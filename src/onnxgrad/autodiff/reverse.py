@@ -12,7 +12,7 @@ from onnxgrad.autodiff.quantized import described, refuse_quantized
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
-from onnxgrad.operators import GRADIENT_OF, RULED_AS, operator_of
+from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.microsoft_products import remedy
 from onnxgrad.operators.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.operators.shapes import Dims, dims, is_real
@@ -103,8 +103,8 @@ def dependent(
 
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
     """Apply the rule of `node`; return pairs of an input or a captured value and its gradient."""
-    if RULED_AS in node.meta:
-        node = node.meta[RULED_AS](node)
+    if marks.RULED_AS in node.meta:
+        node = node.meta[marks.RULED_AS](node)
         gs = [*gs, *[None] * (len(node.outputs) - len(gs))]
     untyped = _first_untyped(node, active)
     operator = operator_of(node)
@@ -130,7 +130,7 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     _check_gradients(node, function, gradients)
     for i, dx in enumerate(gradients):
         if isinstance(dx, ir.Value) and not operator.of_user:
-            dx.meta.setdefault(GRADIENT_OF, (node, i, gs))
+            dx.meta.setdefault(marks.GRADIENT_OF, (node, i, gs))
     return zip(node.inputs, gradients, strict=False)
 
 

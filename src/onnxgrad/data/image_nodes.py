@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims
-
-_LEAST = "onnxgrad.least"  # key of `Value.meta`: lower bounds of height and width
 
 
 def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
@@ -33,7 +32,7 @@ def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = 
 
     With `only_small`, only an image that is smaller on one side is resized.
     """
-    least = x.meta.get(_LEAST, (1, 1))
+    least = x.meta.get(marks.LEAST_SIDES, (1, 1))
     if _static(x) == size or (only_small and all(n >= s for n, s in zip(least, size, strict=True))):
         return x
     want = op.const(list(size))
@@ -88,5 +87,5 @@ def _with_shape(
 ) -> ir.Value:
     before = dims(x) or (None,) * 4
     y.shape = ir.Shape([before[0], *sides, before[3]])
-    y.meta[_LEAST] = sides if least is None else least
+    y.meta[marks.LEAST_SIDES] = sides if least is None else least
     return y

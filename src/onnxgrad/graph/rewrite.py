@@ -28,15 +28,9 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import (
-    REPLACED,
-    drop_unused,
-    has_name_to_keep,
-    remove_node,
-    replace_value,
-)
+from onnxgrad.graph.tidy import drop_unused, has_name_to_keep, remove_node, replace_value
 from onnxgrad.graph.traversal import subgraphs
-from onnxgrad.graph.writer import PRIMAL
+from onnxgrad.operators import marks
 
 # (op, node) -> one value for each output of the node, or None to leave the node as it is. `op`
 # writes in front of the node. None among the values leaves one output as it is, and the node with
@@ -113,10 +107,10 @@ def _apply(
     op: Emit, node: ir.Node, functions: Iterable[Rewrite], keep: Collection[str | None]
 ) -> list[ir.Node] | None:
     """Apply the first rewrite that applies; return the nodes that it writes, or None."""
-    if node.graph is not op.graph or any(REPLACED in y.meta for y in node.outputs):
+    if node.graph is not op.graph or any(marks.REPLACED in y.meta for y in node.outputs):
         return None  # removed meanwhile, or will be
     count = len(op.written)
-    op.place, op.primal = node, node.meta.get(PRIMAL)
+    op.place, op.primal = node, node.meta.get(marks.PRIMAL)
     for function in functions:
         if (values := function(op, node)) is not None:
             break
@@ -133,6 +127,6 @@ def _apply(
             if y.producer() in written and None not in (old.type, old.shape):
                 op.set_type_like(y, old)
             replace_value(op, old, y, keep)
-    if all(REPLACED in old.meta for old in node.outputs):
+    if all(marks.REPLACED in old.meta for old in node.outputs):
         remove_node(node)
     return written

@@ -9,8 +9,7 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-
-REPLACED = "onnxgrad.replaced"  # in `meta` of a value: what was put in its place
+from onnxgrad.operators import marks
 
 
 def tidy(model: ir.Model) -> None:
@@ -64,14 +63,14 @@ def replace_value(
         new.name, old.name = old.name, None
         new.shape, new.type = old.shape or new.shape, old.type or new.type
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    old.meta[REPLACED] = new
+    old.meta[marks.REPLACED] = new
     return new
 
 
 def current(x: ir.Value) -> ir.Value:
     """Return what replaces `x` now, or `x` itself."""
-    while REPLACED in x.meta:
-        x = x.meta[REPLACED]
+    while marks.REPLACED in x.meta:
+        x = x.meta[marks.REPLACED]
     return x
 
 

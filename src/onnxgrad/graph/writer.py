@@ -13,13 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import all_names, attribute_key
-from onnxgrad.operators import RANDOM, sequence_nodes, sequences
+from onnxgrad.operators import RANDOM, marks, sequence_nodes, sequences
 from onnxgrad.operators.outputs import output_shape, output_types
 from onnxgrad.operators.shapes import broadcast, constant, dims, equal, optional_content, static
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
-PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
-_OWN = "onnxgrad.own"  # in `meta` of a node or a constant that the package wrote: by which emitter
 _LAST = math.inf  # behind all nodes that are inserted before one
 _current: ContextVar[Writer] = ContextVar("emit")
 
@@ -128,7 +126,7 @@ class Writer:
     @staticmethod
     def is_own(node: ir.Node) -> bool:
         """Return whether the package wrote `node`, and no file did."""
-        return _OWN in node.meta
+        return marks.EMITTER in node.meta
 
     # -- writing nodes ------------------------------------------------------------------------
 
@@ -221,9 +219,9 @@ class Writer:
             if (at := self._places.get(self.place)) is not None:
                 self._places[node] = (*at[:-1], number, _LAST)
         self.written.append(node)
-        node.meta[_OWN] = self._token
+        node.meta[marks.EMITTER] = self._token
         if self.primal is not None:
-            node.meta[PRIMAL] = self.primal
+            node.meta[marks.PRIMAL] = self.primal
 
     def copy_of(self, x: ir.Value) -> ir.Value:
         """Return the output of a new Identity of `x`, which may be renamed."""
@@ -248,7 +246,7 @@ class Writer:
         value is added to `protected`.
         """
         node = value.producer()
-        if node is None or node.meta.get(_OWN) is not self._token or value in protected:
+        if node is None or node.meta.get(marks.EMITTER) is not self._token or value in protected:
             value = self.copy_of(value)
         if name in self._names:
             existing = ir.convenience.create_value_mapping(self.graph).get(name)
@@ -292,7 +290,7 @@ class Writer:
                 type=ir.TensorType(tensor.dtype),
                 const_value=tensor,
             )
-            value.meta[_OWN] = self._token
+            value.meta[marks.EMITTER] = self._token
             self.graph.register_initializer(value)
             self._constants[key] = value
         return self._constants[key]
@@ -305,7 +303,7 @@ class Writer:
         Constants of the model are not read: they may be weights, whose values do not decide what
         their gradients are.
         """
-        if _OWN not in v.meta or v.const_value is None or v.const_value.size >= _SMALL:
+        if marks.EMITTER not in v.meta or v.const_value is None or v.const_value.size >= _SMALL:
             return False
         return bool(np.all(self.known_value(v) == number))
 

@@ -17,7 +17,7 @@ from onnxgrad.errors import named
 from onnxgrad.graph.traversal import reads
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import before_casts, value_range
-from onnxgrad.operators import NOT_CLASSES, OPPOSITE, VIEWS, made_by
+from onnxgrad.operators import VIEWS, made_by, marks
 from onnxgrad.operators.shapes import constant, is_real
 from onnxgrad.reporting import logger
 
@@ -35,8 +35,8 @@ def refuse_other_columns(spec: LossSpec, prediction: ir.Value) -> None:
     of_classes = spec.activation == "Softmax" or spec.label_kind.dtype is not None
     x: ir.Value | None = prediction
     while x is not None and of_classes and not said:
-        if NOT_CLASSES in x.meta:
-            raise ValueError(f"{prediction.name!r} {x.meta[NOT_CLASSES]}")
+        if marks.NOT_CLASSES in x.meta:
+            raise ValueError(f"{prediction.name!r} {x.meta[marks.NOT_CLASSES]}")
         x = node.inputs[0] if (node := made_by(x, "Identity", "Cast")) else None
 
 
@@ -125,13 +125,13 @@ def keep_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.
     replaced: dict[ir.Value, ir.Value] = {}
     for node, behind in pairwise([*op.graph, None]):
         columns = node.outputs[0] if node.outputs else None
-        if columns is None or OPPOSITE not in columns.meta:
+        if columns is None or marks.OPPOSITE not in columns.meta:
             continue
         uses = list(columns.uses())
         with op.at(behind):
             z = _half_difference(op, columns)
             both = op.set_type_like(op.Concat(op.Neg(z), z, axis=1), columns)
-        both.meta[OPPOSITE] = columns.meta.pop(OPPOSITE)
+        both.meta[marks.OPPOSITE] = columns.meta.pop(marks.OPPOSITE)
         for user, index in uses:
             user.replace_input_with(index, both)
         replaced[columns] = both
@@ -148,7 +148,7 @@ def logits_of_two(op: Any, spec: LossSpec, prediction: ir.Value) -> ir.Value | N
     node = made_by(before_casts(prediction), "Sigmoid")
     left_open = spec.activation == "Softmax" and spec.all_options.get("from_logits") is None
     scores = node.inputs[0] if node is not None and left_open else None
-    if scores is None or OPPOSITE not in scores.meta:
+    if scores is None or marks.OPPOSITE not in scores.meta:
         return None
     z = _half_difference(op, scores)
     logits = op.set_type_like(op.Concat(z * -0.5, z * 0.5, axis=1), prediction)

@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import dependents
-from onnxgrad.operators import ELEMENTWISE, VIEWS, made_by
+from onnxgrad.operators import ELEMENTWISE, VIEWS, made_by, marks
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.quantization import UNPACKED, unpacked_weight
+from onnxgrad.operators.quantization import unpacked_weight
 from onnxgrad.operators.shapes import Dims, dims, is_real, rank
 
 
@@ -106,7 +106,7 @@ class Head:
             self.written.append(made)
             if node.op_type == "MatMulNBits" and gate is not None:
                 with self.op:
-                    made.meta[UNPACKED] = unpacked_weight(self.op, node, gate)
+                    made.meta[marks.UNPACKED] = unpacked_weight(self.op, node, gate)
         return new[self.logits]
 
     def sweep(

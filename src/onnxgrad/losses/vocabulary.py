@@ -25,9 +25,9 @@ from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import Labels, Positions, logit_gradient, weighted_sum
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.word_blocks import ByWords, sizes_of
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, rank
 
-PLAIN = "onnxgrad.plain"  # metadata key of a sum: the same by the plain formula
 # From so many words on, by blocks of words: the second product takes as long as carrying the
 # gradient of the matrix through chunks of so few positions.
 MANY_WORDS = 100_000
@@ -97,7 +97,7 @@ def in_chunks(
     else:
         total, pairs = _by_positions(op, head, positions, shared, wanted, labels.smoothing)
         own = scaled(pairs)
-    total.meta[PLAIN], positions.total.meta[PLAIN] = plain
+    total.meta[marks.PLAIN_SUM], positions.total.meta[marks.PLAIN_SUM] = plain
     return total, positions.total, own
 
 

@@ -23,6 +23,7 @@ SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
 RANGES = "onnxgrad.ranges"  # a list of dicts, a scale that trains each; only while it trains
 LISTS = ADAPTERS, INPUTS, HEAD, CONSTANTS, SPARSE
 CLASSES = "onnxgrad.classes"  # a list of labels: the classes of a model without labels inside
+PRIMAL = "onnxgrad.primal"  # of a node: name of the output of the node that it differentiates
 LOSS = "onnxgrad.loss"  # of `add_loss_output`, a dict: names of label and prediction, and more
 
 _WORDS = ("kind", "form", "module", "path")  # entries of an adapter that are no names of values

@@ -12,7 +12,7 @@ from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_gradients import Windows, correlate_images, transposed_conv
 from onnxgrad.native.blocked_layout import Layout, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_PIXELS, NODES
-from onnxgrad.operators import WEIGHT_GRADIENT
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import constant, dims, static
 
 # attributes of a convolution, and their values for the new axis of length 1
@@ -24,7 +24,7 @@ def convolution(op, node):
     """A convolution whose weight is no constant, and its gradient w.r.t. its input."""
     layout, (y,) = Layout(op), node.outputs
     x, w, bias = (*node.inputs, None)[:3]
-    if not _is_image(x) or not _is_image(w) or WEIGHT_GRADIENT in y.meta:
+    if not _is_image(x) or not _is_image(w) or marks.WEIGHT_GRADIENT in y.meta:
         return None
     if static(sizes(w)) is None or dims(y) is None:
         return None
@@ -50,7 +50,9 @@ def depthwise_of_one_axis(op, node):
     (_, channels, length), (rows, per_group, _), (batch, maps, count) = shapes
     if not (attributes.get_int("group", 1) == channels == rows == maps and per_group == 1):
         return None
-    if not Layout(op).fits(channels) or shapes[1][2] in (1, None) or WEIGHT_GRADIENT in y.meta:
+    if marks.WEIGHT_GRADIENT in y.meta or shapes[1][2] in (1, None):
+        return None
+    if not Layout(op).fits(channels):
         return None
     if "output_shape" in attributes or attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return None
@@ -117,9 +119,9 @@ def _transposed_node_in_blocks(
 def weight_gradient(op, node):
     """The gradient of the weight of a convolution."""
     dw = node.outputs[0]
-    if WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1:
+    if marks.WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1:
         return None
-    x, g, windows, group = dw.meta[WEIGHT_GRADIENT]
+    x, g, windows, group = dw.meta[marks.WEIGHT_GRADIENT]
     layout, x, g = Layout(op), current(x), current(g)
     shapes = [static(sizes(v)[1:]) for v in (x, g)]
     if not (_is_image(x) and _is_image(g) and _is_image(dw) and all(shapes)):
@@ -141,9 +143,9 @@ def weight_gradient(op, node):
 def depthwise_weight_gradient_of_one_axis(op, node):
     """The gradient of the weight of a depthwise convolution of one axis."""
     dw = node.outputs[0]
-    if WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1 or len(sizes(dw)) != 3:
+    if marks.WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1 or len(sizes(dw)) != 3:
         return None
-    x, g, windows, group = dw.meta[WEIGHT_GRADIENT]
+    x, g, windows, group = dw.meta[marks.WEIGHT_GRADIENT]
     layout, x, g = Layout(op), current(x), current(g)
     rows, per_group, taps = sizes(dw)
     (channels, length), (maps, count) = (static(sizes(v)[1:]) or (0, 0) for v in (x, g))

@@ -18,11 +18,11 @@ import onnxruntime as ort
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.runtime.device import CPU
 
 DOMAIN = "com.microsoft.nchwc"
-_BLOCKS = "onnxgrad.blocks"  # in `meta` of a value: the same value in blocks
 _WIDEST = 32  # channels, a multiple of all blocks
 Pixels = Sequence[int]  # lengths of the two spatial axes
 
@@ -92,18 +92,18 @@ class Layout:
 
     def has(self, x: ir.Value) -> bool:
         """Return whether a node before this place has computed `x` in blocks."""
-        node = x.meta[_BLOCKS].producer() if _BLOCKS in x.meta else None
+        node = x.meta[marks.BLOCKED_IMAGE].producer() if marks.BLOCKED_IMAGE in x.meta else None
         return node is not None and self.op.precedes(node)
 
     def blocked(self, x: ir.Value) -> ir.Value:
         """Return `x` (N, C, H, W), of whole blocks of channels, in blocks."""
         if not self.has(x):
-            x.meta[_BLOCKS] = self._reorder_input(x, dims(x))
-        return x.meta[_BLOCKS]
+            x.meta[marks.BLOCKED_IMAGE] = self._reorder_input(x, dims(x))
+        return x.meta[marks.BLOCKED_IMAGE]
 
     def forms(self, x: ir.Value) -> list[ir.Value]:
         """Return `x`, and `x` in blocks if `has` is true."""
-        return [x, x.meta[_BLOCKS]] if self.has(x) else [x]
+        return [x, x.meta[marks.BLOCKED_IMAGE]] if self.has(x) else [x]
 
     def plain(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
         """Return `y`, which is in blocks, in the plain layout, with the shape of `like`."""
@@ -111,13 +111,13 @@ class Layout:
             y.shape = like.shape
         attributes = {"channels": sizes(y)[1], "channels_last": 0}
         result = self._emit_blocked("ReorderOutput", [y], attributes, dims(y))
-        result.meta[_BLOCKS] = y
+        result.meta[marks.BLOCKED_IMAGE] = y
         return result
 
     def note(self, x: ir.Value, blocked: ir.Value) -> bool:
         """Record that `blocked` is `x` in blocks; return False if this was known."""
-        known = _BLOCKS in x.meta
-        x.meta.setdefault(_BLOCKS, blocked)
+        known = marks.BLOCKED_IMAGE in x.meta
+        x.meta.setdefault(marks.BLOCKED_IMAGE, blocked)
         return not known
 
     def cells(self, x: ir.Value) -> ir.Value:

@@ -18,11 +18,10 @@ from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_layout import Layout, sizes
 from onnxgrad.native.target import BLOCKS
-from onnxgrad.operators import ELEMENTWISE, GRADIENT_OF
+from onnxgrad.operators import ELEMENTWISE, marks
 from onnxgrad.operators.shapes import Dims, dims, equal, static
 
 _FLOAT = ir.DataType.FLOAT
-_OPERANDS = "onnxgrad.operands"  # in `meta` of a result: the operands of its normalization
 
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
@@ -110,7 +109,7 @@ def normalization(op, node):
         return [layout.plain(layout.affine(layout.blocked(x), factor, shift), x)]
     if static(sizes(x)[1:]) is None:
         return None
-    y.meta[_OPERANDS] = x, scale, epsilon
+    y.meta[marks.NORMALIZED_IMAGE] = x, scale, epsilon
     centered, mean, variance, inverse = _batch_statistics(layout, x, epsilon)
     momentum = node.attributes.get_float("momentum", 0.9)
     states = []
@@ -125,10 +124,10 @@ def normalization(op, node):
 def normalization_gradient(op, node):
     """dx = s (g - mean g - c mean(g c) / r^2) / r,  ds = sum(g c) / r,  db = sum g."""
     old = node.outputs[0]
-    if GRADIENT_OF not in old.meta or len(node.outputs) > 1:
+    if marks.GRADIENT_OF not in old.meta or len(node.outputs) > 1:
         return None
-    primal, wanted, (g, *others) = old.meta[GRADIENT_OF]
-    x, scale, epsilon = primal.outputs[0].meta.get(_OPERANDS, (None,) * 3)
+    primal, wanted, (g, *others) = old.meta[marks.GRADIENT_OF]
+    x, scale, epsilon = primal.outputs[0].meta.get(marks.NORMALIZED_IMAGE, (None,) * 3)
     if x is None or any(others):
         return None
     layout, g = Layout(op), current(g)

@@ -22,7 +22,7 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import current
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
-from onnxgrad.operators import POOL_GRADIENT, made_by
+from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.shapes import static
 
 _FLOAT = ir.DataType.FLOAT
@@ -57,7 +57,7 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
     if node is None or len(node.outputs) < 2:
         return None
     x, (y, indices), get = node.inputs[0], node.outputs, node.attributes.get_ints
-    gradient, cotangent = y.meta.get(POOL_GRADIENT, (None, None))
+    gradient, cotangent = y.meta.get(marks.POOL_GRADIENT, (None, None))
     lengths, counts = static(sizes(x)[2:]), static(sizes(y)[2:])
     if gradient is None or x is None or x.dtype != _FLOAT or not counts or not lengths:
         return None

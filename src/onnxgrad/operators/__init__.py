@@ -28,15 +28,7 @@ from onnxgrad.operators import (
     spectral,
 )
 from onnxgrad.operators.records import (
-    FIRST_KEY,
-    GRADIENT_OF,
-    LAST_KEY,
-    NOT_CLASSES,
     OPERATORS,
-    OPPOSITE,
-    POOL_GRADIENT,
-    RULED_AS,
-    WEIGHT_GRADIENT,
     Naming,
     Operator,
     add_facts,

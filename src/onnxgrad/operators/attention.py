@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute
-from onnxgrad.operators.records import FIRST_KEY, LAST_KEY, declare_operators
+from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering
 from onnxgrad.operators.rule_nodes import Operand
 from onnxgrad.operators.shapes import dims, rank
@@ -146,17 +147,19 @@ def within_window(
 ) -> list[ir.Value]:
     """Return the conditions for p - left <= j <= p + right, key j, query i at p = i + the offsets.
 
-    A negative `left` or `right` is no bound. Without offsets, metadata notes them.
+    A negative `left` or `right` is no bound. Without offsets, `meta` of the conditions has it.
     """
     j, position, bounds = op.arange(keys), op.Unsqueeze(op.arange(rows), [1]), []
     for offset in offsets:
         position = position + offset
     if right >= 0:
         bounds.append(op.LessOrEqual(j, position + right if right else position))
-        bounds[-1].meta.update({} if offsets else {LAST_KEY: right})
+        if not offsets:
+            bounds[-1].meta[marks.LAST_KEY] = right
     if left >= 0:
         bounds.append(op.GreaterOrEqual(j, position - left))
-        bounds[-1].meta.update({} if offsets else {FIRST_KEY: left})
+        if not offsets:
+            bounds[-1].meta[marks.FIRST_KEY] = left
     return bounds
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule, argument
+from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.records import NOT_CLASSES, OPPOSITE, PIECEWISE, declare_operators
+from onnxgrad.operators.records import PIECEWISE, declare_operators
 from onnxgrad.operators.registry import lowering
 from onnxgrad.operators.shapes import Dim, Dims, dims, rank, static
 
@@ -54,7 +55,7 @@ def linear_classifier(op: Any, node: ir.Node) -> list[ir.Value]:
     rows = prod(static(dims(intercepts)) or (len(labels),))
     raw = _affine(op, node, rows)
     if rows == len(labels) == 2 and _are_opposite(node):
-        raw.meta[OPPOSITE] = True
+        raw.meta[marks.OPPOSITE] = True
     if rows > 1:
         winner = op.ArgMax(raw, axis=1, keepdims=0)
     else:
@@ -391,7 +392,7 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
         scores = post_transform(op, node, raw, len(pairs))
     else:
         scores = two_scores(op, node, raw, 0.0)
-    scores.meta[NOT_CLASSES] = _why_not_classes(node, classes)
+    scores.meta[marks.NOT_CLASSES] = _why_not_classes(node, classes)
     return [label, scores]
 
 

@@ -9,6 +9,7 @@ from math import prod
 
 import onnx_ir as ir
 
+from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.records import INTEGER, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
@@ -19,8 +20,6 @@ declare_operators("QuantizeLinear DequantizeLinear", roles="xq")
 declare_operators("DynamicQuantizeLinear", roles="x")
 declare_operators("MatMulInteger QLinearConv QLinearMatMul QuantizeLinear", no_gradient=INTEGER)
 
-# metadata key of a MatMulNBits: what `unpacked_weight` returned for it, where it is known already
-UNPACKED = "onnxgrad.unpacked"
 
 _FROZEN = Unsupported(
     "it is part of a quantized weight, which stays as it is: train adapters beside it or other "
@@ -86,7 +85,7 @@ def matmul_n_bits(op, node, g):
     if node.inputs[1].dtype != ir.DataType.UINT8 or bits not in (2, 4, 8):
         return Unsupported("its quantized weight is not stored as uint8, in 2, 4 or 8 bits")
     dbias = None if bias is None else op.sum_to(g, bias)
-    parts = node.meta.get(UNPACKED) or unpacked_weight(op, node, g)
+    parts = node.meta.get(marks.UNPACKED) or unpacked_weight(op, node, g)
     return _times(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
 
 

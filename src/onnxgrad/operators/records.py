@@ -159,24 +159,3 @@ def declare_operators(names: str, traits: str = "", domain: str = "", **fields: 
 def names_with_trait(trait: str) -> frozenset[str]:
     """Return the names of the operators that have a trait."""
     return frozenset(name for (_, name), operator in OPERATORS.items() if trait in operator.traits)
-
-
-# metadata keys that lowerings write: of the scores -z and z of two classes, and of scores that are
-# not those of the classes, with the reason
-OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"
-
-# metadata keys that lowerings write, of conditions (queries, keys) that are false for keys so far
-# before, or so far behind, the position of the query
-FIRST_KEY, LAST_KEY = "onnxgrad.first_key", "onnxgrad.last_key"
-
-# metadata key of a node that computes what a node of another operator would: a function from it to
-# what a user's rule of that operator reads
-RULED_AS = "onnxgrad.ruled_as"
-
-# metadata key that the sweep writes, of a gradient: node, index of the input, and cotangents
-GRADIENT_OF = "onnxgrad.gradient_of"
-
-# metadata keys that cheaper forms of gradients write: of the gradient of a convolution's weight,
-# input, cotangent, windows and groups; of the result of a MaxPool, the gradient of its input, and
-# the cotangent
-WEIGHT_GRADIENT, POOL_GRADIENT = "onnxgrad.weight_gradient", "onnxgrad.pool_gradient"

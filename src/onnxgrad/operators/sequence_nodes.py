@@ -12,9 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import constant, dims, optional_content
-
-_SCATTERED = "onnxgrad.scattered"  # `meta` key: position and element of a `scatter_element`
 
 
 def mapped(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
@@ -100,13 +99,13 @@ def total(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
 
     Of the results of `scatter_element`, only the one element is added.
     """
-    scattered = [t for t in terms if _SCATTERED in t.meta]
-    others = [t for t in terms if _SCATTERED not in t.meta] or [scattered.pop(0)]
+    scattered = [t for t in terms if marks.SCATTERED in t.meta]
+    others = [t for t in terms if marks.SCATTERED not in t.meta] or [scattered.pop(0)]
     y = others[0]
     if len(others) > 1:
         y = mapped(op, lambda inner, *elements: inner.total(list(elements)), *others)
     for term in scattered:
-        position, g = term.meta[_SCATTERED]
+        position, g = term.meta[marks.SCATTERED]
         old = op.set_type_like(op.SequenceAt(y, position), g)
         y = op.set_type_like(_replace(op, y, position, op.total([old, g])), terms[0])
     return y
@@ -116,7 +115,7 @@ def scatter_element(op: Any, g: ir.Value, position: ir.Value, x: ir.Value) -> ir
     """Return a sequence of zeros like the sequence `x`, with `g` at `position`."""
     y = _replace(op, op.zeros_like(x), position, g)
     y = op.set_type_like(op.copy_of(y), x)  # a new value, as its `meta` is set
-    y.meta[_SCATTERED] = position, g
+    y.meta[marks.SCATTERED] = position, g
     return y
 
 

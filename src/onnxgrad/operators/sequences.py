@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.operators import sequence_nodes
+from onnxgrad.operators import marks, sequence_nodes
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import broadcast_axis
 from onnxgrad.operators.elements import of_known
@@ -24,7 +24,6 @@ from onnxgrad.operators.shapes import Dims, constant, dims, is_stated, optional_
 
 Operands = Sequence[ir.Value | None]
 Attributes = Mapping[str, Any]
-_EMPTY = "onnxgrad.empty"  # `meta` key of a sequence that is empty
 
 
 def is_sequence(value: ir.Value) -> bool:
@@ -46,15 +45,15 @@ def joined(values: Sequence[ir.Value | None]) -> Dims | None:
 
 def is_empty(value: ir.Value) -> bool:
     """Return whether `value` is an empty sequence whose element shape is unknown."""
-    return value.shape is None and bool(value.meta.get(_EMPTY))
+    return value.shape is None and bool(value.meta.get(marks.EMPTY_SEQUENCE))
 
 
 def note_empty(value: ir.Value, empty: bool) -> None:
     """Record whether a sequence is empty: then `joined` ignores the shape of its elements."""
     if empty:
-        value.meta[_EMPTY] = True
+        value.meta[marks.EMPTY_SEQUENCE] = True
     else:
-        value.meta.pop(_EMPTY, None)
+        value.meta.pop(marks.EMPTY_SEQUENCE, None)
 
 
 # -- types and shapes -----------------------------------------------------------------------------

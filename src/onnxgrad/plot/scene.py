@@ -21,9 +21,9 @@ from onnxgrad.autodiff.partition import Partition
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.traversal import all_nodes
-from onnxgrad.graph.writer import PRIMAL
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.plot import parts

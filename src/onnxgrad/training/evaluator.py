@@ -17,10 +17,10 @@ from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, escaping
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
@@ -151,7 +151,7 @@ class Evaluator:
             graph, losses = one.model.graph, [] if name == "predictions" else one.reported
             predictions = [] if name == "losses" else one.predictions.values()
             if predictions:  # the losses of these, and not of chunks of them
-                losses = [v.meta.get(PLAIN, v) for v in losses]
+                losses = [v.meta.get(marks.PLAIN_SUM, v) for v in losses]
             graph.outputs[:] = [*losses, *predictions, *one.states.values()]
             tidy(one.model)
             if not losses:  # labels are not read

@@ -13,11 +13,10 @@ from onnxgrad.data.class_numbers import class_numbers
 from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
-from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dims, dims, is_stated
 from onnxgrad.training.model_loss import BATCH
-from onnxgrad.training.modes.statistics import ONE_VALUE
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
 
@@ -70,9 +69,9 @@ class Fields:
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
-        self.one_value: str | None = objective.model.graph.meta.get(ONE_VALUE)
+        self.one_value: str | None = objective.model.graph.meta.get(marks.ONE_VALUE_NODE)
         self.parts_of: Callable[[int], int] = lambda rows: 1  # of a batch, each normalized alone
-        self._called = objective.model.graph.meta.get(CALLED, ())
+        self._called = objective.model.graph.meta.get(marks.ROW_SYMBOLS, ())
         self._set_axes(batch_axes or {})
 
     def _set_axes(self, batch_axes: Mapping[str, int | None]) -> None:

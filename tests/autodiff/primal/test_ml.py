@@ -18,7 +18,7 @@ from onnxgrad import (
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.weights import replace
-from onnxgrad.operators import OPPOSITE
+from onnxgrad.operators import marks
 from tests.support.errors import naming
 from tests.support.models import add_initializers, parse_model
 from tests.support.running import in_sweep, run, run_named
@@ -234,7 +234,7 @@ def test_opposite_scores_of_two_classes_are_noted(coefficients, intercepts, oppo
     classes = list(range(max(2, len(intercepts))))
     node = f"LinearClassifier<{rows}, classlabels_ints={classes}>"
     values = (y for n in prepare(ml_model(node, label="int64")).graph for y in n.outputs)
-    assert any(OPPOSITE in y.meta for y in values) == opposite
+    assert any(marks.OPPOSITE in y.meta for y in values) == opposite
 
 
 def test_more_classes_than_scores():

@@ -13,12 +13,10 @@ from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.motion import move_out, products, transcendental
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
+from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.registry import subgraph_rule
 from onnxgrad.operators.shapes import dims
-
-# metadata key: all that an iteration computes is computed again in the backward pass
-KEEPS_NOTHING = "onnxgrad.keeps_nothing"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     count = int_attribute(node, "num_scan_inputs")
     back = Iterations(op, node, gs, active, len(node.inputs) - count)
     deferred = products(back)
-    costly = [] if KEEPS_NOTHING in node.meta else transcendental(back)
+    costly = [] if marks.KEEPS_NOTHING in node.meta else transcendental(back)
     return _write(back, costly) if back.differentiate(deferred) else []
 
 

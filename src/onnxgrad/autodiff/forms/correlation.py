@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.operators import WEIGHT_GRADIENT, made_by
+from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.operators.windows import Windows, is_large, lengths, reach, with_padding
@@ -48,7 +48,7 @@ def multiply_windows(op, node):
     shape = static(dims(dw))
     if shape is not None and windows.kernel and prod(windows.kernel) <= _MOST_COLUMNS:
         new = op.set_type_like(_products(op, x, g, windows, shape, group), dw)
-    (new or dw).meta[WEIGHT_GRADIENT] = found
+    (new or dw).meta[marks.WEIGHT_GRADIENT] = found
     return None if new is None else [new]
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_zero
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.operators import POOL_GRADIENT, made_by
+from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.shapes import dims, equal, rank, static
 from onnxgrad.operators.windows import lengths, tile, windows_of
@@ -47,5 +47,5 @@ def unpool(op, node):
         zeros = op.Pad(empty, [0, 0, 0, prod(row)])
         sums = op.ScatterElements(op.Reshape(zeros, [-1]), *flat, axis=0, reduction="add")
         new = op.Reshape(sums, [-1, *row])
-    pool.outputs[0].meta[POOL_GRADIENT] = new or dx, g
+    pool.outputs[0].meta[marks.POOL_GRADIENT] = new or dx, g
     return None if new is None else [new]

@@ -8,8 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph.writer import PRIMAL
-from onnxgrad.operators import operator_of
+from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.elementwise import softmax
 
 
@@ -26,7 +25,7 @@ def zero_replaced_rows(op: Any, written: Sequence[ir.Node]) -> None:
     """
     readers = defaultdict(list)  # of the result of each Softmax, in its gradient
     for node in written:
-        primal = node.meta.get(PRIMAL)
+        primal = node.meta.get(marks.PRIMAL)
         if primal is None or operator_of(primal).rule is not softmax:
             continue
         if (y := primal.outputs[0]) in node.inputs:

@@ -10,9 +10,8 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.model.weights import is_setting
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, static
-
-_DEFAULT = "onnxgrad.default"  # in `meta` of an input: its elements and its stated shape
 
 
 def open_defaults(model: ir.Model, origin: ModelProto, own: bool) -> None:
@@ -34,7 +33,7 @@ def open_defaults(model: ir.Model, origin: ModelProto, own: bool) -> None:
         if x in constants:
             continue
         assert x.const_value is not None
-        x.meta[_DEFAULT] = x.const_value, x.shape
+        x.meta[marks.INPUT_DEFAULT] = x.const_value, x.shape
         pairs = zip(dims(x) or (), x.const_value.shape, strict=False)
         x.shape = ir.Shape([d if d == length else None for d, length in pairs])
         del model.graph.initializers[str(x.name)]
@@ -52,16 +51,19 @@ def close_defaults(model: ir.Model) -> None:
 
 def has_default(x: ir.Value) -> bool:
     """Return whether `x` is an input with a default, in whose place anything can be fed."""
-    return _DEFAULT in x.meta
+    return marks.INPUT_DEFAULT in x.meta
 
 
 def is_weight(x: ir.Value) -> bool:
     """Return whether `x` is an input with a default whose stated shape is static."""
-    return has_default(x) and static(dims(ir.Value(shape=x.meta[_DEFAULT][1]))) is not None
+    if not has_default(x):
+        return False
+    _, stated = x.meta[marks.INPUT_DEFAULT]
+    return static(dims(ir.Value(shape=stated))) is not None
 
 
 def restore_defaults(graph: ir.Graph) -> None:
     """Make the inputs with a default initializers again, in place."""
     for x in filter(has_default, graph.inputs):
-        x.const_value, x.shape = x.meta.pop(_DEFAULT)
+        x.const_value, x.shape = x.meta.pop(marks.INPUT_DEFAULT)
         graph.initializers.add(x)

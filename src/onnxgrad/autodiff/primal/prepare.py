@@ -32,14 +32,12 @@ from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.opsets import WORKING_OPSET, exists, is_same, newest_opset, runs
-from onnxgrad.operators import OPERATORS, operator_of
+from onnxgrad.operators import OPERATORS, marks, operator_of
 from onnxgrad.operators.shapes import rank
 from onnxgrad.reporting import escape_loggers
 from onnxgrad.runtime.run_shapes import confirmed_by_run
 
 escape_loggers("onnx_ir")  # of its passes, too
-
-_LISTED_AS = "onnxgrad.listed_as"
 
 
 @escaping()
@@ -158,14 +156,14 @@ def _separate_outputs(model: ir.Model, asked: _Asked) -> None:
         if y in listed:
             op = Emit(graph)
             copy = op.set_type_like(op.copy_of(y), y)
-            copy.name, copy.meta[_LISTED_AS] = op.name(str(y.name)), y
+            copy.name, copy.meta[marks.LISTED_AS] = op.name(str(y.name)), y
             graph.outputs[i] = copy
         listed.add(y)
 
 
 def listed_as(y: ir.Value) -> ir.Value:
     """Return the output of which `y` is a copy, if the model lists it several times; else `y`."""
-    return current(y.meta.get(_LISTED_AS, y))
+    return current(y.meta.get(marks.LISTED_AS, y))
 
 
 def _widen(model: ir.Model, asked: _Asked) -> None:

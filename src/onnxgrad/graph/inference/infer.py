@@ -11,16 +11,15 @@ import onnx_ir as ir
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import complete
-from onnxgrad.graph.inference.walk import RANKS, Walk
+from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
 from onnxgrad.limits import check_limit, limit
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated, lengths, rank, static
 from onnxgrad.reporting import warn_once
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
-
-CALLED = "onnxgrad.called"  # `meta` key of a graph: the symbols that `name_rows` has replaced
 
 
 def infer(
@@ -89,7 +88,7 @@ def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = Non
         shape = dims(value)
         if shape and not rows.isdisjoint(shape):
             value.shape = ir.Shape([symbol if d in rows else d for d in shape])
-    graph.meta[CALLED] = sorted(rows)
+    graph.meta[marks.ROW_SYMBOLS] = sorted(rows)
     for x, first in firsts.items():
         if not isinstance(first, int):
             x.shape = ir.Shape([symbol, *(dims(x) or ())[1:]])
@@ -100,7 +99,7 @@ def note_ranks(nodes: Iterable[ir.Node]) -> None:
     for node in nodes:
         if (node.domain, node.op_type) == ("", "Scan"):
             body = node.attributes["body"].as_graph()
-            body.meta[RANKS] = [rank(y) for y in body.outputs]
+            body.meta[marks.DECLARED_RANKS] = [rank(y) for y in body.outputs]
 
 
 def _give_scalars(graph: ir.Graph) -> None:

@@ -13,13 +13,11 @@ from onnxgrad.graph.inference.by_onnx import complete, complete_types, infer_nod
 from onnxgrad.graph.inference.onnx_mistakes import correct, drop_windows, spell_out
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.limits import check_limit
-from onnxgrad.operators import operator_of
+from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.elements import Elements, evaluated, shape_by_elements
 from onnxgrad.operators.outputs import output_shape, output_types
 from onnxgrad.operators.sequences import is_empty, joined, note_empty
 from onnxgrad.operators.shapes import Dims, dims, is_stated
-
-RANKS = "onnxgrad.ranks"  # `meta` key of the body of a Scan: the declared ranks of its outputs
 
 
 class Walk:
@@ -187,7 +185,7 @@ class Walk:
                 length = shape[axis] if length is None else length
                 x.shape = ir.Shape([*shape[:axis], *shape[axis + 1 :]])
         self.infer(body)
-        for y, rank in zip(body.outputs, body.meta.get(RANKS, ()), strict=False):
+        for y, rank in zip(body.outputs, body.meta.get(marks.DECLARED_RANKS, ()), strict=False):
             y.shape = ir.Shape([None] * rank) if y.shape is None and rank is not None else y.shape
         for y, start, end in zip(node.outputs, node.inputs[:n], body.outputs, strict=False):
             _set(y, end.type, _stated(dims(end)))

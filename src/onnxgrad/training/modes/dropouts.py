@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.operators import OPERATORS, RULED_AS
+from onnxgrad.operators import OPERATORS, marks
 from onnxgrad.operators.shapes import constant
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.dropout_masks import Masks
@@ -91,7 +91,7 @@ def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) ->
                 node = y.producer()
                 assert node is not None
                 node.name = site.node.name if site.of_file else None
-                node.meta[RULED_AS] = partial(_AsDropout, settings)
+                node.meta[marks.RULED_AS] = partial(_AsDropout, settings)
             if site.of_file:
                 replace(inner, site.node, [y, keep])
             else:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
+from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Part
@@ -19,9 +20,6 @@ from onnxgrad.training.modes.synchronization import normalized_across
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MEAN, _VARIANCE = 3, 4  # operands
-
-# `meta` key of a graph: a BatchNormalization in training that has one value a row and channel
-ONE_VALUE = "onnxgrad.one_value"
 
 
 def freeze(op: Emit) -> dict[ir.Value, ir.Value]:
@@ -66,7 +64,7 @@ def train(op: Emit, across: Part | None = None) -> dict[ir.Value, ir.Value]:
     for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
         shape = dims(node.inputs[0])
         if shape is not None and static(shape[2:]) == (1,) * len(shape[2:]):
-            op.graph.meta[ONE_VALUE] = describe(node)
+            op.graph.meta[marks.ONE_VALUE_NODE] = describe(node)
         with op.at(node):
             y, *new = _batch_norm(op, node, latest[mean], latest[variance], across)
             replace(op, node, [y, *new])

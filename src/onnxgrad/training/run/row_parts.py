@@ -14,8 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, require_sums
 from onnxgrad.errors import ModelError
-from onnxgrad.losses.vocabulary import PLAIN
-from onnxgrad.operators import VIEWS
+from onnxgrad.operators import VIEWS, marks
 from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
@@ -96,7 +95,7 @@ def _proven(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | Non
     """Return a copy of the model with the shapes of the proof, None if there is no proof."""
     if not mixes_no_rows(objective):
         return None
-    again = _with_outputs(objective, [v.meta.get(PLAIN, v) for v in objective.reported])
+    again = _with_outputs(objective, [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported])
     try:
         require_sums(again, axes, lengths, list(again.graph.outputs))
     except (UnprovenRows, ModelError) as e:
@@ -115,7 +114,7 @@ def micro_batch_effect(
     number of the batch, unless it is proven to be a "sum" over rows.
     """
     own = objective.written.batch_loss
-    reported = [v.meta.get(PLAIN, v) for v in objective.reported]
+    reported = [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]
     again = _with_outputs(objective, reported if own is None else [own])
     try:
         if own is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
-from onnxgrad.losses.vocabulary import PLAIN
 from onnxgrad.native import Target
+from onnxgrad.operators import marks
 from onnxgrad.parallel import Alone, DataParallel
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
@@ -155,7 +155,8 @@ class Compiled:
         trainer = recipe.trainer
         whole = sharing is not None or trainer.members is not None or trainer.accumulate > 1
         whole |= trainer.device.kind != "cpu" or _fixed_rows(recipe, source, fields) is not None
-        whole |= any(PLAIN in value.meta for value in self.objective.reported)  # the loss does
+        # the loss in blocks divides the rows itself
+        whole |= any(marks.PLAIN_SUM in value.meta for value in self.objective.reported)
         if whole or not isinstance(source, ArraySource):
             return None
         shapes, rows = source.batch_shapes(), source.batch_size
