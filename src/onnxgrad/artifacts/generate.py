@@ -21,7 +21,7 @@ from onnxgrad.artifacts.ort_format import write_ort
 from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.errors import unknown
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer

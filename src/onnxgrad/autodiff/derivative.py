@@ -17,8 +17,7 @@ from onnxgrad.autodiff.primal.defaults import has_default, is_weight, restore_de
 from onnxgrad.autodiff.primal.prepare import listed_as, prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
-from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import Emit, garbage_kept
 from onnxgrad.graph.tidy import current
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto

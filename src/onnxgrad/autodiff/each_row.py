@@ -14,8 +14,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.invariant import move_out
-from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.graph.tidy import drop_unused, move_out
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_ir, to_proto

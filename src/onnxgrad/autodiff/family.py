@@ -22,7 +22,7 @@ from onnxgrad.autodiff.matrices import Forward, with_gradients
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
 from onnxgrad.errors import argument, named, printable, unknown
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.convert import in_precision
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of

@@ -27,7 +27,7 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.row_proofs import require_rows
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators.shapes import dims
 

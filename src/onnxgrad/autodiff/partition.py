@@ -14,7 +14,7 @@ from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, d
 from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import nodes_after, nodes_behind, reads
 from onnxgrad.model.convert import to_ir, to_proto

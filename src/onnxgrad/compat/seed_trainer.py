@@ -19,7 +19,7 @@ from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.learning_rates import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd

@@ -17,7 +17,7 @@ from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
 from onnxgrad.errors import escaping, printable
 from onnxgrad.explain.paths import require_differentiable
 from onnxgrad.explain.user_inputs import Arrays
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
 from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.explain.user_inputs import Inputs, checked_feed, rows_of
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model.convert import to_proto

@@ -1,15 +1,19 @@
-"""Removal of nodes and initializers that no output needs."""
+"""Nodes that are removed, as no output needs them, replaced, or moved out of the body of a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from math import prod
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.operators import marks
+from onnxgrad.graph.traversal import all_nodes, reads, subgraphs
+from onnxgrad.operators import RANDOM, marks
+from onnxgrad.operators.shapes import dims, rank, static
+
+_SMALL = 1 << 16  # elements
 
 
 def tidy(model: ir.Model) -> None:
@@ -106,11 +110,69 @@ def detach(node: ir.Node) -> None:
     node._inputs = ()
 
 
-def free(graph: ir.Graph, names: Collection[str | None]) -> None:
-    """Rename unused results that have one of `names`, such as the `label` beside probabilities."""
+def rename_unused_results(graph: ir.Graph, names: Collection[str | None]) -> None:
+    """Rename results that nothing reads, so that other values can have their `names`."""
     for node in graph:
         # the weights in attributes of an unnamed node are named after its first output
         names_weights = node.domain == "ai.onnx.ml" and not node.name
         for y in node.outputs:
             if y.name in names and not (names_weights or y.uses() or y.is_graph_output()):
                 y.name = Emit(graph).name(str(y.name))
+
+
+# -- bodies of loops -------------------------------------------------------------------------------
+
+
+def is_small(node: ir.Node) -> bool:
+    """Return whether the results of `node` are few numbers, as a shape is."""
+    lengths = [static(dims(y)) for y in node.outputs]
+    return all(
+        prod(known) <= _SMALL if known is not None else rank(y) in (0, 1)
+        for y, known in zip(node.outputs, lengths, strict=True)
+    )
+
+
+def move_out(
+    body: ir.Graph,
+    op: Emit,
+    worth: Callable[[ir.Node], bool] = lambda _: True,
+    varying: Iterable[ir.Value] = (),
+) -> None:
+    """Move the nodes that compute the same in every iteration from a body to the graph of `op`.
+
+    Constants that they read move with them. The outputs of the body must be set again, by `give`.
+    `worth` tells which of these nodes to move, and `varying` are values that differ between
+    iterations beside the inputs of the body.
+    """
+    inside = {*body.inputs, *varying}
+    for node in list(body):
+        varies = node.op_type in RANDOM or not inside.isdisjoint(reads(node))
+        if varies or any(subgraphs(node)) or not worth(node):
+            inside.update(node.outputs)
+            continue
+        body.remove(node)
+        node.name = None  # names of nodes are unique in their graph only
+        op.graph.append(node)
+        for x in node.inputs:
+            if x is not None and x.is_initializer() and x.graph is body:
+                op.graph.register_initializer(body.initializers.pop(str(x.name)))
+
+
+def shapes_from_outside(body: ir.Graph, op: Emit, outer: Mapping[ir.Value, ir.Value]) -> None:
+    """Let Shape and Size of inputs of a Scan's body read what the Scan reads.
+
+    `op` writes the graph around the body. `outer` has the operand of the Scan for each input that
+    has the same shape in all iterations; of a scanned one, it has one axis more in front.
+    """
+    for x, whole in outer.items():
+        shape, lead = dims(x), len(dims(whole) or ()) - len(dims(x) or ())
+        for node, _ in list(x.uses()):
+            if node.op_type not in ("Shape", "Size") or node.domain or shape is None:
+                continue
+            get, axes = node.attributes.get_int, len(shape)
+            first, end = slice(get("start", 0), get("end", axes)).indices(axes)[:2]
+            y = op.Shape(whole, start=first + lead, end=max(first, end) + lead)
+            if node.op_type == "Size":
+                y = op.ReduceProd(y, keepdims=0)
+            y = op.set_type_like(y, node.outputs[0])
+            ir.convenience.replace_all_uses_with(node.outputs[0], y)

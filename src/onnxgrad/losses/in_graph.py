@@ -13,7 +13,7 @@ from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.declarations import infer_file
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.tidy import free, tidy
+from onnxgrad.graph.tidy import rename_unused_results, tidy
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
@@ -102,7 +102,7 @@ def _with_loss(
     _check_penalized(proto, penalties)
     model, values = _with_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
-    free(graph, set(names))
+    rename_unused_results(graph, set(names))
     op, spec = Emit(graph), decide_options(spec, prediction, otherwise=1)
     label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)

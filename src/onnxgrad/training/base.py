@@ -15,7 +15,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.recomputable import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.losses.objectives import Loss
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants

@@ -17,7 +17,7 @@ from functools import partial
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.iterations import Deferred, Iterations
-from onnxgrad.graph import invariant
+from onnxgrad.graph import tidy
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import TRANSCENDENTAL
@@ -81,7 +81,7 @@ def move_out(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
         return not is_output and (not may_not_run or node.op_type in _NEVER_FAIL)
 
     free = (v for n in graph for v in reads(n) if v.producer() is None and not v.is_initializer())
-    invariant.move_out(graph, op, worth, {v for v in free if not v.is_graph_input()})
+    tidy.move_out(graph, op, worth, {v for v in free if not v.is_graph_input()})
 
 
 class _Budget:

@@ -10,14 +10,14 @@ none is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.traversal import all_nodes
-from onnxgrad.operators.shapes import Dims, dims, is_stated, lengths, rank
+from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated, lengths, rank
 from onnxgrad.reporting import warn_once
 
 
@@ -27,7 +27,7 @@ def infer_file(
     confirm: Callable[[ir.Value, Dims], Dims] | None = None,
 ) -> Walk:
     """Infer types and shapes as `infer` does, of a model that may state wrong ones."""
-    stated = forget_stated(model.graph)
+    stated = _forget_stated(model.graph)
 
     def confirmed(y: ir.Value, shape: Dims) -> Dims:
         if confirm is not None:
@@ -35,12 +35,12 @@ def infer_file(
         return shape
 
     walk = infer(model, trust_branches, confirmed)
-    if complete_stated(model.graph, stated):
+    if _complete_by_stated(model.graph, stated):
         infer(model, trust_branches, walk=walk)
     return walk
 
 
-def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
+def _forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
     """Remove the shapes of the results of nodes, in place; return those of the main graph.
 
     Results of operators outside the standard domain keep their rank, and outputs of the main graph
@@ -62,17 +62,22 @@ def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
     return stated
 
 
-def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
+def _complete_by_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
     """Set dimensions that were not inferred to stated symbols; return whether to infer again.
 
-    That is so if a node reads one that has changed. If a stated shape is contradicted, remove those
-    of the outputs of the graph instead.
+    Inference runs again if a node reads a dimension that has changed. If a stated shape is
+    contradicted, the shapes of the outputs of the graph are removed instead.
     """
     named = (d for x in graph.inputs for d in dims(x) or ())
     symbols = {d for d in named if isinstance(d, str) and is_stated(d)}
-    wrong = [y for y, shape in stated.items() if _contradict(dims(y), shape, symbols)]
+    inferred = {y: (known, shape) for y, shape in stated.items() if (known := dims(y)) is not None}
+
+    def is_proof(p: Dim, d: Dim) -> bool:
+        return all(isinstance(length, int) or length in symbols for length in (p, d))
+
+    wrong = {y: shapes for y, shapes in inferred.items() if _disagree(*shapes, is_proof)}
     if wrong:
-        _warn([(y, stated[y]) for y in wrong if _is_another(dims(y) or (), stated[y])])
+        _warn_of_stated(wrong)
         results = [y for y in graph.outputs if y.producer() is not None]
         for y in results:
             y.shape = None
@@ -82,9 +87,8 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
     for y in unproven:
         if (shape := dims(y)) and isinstance(shape[0], str):
             y.shape, changed = ir.Shape([None, *shape[1:]]), changed or bool(y.uses())
-    for y, shape in stated.items():
-        proven = dims(y)
-        if proven is None or y in unproven:
+    for y, (proven, shape) in inferred.items():
+        if y in unproven:
             continue
         pairs = zip(proven, shape, strict=True)
         merged = [d if d in symbols and not is_stated(p) else p for p, d in pairs]
@@ -93,21 +97,19 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
     return changed
 
 
-def _warn(wrong: Sequence[tuple[ir.Value, Dims]]) -> None:
-    if wrong:
-        more = f", and of {len(wrong) - 3} more values others" if len(wrong) > 3 else ""
-        listed = (f"{y.name!r} {lengths(shape)}, not {lengths(dims(y))}" for y, shape in wrong[:3])
+def _warn_of_stated(wrong: Mapping[ir.Value, tuple[Dims, Dims]]) -> None:
+    """Warn of values whose stated rank or length is wrong, not only the symbol of a length."""
+    listed = [
+        f"of {y.name!r} {lengths(shape)}, not {lengths(proven)}"
+        for y, (proven, shape) in wrong.items()
+        if _disagree(proven, shape, lambda _, d: isinstance(d, int))
+    ]
+    if listed:
+        more = f", and of {len(listed) - 3} more values others" if len(listed) > 3 else ""
         warn_once(
-            "the file states shapes that its nodes do not compute, which are ignored: of "
-            + "; of ".join(listed)
-            + more
+            "the file states shapes that its nodes do not compute, which are ignored: "
+            f"{'; '.join(listed[:3])}{more}"
         )
-
-
-def _is_another(proven: Dims, stated: Dims) -> bool:
-    """Return whether a rank or a stated length is wrong, not only the symbol of a length."""
-    pairs = zip(proven, stated, strict=False)
-    return len(proven) != len(stated) or any(isinstance(d, int) and d != p for p, d in pairs)
 
 
 def _has_no_inferred_rank(y: ir.Value) -> bool:
@@ -116,13 +118,7 @@ def _has_no_inferred_rank(y: ir.Value) -> bool:
     return node is not None and any(x is not None and rank(x) is None for x in node.inputs)
 
 
-def _contradict(proven: Dims | None, stated: Dims, symbols: set[str]) -> bool:
-    """Return whether two shapes of one value cannot both hold for all lengths of the inputs."""
-    if proven is None:
-        return False
-    comparable = [
-        (p, d)
-        for p, d in zip(proven, stated, strict=False)
-        if all(isinstance(v, int) or v in symbols for v in (p, d))
-    ]
-    return len(proven) != len(stated) or any(p != d for p, d in comparable)
+def _disagree(proven: Dims, stated: Dims, is_proof: Callable[[Dim, Dim], bool]) -> bool:
+    """Return whether two shapes differ in rank, or in dimensions whose difference is a proof."""
+    pairs = zip(proven, stated, strict=False)
+    return len(proven) != len(stated) or any(p != d and is_proof(p, d) for p, d in pairs)

@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model import external
 from onnxgrad.native.order import order_all
 from onnxgrad.operators.shapes import dims

@@ -12,7 +12,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.invariant import move_out
+from onnxgrad.graph.tidy import move_out
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers import Inputs, Optimizer
 

@@ -6,8 +6,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.invariant import is_small, move_out, shapes_from_outside
-from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.graph.tidy import drop_unused, is_small, move_out, shapes_from_outside
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, loop_to_native, to_native
