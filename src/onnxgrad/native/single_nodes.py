@@ -12,13 +12,15 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.native.target import LEAST_PRODUCT_LENGTH, MOST_COPIED_BYTES, NODES, PLAIN
 from onnxgrad.operators import VIEWS, made_by
+from onnxgrad.operators.attributes import default_attribute, int_attribute, string_attribute
 from onnxgrad.operators.shapes import coefficient, constant, dims, equal, static
 
 _FLOAT = ir.DataType.FLOAT
 _NEAR = 8  # nodes between a convolution and a mask
 _MICROSOFT = "com.microsoft"
 _HAS_GATED_ADD = tuple(int(n) for n in ort.__version__.split(".")[:2]) >= (1, 32)
-DEFAULTS = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}  # of a Gemm
+_GEMM_ATTRIBUTES = ("alpha", "beta", "transA", "transB")
+DEFAULTS = {name: default_attribute("", "Gemm", name).value for name in _GEMM_ATTRIBUTES}
 
 
 @rewrites("Gemm", group=NODES)
@@ -64,9 +66,9 @@ def scattered_rows(op, node):
     ScatterElements takes an index for each element, and 5 to 10 times as long as ScatterND, which
     takes one for each row. On several threads ScatterND loses sums where an index occurs twice.
     """
-    (x, indices, u), get = node.inputs, node.attributes
+    x, indices, u = node.inputs
     expand = made_by(indices, "Expand")
-    adds = get.get_string("reduction", "none") == "add" and get.get_int("axis", 0) == 0
+    adds = string_attribute(node, "reduction") == "add" and int_attribute(node, "axis") == 0
     if op.target.threads != 1 or not adds or not expand or x.dtype != _FLOAT:
         return None
     rows = expand.inputs[0]
