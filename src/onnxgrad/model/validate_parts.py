@@ -58,8 +58,8 @@ def shown(name: str | bytes) -> str:
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-class _Signature(NamedTuple):
-    """The operands and attributes that an operator, or the call of a local function, allows."""
+class _Requirements(NamedTuple):
+    """The operands and attributes that nodes of an operator, or of a local function, must have."""
 
     inputs: tuple[int, int]  # the least and the greatest number
     outputs: tuple[int, int]
@@ -70,13 +70,13 @@ class _Signature(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _operator_signature(domain: str, op_type: str, opset: int) -> _Signature | None:
-    """Return the signature of an operator, None if onnx has no schema for it."""
+def _operator_requirements(domain: str, op_type: str, opset: int) -> _Requirements | None:
+    """Return what an operator requires of its nodes; None if onnx has no schema for it."""
     schema = operator_schema(op_type, opset, standard(domain))
     if schema is None:
         return None
     single = defs.OpSchema.FormalParameterOption.Single
-    return _Signature(
+    return _Requirements(
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),
         tuple(i for i, p in enumerate(schema.inputs) if p.option == single),
@@ -115,16 +115,16 @@ def check_node(
     """
     _check_header(node)
     if function is None:
-        signature = _operator_signature(node.domain, node.op_type, opset)
+        requirements = _operator_requirements(node.domain, node.op_type, opset)
     else:
         most = (0, len(function.input)), (0, len(function.output))
-        signature = _Signature(*most, (), (), {}, frozenset())
-    _check_attributes(node, signature, needed)
-    if signature is not None:
+        requirements = _Requirements(*most, (), (), {}, frozenset())
+    _check_attributes(node, requirements, needed)
+    if requirements is not None:
         called = "its operator" if function is None else "the function that it calls"
-        _check_operands(node, signature, called)
+        _check_operands(node, requirements, called)
         if function is None:
-            _check_required(node, signature, opset)
+            _check_required(node, requirements, opset)
     elif opset < 1 and node.domain in STANDARD:
         raise ModelError(f"{title(node)} is of a domain without an opset: import one")
     elif not (node.op_type.isprintable() and node.domain.isprintable()):
@@ -143,11 +143,11 @@ def _check_header(node: NodeProto) -> None:
 
 
 def _check_attributes(
-    node: NodeProto, signature: _Signature | None, needed: set[str] | None
+    node: NodeProto, requirements: _Requirements | None, needed: set[str] | None
 ) -> None:
     """Raise unless each attribute of `node` is valid and there once."""
     names: set[str] = set()
-    types = signature.types if signature is not None else {}
+    types = requirements.types if requirements is not None else {}
     for attribute in node.attribute:
         name, kind = attribute.name, attribute.type
         names.add(name)
@@ -162,7 +162,7 @@ def _check_attributes(
                     f"the attribute {own} of {title(node)} refers to the attribute {other} of a "
                     "function, but is outside of one: write its value"
                 )
-            if signature is not None and name in signature.required:
+            if requirements is not None and name in requirements.required:
                 needed.add(attribute.ref_attr_name)
         if kind != types.get(name, kind):
             actual, right = _KINDS.Name(kind), _KINDS.Name(types[name])
@@ -173,11 +173,11 @@ def _check_attributes(
         raise ModelError(f"{title(node)} has an attribute twice, or without a name: remove it")
 
 
-def _check_required(node: NodeProto, signature: _Signature, opset: int) -> None:
+def _check_required(node: NodeProto, requirements: _Requirements, opset: int) -> None:
     """Raise unless `node` has the attributes and subgraphs that its operator requires."""
     names = {a.name for a in node.attribute}
-    if not signature.required <= names:
-        missing = min(signature.required - names)
+    if not requirements.required <= names:
+        missing = min(requirements.required - names)
         raise ModelError(f"{title(node)} lacks the attribute {missing!r}: add it")
     if node.domain in STANDARD:
         if node.op_type == "Constant" and not names:
@@ -201,11 +201,11 @@ def _check_value(attribute: AttributeProto, node: NodeProto) -> None:
         check_sparse(attribute.sparse_tensor, f"the sparse tensor of {title(node)}")
 
 
-def _check_operands(node: NodeProto, signature: _Signature, owner: str) -> None:
+def _check_operands(node: NodeProto, requirements: _Requirements, owner: str) -> None:
     """Raise unless `node` has as many inputs and outputs as `owner`, its operator, allows."""
     for kind, names, (least, most), single in (
-        ("input", node.input, signature.inputs, signature.single_inputs),
-        ("output", node.output, signature.outputs, signature.single_outputs),
+        ("input", node.input, requirements.inputs, requirements.single_inputs),
+        ("output", node.output, requirements.outputs, requirements.single_outputs),
     ):
         n = len(names)
         if not least <= n <= most:
