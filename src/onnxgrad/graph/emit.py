@@ -59,7 +59,7 @@ class Emit:
 
     Args:
         graph: the graph to write to.
-        names: names that no new value may have, beside those in `graph`.
+        names: names that no new value may have, beside the names in `graph`.
         outer: if `graph` is a subgraph, the emitter of the graph around it, which stores the
             constants and the names of both.
 
@@ -83,7 +83,7 @@ class Emit:
         self.graph = graph
         self.outer = outer
         self.primal: ir.Node | None = None  # whose gradient is being written
-        self.target: Any = outer.target if outer else None  # what the graph will run on
+        self.target: Any = outer.target if outer else None  # the runtime and device of the graph
         self.place: ir.Node | None = None  # insert nodes before it; None: at the end
         self.written: list[ir.Node] = []
         self._token = object()
@@ -272,13 +272,13 @@ class Emit:
         node = value.producer()
         if node is None or node.meta.get(marks.EMITTER) is not self._token or value in protected:
             value = self.copy_of(value)
+        existing = None
         if name in self._names:
             existing = ir.convenience.create_value_mapping(self.graph).get(name)
-            if existing is not None and existing is not value:
-                if existing in protected:
-                    name = self.name(name)
-                else:
-                    existing.name = self.name(name)
+        if existing in protected:
+            name = self.name(name)
+        elif existing is not None and existing is not value:
+            existing.name = self.name(name)
         self._names.add(name)
         value.name = name
         protected.add(value)
@@ -290,8 +290,8 @@ class Emit:
         """Return `v` as a value: an initializer of the outermost graph, shared by equal constants.
 
         Args:
-            v: a number, of shape []; a list or tuple, of dtype int64; an array, of its own shape
-                and dtype, where objects become texts. A value or None is returned unchanged.
+            v: a number, of shape []; a list or tuple, of dtype int64; an array, whose shape and
+                dtype stay, where objects become texts. A value or None is returned unchanged.
             dtype: the dtype of a number; float32 by default.
         """
         if v is None or isinstance(v, ir.Value):
@@ -393,7 +393,7 @@ class Emit:
         return self.set_type_like(self.Reshape(g, target), like)
 
     def set_type_like(self, y: ir.Value, x: ir.Value) -> ir.Value:
-        """Set the shape and type of `y` to those of `x`, or of its content if it is an Optional.
+        """Give `y` the shape and type of `x`, or the type of its content if it is an Optional.
 
         Returns `y` itself; no node is written.
         """

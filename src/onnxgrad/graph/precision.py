@@ -1,4 +1,4 @@
-"""Conversion of the floats of a model to another dtype: all of them, or those of 16 bits."""
+"""Conversion of the floats of a model to another dtype: all of them, or only floats of 16 bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # index of an operand that sta
 
 
 def widen(model: ir.Model, names: Collection[str]) -> None:
-    """Let `model` compute in float32 what it computes in 16 bits, in place.
+    """Let `model` compute in float32 instead of 16 bits, in place.
 
-    Its inputs keep the values that they can have: those of float16 are cast. One of bfloat16,
-    which numpy lacks, becomes float32, and is rounded. Large constants are cast, too, but those of
-    these names; all others are converted. Outputs are float32.
+    Its inputs keep their possible values: inputs of float16 are cast. An input of bfloat16, which
+    numpy lacks, becomes float32, and is rounded. Large constants are cast, too, unless `names` has
+    them; other constants are converted. Outputs are float32.
     """
     op = Emit(model.graph)
     narrow = [x for x in model.graph.inputs if x.dtype in HALVES]
@@ -33,11 +33,11 @@ def widen(model: ir.Model, names: Collection[str]) -> None:
     set_precision(model, ir.DataType.FLOAT, of=HALVES, unchanged=narrow)
     with op.at(next(iter(model.graph), None)):
         for value in narrow:
-            _cast(op, value)
+            _read_in_float32(op, value)
 
 
-def _cast(op: Emit, value: ir.Value) -> None:
-    """Let all that reads an input or a constant of 16 bits read it in float32."""
+def _read_in_float32(op: Emit, value: ir.Value) -> None:
+    """Let all nodes that read an input or a constant of 16 bits read it cast to float32."""
     wide = ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=value.shape)
     ir.convenience.replace_all_uses_with(value, wide, replace_graph_outputs=True)
     rounded = value
@@ -49,7 +49,7 @@ def _cast(op: Emit, value: ir.Value) -> None:
 
 
 def in_float32_input(op: Emit, w: ir.Value) -> ir.Value:
-    """Return an input of 16 bits as one of float32; what reads it reads it rounded."""
+    """Replace an input of 16 bits by one of float32, which nodes read rounded; return the input."""
     if w.dtype not in HALVES:
         return w
     wide = ir.Value(name=w.name, type=ir.TensorType(ir.DataType.FLOAT), shape=w.shape)
@@ -62,7 +62,7 @@ def in_float32_input(op: Emit, w: ir.Value) -> ir.Value:
 
 
 def in_float32(op: Emit, y: ir.Value) -> ir.Value:
-    """Return a result of 16 bits in float32, with its name."""
+    """Return a result of 16 bits cast to float32; the cast takes over its name."""
     if y.dtype not in HALVES:
         return y
     wide = op.Cast(y, to=ir.DataType.FLOAT)
@@ -71,7 +71,7 @@ def in_float32(op: Emit, y: ir.Value) -> ir.Value:
 
 
 def in_dtype(op: Emit, y: ir.Value, like: ir.Value | None) -> ir.Value:
-    """Return a result that was widened in the 16 bits of the input that it will be."""
+    """Return a float32 result cast to the 16 bits of `like`, the input that is fed with it."""
     if like is None or like.dtype not in HALVES or y.dtype != ir.DataType.FLOAT:
         return y
     return op.Cast(y, to=like.dtype)
@@ -85,8 +85,8 @@ def set_precision(
 ) -> None:
     """Convert, in place, every float type of `model` to `dtype`, also the target types of Casts.
 
-    Finite numbers beyond the range of `dtype` are clipped to it: masks contain such numbers. Those
-    that are not `of` the given dtypes stay, and so do inputs and constants that are `unchanged`.
+    Finite numbers beyond the range of `dtype` are clipped to it: masks contain such numbers. Types
+    that are not in `of` stay, and so do the inputs and constants in `unchanged`.
     """
     kept: set[ir.Value | None] = {*unchanged}
     computed: list[tuple[ir.Node, int]] = []  # operands that must stay float32
@@ -106,16 +106,16 @@ def set_precision(
         if has_stash_type and (node.domain, node.op_type) == ("", "GroupNormalization"):
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", dtype)  # float32 by default
         for value in node.outputs:
-            _set(value, dtype, of)
+            _convert_value(value, dtype, of)
         for attribute in list(node.attributes.values()):
             if attribute.name in ("value_float", "value_floats") and not attribute.is_ref():
-                array = np.asarray(attribute.value, np.float64)  # the attribute is always float32
-                del node.attributes[attribute.name]
-                node.attributes["value"] = ir.AttrTensor("value", _rounded(array, dtype, None))
+                del node.attributes[attribute.name]  # it is always float32
+                tensor = _converted_tensor(np.asarray(attribute.value), dtype)
+                node.attributes["value"] = ir.AttrTensor("value", tensor)
             elif attribute.name in _DTYPES and attribute.value in of:
                 node.attributes[attribute.name] = ir.AttrInt64(attribute.name, dtype)
             elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in of:
-                tensor = _converted(attribute.value, dtype)
+                tensor = _converted_tensor(attribute.value.numpy(), dtype, attribute.value.name)
                 node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
             elif attribute.type == ir.AttributeType.TYPE_PROTO:  # of an Optional
                 content_type = attribute.value.type
@@ -124,7 +124,7 @@ def set_precision(
     for graph in (g for outer in graphs for g in (outer, *outer.subgraphs())):
         for value in (*graph.inputs, *graph.initializers.values()):
             if value not in kept:
-                _set(value, dtype, of)
+                _convert_value(value, dtype, of)
     for node, index in computed:
         holder = node.graph
         assert isinstance(holder, ir.Graph)
@@ -132,21 +132,20 @@ def set_precision(
             node.replace_input_with(index, op.Cast(node.inputs[index], to=ir.DataType.FLOAT))
 
 
-def _set(value: ir.Value, dtype: ir.DataType, of: Collection[ir.DataType]) -> None:
-    if value.dtype in of:
-        if isinstance(value.type, ir.TensorType):
-            value.type = ir.TensorType(dtype)  # the old one may be that of other values, too
-        else:
-            value.dtype = dtype
-        if value.const_value is not None:
-            value.const_value = _converted(value.const_value, dtype)
+def _convert_value(value: ir.Value, dtype: ir.DataType, of: Collection[ir.DataType]) -> None:
+    """Convert the type and the elements of a value, in place, if its dtype is in `of`."""
+    if value.dtype not in of:
+        return
+    if isinstance(value.type, ir.TensorType):
+        value.type = ir.TensorType(dtype)  # other values may share the old one
+    else:
+        value.dtype = dtype
+    if (tensor := value.const_value) is not None:
+        value.const_value = _converted_tensor(tensor.numpy(), dtype, tensor.name)
 
 
-def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.Tensor:
-    return _rounded(tensor.numpy().astype(np.float64), dtype, tensor.name)
-
-
-def _rounded(array: np.ndarray, dtype: ir.DataType, name: str | None) -> ir.Tensor:
-    limit = float(dtype.max)
+def _converted_tensor(array: np.ndarray, dtype: ir.DataType, name: str | None = None) -> ir.Tensor:
+    """Return a tensor with the elements of `array`, finite ones clipped to the range of `dtype`."""
+    limit, array = float(dtype.max), array.astype(np.float64)
     clipped = np.where(np.isinf(array), array, np.clip(array, -limit, limit))
     return ir.Tensor(clipped.astype(dtype.numpy()), dtype, name=name)

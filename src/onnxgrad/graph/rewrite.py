@@ -32,9 +32,9 @@ from onnxgrad.graph.tidy import drop_unused, has_name_to_keep, remove_node, repl
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.operators import marks
 
-# (op, node) -> one value for each output of the node, or None to leave the node as it is. `op`
-# writes in front of the node. None among the values leaves one output as it is, and the node with
-# it. A rewrite that changes the node in place returns its outputs.
+# (op, node) -> one value for each output of the node, or None to keep the node. `op` writes in
+# front of the node. None among the values keeps one output, and the node with it. A rewrite that
+# changes the node in place returns its outputs.
 Rewrite: TypeAlias = Callable[[Emit, ir.Node], "Sequence[ir.Value | None] | None"]
 Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and operator
 
@@ -59,28 +59,28 @@ def rewrite(
 ) -> bool:
     """Apply rewrites to the nodes of `graph` and its subgraphs; return whether any applied.
 
-    Nodes are visited in topological order, those that a rewrite writes before those behind it, and
-    all of them again until no rewrite applies. A replaced node is removed, and so is in the end
-    what no output needs. New values have the types and shapes of those that they replace.
+    Nodes are visited in topological order, new ones before the nodes that follow the rewritten one,
+    and all of them again until no rewrite applies. A replaced node is removed, and in the end so
+    are nodes that no output needs. New values take over the types and shapes of replaced ones.
 
     Args:
         graph: a graph, which is changed in place.
-        table: the rewrites of each operator, tried in their order, those of all operators first.
-        target: what the result will run on, for rewrites that ask: `op.target`.
-        keep: names of results that keep their names, as those of graph outputs do.
+        table: the rewrites of each operator, tried in their order, after rewrites of all operators.
+        target: runtime and device of the result, which rewrites read as `op.target`.
+        keep: names of results that keep their names, as graph outputs do.
     """
     op = Emit(graph)
     op.target = target
     applied = False
     for _ in range(_MOST + graph.num_nodes()):
-        if not _visit(op, table, keep):
+        if not _visit_nodes(op, table, keep):
             return applied
         applied = True
         drop_unused(graph, keep)
     raise RuntimeError("rewrites do not end: some undo each other")
 
 
-def _visit(op: Emit, table: Table, keep: Collection[str | None]) -> int:
+def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
     """Visit the nodes of the graph of `op` once; return how many rewrites applied."""
     waiting, count = deque(op.graph), 0
     most = _MOST * (1 + len(waiting))
@@ -90,20 +90,20 @@ def _visit(op: Emit, table: Table, keep: Collection[str | None]) -> int:
             functions = table.get((node.domain, node.op_type), ())
             if (every := table.get((node.domain, ANY))) is not None:
                 functions = (*every, *functions)
-            new = _apply(op, node, functions, keep) if functions else None
+            new = _apply_first(op, node, functions, keep) if functions else None
             if new is not None:
                 waiting.extendleft(reversed(new))
                 count += 1
             elif node.attributes.data and node.graph is op.graph:
                 for body in list(subgraphs(node)):
-                    with op.at(node):  # what a rewrite writes outside of the body stands before it
-                        count += _visit(Emit(body, outer=op), table, keep)
+                    with op.at(node):  # outside of the body, new nodes stand before it
+                        count += _visit_nodes(Emit(body, outer=op), table, keep)
             if count > most:
                 raise RuntimeError(f"rewrites of {node.op_type} and of what they write do not end")
     return count
 
 
-def _apply(
+def _apply_first(
     op: Emit, node: ir.Node, functions: Iterable[Rewrite], keep: Collection[str | None]
 ) -> list[ir.Node] | None:
     """Apply the first rewrite that applies; return the nodes that it writes, or None."""
@@ -115,7 +115,7 @@ def _apply(
         if (values := function(op, node)) is not None:
             break
     else:
-        for unread in op.written[count:][::-1]:  # what it has tried
+        for unread in op.written[count:][::-1]:  # attempts
             remove_node(unread)
         return None
     copies = node.op_type == "Identity" and values[0] is node.inputs[0]

@@ -31,7 +31,7 @@ def tidy(model: ir.Model) -> None:
 def drop_unused(graph: ir.Graph, keep: Collection[str | None] = ()) -> None:
     """Remove, in place, the nodes that no output of `graph` needs, in its subgraphs too.
 
-    Those that compute a value with a name of `keep` stay. The subgraphs of removed nodes are
+    Nodes that compute a value with a name of `keep` stay. The subgraphs of removed nodes are
     detached: a value that they capture still counts as used.
     """
     needed: set[ir.Value | None] = set(graph.outputs)
@@ -159,7 +159,7 @@ def move_out(
 
 
 def shapes_from_outside(body: ir.Graph, op: Emit, outer: Mapping[ir.Value, ir.Value]) -> None:
-    """Let Shape and Size of inputs of a Scan's body read what the Scan reads.
+    """Let Shape and Size of inputs of a Scan's body read the operands of the Scan.
 
     `op` writes the graph around the body. `outer` has the operand of the Scan for each input that
     has the same shape in all iterations; of a scanned one, it has one axis more in front.

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-_SEARCHED = 400  # values between one and those that it depends on, at most
+_SEARCHED = 400  # the most values between a value and its origins
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
@@ -35,7 +35,7 @@ def captured(node: ir.Node) -> list[ir.Value]:
 
 
 def all_nodes(graph: ir.Graph | ir.Function) -> list[ir.Node]:
-    """Return the nodes of `graph`, each before those of its subgraphs."""
+    """Return the nodes of `graph`, each before the nodes of its subgraphs."""
     nodes = []
     for node in graph:
         nodes.append(node)
@@ -85,7 +85,7 @@ def nodes_behind(values: Iterable[ir.Value]) -> set[ir.Node]:
 
 
 def nodes_after(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> list[ir.Node]:
-    """Return those of `nodes`, in topological order, that depend on any of `values`."""
+    """Return the `nodes`, in topological order, that depend on any of `values`."""
     after, found = set(values), []
     for node in nodes:
         if not after.isdisjoint(reads(node)):
@@ -95,7 +95,7 @@ def nodes_after(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> list[ir
 
 
 def dependents(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
-    """Return `values`, and the results of those of `nodes` that depend on any of them."""
+    """Return `values`, and the results of the `nodes` that depend on any of them."""
     values = list(values)
     return {*values, *(y for node in nodes_after(nodes, values) for y in node.outputs)}
 

@@ -1,4 +1,4 @@
-"""The types and shapes that onnx infers for one node, from those of its operands."""
+"""The types and shapes that onnx infers for the results of one node."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from onnx import (
 from onnx.shape_inference import infer_shapes
 
 from onnxgrad.operators import operator_of
-from onnxgrad.operators.microsoft import (
-    DTYPES,
-    result_shapes,
-    result_types,
-    standard_like,
-)
+from onnxgrad.operators.microsoft import DTYPES, result_shapes, result_types, standard_like
 from onnxgrad.operators.shapes import Dims, dims, is_real, is_stated
 
 _SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
@@ -37,9 +32,14 @@ def infer_node(
 ) -> None:
     """Set the unknown types and dimensions of the outputs of `node`; nothing where onnx fails.
 
-    Without them, rules compute shapes at run time. onnx infers a model of one node, which it does
-    for types, too, that the schema of the operator does not allow. The node has no subgraphs;
-    `elements` are those of short vectors that are no constants, `functions` those of the model.
+    Rules compute shapes that stay unknown at run time. onnx gets a model of one node, as it infers
+    that also for types which the schema of the operator does not allow.
+
+    Args:
+        node: a node without subgraphs.
+        opsets: the version of each domain.
+        elements: numbers and lengths in short vectors that are no constants.
+        functions: the local functions of the model.
     """
     called = functions if functions and node.op_identifier() in functions else {}
     proto = None
@@ -53,15 +53,16 @@ def infer_node(
         graph = GraphProto(name="node", node=[proto or ir.to_proto(node)])
         graph.output.extend(ValueInfoProto(name=y.name) for y in node.outputs if y.name)
         for x in operands:
-            if (data := _data(x, elements or {})) is not None:
+            if (data := _few_elements(x, elements or {})) is not None:
                 graph.initializer.append(data)
             elif x.type is not None:
                 graph.input.append(ir.serde.serialize_value(x))
-        model = ModelProto(ir_version=IR_VERSION, graph=graph)
-        model.opset_import.extend(
-            OperatorSetIdProto(domain=d, version=v) for d, v in opsets.items()
+        model = ModelProto(
+            ir_version=IR_VERSION,
+            graph=graph,
+            opset_import=(OperatorSetIdProto(domain=d, version=v) for d, v in opsets.items()),
+            functions=map(ir.to_proto, called.values()),
         )
-        model.functions.extend(map(ir.to_proto, called.values()))
         inferred = infer_shapes(model).graph.output
     except Exception:  # of several types
         return
@@ -72,34 +73,31 @@ def infer_node(
             y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
             shape = dims(ir.Value(shape=ir.serde.deserialize_type_proto_for_shape(proto)))
             if shape is not None and all(not isinstance(d, int) or d >= 0 for d in shape):
-                # a negative length is that of a node that never runs
+                # a node with a negative length never runs
                 complete(y, tuple(d if isinstance(d, int) or d in symbols else None for d in shape))
 
 
 def _infer_by_onnxruntime(node: ir.Node) -> None:
     """Set types and shapes of the outputs of an operator that onnxruntime adds."""
-    types, shapes = result_types(node), result_shapes(node)
-    for i, y in enumerate(node.outputs):
-        if not y.name:  # left out
-            continue
-        if i < len(types):
-            y.type = y.type or types[i]
-        if i < len(shapes):
-            complete(y, shapes[i])
+    for y, known_type in zip(node.outputs, result_types(node), strict=False):
+        if y.name:  # it is not left out
+            y.type = y.type or known_type
+    for y, shape in zip(node.outputs, result_shapes(node), strict=False):
+        if y.name:
+            complete(y, shape)
 
 
 def complete(value: ir.Value, shape: Dims | None) -> None:
     """Set the dimensions of `value` that are unknown, or symbols that were generated."""
     known = dims(value)
-    if known is None or shape is None or len(known) != len(shape):
-        chosen = shape if known is None else known
-        value.shape = None if chosen is None else ir.Shape(chosen)
-    elif not all(map(is_stated, known)):
+    if known is None:
+        value.shape = None if shape is None else ir.Shape(shape)
+    elif shape is not None and len(known) == len(shape) and not all(map(is_stated, known)):
         pairs = zip(known, shape, strict=True)
         value.shape = ir.Shape([k if s is None or is_stated(k) else s for k, s in pairs])
 
 
-def _data(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
+def _few_elements(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
     """Return the elements of an operand, if they are few and do not change between runs."""
     if x.is_graph_input():
         return None
@@ -119,8 +117,8 @@ def _data(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto |
 def complete_types(node: ir.Node) -> None:
     """Set the types that onnx does not infer, where the schema allows only one.
 
-    onnx does not infer those of several operators of `ai.onnx.ml`. The result of an operator of
-    another domain that has a rule gets the dtype of the first float that it reads.
+    onnx does not infer the types of several operators of `ai.onnx.ml`. The result of an operator
+    of another domain that has a rule gets the dtype of the first float that it reads.
     """
     if node.domain and node.outputs[0].type is None and operator_of(node).rule:
         floats = (x.type for x in node.inputs if x is not None and is_real(x))

@@ -1,4 +1,4 @@
-"""The shapes that a model states for its results, and which of them are used.
+"""The shapes that a model states for its results, used as far as inference does not differ.
 
 Many files state the shapes of the example that was exported, although their inputs have a symbolic
 batch: a gradient that relies on a wrong length would be wrong silently. Inferred dimensions take
@@ -41,7 +41,7 @@ def infer_file(
 
 
 def _forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
-    """Remove the shapes of the results of nodes, in place; return those of the main graph.
+    """Remove the shapes of the results of nodes, in place; return the shapes of the main graph.
 
     Results of operators outside the standard domain keep their rank, and outputs of the main graph
     their shape, without the length of axis 0 if the batch is symbolic.
@@ -75,7 +75,7 @@ def _complete_by_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> boo
     def is_proof(p: Dim, d: Dim) -> bool:
         return all(isinstance(length, int) or length in symbols for length in (p, d))
 
-    wrong = {y: shapes for y, shapes in inferred.items() if _disagree(*shapes, is_proof)}
+    wrong = {y: shapes for y, shapes in inferred.items() if _are_contradictory(*shapes, is_proof)}
     if wrong:
         _warn_of_stated(wrong)
         results = [y for y in graph.outputs if y.producer() is not None]
@@ -102,7 +102,7 @@ def _warn_of_stated(wrong: Mapping[ir.Value, tuple[Dims, Dims]]) -> None:
     listed = [
         f"of {y.name!r} {lengths(shape)}, not {lengths(proven)}"
         for y, (proven, shape) in wrong.items()
-        if _disagree(proven, shape, lambda _, d: isinstance(d, int))
+        if _are_contradictory(proven, shape, lambda _, d: isinstance(d, int))
     ]
     if listed:
         more = f", and of {len(listed) - 3} more values others" if len(listed) > 3 else ""
@@ -118,7 +118,7 @@ def _has_no_inferred_rank(y: ir.Value) -> bool:
     return node is not None and any(x is not None and rank(x) is None for x in node.inputs)
 
 
-def _disagree(proven: Dims, stated: Dims, is_proof: Callable[[Dim, Dim], bool]) -> bool:
+def _are_contradictory(proven: Dims, stated: Dims, is_proof: Callable[[Dim, Dim], bool]) -> bool:
     """Return whether two shapes differ in rank, or in dimensions whose difference is a proof."""
     pairs = zip(proven, stated, strict=False)
     return len(proven) != len(stated) or any(p != d and is_proof(p, d) for p, d in pairs)

@@ -1,4 +1,4 @@
-"""Types and shapes of the values of a graph: by onnx, and by rules for what it does not infer."""
+"""Types and shapes of the values of a graph: by onnx, and by rules where onnx infers nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def infer(
         model: the model.
         trust_branches: whether to use the declared shapes of outputs that depend on an If, Loop or
             Scan. Exporters that trace a model declare the shape of the one branch they have traced.
-        confirm: returns what holds of the declared shape of an output that was not inferred.
-        walk: that of an earlier call: only what has changed since is inferred again.
+        confirm: returns what holds of the declared shape of an output whose shape is not inferred.
+        walk: the walk of an earlier call: only nodes that have changed since are inferred again.
 
     Raises:
         ModelError: a tensor has too many axes, or more elements than 64 bits count, or a constant
@@ -77,14 +77,14 @@ def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = Non
     """Name the first axis of inputs `symbol`, except where its length is static.
 
     None for `exempt`: of all inputs, whatever they state. Otherwise not of the inputs with these
-    names, and where inputs state different symbols, only of those that state none.
+    names, and where inputs state different symbols, only the inputs that state none.
     """
     inputs = [x for x in graph.inputs if dims(x) and x.name not in (exempt or ())]
     firsts = {x: (dims(x) or (None,))[0] for x in inputs}
     rows = {d for d in firsts.values() if isinstance(d, str) and d not in _PLACEHOLDERS}
     if exempt is not None and len(rows) > 1:
         firsts, rows = {x: d for x, d in firsts.items() if d not in rows}, set()
-    for value in _values(graph):
+    for value in _inputs_and_results(graph):
         shape = dims(value)
         if shape and not rows.isdisjoint(shape):
             value.shape = ir.Shape([symbol if d in rows else d for d in shape])
@@ -136,7 +136,7 @@ def _forget_declared(nodes: Iterable[ir.Node]) -> None:
 
 def _name_axes(graph: ir.Graph) -> None:
     """Give each input axis without a length or name its own symbol, and drop placeholders."""
-    shapes = {v: shape for v in _values(graph) if (shape := dims(v)) is not None}
+    shapes = {v: shape for v in _inputs_and_results(graph) if (shape := dims(v)) is not None}
     symbols = {d for shape in shapes.values() for d in shape}
     fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in symbols)
     inputs = set(graph.inputs)
@@ -211,7 +211,7 @@ def _adds_to(declared: Dims, inferred: Dims | None) -> bool:
     return any(d is not None and not is_stated(i) for d, i in pairs)
 
 
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+def _inputs_and_results(graph: ir.Graph) -> Iterator[ir.Value]:
     yield from graph.inputs
     for node in graph:
         yield from node.outputs

@@ -41,7 +41,7 @@ class Walk:
         self._is_conditional = False  # whether it is in a branch, which may never run
 
     def infer(self, graph: ir.Graph) -> None:
-        """Set the types and shapes of the results of `graph`, from those of its inputs."""
+        """Set types and shapes of the results of `graph` by the types and shapes of its inputs."""
         for x in graph.initializers.values():
             if x.const_value is not None:
                 x.type = x.type or ir.TensorType(x.const_value.dtype)
@@ -66,7 +66,7 @@ class Walk:
         return node in self._known
 
     def _known_of(self, node: ir.Node) -> list:
-        """Return what is known of the values of `node` and its subgraphs."""
+        """Return types, shapes and elements of the values of `node` and its subgraphs."""
         nodes = [node, *(n for body in subgraphs(node) for n in all_nodes(body))]
         values = [v for n in nodes for v in (*n.inputs, *n.outputs) if v is not None]
         shapes = [None if v.shape is None else v.shape.dims for v in values]
@@ -142,13 +142,13 @@ class Walk:
             self.infer(branch)
         self._is_conditional = before
         for y, *ends in zip(node.outputs, *(b.outputs for b in branches), strict=True):
-            _set(y, next((v.type for v in ends if v.type is not None), None), joined(ends))
+            _set_known(y, next((v.type for v in ends if v.type is not None), None), joined(ends))
 
     def _infer_loop(self, node: ir.Node) -> None:
         """A state has the shape of its initial value, where an iteration does not change it.
 
-        The shape of a sequence is that of its elements, and of one that is empty initially, that of
-        the elements which the first iteration adds.
+        The shape of a sequence is the shape of its elements. If it is empty initially, they are the
+        elements that the first iteration adds.
         """
         body, starts = node.attributes["body"].as_graph(), node.inputs[2:]
         n = len(starts)
@@ -157,9 +157,9 @@ class Walk:
             if start is not None and start.type is not None:
                 state.type = start.type
                 note_empty(state, is_empty(start))
-            state.shape = _to_shape(_stated(dims(start)))
+            state.shape = _to_shape(_without_generated(dims(start)))
         self.infer(body)
-        while sum(map(_settle, states, ends)):  # no `any`: all of them
+        while sum(map(_correct_state, states, ends)):  # no `any`: all of them
             for y in (y for inner in all_nodes(body) for y in inner.outputs):
                 y.shape = None
             self.infer(body)
@@ -175,11 +175,11 @@ class Walk:
         n = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
         length = None
         for x, start in zip(body.inputs[:n], node.inputs[:n], strict=False):
-            _set(x, None if start is None else start.type, dims(start))
+            _set_known(x, None if start is None else start.type, dims(start))
         axes = node.attributes.get_ints("scan_input_axes", (0,) * len(node.inputs))
         for x, stack, axis in zip(body.inputs[n:], node.inputs[n:], axes, strict=False):
             shape = dims(stack)
-            _set(x, None if stack is None else stack.type, None)
+            _set_known(x, None if stack is None else stack.type, None)
             if shape:
                 axis %= len(shape)
                 length = shape[axis] if length is None else length
@@ -188,7 +188,7 @@ class Walk:
         for y, rank in zip(body.outputs, body.meta.get(marks.DECLARED_RANKS, ()), strict=False):
             y.shape = ir.Shape([None] * rank) if y.shape is None and rank is not None else y.shape
         for y, start, end in zip(node.outputs, node.inputs[:n], body.outputs, strict=False):
-            _set(y, end.type, _stated(dims(end)))
+            _set_known(y, end.type, _without_generated(dims(end)))
             complete(y, dims(start))
         axes = node.attributes.get_ints("scan_output_axes", ())
         _set_stacked(body.outputs[n:], node.outputs[n:], length, axes)
@@ -197,18 +197,18 @@ class Walk:
         body = node.attributes["body"].as_graph()
         for x, given in zip(body.inputs, node.inputs, strict=True):
             if given is not None and given.type is not None:
-                _set(x, ir.TensorType(given.type.dtype), _stated(dims(given)))
+                _set_known(x, ir.TensorType(given.type.dtype), _without_generated(dims(given)))
         self.infer(body)
         for y, end in zip(node.outputs, body.outputs, strict=True):
             kind = None if end.type is None else ir.SequenceType(end.type)
-            _set(y, kind, _stated(dims(end)))
+            _set_known(y, kind, _without_generated(dims(end)))
 
 
 def _is_complete(shape: Dims | None) -> bool:
     return shape is not None and all(map(is_stated, shape))
 
 
-def _stated(shape: Dims | None) -> Dims | None:
+def _without_generated(shape: Dims | None) -> Dims | None:
     """Return a shape without generated symbols, which one iteration may give another length."""
     return None if shape is None else tuple(d if is_stated(d) else None for d in shape)
 
@@ -217,7 +217,7 @@ def _to_shape(shape: Dims | None) -> ir.Shape | None:
     return None if shape is None else ir.Shape(shape)
 
 
-def _set(value: ir.Value, value_type: ir.TypeProtocol | None, shape: Dims | None) -> None:
+def _set_known(value: ir.Value, value_type: ir.TypeProtocol | None, shape: Dims | None) -> None:
     """Set the type of `value`, and its unknown dimensions."""
     value.type = value_type or value.type
     complete(value, shape)
@@ -229,18 +229,18 @@ def _set_stacked(
     length: int | str | None,
     axes: Sequence[int],
 ) -> None:
-    """Set the types and shapes of what a Loop or Scan stacks of the results of its body."""
+    """Set types and shapes of the results of a Loop or Scan that stack results of its body."""
     for i, (end, stack) in enumerate(zip(ends, stacks, strict=False)):
-        shape = _stated(dims(end))
+        shape = _without_generated(dims(end))
         if shape is not None:
             axis = (axes[i] if axes else 0) % (len(shape) + 1)
             shape = (*shape[:axis], length, *shape[axis:])
-        _set(stack, end.type, shape)
+        _set_known(stack, end.type, shape)
 
 
-def _settle(state: ir.Value, end: ir.Value) -> bool:
+def _correct_state(state: ir.Value, end: ir.Value) -> bool:
     """Correct the assumed shape of a state of a Loop; return whether it was wrong."""
-    assumed, actual = _stated(dims(state)), _stated(dims(end))
+    assumed, actual = _without_generated(dims(state)), _without_generated(dims(end))
     if assumed is None:
         if not is_empty(state) or is_empty(end):
             return False
@@ -270,5 +270,5 @@ def _infer_sequence(node: ir.Node) -> bool:
     adds_none = node.op_type in ("Identity", "SequenceErase")
     stays_empty = adds_none and first is not None and is_empty(first)
     note_empty(y, stays_empty or node.op_type == "SequenceEmpty")
-    _set(y, value_type, output_shape(node.op_type, node.inputs, attributes))
+    _set_known(y, value_type, output_shape(node.op_type, node.inputs, attributes))
     return True
