@@ -165,7 +165,7 @@ class Emit:
 
         Args:
             op_type, domain: of the operator.
-            inputs: operands as above.
+            inputs: operands, in each form that the class describes.
             attributes: Python values by name, subgraphs as `ir.Graph`.
             fresh: always write a new node, so that its output may be renamed.
         """

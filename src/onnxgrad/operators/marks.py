@@ -1,7 +1,7 @@
 """Keys of `meta`: what nodes, values and graphs carry from the code that writes it to its reader.
 
-Files do not have them. Each key is the subject of one line: what `meta` holds there, who writes it,
-and who reads it.
+Files do not have them. The comment on a key says what `meta` holds there, which module writes it,
+and which reads it.
 """
 
 # -- of values -------------------------------------------------------------------------------------
@@ -21,7 +21,8 @@ EMPTY_SEQUENCE = "onnxgrad.empty_sequence"
 # position and element in a sequence of zeros: operators/sequence_nodes writes and reads it
 SCATTERED = "onnxgrad.scattered"
 
-# True for the scores -z and z of two classes: operators/ml writes, losses/class_columns reads it
+# True for the scores -z and z of two classes: operators/ml writes it, losses/class_columns reads it
+# and passes it on
 OPPOSITE = "onnxgrad.opposite"
 
 # why these are no scores of classes: operators/ml writes, losses/class_columns reads it
