@@ -19,7 +19,7 @@ sys.path.insert(0, str(FOLDER.parent))
 
 import onnx
 
-from onnxgrad.autodiff.primal.function_bodies import has_body
+from onnxgrad.autodiff.primal.bodies import has_body
 from onnxgrad.operators import OPERATORS, Operator
 from tests.autodiff.control.test_control import CASES as SUBGRAPH_CASES
 from tests.support import covered

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import defs
 
-from onnxgrad.autodiff.primal.function_bodies import has_body
+from onnxgrad.autodiff.primal.bodies import has_body
 from onnxgrad.operators import OPERATORS, Operator
 from tests.support import covered
 from tests.support.paths import DOCS

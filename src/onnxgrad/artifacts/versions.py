@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import ModelProto, defs
 
-from onnxgrad.autodiff.primal.function_bodies import function_body
+from onnxgrad.autodiff.primal.bodies import function_body
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.emit import Emit

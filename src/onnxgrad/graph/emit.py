@@ -247,6 +247,11 @@ class Emit:
         new = self.emit_many(node.op_type, inputs, attributes, count, node.domain, fresh=True)
         return [self.set_type_like(y, old) for y, old in zip(new, node.outputs, strict=True)]
 
+    def insert(self, node: ir.Node, nodes: list[ir.Node]) -> None:
+        """Insert nodes of no graph before `node`, as if they had been written here."""
+        self.graph.insert_before(node, nodes)
+        self.written += nodes
+
     def copy_of(self, x: ir.Value) -> ir.Value:
         """Return the output of a new Identity of `x`, which may be renamed."""
         return self.emit("Identity", [x], {}, fresh=True)

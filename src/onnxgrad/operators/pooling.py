@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -17,10 +18,10 @@ from onnxgrad.operators.axes import (
 from onnxgrad.operators.distinct import distinct_positions
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import rule
+from onnxgrad.operators.registry import lowering, rule
 from onnxgrad.operators.resize import LARGEST_BLOCK
 from onnxgrad.operators.rule_nodes import attributes_of, last_writes, output
-from onnxgrad.operators.shapes import dims
+from onnxgrad.operators.shapes import Dims, dims, static
 from onnxgrad.operators.windows import (
     Windows,
     lengths,
@@ -38,10 +39,83 @@ def _pooled_axis(node: Any, _operand: int, axis: int) -> Answer:
     return (axis if axis < 2 else None, None)[: len(node.outputs)]
 
 
+def _windows_along_axes(lengths: Sequence[int], attributes: Mapping[str, Any]) -> Counts | None:
+    """Return the number of windows along each spatial axis in `ceil_mode`, and what they leave.
+
+    A window that would start in the end padding is not computed, though onnx before opset 22 counts
+    it. None where the rounding or the padding is another.
+    """
+    n = len(lengths)
+    automatic = attributes.get("auto_pad", "NOTSET") != "NOTSET"
+    if not attributes.get("ceil_mode", 0) or automatic:
+        return None
+    kernel, strides, dilations = (
+        np.array(attributes.get(name, (1,) * n))
+        for name in ("kernel_shape", "strides", "dilations")
+    )
+    begin, end = np.array(attributes.get("pads", (0,) * 2 * n)).reshape(2, n)
+    beyond = np.array(lengths) + begin + end - (kernel - 1) * dilations - 1
+    dropped = -(-beyond // strides) * strides >= np.array(lengths) + begin
+    return Counts(-(-beyond // strides) + 1 - dropped, dropped, beyond % strides, begin, end)
+
+
+class Counts(NamedTuple):
+    """Windows along each axis, in `ceil_mode`.
+
+    Attributes:
+        number: how many there are.
+        dropped: whether one more would start in the end padding.
+        left: the elements behind the last window that is full.
+        begin, end: the padding.
+    """
+
+    number: np.ndarray
+    dropped: np.ndarray
+    left: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+
+def _shape_of_pool(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
+    """Return the shape after a pool in `ceil_mode`; None of others, which onnx infers right."""
+    shape = dims(inputs[0])
+    spatial = None if shape is None else static(shape[2:])
+    windows = None if spatial is None else _windows_along_axes(spatial, attributes)
+    return None if windows is None or shape is None else (*shape[:2], *windows.number.tolist())
+
+
+declare_operators("AveragePool LpPool MaxPool", shape=_shape_of_pool)
 declare_operators(
     "AveragePool GlobalAveragePool GlobalLpPool GlobalMaxPool LpPool MaxPool",
     axes=first_operand(_pooled_axis),
 )
+
+
+@lowering("AveragePool", "LpPool", "MaxPool")
+def drop_windows(op, node):
+    """A pool in `ceil_mode` gets the padding, or the part of its input, that its windows read.
+
+    Older runtimes count a window that would start in the end padding in the shape of the result.
+    """
+    spatial = lengths(node.inputs[0])
+    windows = None if spatial is None else _windows_along_axes(spatial, attributes_of(node))
+    if windows is None or not windows.dropped.any():
+        return None
+    dropped, needed = windows.dropped, windows.end - windows.left  # the end padding that is read
+    if any(y.uses() or y.is_graph_output() for y in node.outputs[1:]) and (needed < 0).any():
+        return None  # their indices are positions in the whole input
+    if (dropped | (windows.left == 0)).all():
+        node.attributes["ceil_mode"] = ir.AttrInt64("ceil_mode", 0)
+        return node.outputs
+    ends = np.where(dropped, np.maximum(needed, 0), windows.end)
+    pads = [*windows.begin.tolist(), *ends.tolist()]
+    node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+    unread = np.where(dropped, np.minimum(needed, 0), 0)  # -1 for one element at the end
+    if unread.any():
+        axes = np.flatnonzero(unread)
+        x = op.Slice(node.inputs[0], [0] * len(axes), unread[axes], axes + 2)
+        node.replace_input_with(0, x)
+    return node.outputs
 
 
 @rule("MaxPool")

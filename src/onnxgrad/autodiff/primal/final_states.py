@@ -9,26 +9,19 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.rewrite import GROUPS, rewrite, rewrites
-from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes
 from onnxgrad.operators.recurrent import lengths
 from onnxgrad.operators.rule_nodes import output
 from onnxgrad.operators.shapes import constant, dims, rank
 
-_GROUP = "final states"
+FINAL_STATES = "final states"
 _FAR = (1 << 31) - 1  # ends of slices, from which they mean all that is there
 CELLS = ("RNN", "GRU", "LSTM")
 
 
-def read_final_states(model: ir.Model) -> bool:
-    """Replace what reads the last output of recurrent layers; return whether anything does."""
-    recurrent = any(node.op_type in CELLS for node in all_nodes(model.graph))
-    return recurrent and rewrite(model.graph, GROUPS[_GROUP])
-
-
-@rewrites("Gather", group=_GROUP)
+@rewrites("Gather", group=FINAL_STATES)
 def last_output(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Y[T - 1] = Y_h; of a reversed layer, Y[0] = Y_h."""
     (x, i), axes = node.inputs, named_axes(node)
@@ -45,7 +38,7 @@ def last_output(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     return [state if index.ndim == 0 else op.Unsqueeze(state, [axis])]
 
 
-@rewrites("Slice", group=_GROUP)
+@rewrites("Slice", group=FINAL_STATES)
 def slice_of_last(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Y[T - 1 :] = Y_h, with an axis of length 1."""
     x, *others = node.inputs

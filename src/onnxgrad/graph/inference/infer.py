@@ -9,7 +9,6 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import complete
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
@@ -49,7 +48,6 @@ def infer(
     declared = {y: _without_repeated(y, inputs) for y in results}
     for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
-    _give_scalars(model.graph)
     nodes = all_nodes(model.graph)
     _forget_declared(n for n in nodes if walk is None or not walk.has_inferred(n))
     _name_axes(model.graph)
@@ -102,36 +100,17 @@ def note_ranks(nodes: Iterable[ir.Node]) -> None:
             body.meta[marks.DECLARED_RANKS] = [rank(y) for y in body.outputs]
 
 
-def _give_scalars(graph: ir.Graph) -> None:
-    """Let the bodies of Loops take their number and condition as scalars, in place.
-
-    onnxruntime passes tensors of the declared shape, (1,) in files of PyTorch: their nodes get the
-    scalar reshaped.
-    """
-    for node in all_nodes(graph):
-        if (node.domain, node.op_type) != ("", "Loop"):
-            continue
-        body = node.attributes["body"].as_graph()
-        for i, x in enumerate(body.inputs[:2]):
-            if dims(x) == (1,):
-                op = Emit(body, outer=Emit(graph))
-                scalar = ir.Value(name=op.name(str(x.name)), type=x.type, shape=ir.Shape(()))
-                body.inputs[i] = scalar
-                with op.at(next(iter(body), None)):
-                    reshaped = op.Reshape(scalar, [1])
-                ir.convenience.replace_all_uses_with(x, reshaped, replace_graph_outputs=True)
-
-
 def _forget_declared(nodes: Iterable[ir.Node]) -> None:
     """Remove the declared shapes of inputs and outputs of subgraphs: exporters write wrong ones."""
     for node in nodes:
+        vectors = [x for graph in subgraphs(node) for x in graph.inputs[:2] if dims(x) == (1,)]
         for graph in subgraphs(node):
             for value in (*graph.inputs, *graph.outputs):
                 value.shape = None
         if (node.domain, node.op_type) == ("", "Loop"):
             inputs = node.attributes["body"].as_graph().inputs
             for x, dtype in zip(inputs, (ir.DataType.INT64, ir.DataType.BOOL), strict=False):
-                x.shape, x.dtype = ir.Shape(()), dtype
+                x.shape, x.dtype = ir.Shape((1,) if x in vectors else ()), dtype
 
 
 def _name_axes(graph: ir.Graph) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.operators.shapes import Dims, constant, dims, static
 
 
@@ -36,62 +35,20 @@ def _write_pads(node: ir.Node) -> None:
     del node.attributes["auto_pad"]
 
 
-def drop_windows(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """Cut the end if `node` is a pool in `ceil_mode`, in place; return a node that cuts its input.
-
-    A window that would start in the end padding is not computed, but onnx before opset 22 counts it
-    in the shape. Where less padding is not enough, the elements that no window reads are cut off.
-    """
-    if not node.op_type.endswith("Pool") or not node.attributes.get_int("ceil_mode", 0):
-        return None
-    get, shape = node.attributes.get_ints, dims(node.inputs[0])
-    lengths = None if shape is None else static(shape[2:])
-    if lengths is None:
-        return None
-    n = len(lengths)
-    kernel, strides, dilations = (
-        np.array(get(name, (1,) * n)) for name in ("kernel_shape", "strides", "dilations")
-    )
-    begin, end = np.array(get("pads", (0,) * 2 * n)).reshape(2, n)
-    beyond = np.array(lengths) + begin + end - (kernel - 1) * dilations - 1
-    dropped = -(-beyond // strides) * strides >= np.array(lengths) + begin
-    if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or not dropped.any():
-        return None
-    needed = end - beyond % strides  # the end padding of the windows that remain
-    if any(y.uses() or y.is_graph_output() for y in node.outputs[1:]) and (needed < 0).any():
-        return None  # their indices are positions in the whole input
-    if (dropped | (beyond % strides == 0)).all():
-        node.attributes["ceil_mode"] = ir.AttrInt64("ceil_mode", 0)
-    else:
-        pads = [*begin.tolist(), *np.where(dropped, np.maximum(needed, 0), end).tolist()]
-        node.attributes["pads"] = ir.AttrInt64s("pads", pads)
-        if any(unread := np.where(dropped, np.minimum(needed, 0), 0)):
-            return _cut_end(graph, node, unread)
-    return None
-
-
-def _cut_end(graph: ir.Graph, pool: ir.Node, ends: np.ndarray) -> ir.Node | None:
-    """Let `pool` read its input without the last elements along each axis, -1 for one element."""
-    assert isinstance(pool.graph, ir.Graph)
-    main = Emit(graph)
-    op = main if pool.graph is graph else Emit(pool.graph, outer=main)
-    axes = np.flatnonzero(ends)
-    with op.at(pool):
-        x = op.Slice(pool.inputs[0], [0] * len(axes), ends[axes], axes + 2)
-    pool.replace_input_with(0, x)
-    return x.producer()
-
-
 def correct(node: ir.Node, known: Dims | None) -> None:
     """Remove what onnx infers wrongly of the shape of the first output of `node`.
 
     Of an index of an Einsum with several lengths, onnx uses the first, even if it is 1 or a symbol;
     the width of packed heads of an Attention is 0 if it is a symbol, and a DFT whose length is no
-    constant keeps a symbolic length of its input. `known` is the shape of the output before.
+    constant keeps a symbolic length of its input. The indices of a MaxPool have the shape of its
+    values. `known` is the shape of the output before.
     """
     y, shape = node.outputs[0], dims(node.outputs[0])
     if node.op_type == "Einsum":
         y.shape = None if known is None else ir.Shape(known)
+    elif node.op_type == "MaxPool":
+        for indices in node.outputs[1:]:
+            indices.shape = y.shape
     elif node.op_type == "Attention" and shape is not None:
         y.shape = ir.Shape([None if d == 0 else d for d in shape])
     elif node.op_type == "DFT" and shape is not None:

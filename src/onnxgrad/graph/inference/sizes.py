@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
@@ -22,32 +20,43 @@ def fold_sizes(graph: ir.Graph, walk: Walk) -> None:
     is proven that onnxruntime infers the same one. In subgraphs, only conditions of an If become
     constants. The nodes that are no longer needed stay in the graph. `walk` has inferred the graph.
     """
-    if walk.elements:
-        _fold(Emit(graph), walk.elements, conditional_nodes(graph))
+    _fold(Emit(graph), walk)
 
 
-def _fold(op: Emit, elements: dict[ir.Value, Elements], conditional: Container[ir.Node]) -> None:
-    """Fold the sizes of the graph of `op`; the constants are not read by nodes in `conditional`.
-
-    Where such a node cannot run, because the condition excludes it, onnxruntime may refuse it.
-    """
+def _fold(op: Emit, walk: Walk) -> None:
     for node in list(op.graph):
         for body in subgraphs(node):
-            _fold(Emit(body, outer=op), elements, conditional)
-        if node.outputs and node.outputs[0] in elements:
-            _replace(op, node.outputs[0], elements[node.outputs[0]], conditional)
-        elif op.outer is None and node.op_type == "Reshape" and not node.domain:
-            _fold_target(op, node, elements)
+            _fold(Emit(body, outer=op), walk)
+        fold_node(walk, op, node)
 
 
-def _replace(op: Emit, y: ir.Value, elements: Elements, conditional: Container[ir.Node]) -> None:
-    """Let what reads `y` read a constant, if all elements are numbers."""
+def fold_node(walk: Walk, op: Emit, node: ir.Node) -> None:
+    """Let what reads the result of `node` read a constant, if all of its elements are known.
+
+    It is a rewrite that does not apply. Nodes in a branch of an If keep reading the result: where
+    they cannot run, because the condition excludes it, onnxruntime may refuse the constant.
+    """
+    if not node.outputs:
+        return
+    y = node.outputs[0]
+    elements = walk.elements.get(y)
+    if elements is None:
+        if op.outer is None and node.op_type == "Reshape" and not node.domain:
+            _fold_target(op, node, walk.elements)
+        return
     if y.dtype not in INTEGERS or not all(isinstance(e, int) for e in elements.flat):
         return
     assert y.dtype is not None
-    for node, i in list(y.uses()):
-        if node.op_type == "If" or (op.outer is None and node not in conditional):
-            node.replace_input_with(i, op.const(elements.astype(y.dtype.numpy())))
+    number = op.const(elements.astype(y.dtype.numpy()))
+    for reader, i in list(y.uses()):
+        always_runs = op.outer is None and not _is_conditional(op.graph, reader)
+        if reader.op_type == "If" or always_runs:
+            reader.replace_input_with(i, number)
+
+
+def _is_conditional(graph: ir.Graph, node: ir.Node) -> bool:
+    """Return whether `node`, of `graph` or its subgraphs, is in a branch of an If."""
+    return node.graph is not graph and node in conditional_nodes(graph)
 
 
 def _fold_target(op: Emit, node: ir.Node, elements: dict[ir.Value, Elements]) -> None:

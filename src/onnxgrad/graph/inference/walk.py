@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.inference.by_onnx import complete, complete_types, infer_node
-from onnxgrad.graph.inference.onnx_mistakes import correct, drop_windows, spell_out
+from onnxgrad.graph.inference.onnx_mistakes import correct, spell_out
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.limits import check_limit
 from onnxgrad.operators import marks, operator_of
@@ -55,10 +55,9 @@ class Walk:
         It is a rewrite that does not apply. Nodes of subgraphs are inferred by onnx alone, which
         raises no error where a branch would never run.
         """
-        unknown = any(y.type is None or y.shape is None for y in node.outputs)
-        if node.graph is self.main and (unknown or node not in self._known):
+        if node.graph is self.main:
             self._infer(node)
-        elif unknown:
+        elif any(y.type is None or y.shape is None for y in node.outputs):
             infer_node(node, self.main.opset_imports, self.elements, self.functions)
 
     def has_inferred(self, node: ir.Node) -> bool:
@@ -67,11 +66,20 @@ class Walk:
 
     def _known_of(self, node: ir.Node) -> list:
         """Return types, shapes and elements of the values of `node` and its subgraphs."""
-        nodes = [node, *(n for body in subgraphs(node) for n in all_nodes(body))]
-        values = [v for n in nodes for v in (*n.inputs, *n.outputs) if v is not None]
-        shapes = [None if v.shape is None else v.shape.dims for v in values]
-        elements = [self.elements[v].tolist() if v in self.elements else None for v in values]
-        return [values, [v.type for v in values], shapes, elements]
+        nodes = [node]
+        for body in subgraphs(node):
+            nodes += all_nodes(body)
+        return [
+            (
+                v,
+                v.type,
+                None if v.shape is None else v.shape.dims,
+                self.elements[v].tolist() if v in self.elements else None,
+            )
+            for n in nodes
+            for v in (*n.inputs, *n.outputs)
+            if v is not None
+        ]
 
     def _infer(self, node: ir.Node) -> None:
         if node not in self._known or self._known[node] != self._known_of(node):
@@ -107,11 +115,7 @@ class Walk:
     def _infer_tensors(self, node: ir.Node) -> None:
         if not node.domain:
             spell_out(node)
-            new = drop_windows(self.main, node)
-            if new is not None:
-                self._infer(new)
-        if not node.domain:  # first, as it is faster
-            self._infer_by_rules(node)
+            self._infer_by_rules(node)  # first, as it is faster
         if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
             return
         known = dims(node.outputs[0])

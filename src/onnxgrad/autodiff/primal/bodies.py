@@ -1,7 +1,13 @@
-"""Operators that ONNX defines by a function body, which is a lowering then."""
+"""What stands inside of a node takes its place: the branch of an If, the function body of ONNX.
+
+Exporters write `atleast_1d` and the like as an If on the rank of a tensor. The branch for other
+ranks cannot run, and its nodes do not fit the shapes: neither rules nor onnxruntime accept it
+in a gradient.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -11,8 +17,12 @@ import onnx_ir as ir
 from onnx import defs
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.graph.tidy import release
+from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.operators.shapes import constant
 
+BRANCHES = "static branches"
 _FIRST = 18  # older bodies use forms of operators that newer opsets lack
 
 
@@ -42,7 +52,7 @@ def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     nodes, results = list(body), list(body.outputs)
     body.outputs.clear()
     body.remove(nodes)
-    op.graph.insert_before(node, nodes)
+    op.insert(node, nodes)
     return results
 
 
@@ -93,3 +103,28 @@ def _type(x: ir.Value | None) -> onnx.TypeProto:
     if x is None or x.type is None:
         return onnx.TypeProto()
     return ir.serde.serialize_value(x).type
+
+
+@rewrites("If", group=BRANCHES)
+def static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """If(true, f, h) = f,  If(false, f, h) = h: the nodes of the branch take the place of the If.
+
+    Names that occur several times, which separate branches may have, are changed.
+    """
+    condition = constant(node.inputs[0])
+    if condition is None:
+        return None
+    branch = node.attributes["then_branch" if condition.item() else "else_branch"].as_graph()
+    nodes, results = list(branch), list(branch.outputs)
+    counts = Counter(y.name for n in all_nodes(op.root.graph) for y in n.outputs)
+    branch.outputs.clear()
+    for value in list(branch.initializers.values()):
+        del branch.initializers[str(value.name)]
+        value.name = op.name(str(value.name))
+        op.root.graph.register_initializer(value)
+    for y in (y for n in nodes for y in n.outputs if y.name and counts[y.name] > 1):
+        y.name = op.name(str(y.name))
+    branch.remove(nodes)
+    op.insert(node, nodes)
+    release(b for b in subgraphs(node) if b is not branch)
+    return results
