@@ -18,7 +18,7 @@ from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.inference.sizes import fold_sizes
+from onnxgrad.graph.inference.walk import fold_sizes
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 from onnxgrad.operators import ARITHMETIC, RANDOM, VIEWS, operator_of
 from onnxgrad.operators.axes import SUMMED, follow, named_axes, places

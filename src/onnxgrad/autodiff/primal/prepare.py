@@ -26,10 +26,8 @@ from onnxgrad.autodiff.primal.final_states import FINAL_STATES
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.declarations import infer_file
-from onnxgrad.graph.inference.infer import infer, name_rows, note_ranks
-from onnxgrad.graph.inference.sizes import fold_node
-from onnxgrad.graph.inference.walk import Walk
+from onnxgrad.graph.inference.infer import infer, infer_file, name_rows, note_ranks
+from onnxgrad.graph.inference.walk import Walk, fold_node
 from onnxgrad.graph.precision import widen
 from onnxgrad.graph.rewrite import ANY, GROUPS, Rewrite, Table, rewrite
 from onnxgrad.graph.tidy import current, tidy
