@@ -125,6 +125,11 @@ def axis_unless_named(node: Any, _operand: int, axis: int) -> Place:
     return None if named is None or axis in named else axis
 
 
+def axis_before_matrices(node: Any, _operand: int, axis: int) -> Place:
+    """Return the axis, if it is not one of the last two."""
+    return axis if axis < len(node.inputs[0].shape) - 2 else None
+
+
 def row_axis(_node: Any, _operand: int, axis: int) -> Place:
     """Return the axis, if it is the first: the operator mixes all others."""
     return 0 if axis == 0 else None

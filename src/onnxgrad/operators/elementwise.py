@@ -1,9 +1,7 @@
 """Elementwise operators: arithmetic, comparisons, activations, casts.
 
 Kinks follow PyTorch: |x|' is 0 at 0, equal maxima and minima get equal shares of the gradient, and
-Clip passes the gradient at its bounds.
-
-At a kink the slope is that of PyTorch: Relu, LeakyRelu, Elu, ... take the slope of x < 0 at x = 0.
+Clip passes the gradient at its bounds. Relu, LeakyRelu, Elu, ... have the slope of x < 0 at x = 0.
 """
 
 from __future__ import annotations
@@ -32,6 +30,9 @@ from onnxgrad.operators.records import PIECEWISE, declare_operators
 from onnxgrad.operators.registry import elementwise, lowering, rule
 from onnxgrad.operators.shapes import Dims, broadcast, dims
 
+_BOOLEAN: dict[str, Any] = {"traits": "cheap boolean", "no_gradient": "the output is boolean"}
+_OF_BITS = "works on bits: no useful derivative"
+
 
 def broadcast_operands(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
     """Return the shape to which all operands broadcast."""
@@ -52,6 +53,14 @@ def _truncated_quotient(a: int, b: int) -> int | None:
     return None if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
+def _nonnegative_remainder(a: int, b: int) -> int | None:
+    return None if b == 0 or a < 0 or b < 0 else a % b
+
+
+def _chosen_element(condition: Any, a: Any, b: Any) -> Any:
+    return None if condition is None else a if condition else b
+
+
 def _are_equal(a: Any, b: Any) -> bool | None:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
@@ -66,64 +75,51 @@ def _cast_elements(node: ir.Node, x: Elements, *_like: Elements | None) -> Eleme
     return x if node.outputs[0].dtype in INTEGERS else None
 
 
-_BROADCAST: dict[str, Any] = {"shape": broadcast_operands, "axes": broadcast_axis}
-_LIKE_FIRST: dict[str, Any] = {"shape": like_first, "axes": broadcast_axis}
+def _declare_elementwise(names: str, traits: str, **fields: Any) -> None:
+    """Declare operators whose operands broadcast, and for "unary" ones to the first operand."""
+    shape = like_first if "unary" in traits else broadcast_operands
+    declare_operators(names, f"elementwise {traits}", shape=shape, axes=broadcast_axis, **fields)
 
-declare_operators(
-    "Add Ceil Div Floor Max Min Mul Neg Round Sub", "elementwise cheap arithmetic", **_BROADCAST
+
+_declare_elementwise("Neg", "cheap arithmetic")
+_declare_elementwise("Ceil Floor Round", "cheap arithmetic", no_gradient=PIECEWISE)
+_declare_elementwise("Max Min", "cheap arithmetic", roles="c")
+_declare_elementwise("Add", "cheap arithmetic", elements=of_numbers(operator.add))
+_declare_elementwise("Sub", "cheap arithmetic", elements=of_numbers(operator.sub))
+_declare_elementwise("Mul", "cheap arithmetic", elements=of_each(multiply_lengths))
+_declare_elementwise("Div", "cheap arithmetic", elements=of_numbers(_truncated_quotient))
+_declare_elementwise("Abs Mean Reciprocal Relu Sqrt Sum", "cheap")
+_declare_elementwise("Sign", "cheap", no_gradient=PIECEWISE)
+_declare_elementwise("Mod", "cheap", roles="c", elements=of_numbers(_nonnegative_remainder))
+_declare_elementwise(
+    "Where", "cheap", roles="cw", result_type=_type_of_where, elements=of_each(_chosen_element)
 )
-declare_operators(
-    "Abs BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Mean Mod Reciprocal Relu Sign Sqrt Sum Where",
-    "elementwise cheap",
-    **_BROADCAST,
+_declare_elementwise("BitwiseAnd BitwiseNot BitwiseOr BitwiseXor", "cheap", no_gradient=_OF_BITS)
+declare_operators("BitCast BitShift", no_gradient=_OF_BITS)
+_declare_elementwise("IsInf IsNaN Xor", **_BOOLEAN)
+_declare_elementwise("Not", **_BOOLEAN, elements=of_numbers(operator.not_))
+_declare_elementwise("And", **_BOOLEAN, elements=of_numbers(lambda a, b: bool(a and b)))
+_declare_elementwise("Or", **_BOOLEAN, elements=of_numbers(lambda a, b: bool(a or b)))
+_declare_elementwise("Equal", **_BOOLEAN, roles="c", elements=of_each(_are_equal))
+_declare_elementwise("Greater", **_BOOLEAN, roles="c", elements=of_numbers(operator.gt))
+_declare_elementwise("GreaterOrEqual", **_BOOLEAN, roles="c", elements=of_numbers(operator.ge))
+_declare_elementwise("Less", **_BOOLEAN, roles="c", elements=of_numbers(operator.lt))
+_declare_elementwise("LessOrEqual", **_BOOLEAN, roles="c", elements=of_numbers(operator.le))
+_declare_elementwise(
+    "Cast", "cheap reorders", result_type=_type_of_cast, elements=of_known(_cast_elements)
 )
-declare_operators(
-    "And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor",
-    "elementwise cheap boolean",
-    no_gradient="the output is boolean",
-    **_BROADCAST,
-)
-declare_operators(
-    "CastLike Clip HardSigmoid HardSwish LeakyRelu PRelu Shrink ThresholdedRelu",
-    "elementwise unary cheap",
-    **_LIKE_FIRST,
-)
-declare_operators("Cast", "elementwise cheap reorders", result_type=_type_of_cast, **_BROADCAST)
-declare_operators(
-    "Acos Acosh Asin Asinh Atan Atanh Cos Cosh Erf Exp Gelu Log Mish Pow Sigmoid Sin Sinh Softplus "
+_declare_elementwise("CastLike", "unary cheap", elements=of_known(_cast_elements))
+_declare_elementwise("Clip", "unary cheap", roles="xc")
+_declare_elementwise("PRelu", "unary cheap", roles="xp")
+_declare_elementwise("HardSigmoid HardSwish LeakyRelu Shrink ThresholdedRelu", "unary cheap")
+_declare_elementwise("Pow", "transcendental", roles="c")
+_declare_elementwise(
+    "Acos Acosh Asin Asinh Atan Atanh Cos Cosh Erf Exp Gelu Log Mish Sigmoid Sin Sinh Softplus "
     "Swish Tan Tanh",
-    "elementwise transcendental",
-    **_BROADCAST,
+    "transcendental",
 )
-declare_operators("Celu Elu Selu Softsign", "elementwise unary transcendental", **_LIKE_FIRST)
-declare_operators("Dropout", "unary random", roles="xc", **_LIKE_FIRST)
-declare_operators("Ceil Floor Round Sign", no_gradient=PIECEWISE)
-declare_operators(
-    "BitCast BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor",
-    no_gradient="works on bits: no useful derivative",
-)
-declare_operators("Where", result_type=_type_of_where, roles="cw")
-declare_operators("PRelu", roles="xp")
-declare_operators("Clip", roles="xc")
-declare_operators("Min Max Pow Mod Equal Greater GreaterOrEqual Less LessOrEqual", roles="c")
-
-declare_operators("Cast CastLike", elements=of_known(_cast_elements))
-declare_operators("Add", elements=of_numbers(operator.add))
-declare_operators("Sub", elements=of_numbers(operator.sub))
-declare_operators("Mul", elements=of_each(multiply_lengths))
-declare_operators("Div", elements=of_numbers(_truncated_quotient))
-declare_operators(
-    "Mod", elements=of_numbers(lambda a, b: None if b == 0 or a < 0 or b < 0 else a % b)
-)
-declare_operators("Equal", elements=of_each(_are_equal))
-declare_operators("Greater", elements=of_numbers(operator.gt))
-declare_operators("GreaterOrEqual", elements=of_numbers(operator.ge))
-declare_operators("Less", elements=of_numbers(operator.lt))
-declare_operators("LessOrEqual", elements=of_numbers(operator.le))
-declare_operators("And", elements=of_numbers(lambda a, b: bool(a and b)))
-declare_operators("Or", elements=of_numbers(lambda a, b: bool(a or b)))
-declare_operators("Not", elements=of_numbers(operator.not_))
-declare_operators("Where", elements=of_each(lambda c, a, b: None if c is None else a if c else b))
+_declare_elementwise("Celu Elu Selu Softsign", "unary transcendental")
+declare_operators("Dropout", "unary random", roles="xc", shape=like_first, axes=broadcast_axis)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -180,15 +176,6 @@ def mod(op, node, g):
     a, b = node.inputs
     quotient = op.Round((a - node.outputs[0]) / b)  # the q of y, even if a / b is inexact
     return op.sum_to(g, a), -op.sum_to(g * quotient, b)
-
-
-@rule("Range")
-def range_(op, node, g):
-    """y_i = a + i d:  da = sum g,  dd = sum i g."""
-    start, _, delta = node.inputs
-    i = op.Cast(op.arange(op.Size(g)), to=g.dtype)
-    dstart, ddelta = (op.ReduceSum(v, keepdims=0) for v in (g, g * i))
-    return op.reshape_like(dstart, start), None, op.reshape_like(ddelta, delta)
 
 
 @rule("Add", "Sum")

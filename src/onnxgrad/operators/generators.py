@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import Place, first_operand
 from onnxgrad.operators.elements import (
     INTEGERS,
@@ -18,7 +19,8 @@ from onnxgrad.operators.elements import (
 )
 from onnxgrad.operators.layouts import nonnegative_lengths
 from onnxgrad.operators.records import INDEX, OF_SETTINGS, OF_SHAPE, declare_operators
-from onnxgrad.operators.shapes import Dims, dims
+from onnxgrad.operators.registry import members_of, rule
+from onnxgrad.operators.shapes import Dims, dims, rank
 
 
 def _shape_of_shape(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
@@ -72,8 +74,6 @@ def _axis_beside_classes(node: Any, _operand: int, axis: int) -> Place:
     return axis + (axis >= new)
 
 
-_RANDOM = "random: depends on the shape, or is a draw"
-
 declare_operators(
     "Shape",
     "view cheap shape int64",
@@ -88,23 +88,79 @@ declare_operators(
     elements=_size_as_element,
     no_gradient=OF_SHAPE,
 )
-declare_operators("ConstantOfShape EyeLike", "cheap shape", no_gradient=OF_SHAPE)
-declare_operators("ConstantOfShape", elements=of_known(_filled_elements), lengths=_filled_lengths)
+declare_operators("EyeLike", "cheap shape", no_gradient=OF_SHAPE)
 declare_operators(
-    "BlackmanWindow Constant HammingWindow HannWindow MelWeightMatrix", no_gradient=OF_SETTINGS
+    "ConstantOfShape",
+    "cheap shape",
+    elements=of_known(_filled_elements),
+    lengths=_filled_lengths,
+    no_gradient=OF_SHAPE,
 )
+declare_operators("BlackmanWindow Constant HammingWindow HannWindow", no_gradient=OF_SETTINGS)
+declare_operators("MelWeightMatrix", roles="c", no_gradient=OF_SETTINGS)
 declare_operators(
-    "Range", "cheap arithmetic", elements=of_known(_elements_of_range), lengths=_length_of_range
+    "Range",
+    "cheap arithmetic",
+    roles="c",
+    elements=of_known(_elements_of_range),
+    lengths=_length_of_range,
 )
-declare_operators("OneHot", "cheap", axes=first_operand(_axis_beside_classes))
-declare_operators("NonMaxSuppression NonZero", "int64", no_gradient=INDEX)
+declare_operators("AffineGrid", roles="c")
+declare_operators("OneHot", "cheap", roles="c", axes=first_operand(_axis_beside_classes))
+declare_operators("NonMaxSuppression", "int64", roles="c", no_gradient=INDEX)
+declare_operators("NonZero", "int64", no_gradient=INDEX)
 declare_operators(
     "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike",
     "random",
-    no_gradient=_RANDOM,
+    no_gradient="random: depends on the shape, or is a draw",
 )
-declare_operators("AffineGrid MelWeightMatrix NonMaxSuppression OneHot Range", roles="c")
 declare_operators(
     "ImageDecoder RegexFullMatch StringConcat StringNormalizer StringSplit TfIdfVectorizer",
     no_gradient="works on strings or encoded images",
 )
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+@rule("Range")
+def range_(op, node, g):
+    """y_i = a + i d:  da = sum g,  dd = sum i g."""
+    start, _, delta = node.inputs
+    i = op.Cast(op.arange(op.Size(g)), to=g.dtype)
+    dstart, ddelta = (op.ReduceSum(v, keepdims=0) for v in (g, g * i))
+    return op.reshape_like(dstart, start), None, op.reshape_like(ddelta, delta)
+
+
+@rule("OneHot")
+def one_hot(op, node, g):
+    """y = v1 at i, v0 elsewhere:  dv1 = sum of g at i,  dv0 = sum of g elsewhere."""
+    i, depth, v = node.inputs
+    off_on, axis = np.array([0, 1], np.float32), int_attribute(node, "axis")
+    hot = op.OneHot(i, depth, off_on, axis=axis)  # onnxruntime has no kernel for float64
+    hot.dtype = ir.DataType.FLOAT
+    hot = op.Cast(hot, to=v.dtype)
+    sums = [op.ReduceSum(g * mask, keepdims=0) for mask in (1.0 - hot, hot)]
+    return None, None, op.Concat(*(op.Reshape(s, [1]) for s in sums), axis=0)
+
+
+# -- members ---------------------------------------------------------------------------------------
+
+
+@members_of("Shape")
+def shape_of_members(m, node):
+    """Write the shape of a member, which is the same for all."""
+    n = rank(node.inputs[0])
+    if n is None:
+        return None
+    stated = int_attribute(node, "start"), node.attributes.get_int("end", None)
+    start, end, _ = slice(*stated).indices(n)
+    new = m.op.Shape(m.of(node.inputs[0]), start=start + 1, end=end + 1)
+    return [m.share(node.outputs[0], new)]
+
+
+@members_of("Size")
+def size_of_members(m, node):
+    """Write the number of elements of a member, which is the same for all."""
+    new = m.op.ReduceProd(m.op.Shape(m.of(node.inputs[0]), start=1), keepdims=0)
+    return [m.share(node.outputs[0], new)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axis_unless_named, first_operand, named_axes
 from onnxgrad.operators.elements import Elements, of_known
 from onnxgrad.operators.layouts import FIRST, moved, scatter_flat
+from onnxgrad.operators.member_forms import shift_axes_of_all, shift_named_axes
 from onnxgrad.operators.normalizations import LAST
 from onnxgrad.operators.outputs import first_dtype, like_first
 from onnxgrad.operators.records import Naming, declare_operators
-from onnxgrad.operators.registry import rule
+from onnxgrad.operators.registry import members_of, rule
 from onnxgrad.operators.rule_nodes import (
     attributes_of,
     last_of_elements,
@@ -26,7 +28,7 @@ from onnxgrad.operators.rule_nodes import (
     product_of_others,
     wide,
 )
-from onnxgrad.operators.shapes import Dims, dims, rank
+from onnxgrad.operators.shapes import Dims, dims, rank, static
 
 
 def _gathered_axis(node: Any, operand: int, axis: int) -> Place:
@@ -58,12 +60,6 @@ def _axis_of_gather_nd(node: Any, operand: int, axis: int) -> Place:
     return axis if axis < kept else None
 
 
-def _axis_of_reversed(node: Any, operand: int, axis: int) -> Place:
-    if operand:
-        return node.attributes.get_int("batch_axis", 1)
-    return axis_unless_named(node, operand, axis)
-
-
 def _types_of_top_k(inputs: Sequence, _attributes: Mapping[str, Any]) -> list:
     dtype = first_dtype(inputs)
     return [None if dtype is None else ir.TensorType(dtype), ir.TensorType(ir.DataType.INT64)]
@@ -74,28 +70,80 @@ _unless_named = first_operand(axis_unless_named)
 declare_operators(
     "Gather",
     "cheap selects",
+    roles="tc",
+    elements=of_known(_gathered_elements),
     naming=FIRST,
     axes=_gathered_axis,
-    elements=of_known(_gathered_elements),
 )
 declare_operators(
-    "GatherElements", "selects", shape=_like_indices, naming=FIRST, axes=_axis_of_gather_elements
+    "GatherElements",
+    "selects",
+    roles="tc",
+    shape=_like_indices,
+    naming=FIRST,
+    axes=_axis_of_gather_elements,
+    members=shift_axes_of_all,
 )
-declare_operators("GatherND", "selects", axes=_axis_of_gather_nd)
+declare_operators("GatherND", "selects", roles="tc", axes=_axis_of_gather_nd)
 declare_operators("Compress", "selects", naming=Naming("axis"), axes=_unless_named)
-declare_operators("ScatterElements ScatterND", shape=like_first)
-declare_operators("ScatterElements", naming=FIRST)
-declare_operators("TopK", naming=LAST, axes=_unless_named, result_type=_types_of_top_k)
-declare_operators(
-    "ReverseSequence",
-    "reorders",
-    naming=Naming("time_axis", default=lambda *_: [0]),
-    axes=_axis_of_reversed,
-)
-declare_operators("Gather GatherElements GatherND", roles="tc")
+declare_operators("ScatterElements", shape=like_first, naming=FIRST, members=shift_axes_of_all)
+declare_operators("ScatterND", shape=like_first)
+declare_operators("TopK", result_type=_types_of_top_k, naming=LAST, axes=_unless_named)
 
 
 # -- gradients -------------------------------------------------------------------------------------
+
+
+@rule("Gather")
+def gather(op, node, g):
+    """y = x[i]:  dx = zeros with g added at i."""
+    x, i = node.inputs
+    axis = int_attribute(node, "axis")
+    shape, pads = dims(x), _pads_of_gather(op, node)
+    if pads is not None:
+        part = op.Unsqueeze(g, [axis]) if rank(i) == 0 else g
+        whole = isinstance(pads, list) and not any(pads)
+        return part if whole else op.Pad(part, pads), None
+    if axis == 0 or (shape is not None and axis == -len(shape)):
+        return scatter_rows(op, x, i, g), None
+    return moved(op, node, g), None
+
+
+def _pads_of_gather(op, node):
+    """Return the padding that is the adjoint of a Gather, or None.
+
+    That is for a constant index, or for constant indices that follow one another.
+    """
+    x, i = node.inputs
+    shape, index, axis = dims(x), op.known_value(i), int_attribute(node, "axis")
+    if shape is None or index is None or index.ndim > 1 or not index.size:
+        return None
+    first, last = int(index.flat[0]), int(index.flat[-1])
+    if first < 0 <= last or not np.array_equal(index.flat, range(first, last + 1)):
+        return None
+    n, axis = op.dim(x, axis), axis % len(shape)
+    before, after = [0] * len(shape), [0] * len(shape)
+    ends = (first, n - (last + 1)) if first >= 0 else (n + first, -1 - last)
+    before[axis], after[axis] = ends
+    return op.vector(*before, *after)
+
+
+def scatter_rows(op, x, i, g):
+    """Return zeros of the shape of `x` with the rows of `g` added at row indices `i`.
+
+    Rows of a static shape stay rows: embeddings are large, and to reshape an output copies it.
+    """
+    shape = dims(x)
+    row = None if shape is None else static(shape[1:])
+    if row is not None and prod(row):
+        g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
+        rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape_of(g))
+        zeros = op.Expand(op.const(0.0, g.dtype), op.shape_of(x))
+        return op.Cast(op.ScatterElements(zeros, rows, g, axis=0, reduction="add"), to=x.dtype)
+    width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
+    first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
+    positions = first + op.arange(op.const(width, first.dtype))
+    return scatter_flat(op, x, positions, g)
 
 
 @rule("GatherElements")
@@ -123,7 +171,7 @@ def scatter_elements(op, node, g):
     x, i, u = node.inputs
     reduction, axis = string_attribute(node, "reduction"), int_attribute(node, "axis")
     if reduction not in ("none", "add"):
-        dx, du = _reduced(op, reduction, x, i, u, g, axis)
+        dx, du = _reduction_gradients(op, reduction, x, i, u, g, axis)
         return dx, None, du
     du = op.GatherElements(g, i, axis=axis)
     if reduction == "add":
@@ -144,7 +192,7 @@ def scatter_nd(op, node, g):
     if reduction not in ("none", "add"):
         positions = op.GatherND(positions_of(op, x), i)
         flat = [op.Reshape(v, [-1]) for v in (x, positions, u, g)]
-        dx, du = _reduced(op, reduction, *flat, axis=0)
+        dx, du = _reduction_gradients(op, reduction, *flat, axis=0)
         return op.reshape_like(dx, x), None, op.reshape_like(du, u)
     du = op.GatherND(g, i)
     if reduction == "add":
@@ -152,18 +200,18 @@ def scatter_nd(op, node, g):
     return op.ScatterND(g, i, op.zeros_like(u)), None, last_of_rows(op, du, x, i)
 
 
-def _reduced(op, reduction, x, i, u, g, axis):
+def _reduction_gradients(op, reduction, x, i, u, g, axis):
     """Return the gradients of x and u for the reductions mul, max and min."""
     dtype = x.dtype
     x, u, g = (op.Cast(v, to=wide(dtype)) for v in (x, u, g))
     if reduction == "mul":
-        gradients = _multiplied(op, x, i, u, g, axis)
+        gradients = _product_gradients(op, x, i, u, g, axis)
     else:
-        gradients = _extremum(op, reduction, x, i, u, g, axis)
+        gradients = _extremum_gradients(op, reduction, x, i, u, g, axis)
     return [op.Cast(v, to=dtype) for v in gradients]
 
 
-def _multiplied(op, x, i, u, g, axis):
+def _product_gradients(op, x, i, u, g, axis):
     """y = x prod u, over u with the same index:  dx = g prod u,  du = g x prod of the other u."""
 
     def by_index(start, reduction, v):
@@ -177,7 +225,7 @@ def _multiplied(op, x, i, u, g, axis):
     return dx, op.GatherElements(g * x, i, axis=axis) * others
 
 
-def _extremum(op, reduction, x, i, u, g, axis):
+def _extremum_gradients(op, reduction, x, i, u, g, axis):
     """y = max of x and the u with its index:  g in equal shares to those that equal y."""
     y = op.ScatterElements(x, i, u, axis=axis, reduction=reduction)
     x_hits = op.Cast(op.Equal(x, y), to=x.dtype)
@@ -221,13 +269,14 @@ def unique(op, node, g):
     return (scatter_flat(op, x, i, g),)
 
 
-@rule("OneHot")
-def one_hot(op, node, g):
-    """y = v1 at i, v0 elsewhere:  dv1 = sum of g at i,  dv0 = sum of g elsewhere."""
-    i, depth, v = node.inputs
-    off_on, axis = np.array([0, 1], np.float32), int_attribute(node, "axis")
-    hot = op.OneHot(i, depth, off_on, axis=axis)  # onnxruntime has no kernel for float64
-    hot.dtype = ir.DataType.FLOAT
-    hot = op.Cast(hot, to=v.dtype)
-    sums = [op.ReduceSum(g * mask, keepdims=0) for mask in (1.0 - hot, hot)]
-    return None, None, op.Concat(*(op.Reshape(s, [1]) for s in sums), axis=0)
+# -- members ---------------------------------------------------------------------------------------
+
+
+@members_of("Gather")
+def gather_of_members(m, node):
+    """Write a Gather of all members; where indices differ, only from rows that all share."""
+    data, indices = node.inputs
+    if indices not in m:
+        return shift_named_axes(m, node)
+    from_shared_rows = data not in m and named_axes(node) == [0]
+    return m.write_node(node, [data, m.of(indices)], axis=0) if from_shared_rows else None

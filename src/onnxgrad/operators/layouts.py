@@ -14,6 +14,7 @@ from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import (
     Place,
     axes_named_by,
+    axis_before_matrices,
     axis_unless_named,
     broadcast_axis,
     first_operand,
@@ -22,8 +23,10 @@ from onnxgrad.operators.axes import (
     row_axis,
 )
 from onnxgrad.operators.elements import Elements, of_known
+from onnxgrad.operators.member_forms import one_by_one, shift_axes_of_all, shift_named_axes
+from onnxgrad.operators.outputs import like_first, type_of_first
 from onnxgrad.operators.records import Naming, declare_operators
-from onnxgrad.operators.registry import lowering, rule
+from onnxgrad.operators.registry import lowering, members_of, rule
 from onnxgrad.operators.rule_nodes import attributes_of, positions_of, wide
 from onnxgrad.operators.shapes import (
     Dim,
@@ -120,14 +123,35 @@ def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Place:
     return [i for i in range(len(node.inputs[0].shape) + len(new)) if i not in new][axis]
 
 
-_view = of_known(_viewed_elements)
-declare_operators("Flatten Reshape", "view cheap reorders", axes=first_operand(reshaped_axis))
-declare_operators("Reshape", shape=_shape_of_reshape, elements=_view, lengths=_reshape_to_lengths)
+_VIEW: dict[str, Any] = {"traits": "view cheap reorders", "elements": of_known(_viewed_elements)}
+_AXES = Naming("axes", 1)
+
+declare_operators("Flatten", "view cheap reorders", axes=first_operand(reshaped_axis))
 declare_operators(
-    "Squeeze Unsqueeze", "view cheap reorders", naming=Naming("axes", 1), elements=_view
+    "Reshape",
+    shape=_shape_of_reshape,
+    lengths=_reshape_to_lengths,
+    axes=first_operand(reshaped_axis),
+    **_VIEW,
 )
-declare_operators("Squeeze", shape=_shape_of_squeeze, axes=first_operand(_squeezed_axis))
-declare_operators("Unsqueeze", shape=_shape_of_unsqueeze, axes=first_operand(_unsqueezed_axis))
+declare_operators(
+    "Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=first_operand(_squeezed_axis), **_VIEW
+)
+declare_operators(
+    "Unsqueeze",
+    shape=_shape_of_unsqueeze,
+    naming=_AXES,
+    axes=first_operand(_unsqueezed_axis),
+    **_VIEW,
+)
+declare_operators(
+    "Identity",
+    "elementwise view cheap reorders sequences",
+    shape=like_first,
+    result_type=type_of_first,
+    elements=of_known(lambda node, x: x),
+    axes=broadcast_axis,
+)
 
 # -- other orders of all elements, some of them repeated ------------------------------------------
 
@@ -178,27 +202,46 @@ def _shape_of_concat(inputs: Sequence, attributes: Attributes) -> Dims | None:
     return tuple(result)
 
 
+def _axis_of_reversed(node: Any, operand: int, axis: int) -> Place:
+    if operand:
+        return node.attributes.get_int("batch_axis", 1)
+    return axis_unless_named(node, operand, axis)
+
+
 FIRST = Naming("axis", default=lambda *_: [0])
 _BY_PERMUTATION = Naming("perm", default=lambda n, *_: range(n)[::-1])
 
-declare_operators("Concat Expand Tile Transpose", "cheap reorders")
 declare_operators("DepthToSpace SpaceToDepth", "cheap reorders", axes=first_operand(row_axis))
 declare_operators(
     "Transpose",
+    "cheap reorders",
     shape=_shape_of_transpose,
     naming=_BY_PERMUTATION,
     axes=first_operand(_transposed_axis),
 )
 declare_operators(
-    "Expand", shape=_shape_of_expand, lengths=_expand_to_lengths, axes=first_operand(broadcast_axis)
+    "Expand",
+    "cheap reorders",
+    shape=_shape_of_expand,
+    lengths=_expand_to_lengths,
+    axes=first_operand(broadcast_axis),
 )
-declare_operators("Tile", axes=first_operand(_tiled_axis))
+declare_operators("Tile", "cheap reorders", axes=first_operand(_tiled_axis))
 declare_operators(
     "Concat",
+    "cheap reorders",
     shape=_shape_of_concat,
+    elements=of_known(lambda node, *parts: np.concatenate(parts)),
     naming=FIRST,
     axes=axis_unless_named,
-    elements=of_known(lambda node, *parts: np.concatenate(parts)),
+    members=shift_axes_of_all,
+)
+declare_operators(
+    "ReverseSequence",
+    "reorders",
+    naming=Naming("time_axis", default=lambda *_: [0]),
+    axes=_axis_of_reversed,
+    members=one_by_one,
 )
 
 # -- parts and surroundings -----------------------------------------------------------------------
@@ -237,10 +280,6 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
     return None if pads is None or pads[named.index(axis) :: len(named)].any() else axis
 
 
-def _axis_before_matrices(node: Any, _operand: int, axis: int) -> Place:
-    return axis if axis < len(node.inputs[0].shape) - 2 else None
-
-
 declare_operators(
     "Slice",
     "cheap selects",
@@ -256,8 +295,9 @@ declare_operators(
     axes=first_operand(_padded_axis),
     roles="xc",
 )
-declare_operators("Trilu", "cheap", axes=first_operand(_axis_before_matrices))
-declare_operators("Det", axes=first_operand(_axis_before_matrices))
+declare_operators(
+    "Trilu", "cheap", axes=first_operand(axis_before_matrices), members=shift_named_axes
+)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -385,58 +425,6 @@ def scatter_flat(op, x, positions, g):
     return op.reshape_like(op.Cast(flat, to=x.dtype), x)
 
 
-@rule("Gather")
-def gather(op, node, g):
-    """y = x[i]:  dx = zeros with g added at i."""
-    x, i = node.inputs
-    axis = int_attribute(node, "axis")
-    shape, pads = dims(x), _pads_of_gather(op, node)
-    if pads is not None:
-        part = op.Unsqueeze(g, [axis]) if rank(i) == 0 else g
-        whole = isinstance(pads, list) and not any(pads)
-        return part if whole else op.Pad(part, pads), None
-    if axis == 0 or (shape is not None and axis == -len(shape)):
-        return scatter_rows(op, x, i, g), None
-    return moved(op, node, g), None
-
-
-def _pads_of_gather(op, node):
-    """Return the padding that is the adjoint of a Gather, or None.
-
-    That is for a constant index, or for constant indices that follow one another.
-    """
-    x, i = node.inputs
-    shape, index, axis = dims(x), op.known_value(i), int_attribute(node, "axis")
-    if shape is None or index is None or index.ndim > 1 or not index.size:
-        return None
-    first, last = int(index.flat[0]), int(index.flat[-1])
-    if first < 0 <= last or not np.array_equal(index.flat, range(first, last + 1)):
-        return None
-    n, axis = op.dim(x, axis), axis % len(shape)
-    before, after = [0] * len(shape), [0] * len(shape)
-    ends = (first, n - (last + 1)) if first >= 0 else (n + first, -1 - last)
-    before[axis], after[axis] = ends
-    return op.vector(*before, *after)
-
-
-def scatter_rows(op, x, i, g):
-    """Return zeros of the shape of `x` with the rows of `g` added at row indices `i`.
-
-    Rows of a static shape stay rows: embeddings are large, and to reshape an output copies it.
-    """
-    shape = dims(x)
-    row = None if shape is None else static(shape[1:])
-    if row is not None and prod(row):
-        g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
-        rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape_of(g))
-        zeros = op.Expand(op.const(0.0, g.dtype), op.shape_of(x))
-        return op.Cast(op.ScatterElements(zeros, rows, g, axis=0, reduction="add"), to=x.dtype)
-    width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
-    first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
-    positions = first + op.arange(op.const(width, first.dtype))
-    return scatter_flat(op, x, positions, g)
-
-
 @rule("Tile")
 def tile(op, node, g):
     """y = x repeated along its axes:  dx = sum of g over the repeats."""
@@ -507,3 +495,47 @@ def no_operation(op: Any, node: Any) -> list[ir.Value] | None:
         "Dropout": not others and (training is None or (trains is not None and not trains)),
     }[node.op_type]
     return [x] if same and y not in op.graph.outputs else None
+
+
+# -- members ---------------------------------------------------------------------------------------
+
+
+@members_of("Pad")
+def pad_of_members(m, node):
+    """Write lengths for all axes: onnxruntime drops `axes` where it moves a Transpose behind."""
+    (x, pads, *value), axes, n = node.inputs[:3], named_axes(node), rank(node.inputs[0])
+    known = constant(pads)
+    if known is None or axes is None or n is None:
+        return shift_named_axes(m, node)
+    lengths = np.zeros((2, n + 1), np.int64)
+    lengths[:, [a + 1 for a in axes]] = known.reshape(2, -1)
+    if not m.shares_operands(node.inputs[1:]):
+        return None
+    return m.write_node(node, [m.of(x), lengths.ravel(), *value])
+
+
+@members_of("Flatten")
+def flatten_of_members(m, node):
+    """Write a Reshape of all members, if each keeps its first axis."""
+    x, n = node.inputs[0], rank(node.inputs[0])
+    if not n or int_attribute(node, "axis") % n != 1:
+        return None
+    y = m.op.Reshape(m.of(x), m.op.vector(m.count, -1, m.op.numel(m.of(x), 2)))
+    return [m.typed(y, node.outputs[0])]
+
+
+@members_of("Expand", "Reshape", "Tile")
+def relayout_of_members(m, node):
+    """Write an operator whose second operand has a number for each axis, and one more in front."""
+    (x, numbers), n = node.inputs, rank(node.outputs[0])
+    if numbers in m:
+        return None
+    new, front, known = m.of(x), [1 if node.op_type == "Tile" else m.count], constant(numbers)
+    if node.op_type == "Expand":
+        length = (dims(numbers) or (None,))[0]
+        if n is None or not isinstance(length, int):
+            return None
+        new, front = m.aligned(x, n), front + [1] * (n - length)
+    # a 0 of a Reshape stands for the length of the same axis, which has moved as far as the 0
+    target = m.op.Concat(front, numbers, axis=0) if known is None else [*front, *map(int, known)]
+    return m.write_node(node, [new, target])

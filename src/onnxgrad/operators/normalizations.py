@@ -16,10 +16,11 @@ from onnxgrad.operators.axes import (
     named_axes,
     row_axis,
 )
+from onnxgrad.operators.member_forms import one_by_one
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.records import PIECEWISE, Naming, declare_operators
-from onnxgrad.operators.registry import lowering, rule
-from onnxgrad.operators.rule_nodes import narrowed, output, widened
+from onnxgrad.operators.registry import lowering, members_of, rule
+from onnxgrad.operators.rule_nodes import attributes_of, narrowed, output, widened
 from onnxgrad.operators.shapes import dims, rank, static
 
 
@@ -41,7 +42,9 @@ declare_operators(
 )
 declare_operators("Hardmax LpNormalization", naming=LAST, axes=_unless_named)
 declare_operators("Hardmax", no_gradient=PIECEWISE)
-declare_operators("MeanVarianceNormalization", naming=_CENTERED, axes=_unless_named)
+declare_operators(
+    "MeanVarianceNormalization", naming=_CENTERED, axes=_unless_named, members=one_by_one
+)
 declare_operators(
     "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization",
     "unary normalizes",
@@ -330,3 +333,47 @@ def dropout(op, node, g, g_mask=None):
         return (dx,)
     dratio = op.Where(training, op.ReduceSum(g * node.outputs[0], keepdims=0) / kept, 0.0)
     return dx, op.reshape_like(op.Cast(dratio, to=ratio.dtype), ratio)
+
+
+# -- members ---------------------------------------------------------------------------------------
+
+
+@members_of("LayerNormalization", "RMSNormalization")
+def layer_normalization_of_members(m, node):
+    """Write a normalization over the last axes: the scale and bias of a member come behind it."""
+    x, scale, bias = (*node.inputs, None)[:3]
+    y, n = node.outputs[0], rank(node.inputs[0])
+    if not n or x not in m or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+        return None
+    op, axis = m.op, int_attribute(node, "axis") % n
+    behind, inputs = scale in m or bias in m, [m.of(x), *node.inputs[1:]]
+    if behind:
+        one = op.const(1.0, scale.dtype)
+        inputs[1:] = [op.set_type_like(op.Expand(one, m.shape(scale)), scale)]
+    new = m.typed(op.emit(node.op_type, inputs, attributes_of(node) | {"axis": axis + 1}), y)
+    if behind:
+        new = m.typed(op.Mul(new, m.aligned(scale, n)), y)
+        new = new if bias is None else m.typed(op.Add(new, m.aligned(bias, n)), y)
+    return [new, *node.outputs[1:]]
+
+
+@members_of("BatchNormalization")
+def batch_normalization_of_members(m, node):
+    """Write a normalization of the channels of all members."""
+    (x, *operands), n, op = node.inputs, rank(node.inputs[0]), m.op
+    if n is None or n < 2:
+        return None
+    turned = op.Transpose(m.expanded(x), perm=[1, 0, *range(2, n + 1)])  # (N, members, C, ...)
+    lengths = [op.dim(turned, i) for i in range(3, n + 1)]
+    merged = op.Reshape(turned, op.vector(op.dim(turned, 0), -1, *lengths))
+    merged.type, merged.shape = x.type, ir.Shape([(dims(x) or ())[0], None, *(dims(x) or ())[2:]])
+    flat = [op.Reshape(m.expanded(v), [-1]) for v in operands]
+    y, *statistics = op.emit_many(
+        node.op_type, [merged, *flat], attributes_of(node), len(node.outputs), fresh=True
+    )
+    y.type = x.type
+    y = op.Reshape(y, op.vector(op.dim(turned, 0), m.count, -1, *lengths))
+    y.type, y.shape = x.type, turned.shape
+    new = [op.Transpose(y, perm=[1, 0, *range(2, n + 1)])]
+    new += [op.Reshape(v, [m.count, -1]) for v in statistics]
+    return [m.typed(v, old) for v, old in zip(new, node.outputs, strict=True)]

@@ -61,7 +61,12 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     return shape[0] if isinstance(shape, list) else shape
 
 
-# -- shapes that families share -------------------------------------------------------------------
+# -- types and shapes that families share ----------------------------------------------------------
+
+
+def type_of_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypeProtocol | None:
+    """Return the type of the first operand."""
+    return inputs[0].type if inputs and inputs[0] is not None else None
 
 
 def like_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:

@@ -10,9 +10,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.axes import Place
+from onnxgrad.operators.axes import Place, axis_before_matrices, first_operand
+from onnxgrad.operators.member_forms import shift_named_axes
 from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import Unsupported, lowering, rule
+from onnxgrad.operators.registry import Unsupported, lowering, members_of, rule
 from onnxgrad.operators.shapes import (
     Dim,
     Dims,
@@ -95,6 +96,7 @@ def _axis_of_einsum(node: Any, operand: int, axis: int) -> Place:
 declare_operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
 declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm)
 declare_operators("Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum)
+declare_operators("Det", axes=first_operand(axis_before_matrices), members=shift_named_axes)
 declare_operators("QLinearConv QLinearMatMul ConvInteger MatMulInteger", roles="q")
 declare_operators("SwiGLU", roles="f")
 
@@ -115,13 +117,13 @@ def matmul(op, node, g):
         return op.MatMul(g, op.mT(b)), op.Gemm(*rows, transA=1)
     if min(rank(a) or 0, rank(b) or 0) > 1:
         return op.sum_to(op.MatMul(g, op.mT(b)), a), op.sum_to(op.MatMul(op.mT(a), g), b)
-    left, right, g = _matrices(op, a, b, g)
+    left, right, g = _as_stacks_of_matrices(op, a, b, g)
     da = op.sum_to(op.MatMul(g, op.mT(right)), left)
     db = op.sum_to(op.MatMul(op.mT(left), g), right)
     return op.reshape_like(da, a), op.reshape_like(db, b)
 
 
-def _matrices(op, a, b, g):
+def _as_stacks_of_matrices(op, a, b, g):
     """Return a, b and g as stacks of matrices: a vector a becomes a row, a vector b a column."""
     missing = [op.Max(2 - op.Shape(op.Shape(v)), [0]) for v in (a, b)]
     one = ir.tensor(np.ones(1, np.int64))
@@ -266,3 +268,58 @@ def product(op: Any, a: Any, b: Any) -> ir.Value:
         op.Unsqueeze(a, [0]) if rank(a) == 1 else a, op.Unsqueeze(b, [1]) if rank(b) == 1 else b
     )
     return op.Squeeze(y, axes) if axes else y
+
+
+# -- members ---------------------------------------------------------------------------------------
+
+
+@members_of("MatMul")
+def matmul_of_members(m, node):
+    """Write products of all members; a matrix on the right has as many rows as possible."""
+    op, (a, b) = m.op, node.inputs
+    n, width, x, y = rank(a) or 0, rank(b) or 0, m.of(a), m.of(b)
+    if min(n, width) < 2:
+        return None
+    if b not in m and width == 2:
+        result = op.MatMul(x, y)
+    elif width == 2 and n > 2:
+        inner, lead = op.dim(y, 2), [m.count] if a in m else []
+        rows = [op.dim(x, i + len(lead)) for i in range(n - 1)]
+        flat = op.Reshape(x, op.vector(*lead, -1, op.dim(y, 1)))
+        flat.type, flat.shape = a.type, ir.Shape([*lead, None, (dims(a) or ())[-1]])
+        result = op.Reshape(op.MatMul(flat, y), op.vector(m.count, *rows, inner))
+    else:
+        result = op.MatMul(*(m.aligned(v, max(n, width)) for v in (a, b)))
+    return [m.typed(result, node.outputs[0])]
+
+
+@members_of("Gemm")
+def gemm_of_members(m, node):
+    """Write a MatMul of all members, scaled, and the added matrix."""
+    op, (a, b, c) = m.op, (*node.inputs, None)[:3]
+    alpha, beta = (float_attribute(node, name) for name in ("alpha", "beta"))
+    factors = [
+        op.mT(m.of(v)) if int_attribute(node, name) else m.of(v)
+        for v, name in ((a, "transA"), (b, "transB"))
+    ]
+    result = m.typed(op.MatMul(*factors), node.outputs[0])
+    if alpha != 1:
+        result = m.typed(result * alpha, node.outputs[0])
+    if c is not None and beta != 0:
+        added = m.aligned(c, 2)
+        result = m.typed(result + (added if beta == 1 else added * beta), node.outputs[0])
+    return [result]
+
+
+@members_of("Einsum")
+def einsum_of_members(m, node):
+    """Write an Einsum with one more letter, in the terms of operands that have the axis."""
+    terms, output = einsum_terms(string_attribute(node, "equation"))
+    used = "".join((*terms, output))
+    letter = next((c for c in "zyxwvutsrqponmlkjihgfedcba" if c not in used), None)
+    if "." in used or letter is None:
+        return None
+    pairs = zip(terms, node.inputs, strict=True)
+    new = [f"{letter}{t}" if x in m else t for t, x in pairs]
+    equation = f"{','.join(new)}->{letter}{output}"
+    return m.write_node(node, m.all_of(node.inputs), equation=equation)

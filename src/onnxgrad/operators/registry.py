@@ -42,10 +42,7 @@ class Unsupported:
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of operators of the package.
-
-    `onnxgrad.rule` is that of users.
-    """
+    """Register the decorated function as the rule of operators; users call `onnxgrad.rule`."""
     return registering(add_facts, op_types, domain, "rule")
 
 
@@ -57,11 +54,13 @@ def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
 def lowering(
     *op_types: str, domain: str = "", on_demand: bool = False
 ) -> Callable[[Lowering], Lowering]:
-    """Register the decorated function as the lowering of operators of the package.
-
-    `onnxgrad.lowering` is that of users.
-    """
+    """Register the decorated function as a lowering; users call `onnxgrad.lowering`."""
     return registering(add_facts, op_types, domain, "lowering", on_demand=on_demand)
+
+
+def members_of(*op_types: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the form of operators for members: see `member_forms`."""
+    return registering(add_facts, op_types, "", "members")
 
 
 def registering(
@@ -82,7 +81,7 @@ def elementwise(
 ) -> None:
     """Register rules of y = f(x) by their slopes f'(x): `Tanh=lambda op, x, y: 1 - y * y`.
 
-    `along(op, node, v)` returns y or its cotangent in a shape that broadcasts to that of x.
+    `along(op, node, v)` returns y or its cotangent in a shape that broadcasts to the shape of x.
     """
     for name, slope in slopes.items():
         rule(name)(_by_slope(slope, along))

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axes_named_by, first_operand, named_axes
+from onnxgrad.operators.member_forms import one_by_one
 from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
 from onnxgrad.operators.rule_nodes import attributes_of, wide
@@ -54,6 +55,7 @@ declare_operators(
     shape=_shape_of_resize,
     naming=Naming("axes", default=lambda n, *_: range(n)),
     axes=first_operand(_resized_axis),
+    members=one_by_one,
 )
 declare_operators("Resize Upsample", roles="xc")
 

@@ -1,7 +1,7 @@
 """Types and shapes of sequences and Optionals.
 
 onnx_ir stores the shape of the elements of a sequence as the shape of the sequence, and the shape
-of the content of an Optional as that of the Optional: None if their ranks differ or are not known.
+of its content as the shape of an Optional: None if ranks differ or are not known.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import onnx_ir as ir
 from onnxgrad.errors import ModelError
 from onnxgrad.operators import marks, sequence_nodes
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import broadcast_axis
-from onnxgrad.operators.elements import of_known
+from onnxgrad.operators.outputs import like_first, type_of_first
 from onnxgrad.operators.records import OF_SETTINGS, OF_SHAPE, declare_operators, made_by
 from onnxgrad.operators.registry import lowering, rule
 from onnxgrad.operators.sequence_nodes import counters, elements
@@ -59,18 +58,14 @@ def note_empty(value: ir.Value, empty: bool) -> None:
 # -- types and shapes -----------------------------------------------------------------------------
 
 
-def _first_type(operands: Operands) -> ir.TypeProtocol | None:
-    return operands[0].type if operands and operands[0] is not None else None
-
-
-def _type_of_sequence(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol | None:
+def _type_of_sequence(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
     """Return the type of a sequence of tensors of the dtype of the first operand."""
-    first = _first_type(operands)
+    first = type_of_first(operands, attributes)
     return None if first is None else ir.SequenceType(ir.TensorType(first.dtype))
 
 
-def _type_of_element(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol | None:
-    first = _first_type(operands)
+def _type_of_element(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
+    first = type_of_first(operands, attributes)
     return None if first is None else ir.TensorType(first.dtype)
 
 
@@ -79,15 +74,10 @@ def _type_of_empty(_operands: Operands, attributes: Attributes) -> ir.TypeProtoc
 
 
 def _type_of_optional(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
-    first, stated = _first_type(operands), attributes.get("type")
+    first, stated = type_of_first(operands, attributes), attributes.get("type")
     if first is None:
         return None if stated is None else ir.OptionalType(stated.type)
     return ir.OptionalType(first)
-
-
-def _shape_of_elements(operands: Operands, _attributes: Attributes) -> Dims | None:
-    """Return the shape of the first operand, or of its elements if it is a sequence."""
-    return dims(operands[0]) if operands else None
 
 
 def _shape_of_constructed(operands: Operands, _attributes: Attributes) -> Dims | None:
@@ -130,40 +120,34 @@ def _shape_of_concatenated(operands: Operands, attributes: Attributes) -> Dims |
     return (*shape[:axis], None, *shape[axis + 1 - new :])
 
 
-def _content_type(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol | None:
-    return optional_content(_first_type(operands))
-
-
-def _same_type(operands: Operands, _attributes: Attributes) -> ir.TypeProtocol | None:
-    return _first_type(operands)
+def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol | None:
+    return optional_content(type_of_first(operands, attributes))
 
 
 declare_operators(
-    "ConcatFromSequence SequenceAt SequenceConstruct SplitToSequence", "packs sequences"
+    "ConcatFromSequence",
+    "packs sequences",
+    shape=_shape_of_concatenated,
+    result_type=_type_of_element,
 )
+declare_operators("SequenceAt", "packs sequences", shape=like_first, result_type=_type_of_element)
+declare_operators(
+    "SequenceConstruct",
+    "packs sequences",
+    shape=_shape_of_constructed,
+    result_type=_type_of_sequence,
+)
+declare_operators(
+    "SplitToSequence", "packs sequences", shape=_shape_of_split, result_type=_type_of_sequence
+)
+declare_operators("SequenceErase", "sequences", shape=like_first, result_type=type_of_first)
+declare_operators("SequenceInsert", "sequences", shape=_shape_of_insert, result_type=type_of_first)
+declare_operators("Optional", "sequences", shape=like_first, result_type=_type_of_optional)
+declare_operators("OptionalGetElement", "sequences", shape=like_first, result_type=_content_type)
 declare_operators("SequenceLength", "shape int64", no_gradient=OF_SHAPE)
 declare_operators("OptionalHasElement", no_gradient=OF_SHAPE)
 declare_operators(
     "SequenceEmpty", "shape sequences", result_type=_type_of_empty, no_gradient=OF_SETTINGS
-)
-declare_operators("SequenceErase SequenceInsert Optional OptionalGetElement", "sequences")
-declare_operators("SequenceConstruct SplitToSequence", result_type=_type_of_sequence)
-declare_operators("SequenceAt ConcatFromSequence", result_type=_type_of_element)
-declare_operators("SequenceErase SequenceInsert", result_type=_same_type)
-declare_operators("Optional", result_type=_type_of_optional)
-declare_operators("OptionalGetElement", result_type=_content_type)
-declare_operators("Optional OptionalGetElement SequenceAt SequenceErase", shape=_shape_of_elements)
-declare_operators("SequenceConstruct", shape=_shape_of_constructed)
-declare_operators("SequenceInsert", shape=_shape_of_insert)
-declare_operators("SplitToSequence", shape=_shape_of_split)
-declare_operators("ConcatFromSequence", shape=_shape_of_concatenated)
-declare_operators(
-    "Identity",
-    "elementwise view cheap reorders sequences",
-    result_type=_same_type,
-    shape=_shape_of_elements,
-    elements=of_known(lambda node, x: x),
-    axes=broadcast_axis,
 )
 
 

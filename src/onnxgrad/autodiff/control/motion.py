@@ -22,7 +22,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import TRANSCENDENTAL
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.layouts import scatter_rows
+from onnxgrad.operators.indexing import scatter_rows
 from onnxgrad.operators.shapes import dims, is_stated, rank, volume
 
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())

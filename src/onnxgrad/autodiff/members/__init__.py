@@ -1,6 +1,6 @@
-"""A leading axis of members, pushed through a graph: how operators and bodies take it."""
+"""A leading axis of members, pushed through a graph and the bodies of its nodes."""
 
-from onnxgrad.autodiff.members import bodies, per_operator
+from onnxgrad.autodiff.members import bodies
 from onnxgrad.autodiff.members.axis import MemberAxis
 
 __all__ = ["MemberAxis"]

@@ -1,15 +1,15 @@
 """A leading axis of members, pushed through a graph: K copies of a model in one.
 
-Each value that depends on a stacked one gets a leading axis of length K; what depends on data alone
-stays as it is, and is computed once. A node whose operator has a rule becomes one node for all
-members; any other is written K times, each on the slices of one member.
+Each value that depends on a stacked one gets a leading axis of length K; a value that depends on
+data alone is not changed, and is computed once. A node becomes one node for all members if its
+operator has a form for it (`operators/member_forms`), else K nodes, each on the slices of a member.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Self
+from typing import Any, Self
 
 import onnx_ir as ir
 
@@ -17,7 +17,8 @@ from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import reads, subgraphs
-from onnxgrad.operators import operator_of
+from onnxgrad.operators.member_forms import write_for_members
+from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import dims, rank, static
 
 
@@ -51,8 +52,18 @@ class MemberAxis:
         """Return what replaces each of `values`."""
         return [self.of(v) for v in values]
 
+    def shares_operands(self, values: Iterable[ir.Value | None]) -> bool:
+        """Return whether all members have the same `values`."""
+        return not any(x in self for x in values)
+
+    def write_node(self, node: ir.Node, inputs: list, **changed: Any) -> list[ir.Value]:
+        """Write a node with other inputs and attributes; its outputs get the leading axis."""
+        attributes, count = attributes_of(node) | changed, len(node.outputs)
+        outputs = self.op.emit_many(node.op_type, inputs, attributes, count, node.domain)
+        return [self.typed(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
+
     def typed(self, y: ir.Value, like: ir.Value) -> ir.Value:
-        """Set the type of `y` to that of `like`, and its shape to that with the leading axis."""
+        """Set type and shape of `y` as of `like`, with the leading axis; return `y`."""
         shape = dims(like)
         y.type = like.type
         if shape is not None and static(dims(y)) is None:  # else it is known already
@@ -118,15 +129,15 @@ class MemberAxis:
         Outputs of the graph are replaced, too.
 
         Raises:
-            ValueError: a node depends on them that cannot be written for all members: one with
-                sequences, or whose subgraphs run for some of them only.
+            ValueError: a node that depends on them cannot be written for all members, as it has
+                sequences, or subgraphs that run for some members only.
         """
         for node in list(graph):
             if not any(x in self for x in reads(node)):
                 continue
-            rule, count = operator_of(node).members, len(self.op.written)
+            count = len(self.op.written)
             with self.op.at(node):
-                outputs = None if _has_sequences(node) else rule and rule(self, node)
+                outputs = None if _has_sequences(node) else write_for_members(self, node)
                 if outputs is None:
                     outputs = self._one_by_one(node)
             for new in self.op.written[count:]:
@@ -140,10 +151,10 @@ class MemberAxis:
 
     def _one_by_one(self, node: ir.Node) -> list[ir.Value]:
         """Write a node for each member, and stack the results."""
-        what = "sequences" if _has_sequences(node) else "subgraphs" * any(subgraphs(node))
-        if what:
+        kind = "sequences" if _has_sequences(node) else "subgraphs" * any(subgraphs(node))
+        if kind:
             raise ValueError(
-                f"{printable(node.op_type)} (node {printable(node.name)}) has {what} that depend "
+                f"{printable(node.op_type)} (node {printable(node.name)}) has {kind} that depend "
                 "on the weights, which cannot be stacked: train the members one after the other, "
                 "each by a Trainer"
             )

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.members.axis import MemberAxis
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import captured, dependents
-from onnxgrad.operators import add_facts
+from onnxgrad.operators.registry import members_of
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import rank
 
@@ -20,7 +20,7 @@ Outputs = list[ir.Value] | None
 class _Body:
     """A copy of a body of a node; the node keeps its own, which goes when the node does.
 
-    `inputs` and `outputs` are those of the copy before the axis is pushed.
+    `inputs` and `outputs` are the values of the copy before the axis is pushed.
     """
 
     def __init__(self, m: MemberAxis, node: ir.Node, attribute: str) -> None:
@@ -36,10 +36,10 @@ class _Body:
         return [y in values or y in self.m for y in self.outputs]
 
     def carried(self, starts: Sequence, first: int, behind: int, others: list) -> list[bool]:
-        """Return which states have the axis: those that begin with it, or get it on the way.
+        """Return which states have the axis: they begin with it, or get it in an iteration.
 
         Args:
-            starts: their first values.
+            starts: the initial values of the states.
             first: the index of the first state among the inputs.
             behind: the same among the outputs.
             others: further inputs that have the axis.
@@ -70,23 +70,26 @@ def chosen(values: Sequence[ir.Value], which: Sequence[bool]) -> list[ir.Value]:
     return [v for v, wanted in zip(values, which, strict=True) if wanted]
 
 
-def _operands(m: MemberAxis, values: Sequence[ir.Value], stacked: Sequence[bool]) -> list[ir.Value]:
+def _state_operands(
+    m: MemberAxis, values: Sequence[ir.Value], stacked: Sequence[bool]
+) -> list[ir.Value]:
     pairs = zip(values, stacked, strict=True)
     return [m.expanded(x) if axis else m.of(x) for x, axis in pairs]
 
 
-def _results(
+def _output_values(
     m: MemberAxis, node: ir.Node, outputs: Sequence[ir.Value], stacked: Sequence[bool]
 ) -> list[ir.Value]:
-    """Return the outputs of the new node; those that all members share replace the old ones."""
+    """Return the outputs of the new node; an output that all members share replaces the old one."""
     return [
         m.typed(new, old) if axis else m.share(old, new)
         for old, new, axis in zip(node.outputs, outputs, stacked, strict=True)
     ]
 
 
-def _scan(m: MemberAxis, node: Any) -> Outputs:
-    """Write a Scan whose slices are those of all members: their axis stays where it is."""
+@members_of("Scan")
+def scan_of_members(m: MemberAxis, node: Any) -> Outputs:
+    """Write a Scan whose slices hold all members: the scanned axis is one further behind."""
     attributes, body = attributes_of(node), _Body(m, node, "body")
     n = len(node.inputs) - attributes["num_scan_inputs"]
     sliced = [x in m for x in node.inputs[n:]]
@@ -99,19 +102,16 @@ def _scan(m: MemberAxis, node: Any) -> Outputs:
         axes = node.attributes.get_ints(f"scan_{kind}_axes", (0,) * len(which))
         pairs = zip(axes, which, strict=True)
         attributes[f"scan_{kind}_axes"] = [a + int(axis and a >= 0) for a, axis in pairs]
-    operands = [*_operands(m, node.inputs[:n], carried), *m.all_of(node.inputs[n:])]
+    operands = [*_state_operands(m, node.inputs[:n], carried), *m.all_of(node.inputs[n:])]
     outputs = m.op.emit_many("Scan", operands, attributes, len(stacked), fresh=True)
-    return _results(m, node, outputs, stacked)
+    return _output_values(m, node, outputs, stacked)
 
 
-def _loop(m: MemberAxis, node: Any) -> Outputs:
+@members_of("Loop")
+def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
     """Write a Loop of as many iterations for all members, which stacks along the first axis."""
-    attributes, body, (trip, goes, *starts) = (
-        attributes_of(node),
-        _Body(m, node, "body"),
-        node.inputs,
-    )
-    n = len(starts)
+    attributes, body = attributes_of(node), _Body(m, node, "body")
+    (trip, goes, *starts), n = node.inputs, len(node.inputs) - 2
     carried = body.carried(starts, 2, 1, [])
     inputs = chosen(body.inputs[2:], carried)
     ends, *after = body.reached(inputs)
@@ -120,16 +120,17 @@ def _loop(m: MemberAxis, node: Any) -> Outputs:
         return None
     stacked = [*carried, *after[n:]]
     attributes["body"] = body.push(inputs, [False, *stacked])
-    operands = [trip, goes, *_operands(m, starts, carried)]
+    operands = [trip, goes, *_state_operands(m, starts, carried)]
     outputs = m.op.emit_many("Loop", operands, attributes, len(stacked), fresh=True)
     for i, (y, axis) in enumerate(zip(stacks, stacked[n:], strict=True), n):
         if axis:  # (iterations, members, ...)
             outputs[i].type = y.type
             outputs[i] = m.op.Transpose(outputs[i], perm=[1, 0, *range(2, 1 + (rank(y) or 0))])
-    return _results(m, node, outputs, stacked)
+    return _output_values(m, node, outputs, stacked)
 
 
-def _if(m: MemberAxis, node: Any) -> Outputs:
+@members_of("If")
+def branches_of_members(m: MemberAxis, node: Any) -> Outputs:
     """Write an If with one condition for all members."""
     if node.inputs[0] in m:
         return None
@@ -138,8 +139,4 @@ def _if(m: MemberAxis, node: Any) -> Outputs:
     stacked = [any(axis) for axis in reached]
     attributes = {name: body.push([], stacked) for name, body in branches.items()}
     outputs = m.op.emit_many("If", m.all_of(node.inputs), attributes, len(stacked), fresh=True)
-    return _results(m, node, outputs, stacked)
-
-
-for _name, _rule in {"Scan": _scan, "Loop": _loop, "If": _if}.items():
-    add_facts("", _name, members=_rule)
+    return _output_values(m, node, outputs, stacked)

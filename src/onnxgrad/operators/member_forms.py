@@ -1,0 +1,107 @@
+"""How operators take the axis of members: one node for K copies of it.
+
+A form takes the `MemberAxis` of `autodiff/members` and a node, and returns the new outputs, or None
+to write the node once for each member. The form of most operators follows from their record; the
+others state one, or register a function in the file of their family (`registry.members_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.operators.axes import named_axes, places
+from onnxgrad.operators.records import Operator, operator_of
+from onnxgrad.operators.rule_nodes import attributes_of
+from onnxgrad.operators.shapes import dims, rank
+
+MemberForm = Callable[[Any, Any], list[ir.Value] | None]
+
+
+def write_for_members(m: Any, node: ir.Node) -> list[ir.Value] | None:
+    """Return the outputs of one node for all members; None if each member needs a node."""
+    operator = operator_of(node)
+    return (operator.members or _form_of_record(operator))(m, node)
+
+
+def _form_of_record(operator: Operator) -> MemberForm:
+    """Return the form that traits, named axes and places of axes imply."""
+    if "elementwise" in operator.traits:
+        return broadcast_operands
+    if operator.naming is not None:
+        return shift_named_axes
+    return one_by_one if operator.axes is None or "random" in operator.traits else join_rows
+
+
+def one_by_one(_m: Any, _node: ir.Node) -> None:
+    """Write a node for each member."""
+
+
+def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
+    """Write an elementwise operator, with the axis of members in front of all others."""
+    n, operator = rank(node.outputs[0]), operator_of(node)
+    if n is None or any(x is not None and rank(x) is None for x in node.inputs):
+        return None
+    first, *others = node.inputs
+    if "unary" not in operator.traits:
+        return m.write_node(node, [m.aligned(x, n) for x in node.inputs])
+    if operator.roles == "xc" and not m.shares_operands(others):  # a setting is a scalar
+        return None
+    aligned = [None if x is None else m.aligned(x, n) for x in others]
+    return m.write_node(node, [m.expanded(first), *aligned])
+
+
+def shift_named_axes(m: Any, node: Any) -> list[ir.Value] | None:
+    """Write an operator along axes of its first operand: the axes it names, or the last ones."""
+    first, *others = node.inputs
+    return _write_shifted(m, node, [m.of(first), *others]) if m.shares_operands(others) else None
+
+
+def shift_axes_of_all(m: Any, node: Any) -> list[ir.Value] | None:
+    """Write an operator along axes of all operands."""
+    return _write_shifted(m, node, [m.expanded(x) for x in node.inputs])
+
+
+def _write_shifted(m: Any, node: Any, inputs: list) -> list[ir.Value] | None:
+    """Write the node with other inputs, and each axis that it names one further behind."""
+    naming, named = operator_of(node).naming, named_axes(node)
+    if naming is None:
+        return m.write_node(node, inputs)
+    if not named:
+        return None
+    shifted = [a + 1 for a in named]
+    value = {"axis": shifted[0], "perm": [0, *shifted]}.get(naming.attribute, shifted)
+    if naming.operand is None:
+        return m.write_node(node, inputs, **{naming.attribute: value})
+    inputs += [None] * (naming.operand + 1 - len(inputs))
+    inputs[naming.operand] = np.array(value)
+    return m.write_node(node, inputs)
+
+
+def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
+    """Write an operator that keeps the rows of its first operand as one on the rows of all members.
+
+    The other operands are the same for all members and for all rows.
+    """
+    (x, *others), y = node.inputs, node.outputs[0]
+    if len(node.outputs) != 1 or not rank(x) or not rank(y) or not m.shares_operands(others):
+        return None
+    by_rows = [(i, a) for i, v in enumerate(others, 1) for a in range(rank(v) or 0)]
+    if places(node, 0, 0) != [0] or any(places(node, i, a) == [0] for i, a in by_rows):
+        return None
+    op, new = m.op, m.of(x)
+    lengths = [op.dim(new, i) for i in range(2, 1 + (rank(x) or 0))]
+    joined = _set_type_of_rows(op.Reshape(new, op.vector(-1, *lengths)), x)
+    result = op.emit(node.op_type, [joined, *others], attributes_of(node), node.domain)
+    _set_type_of_rows(result, y)
+    lengths = [op.dim(result, i) for i in range(1, rank(y) or 0)]
+    return [m.typed(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
+
+
+def _set_type_of_rows(value: ir.Value, like: ir.Value) -> ir.Value:
+    """Set the type and shape of `value` as of `like`, with an unknown number of rows."""
+    value.type, value.shape = like.type, ir.Shape([None, *(dims(like) or ())[1:]])
+    return value
