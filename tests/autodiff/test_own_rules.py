@@ -16,7 +16,9 @@ from onnxgrad import (
     onnx_derivative,
     rule,
 )
+from onnxgrad.autodiff.primal.prepare import prepare
 from tests.support.errors import naming
+from tests.support.members import assert_own_results, stack_members
 from tests.support.models import operator_names, parse_model
 from tests.support.pages import code_of
 from tests.support.running import in_sweep, run
@@ -234,6 +236,63 @@ def test_the_message_without_a_rule_names_an_input_of_unknown_rank(before, unkno
     with pytest.raises(NoGradientRule, match=naming("What", "@rule('What', domain='my')")) as error:
         onnx_derivative(parse_model(text, domains={"my": 1}))
     assert ("rank of its input 'H'" in str(error.value)) == unknown
+
+
+# -- shape and axes --------------------------------------------------------------------------------
+
+SCALED = """g (float[N,2] X, float[2] b) => (float[N,2] Y) <float[1] s = {2.0}>
+    { H = my.Scale (X, s)  Y = Mul(H, b) }"""
+SCALE = '<domain: "my", opset_import: ["": 18]> Scale (x, s) => (y) { y = Mul(x, s) }'
+
+
+def register_scale(register, **facts) -> None:
+    def differentiate(op, node, g):
+        """y = s x:  dx = s g,  ds = sum of x g."""
+        x, s = node.inputs
+        return s * g, op.sum_to(x * g, s)
+
+    if register is rule:
+        rule("Scale", domain="my", **facts)(differentiate)
+    else:
+        lowering("Scale", domain="my", **facts)(lambda op, node: None)
+
+
+@pytest.mark.parametrize("register", [rule, lowering])
+def test_shape_of_an_operator_of_the_user(register):
+    made = parse_model(SCALED, domains={"my": 1})
+    register_scale(register, shape=lambda inputs, attributes: inputs[0].shape)
+    inferred = prepare(made).graph.node(0).outputs[0]
+    assert list(inferred.shape.dims) == ["N", 2]
+
+
+def test_shapes_are_not_computed_where_they_are_stated():
+    made = parse_model(SCALED, domains={"my": 1})
+    register_scale(rule)
+    assert "Shape" in operator_names(onnx_derivative(made))
+    register_scale(rule, shape=lambda inputs, attributes: inputs[0].shape)
+    assert "Shape" not in operator_names(onnx_derivative(made))
+    register_scale(rule)  # a later rule does not forget what the operator is
+    assert "Shape" not in operator_names(onnx_derivative(made))
+
+
+@pytest.mark.parametrize(("axes", "nodes"), [(None, 3), (lambda node, i, a: None if i else a, 1)])
+def test_members_are_one_node_where_rows_stay_apart(axes, nodes):
+    made = parse_model(SCALED + SCALE, domains={"my": 1})
+    register_scale(rule, axes=axes)
+    stacked = stack_members(prepare(made), ["X", "b"])
+    assert operator_names(stacked).count("Scale") == nodes
+    feed = {"X": np.float32([[1, 2], [3, 4]]), "b": np.float32([5, 6])}
+    assert_own_results(stacked, made, ["X", "b"], feed)
+
+
+def test_members_are_not_one_node_where_operands_have_rows():
+    text = "g (float[N,2] X, float[N,2] Z) => (float[N,2] Y) { Y = my.Scale (X, Z) }"
+    made = parse_model(text + SCALE, domains={"my": 1})
+    register_scale(rule, axes=lambda node, operand, axis: axis)
+    stacked = stack_members(prepare(made), ["X"])
+    assert operator_names(stacked).count("Scale") == 3
+    feed = {"X": np.float32([[1, 2], [3, 4]]), "Z": np.float32([[5, 6], [7, 8]])}
+    assert_own_results(stacked, made, ["X"], feed)
 
 
 # -- what a rule returns ---------------------------------------------------------------------------

@@ -1,14 +1,13 @@
-"""One record for each operator: all that is known of it, whatever reads it.
+"""The record of an operator: traits, shapes, axes, rule, lowering, and form for members.
 
-A file of this room declares the operators of one family: traits, named axes, shapes, elements of
-short vectors, and where axes go. Rules, lowerings and functions for members of a stack fill in the
-rest where they are defined, and `autodiff/user_rules` for users.
+A file of this room declares the operators of one family. The decorators of `registry` add rules,
+lowerings and forms for members, which stand in the same file, and `user_rules` the ones of users.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -18,10 +17,10 @@ class Naming(NamedTuple):
     """How an operator names axes of its first operand; an Unsqueeze, of its output.
 
     Attributes:
-        attribute: it holds them.
+        attribute: the attribute that holds the named axes.
         operand: the index of the operand that holds them, if there is no such attribute.
-        default: what is named if both are missing or empty, from the rank, the inputs and the
-            attributes; None if that is not known.
+        default: (rank, inputs, attributes) -> the axes that a node names if it states none, or
+            None if they are unknown.
     """
 
     attribute: str
@@ -29,9 +28,13 @@ class Naming(NamedTuple):
     default: Callable[[int, Sequence, Mapping], Sequence[int] | None] = lambda *_: None
 
 
+# A rule or lowering of a user takes the place of the fields with this metadata.
+_OF_RULE = {"of_rule": True}
+
+
 @dataclass(frozen=True)
 class Operator:
-    """What is known of an operator; nothing where a field has its default.
+    """The record of an operator; the default of a field says that nothing is known.
 
     Attributes:
         traits: see below; empty for operators of other domains.
@@ -57,7 +60,8 @@ class Operator:
         on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it
             slows down the forward pass.
         of_user: whether a user registered its rule or lowering.
-        members: writes a node for all members of a stack: see `autodiff/members`.
+        members: writes a node for all members of a stack, or returns None; without it, the form
+            follows from the other fields: see `member_forms`.
     """
 
     traits: frozenset[str] = frozenset()
@@ -69,17 +73,19 @@ class Operator:
     naming: Naming | None = None
     axes: Callable[..., Any] | None = None
     roles: str = ""
-    rule: Callable[..., Any] | None = None
-    subgraph_rule: Callable[..., list[tuple[ir.Value, ir.Value]]] | None = None
-    no_gradient: str = ""
-    lowering: Callable[..., Any] | None = None
-    on_demand: bool = False
+    rule: Callable[..., Any] | None = field(default=None, metadata=_OF_RULE)
+    subgraph_rule: Callable[..., list[tuple[ir.Value, ir.Value]]] | None = field(
+        default=None, metadata=_OF_RULE
+    )
+    no_gradient: str = field(default="", metadata=_OF_RULE)
+    lowering: Callable[..., Any] | None = field(default=None, metadata=_OF_RULE)
+    on_demand: bool = field(default=False, metadata=_OF_RULE)
     of_user: bool = False
     members: Callable[..., list[ir.Value] | None] | None = None
 
     @property
     def is_covered(self) -> bool:
-        """Whether the sweep, or a lowering before it, knows what to do."""
+        """Whether nodes have gradients, by a rule or a lowering, or are known to have none."""
         return bool(self.rule or self.subgraph_rule or self.no_gradient or self.lowering)
 
 
@@ -96,7 +102,7 @@ class Operator:
 # packs           the elements of tensors in sequences, or out of them
 # sequences       takes or returns sequences or Optionals
 # shape           reads the shape of its operand only, or makes a tensor of a shape
-# arithmetic      what sizes and positions are computed with
+# arithmetic      computes sizes and positions
 # random          two equal nodes give two results
 # boolean, int64  the dtype of the result, whatever the operands are
 

@@ -1,15 +1,21 @@
-"""Rules and lowerings of users, which take the place of all that the package has of an operator."""
+"""Rules and lowerings of users, which take the place of the rule and lowering of the package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from onnxgrad.operators.records import Operator, add_facts
 from onnxgrad.operators.registry import Lowering, Rule, registering
 
 
-def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
+def rule(
+    *op_types: str,
+    domain: str = "",
+    shape: Callable[..., Any] | None = None,
+    axes: Callable[..., Any] | None = None,
+) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of the named operators.
 
     A rule is called as `f(op, node, g)`. It takes one cotangent `g` for each output, None where the
@@ -29,6 +35,15 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     Args:
         op_types: names of operators or local functions.
         domain: their domain; empty for standard operators.
+        shape: `(inputs, attributes)` -> the shape of the output, None if it is unknown, or a list
+            with the shape of each output. A shape has lengths, names of lengths, and None for
+            unknown lengths, as `inputs[0].shape`; `attributes` is a dict of what the node states.
+            Without it, the gradient computes shapes of the output when it runs, unless a local
+            function or a schema tells them.
+        axes: `(node, operand, axis)` -> the axis of the output whose index i depends on no other
+            index of that axis of an operand than i; "summed" if the output is a sum over the axis;
+            None if the operator mixes indices, as it is assumed to do without `axes`. By them,
+            rows are known to stay apart, and a `TrainerStack` writes one node for all members.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -49,25 +64,30 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
         >>> [node.op_type for node in gradient.graph.node]
         ['Mul', 'Mul']
     """
-    return registering(_register, op_types, domain, "rule")
+    return registering(_register_of_user, op_types, domain, "rule", shape=shape, axes=axes)
 
 
 def lowering(
-    op_type: str, domain: str = "", on_demand: bool = False
+    op_type: str,
+    domain: str = "",
+    on_demand: bool = False,
+    shape: Callable[..., Any] | None = None,
+    axes: Callable[..., Any] | None = None,
 ) -> Callable[[Lowering], Lowering]:
     """Register the decorated function as the lowering of an operator.
 
     A lowering rewrites a node to other operators, whose rules then give its gradient. It is called
     as `f(op, node)` before differentiation, and returns one value for each output of the node, or
-    None to leave the node as it is. `op` writes nodes, as in a rule.
+    None to leave the node unchanged. `op` writes nodes, as in a rule.
 
     The last rule or lowering of an operator holds, before those of the package.
 
     Args:
         op_type: name of the operator.
         domain: its domain; empty for standard operators.
-        on_demand: rewrite only nodes through which a gradient goes, and those of whose results no
-            type is known.
+        on_demand: rewrite only nodes through which a gradient goes, and nodes whose results have
+            no known type.
+        shape, axes: as in `rule`.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -87,13 +107,12 @@ def lowering(
         >>> [node.op_type for node in gradient.graph.node]
         ['Exp', 'Mul', 'Identity']
     """
-    return registering(_register, [op_type], domain, "lowering", on_demand=on_demand)
+    facts = {"on_demand": on_demand, "shape": shape, "axes": axes}
+    return registering(_register_of_user, [op_type], domain, "lowering", **facts)
 
 
-def _register(domain: str, name: str, **fields: Any) -> None:
-    """Replace the rules and lowerings of an operator; what is known of it otherwise stays."""
-    # what belongs to the rule of the package
-    forgotten = ("rule", "subgraph_rule", "no_gradient", "lowering", "on_demand", "members")
-    add_facts(
-        domain, name, **{f: getattr(Operator, f) for f in forgotten} | {"of_user": True} | fields
-    )
+def _register_of_user(domain: str, name: str, **stated: Any) -> None:
+    """Replace the rule and lowering of an operator; other fields change where they are stated."""
+    forgotten = {f.name: f.default for f in fields(Operator) if "of_rule" in f.metadata}
+    known = {name: value for name, value in stated.items() if value is not None}
+    add_facts(domain, name, **forgotten | {"of_user": True} | known)
