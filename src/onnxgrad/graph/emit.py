@@ -344,7 +344,7 @@ class Emit:
 
     def _filled_like(self, number: int, x: ir.Value) -> ir.Value:
         if not isinstance(x.type, ir.TensorType):
-            return sequence_nodes.filled(self, number, x)
+            return sequence_nodes.fill_sequence(self, number, x)
         assert x.dtype is not None
         shape = static(dims(x))
         if shape is not None and math.prod(shape) < _SMALL:
@@ -503,7 +503,7 @@ class Emit:
         if len(terms) == 1:
             return terms[0]
         if sequences.is_sequence(terms[0]):
-            return sequence_nodes.total(self, terms)
+            return sequence_nodes.add_sequences(self, terms)
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.set_type_like(y, terms[0]) if y.shape is None else y
 

@@ -41,14 +41,14 @@ Answer = Place | tuple[Place, ...]  # the place in all outputs, or in each
 def named_axes(node: ir.Node) -> list[int] | None:
     """Return the axes that `node` names, counted from the first; None if they are not known.
 
-    They are in the order in which it names them.
+    The node states them in this order.
     """
     given = {a.name: a.value for a in node.attributes.values()}
     return axes_named_by(node.op_type, node.inputs, given)
 
 
 def axes_named_by(op_type: str, inputs: Sequence, attributes: Mapping) -> list[int] | None:
-    """Return what `named_axes` does of a node with these inputs and attributes."""
+    """Return the axes that a node with these inputs and attributes names, as `named_axes`."""
     naming, n = standard_operator(op_type).naming, rank(inputs[0])
     if naming is None or n is None:
         return None
@@ -71,13 +71,15 @@ def axes_named_by(op_type: str, inputs: Sequence, attributes: Mapping) -> list[i
 def follow(node: ir.Node, axes: Mapping[ir.Value, int]) -> list[Place]:
     """Return where an axis stands in each output of `node`, if all operands in `axes` have it.
 
-    The other operands do not depend on what is along the axis.
+    The other operands do not depend on the axis.
     """
     found = [places(node, i, axes[x]) for i, x in enumerate(node.inputs) if x and x in axes]
-    return [_common(column) for column in zip(*found, strict=True)] or [None] * len(node.outputs)
+    return [_common_place(column) for column in zip(*found, strict=True)] or [None] * len(
+        node.outputs
+    )
 
 
-def _common(column: Sequence[Place]) -> Place:
+def _common_place(column: Sequence[Place]) -> Place:
     """Return the place that all operands lead to; sums over several may be products of sums."""
     one = len(set(column)) == 1 and (len(column) == 1 or column[0] != SUMMED)
     return column[0] if one else None
@@ -94,8 +96,8 @@ def places(node: ir.Node, operand: int, axis: int) -> list[Place]:
 def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
     """Return whether a Reshape is proven to keep `axis` as `other`.
 
-    It is if two of these have the same number of elements: the axes in front, the axis, those
-    behind. For all three together have.
+    It is if two of these have the same number of elements, as all three together have: the axes in
+    front, the axis, the axes behind.
     """
     pairs = (
         (before[:axis], after[:other]),
@@ -125,6 +127,7 @@ def axis_unless_named(node: Any, _operand: int, axis: int) -> Place:
     return None if named is None or axis in named else axis
 
 
+@first_operand
 def axis_before_matrices(node: Any, _operand: int, axis: int) -> Place:
     """Return the axis, if it is not one of the last two."""
     return axis if axis < len(node.inputs[0].shape) - 2 else None
@@ -135,6 +138,7 @@ def row_axis(_node: Any, _operand: int, axis: int) -> Place:
     return 0 if axis == 0 else None
 
 
+@first_operand
 def reshaped_axis(node: Any, _operand: int, axis: int) -> Place:
     """Return the place of an axis that a Reshape is proven to keep."""
     before, after = dims(node.inputs[0]) or (), dims(node.outputs[0]) or ()

@@ -18,7 +18,7 @@ MOST_ELEMENTS = 1024  # of a vector
 Elements = np.ndarray  # of objects: int, bool, a symbolic dimension, or None if unknown
 
 
-def evaluated(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements | None:
+def result_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements | None:
     """Return the elements of the result, of rank 0 or 1; None if none can be told."""
     function = standard_operator(node.op_type).elements
     if len(node.outputs) != 1 or function is None:
@@ -38,11 +38,9 @@ def evaluated(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements 
 def shape_by_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Dims | None:
     """Return the shape of the result, if elements of an operand are its lengths."""
     function = standard_operator(node.op_type).lengths
-    return (
-        None
-        if function is None
-        else function(node, [elements_of(x, elements) for x in node.inputs])
-    )
+    if function is None:
+        return None
+    return function(node, [elements_of(x, elements) for x in node.inputs])
 
 
 def elements_of(x: ir.Value | None, elements: Mapping[ir.Value, Elements]) -> Elements | None:

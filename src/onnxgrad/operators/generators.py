@@ -32,7 +32,7 @@ def _shape_of_shape(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | N
 
 def _lengths_as_elements(node: ir.Node, _operands: Sequence) -> Elements | None:
     shape = dims(node.inputs[0])
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+    start, end = int_attribute(node, "start"), node.attributes.get_int("end", None)
     return None if shape is None else np.array(shape[start:end], object)
 
 
@@ -54,6 +54,7 @@ def _filled_lengths(_node: ir.Node, operands: Sequence[Elements | None]) -> Dims
     return None if operands[0] is None else nonnegative_lengths(operands[0])
 
 
+@of_known
 def _elements_of_range(
     _node: ir.Node, start: Elements, end: Elements, step: Elements
 ) -> Elements | None:
@@ -70,7 +71,7 @@ def _length_of_range(_node: ir.Node, operands: Sequence[Elements | None]) -> Dim
 
 
 def _axis_beside_classes(node: Any, _operand: int, axis: int) -> Place:
-    new = node.attributes.get_int("axis", -1) % (len(node.inputs[0].shape) + 1)
+    new = int_attribute(node, "axis") % (len(node.inputs[0].shape) + 1)
     return axis + (axis >= new)
 
 
@@ -99,11 +100,7 @@ declare_operators(
 declare_operators("BlackmanWindow Constant HammingWindow HannWindow", no_gradient=OF_SETTINGS)
 declare_operators("MelWeightMatrix", roles="c", no_gradient=OF_SETTINGS)
 declare_operators(
-    "Range",
-    "cheap arithmetic",
-    roles="c",
-    elements=of_known(_elements_of_range),
-    lengths=_length_of_range,
+    "Range", "cheap arithmetic", roles="c", elements=_elements_of_range, lengths=_length_of_range
 )
 declare_operators("AffineGrid", roles="c")
 declare_operators("OneHot", "cheap", roles="c", axes=first_operand(_axis_beside_classes))

@@ -56,7 +56,7 @@ def _axis_of_gather_elements(node: Any, operand: int, axis: int) -> Place:
 
 
 def _axis_of_gather_nd(node: Any, operand: int, axis: int) -> Place:
-    kept = len(node.inputs[1].shape) - 1 if operand else node.attributes.get_int("batch_dims", 0)
+    kept = len(node.inputs[1].shape) - 1 if operand else int_attribute(node, "batch_dims")
     return axis if axis < kept else None
 
 
@@ -112,7 +112,7 @@ def gather(op, node, g):
 def _pads_of_gather(op, node):
     """Return the padding that is the adjoint of a Gather, or None.
 
-    That is for a constant index, or for constant indices that follow one another.
+    There is one for a constant index, and for constant indices that follow one another.
     """
     x, i = node.inputs
     shape, index, axis = dims(x), op.known_value(i), int_attribute(node, "axis")
@@ -166,7 +166,7 @@ def gather_nd(op, node, g):
 def scatter_elements(op, node, g):
     """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
 
-    Where an index occurs twice, the last u is written over the others: du = 0 for those.
+    Where an index occurs twice, the last u is written over the others: du = 0 for them.
     """
     x, i, u = node.inputs
     reduction, axis = string_attribute(node, "reduction"), int_attribute(node, "axis")
@@ -184,8 +184,8 @@ def scatter_elements(op, node, g):
 def scatter_nd(op, node, g):
     """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
 
-    Where an index occurs twice, the last u is written over the others: du = 0 for those. The other
-    reductions are computed as those of ScatterElements on flat tensors.
+    Where an index occurs twice, the last u is written over the others: du = 0 for them. The other
+    reductions are computed as by ScatterElements on flat tensors.
     """
     x, i, u = node.inputs
     reduction = string_attribute(node, "reduction")
@@ -226,7 +226,7 @@ def _product_gradients(op, x, i, u, g, axis):
 
 
 def _extremum_gradients(op, reduction, x, i, u, g, axis):
-    """y = max of x and the u with its index:  g in equal shares to those that equal y."""
+    """y = max of x and the u with its index:  g in equal shares to the x and u that equal y."""
     y = op.ScatterElements(x, i, u, axis=axis, reduction=reduction)
     x_hits = op.Cast(op.Equal(x, y), to=x.dtype)
     u_hits = op.Cast(op.Equal(u, op.GatherElements(y, i, axis=axis)), to=x.dtype)
@@ -254,10 +254,8 @@ def tensor_scatter(op, node, g):
 @rule("TopK")
 def top_k(op, node, g):
     """y = the k largest of x along an axis:  dx = zeros with g at their indices."""
-    x, axis = node.inputs[0], int_attribute(node, "axis")
-    return op.ScatterElements(
-        op.zeros_like(x), output(op, node, 1, ir.DataType.INT64), g, axis=axis
-    ), None
+    x, axis, i = node.inputs[0], int_attribute(node, "axis"), output(op, node, 1, ir.DataType.INT64)
+    return op.ScatterElements(op.zeros_like(x), i, g, axis=axis), None
 
 
 @rule("Unique")

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnxgrad.limits import limit
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import (
+    Answer,
     Place,
     axes_named_by,
     axis_before_matrices,
@@ -85,10 +86,10 @@ def _shape_of_reshape(inputs: Sequence, attributes: Attributes) -> Dims | None:
 def _reshape_to_lengths(node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
     if operands[1] is None:
         return None
-    attributes = {a.name: a.value for a in node.attributes.values()}
-    return reshaped(dims(node.inputs[0]), tuple(operands[1].flat), attributes)
+    return reshaped(dims(node.inputs[0]), tuple(operands[1].flat), attributes_of(node))
 
 
+@of_known
 def _viewed_elements(node: ir.Node, x: Elements, *_: Elements | None) -> Elements | None:
     shape = static(dims(node.outputs[0]))
     return None if shape is None else x.reshape(shape)
@@ -101,7 +102,8 @@ def _shape_of_squeeze(inputs: Sequence, attributes: Attributes) -> Dims | None:
     return tuple(d for i, d in enumerate(shape) if i not in named)
 
 
-def _squeezed_axis(node: Any, _operand: int, axis: int) -> Place:
+@first_operand
+def _squeezed_axis(node: Any, _operand: int, axis: int) -> Answer:
     named = named_axes(node)
     if named is None:
         return reshaped_axis(node, 0, axis)
@@ -116,33 +118,24 @@ def _shape_of_unsqueeze(inputs: Sequence, attributes: Attributes) -> Dims | None
     return tuple(1 if i in named else next(old) for i in range(len(shape) + len(named)))
 
 
-def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Place:
+@first_operand
+def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Answer:
     new = named_axes(node)
     if new is None:
         return reshaped_axis(node, 0, axis)
     return [i for i in range(len(node.inputs[0].shape) + len(new)) if i not in new][axis]
 
 
-_VIEW: dict[str, Any] = {"traits": "view cheap reorders", "elements": of_known(_viewed_elements)}
+_VIEW: dict[str, Any] = {"traits": "view cheap reorders", "elements": _viewed_elements}
 _AXES = Naming("axes", 1)
 
-declare_operators("Flatten", "view cheap reorders", axes=first_operand(reshaped_axis))
+declare_operators("Flatten", "view cheap reorders", axes=reshaped_axis)
 declare_operators(
-    "Reshape",
-    shape=_shape_of_reshape,
-    lengths=_reshape_to_lengths,
-    axes=first_operand(reshaped_axis),
-    **_VIEW,
+    "Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths, axes=reshaped_axis, **_VIEW
 )
+declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_squeezed_axis, **_VIEW)
 declare_operators(
-    "Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=first_operand(_squeezed_axis), **_VIEW
-)
-declare_operators(
-    "Unsqueeze",
-    shape=_shape_of_unsqueeze,
-    naming=_AXES,
-    axes=first_operand(_unsqueezed_axis),
-    **_VIEW,
+    "Unsqueeze", shape=_shape_of_unsqueeze, naming=_AXES, axes=_unsqueezed_axis, **_VIEW
 )
 declare_operators(
     "Identity",
@@ -163,6 +156,7 @@ def _shape_of_transpose(inputs: Sequence, attributes: Attributes) -> Dims | None
     return tuple(shape[i] for i in attributes.get("perm", range(len(shape))[::-1]))
 
 
+@first_operand
 def _transposed_axis(node: Any, _operand: int, axis: int) -> Place:
     return (named_axes(node) or []).index(axis)
 
@@ -183,6 +177,7 @@ def nonnegative_lengths(elements: Elements) -> Dims | None:
     return None if negative else tuple(elements.flat)
 
 
+@first_operand
 def _tiled_axis(node: Any, _operand: int, axis: int) -> Place:
     repeats = constant(node.inputs[1])
     return axis if repeats is not None and repeats[axis] == 1 else None
@@ -203,21 +198,15 @@ def _shape_of_concat(inputs: Sequence, attributes: Attributes) -> Dims | None:
 
 
 def _axis_of_reversed(node: Any, operand: int, axis: int) -> Place:
-    if operand:
-        return node.attributes.get_int("batch_axis", 1)
-    return axis_unless_named(node, operand, axis)
+    return int_attribute(node, "batch_axis") if operand else axis_unless_named(node, 0, axis)
 
 
 FIRST = Naming("axis", default=lambda *_: [0])
-_BY_PERMUTATION = Naming("perm", default=lambda n, *_: range(n)[::-1])
+_PERM = Naming("perm", default=lambda n, *_: range(n)[::-1])
 
 declare_operators("DepthToSpace SpaceToDepth", "cheap reorders", axes=first_operand(row_axis))
 declare_operators(
-    "Transpose",
-    "cheap reorders",
-    shape=_shape_of_transpose,
-    naming=_BY_PERMUTATION,
-    axes=first_operand(_transposed_axis),
+    "Transpose", "cheap reorders", shape=_shape_of_transpose, naming=_PERM, axes=_transposed_axis
 )
 declare_operators(
     "Expand",
@@ -226,7 +215,7 @@ declare_operators(
     lengths=_expand_to_lengths,
     axes=first_operand(broadcast_axis),
 )
-declare_operators("Tile", "cheap reorders", axes=first_operand(_tiled_axis))
+declare_operators("Tile", "cheap reorders", axes=_tiled_axis)
 declare_operators(
     "Concat",
     "cheap reorders",
@@ -257,13 +246,10 @@ def _sliced_axis(node: Any, operand: int, axis: int) -> Place:
     named = named_axes(node)
     if named is None or axis not in named:
         return None if named is None else axis
-    starts, steps = constant(node.inputs[1]), constant((*node.inputs, None, None)[4])
-    k = named.index(axis)
-    from_first = starts is not None and starts[k] == 0
-    one_by_one = (
-        len(node.inputs) < 5 or node.inputs[4] is None or (steps is not None and steps[k] == 1)
-    )
-    return axis if from_first and one_by_one else None
+    starts, steps = constant(node.inputs[1]), (*node.inputs, None, None)[4]
+    step, k = constant(steps), named.index(axis)
+    has_steps_of_one = steps is None or (step is not None and step[k] == 1)
+    return axis if starts is not None and starts[k] == 0 and has_steps_of_one else None
 
 
 def _sliced_elements(node: ir.Node, x: Elements, *bounds: Elements | None) -> Elements | None:
@@ -273,6 +259,7 @@ def _sliced_elements(node: ir.Node, x: Elements, *bounds: Elements | None) -> El
     return x[slice(start, end, step)]
 
 
+@first_operand
 def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
     named, pads = named_axes(node), constant(node.inputs[1])
     if named is None or axis not in named:
@@ -289,15 +276,9 @@ declare_operators(
 )
 declare_operators("Split", "cheap selects", naming=FIRST, axes=first_operand(axis_unless_named))
 declare_operators(
-    "Pad",
-    "cheap",
-    naming=Naming("axes", 3, lambda n, *_: range(n)),
-    axes=first_operand(_padded_axis),
-    roles="xc",
+    "Pad", "cheap", roles="xc", naming=Naming("axes", 3, lambda n, *_: range(n)), axes=_padded_axis
 )
-declare_operators(
-    "Trilu", "cheap", axes=first_operand(axis_before_matrices), members=shift_named_axes
-)
+declare_operators("Trilu", "cheap", axes=axis_before_matrices, members=shift_named_axes)
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.axes import Place, axis_before_matrices, first_operand
+from onnxgrad.operators.axes import Place, axis_before_matrices
 from onnxgrad.operators.member_forms import shift_named_axes
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import Unsupported, lowering, members_of, rule
@@ -53,7 +53,7 @@ def shape_of_gemm(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | Non
 def _axis_of_gemm(node: Any, operand: int, axis: int) -> Place:
     if operand == 2:
         return axis + 2 - len(node.inputs[2].shape)
-    turned = node.attributes.get_int(("transA", "transB")[operand], 0)
+    turned = int_attribute(node, ("transA", "transB")[operand])
     return operand if axis == (operand != turned) else None
 
 
@@ -96,7 +96,7 @@ def _axis_of_einsum(node: Any, operand: int, axis: int) -> Place:
 declare_operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
 declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm)
 declare_operators("Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum)
-declare_operators("Det", axes=first_operand(axis_before_matrices), members=shift_named_axes)
+declare_operators("Det", axes=axis_before_matrices, members=shift_named_axes)
 declare_operators("QLinearConv QLinearMatMul ConvInteger MatMulInteger", roles="q")
 declare_operators("SwiGLU", roles="f")
 

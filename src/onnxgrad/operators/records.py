@@ -53,8 +53,8 @@ class Operator:
         axes: (node, operand, axis) -> where the axis stands in the outputs: see `axes`.
         roles: the role of each operand, a letter: see below.
         rule: writes the gradients of the inputs: (op, node, cotangents) -> one for each input.
-        subgraph_rule: the same with captured values: (op, node, list of cotangents, values that
-            depend on what is differentiated) -> pairs of a value and its gradient.
+        subgraph_rule: the same with captured values: (op, node, list of cotangents, values on the
+            path) -> pairs of a value and its gradient.
         no_gradient: why it has none; no path goes through its nodes.
         lowering: rewrites a node before the sweep: (op, node) -> values, or None to leave it.
         on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it

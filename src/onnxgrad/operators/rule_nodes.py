@@ -12,7 +12,7 @@ Operand = ir.Value | None  # None: it is left out
 
 
 def total(*terms: Operand) -> ir.Value:
-    """Return the sum of the terms, without those that are left out."""
+    """Return the sum of the terms, without the omitted ones."""
     first, *others = (v for v in terms if v is not None)
     return sum(others, start=first)
 
@@ -87,7 +87,7 @@ def gated(op, x, g):
 def last_of_elements(op, g, x, i, axis):
     """Return `g`, 0 where a ScatterElements into `x` writes to the same place later.
 
-    ONNX does not define what a scatter without reduction returns where an index occurs twice.
+    ONNX does not define the result of a scatter without reduction where an index occurs twice.
     onnxruntime writes in order, but for a ScatterND of very many rows on several threads.
     """
     n, index = rank(i), op.known_value(i)

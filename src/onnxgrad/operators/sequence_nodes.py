@@ -13,10 +13,12 @@ import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.operators import marks
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.records import made_by
 from onnxgrad.operators.shapes import constant, dims, optional_content
 
 
-def mapped(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
+def map_elements(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
     """Return the sequence of `function(inner, *elements)`, for the elements of sequences `xs`."""
     results = ir.Value(name=op.name("results"), type=optional_content(xs[0].type))
     start = op.emit("SequenceEmpty", [], {"dtype": xs[0].dtype})
@@ -27,18 +29,18 @@ def mapped(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Valu
         sequence.shape = y.shape
         return sequence
 
-    return _loop(op, longer, xs, {results: start})
+    return _loop_over_elements(op, longer, xs, {results: start})
 
 
-def stacked(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
+def stack_results(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
     """Return `function(inner, *elements)` for all elements of `xs`, stacked along a new axis 0."""
-    y = _loop(op, function, xs, {})
+    y = _loop_over_elements(op, function, xs, {})
     inner = dims(y)
     y.shape = None if inner is None else ir.Shape([None, *inner])
     return y
 
 
-def _loop(
+def _loop_over_elements(
     op: Any,
     function: Callable[..., ir.Value],
     xs: Sequence[ir.Value],
@@ -76,25 +78,23 @@ def counters(op: Any) -> tuple[ir.Value, ir.Value]:
     return i, condition
 
 
-def filled(op: Any, number: int, x: ir.Value) -> ir.Value:
+def fill_sequence(op: Any, number: int, x: ir.Value) -> ir.Value:
     """Return a sequence like `x` whose elements are filled with `number`, 0 or 1."""
     if isinstance(x.type, ir.OptionalType):
         raise NoGradientRule(
             f"{x.name!r} is an Optional that may be empty at run time: its zero gradient cannot be "
             "written; use OptionalGetElement outside of If and Loop"
         )
-    node = x.producer()
-    if node is not None and node.op_type == "SequenceConstruct":
-        items = (_filled_tensor(op, number, v) for v in node.inputs if v is not None)
-        return op.SequenceConstruct(*items)
-    return mapped(op, lambda inner, v: _filled_tensor(inner, number, v), x)
+
+    def fill(inner: Any, v: ir.Value) -> ir.Value:
+        return inner.ones_like(v) if number else inner.zeros_like(v)
+
+    if node := made_by(x, "SequenceConstruct"):
+        return op.SequenceConstruct(*(fill(op, v) for v in node.inputs if v is not None))
+    return map_elements(op, fill, x)
 
 
-def _filled_tensor(op: Any, number: int, x: ir.Value) -> ir.Value:
-    return op.ones_like(x) if number else op.zeros_like(x)
-
-
-def total(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
+def add_sequences(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
     """Return the sum of sequences of one length, element by element.
 
     Of the results of `scatter_element`, only the one element is added.
@@ -103,23 +103,23 @@ def total(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
     others = [t for t in terms if marks.SCATTERED not in t.meta] or [scattered.pop(0)]
     y = others[0]
     if len(others) > 1:
-        y = mapped(op, lambda inner, *elements: inner.total(list(elements)), *others)
+        y = map_elements(op, lambda inner, *elements: inner.total(list(elements)), *others)
     for term in scattered:
         position, g = term.meta[marks.SCATTERED]
         old = op.set_type_like(op.SequenceAt(y, position), g)
-        y = op.set_type_like(_replace(op, y, position, op.total([old, g])), terms[0])
+        y = op.set_type_like(_replace_element(op, y, position, op.total([old, g])), terms[0])
     return y
 
 
 def scatter_element(op: Any, g: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
     """Return a sequence of zeros like the sequence `x`, with `g` at `position`."""
-    y = _replace(op, op.zeros_like(x), position, g)
+    y = _replace_element(op, op.zeros_like(x), position, g)
     y = op.set_type_like(op.copy_of(y), x)  # a new value, as its `meta` is set
     y.meta[marks.SCATTERED] = position, g
     return y
 
 
-def _replace(op: Any, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
+def _replace_element(op: Any, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
     rest = op.SequenceErase(sequence, position)
     return insert(op, rest, x, erased_position(op, position, rest))
 
@@ -177,14 +177,14 @@ def elements(op: Any, sequence: ir.Value) -> list[ir.Value] | None:
         items = [v for v in node.inputs if v is not None]
     elif node.op_type == "SequenceEmpty":
         items = []
-    elif node.op_type == "SplitToSequence" and (pieces := _split(op, node)) is not None:
+    elif node.op_type == "SplitToSequence" and (pieces := _split_elements(op, node)) is not None:
         items = pieces
     else:
         return None
-    return items if all(_change(items, node) for node in reversed(changes)) else None
+    return items if all(_apply_change(items, node) for node in reversed(changes)) else None
 
 
-def _change(items: list[ir.Value], node: ir.Node) -> bool:
+def _apply_change(items: list[ir.Value], node: ir.Node) -> bool:
     """Apply a node of `_CHANGES` to `items`; return False if its index is no valid constant."""
     if node.op_type == "Identity":
         return True
@@ -204,15 +204,14 @@ def _change(items: list[ir.Value], node: ir.Node) -> bool:
     return True
 
 
-def _split(op: Any, node: ir.Node) -> list[ir.Value] | None:
+def _split_elements(op: Any, node: ir.Node) -> list[ir.Value] | None:
     """Return the elements of a SplitToSequence; None if their number is not static.
 
-    Also None if `node` is in another graph than that of `op`.
+    Also None if `op` does not write into the graph of `node`.
     """
     x, split = (*node.inputs, None)[:2]
     assert x is not None
-    axis = node.attributes.get_int("axis", 0)
-    shape = dims(x)
+    axis, shape = int_attribute(node, "axis"), dims(x)
     n = None if shape is None else shape[axis]
     lengths = constant(split)
     if node.graph is not op.graph or (split is not None and lengths is None):
@@ -227,12 +226,12 @@ def _split(op: Any, node: ir.Node) -> list[ir.Value] | None:
     if not 1 <= len(parts) <= _MANY or (isinstance(n, int) and sum(parts) != n):
         return None
     pieces = [x] if len(parts) == 1 else op.split(x, parts, axis)
-    squeeze = split is None and not node.attributes.get_int("keepdims", 1)
+    squeeze = split is None and not int_attribute(node, "keepdims")
     return [op.Squeeze(piece, [axis]) for piece in pieces] if squeeze else pieces
 
 
-def common_length(sequence: ir.Value, axis: int) -> int | None:
-    """Return the static length that all elements of a sequence have along `axis`, or None."""
-    shape = dims(sequence)
+def positive_length(x: ir.Value, axis: int) -> int | None:
+    """Return the static positive length of a tensor, or of all elements of a sequence, or None."""
+    shape = dims(x)
     length = None if shape is None else shape[axis]
     return length if isinstance(length, int) and length > 0 else None

@@ -19,7 +19,7 @@ from onnxgrad.operators.outputs import like_first, type_of_first
 from onnxgrad.operators.records import OF_SETTINGS, OF_SHAPE, declare_operators, made_by
 from onnxgrad.operators.registry import lowering, rule
 from onnxgrad.operators.sequence_nodes import counters, elements
-from onnxgrad.operators.shapes import Dims, constant, dims, is_stated, optional_content
+from onnxgrad.operators.shapes import Dims, constant, dims, is_stated, optional_content, rank
 
 Operands = Sequence[ir.Value | None]
 Attributes = Mapping[str, Any]
@@ -30,7 +30,7 @@ def is_sequence(value: ir.Value) -> bool:
     return isinstance(optional_content(value.type), ir.SequenceType)
 
 
-def joined(values: Sequence[ir.Value | None]) -> Dims | None:
+def shared_dims(values: Sequence[ir.Value | None]) -> Dims | None:
     """Return the dimensions that all of `values` share, None for others; None if ranks differ.
 
     Empty sequences are ignored, as their elements have no shape.
@@ -48,7 +48,7 @@ def is_empty(value: ir.Value) -> bool:
 
 
 def note_empty(value: ir.Value, empty: bool) -> None:
-    """Record whether a sequence is empty: then `joined` ignores the shape of its elements."""
+    """Record whether a sequence is empty: then `shared_dims` ignores the shape of its elements."""
     if empty:
         value.meta[marks.EMPTY_SEQUENCE] = True
     else:
@@ -81,11 +81,11 @@ def _type_of_optional(operands: Operands, attributes: Attributes) -> ir.TypeProt
 
 
 def _shape_of_constructed(operands: Operands, _attributes: Attributes) -> Dims | None:
-    return joined(operands) if operands and operands[0] is not None else None
+    return shared_dims(operands) if operands and operands[0] is not None else None
 
 
 def _shape_of_insert(operands: Operands, _attributes: Attributes) -> Dims | None:
-    return joined(operands[:2]) if operands and operands[0] is not None else None
+    return shared_dims(operands[:2]) if operands and operands[0] is not None else None
 
 
 def _shape_of_split(operands: Operands, attributes: Attributes) -> Dims | None:
@@ -202,12 +202,11 @@ def split(op, node, g):
     x, lengths = (*node.inputs, None)[:2]
     axis = int_attribute(node, "axis")
     new = int(lengths is None and not int_attribute(node, "keepdims"))
-    shape = dims(x)
-    if shape is not None and isinstance(shape[axis], int) and shape[axis] > 0:
+    if sequence_nodes.positive_length(x, axis):
         return op.set_type_like(op.ConcatFromSequence(g, axis=axis, new_axis=new), x), None
     empty = op.Slice(op.zeros_like(x), [0], [0], [axis])  # s may have no element
     if new:
-        g = sequence_nodes.mapped(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
+        g = sequence_nodes.map_elements(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
     joined = op.SequenceInsert(g, empty, np.int64(0))
     return op.set_type_like(op.ConcatFromSequence(joined, axis=axis), x), None
 
@@ -219,10 +218,10 @@ def concat_from_sequence(op, node, g):
     axis = int_attribute(node, "axis")
     if int_attribute(node, "new_axis"):
         return (op.set_type_like(op.SplitToSequence(g, axis=axis, keepdims=0), s),)
-    length = sequence_nodes.common_length(s, axis)
+    length = sequence_nodes.positive_length(s, axis)
     if length is None:
         limits = {"start": axis} if axis == -1 else {"start": axis, "end": axis + 1}
-        columns = sequence_nodes.stacked(op, lambda inner, v: inner.Shape(v, **limits), s)
+        columns = sequence_nodes.stack_results(op, lambda inner, v: inner.Shape(v, **limits), s)
         lengths = op.Reshape(columns, [-1])
     else:
         lengths = np.int64(length)
@@ -251,13 +250,10 @@ def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
     if before := made_by(s, "SplitToSequence"):
         x: Any = before.inputs[0]
         drops = len(before.inputs) == 1 and not int_attribute(before, "keepdims")
-        shape = dims(x)
-        axes = (axis, int_attribute(before, "axis"))
-        same = axes[0] == axes[1] or (shape and (axes[0] - axes[1]) % len(shape) == 0)
-        if shape and same and drops == bool(new):
-            length = shape[axes[1]]
-            if isinstance(length, int) and length > 0:
-                return [x]
+        split_axis, n = int_attribute(before, "axis"), rank(x)
+        same = n and drops == bool(new) and (axis - split_axis) % n == 0
+        if same and sequence_nodes.positive_length(x, split_axis):
+            return [x]
     values = elements(op, s)
     if not values:
         return None
@@ -267,8 +263,7 @@ def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
 @lowering("SequenceLength")
 def length(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the number of elements of s."""
-    [s] = node.inputs
-    values = elements(op, s)
+    values = elements(op, node.inputs[0])
     return None if values is None else [op.const(np.int64(len(values)))]
 
 
@@ -276,8 +271,7 @@ def length(op: Any, node: Any) -> list[ir.Value] | None:
 def element(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the value in x, or x itself if it is not an Optional."""
     [x] = node.inputs
-    before = x.producer()
-    if before is not None and before.op_type == "Optional":
+    if before := made_by(x, "Optional"):
         x = before.inputs[0]
     elif isinstance(x.type, ir.OptionalType | None):
         return None

@@ -77,7 +77,7 @@ def equal(a: Dims | None, b: Dims | None) -> bool:
 
 
 def is_stated(d: Dim) -> bool:
-    """Return whether a dimension is a length, or a symbol other than those that onnx generates."""
+    """Return whether a dimension is a length, or a symbol that onnx has not generated."""
     return isinstance(d, int) or (d is not None and not d.startswith("unk__"))
 
 
@@ -121,5 +121,5 @@ def einsum_terms(equation: str) -> tuple[list[str], str]:
 
 
 def optional_content(kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
-    """Return the type of the content if `kind` is an Optional type; any other type as it is."""
+    """Return the type of the content if `kind` is an Optional type, else `kind`."""
     return kind.elem_type if isinstance(kind, ir.OptionalType) else kind

@@ -29,21 +29,21 @@ def rule(
     `op` writes nodes: `op.MatMul(a, b)`, `op.Softmax(x, axis=-1)`, `a * b`. `op.sum_to(g, x)`
     undoes broadcasting. `node` has `inputs`, `outputs` and `attributes`.
 
-    The last rule or lowering of an operator holds, before those of the package. A local function
+    The last rule or lowering of an operator holds, before the ones of the package. A local function
     that has one stays a call; others are differentiated through their nodes.
 
     Args:
         op_types: names of operators or local functions.
         domain: their domain; empty for standard operators.
         shape: `(inputs, attributes)` -> the shape of the output, None if it is unknown, or a list
-            with the shape of each output. A shape has lengths, names of lengths, and None for
-            unknown lengths, as `inputs[0].shape`; `attributes` is a dict of what the node states.
+            with the shape of each output. A shape, as `inputs[0].shape`, has lengths, names of
+            lengths, and None for unknown lengths; `attributes` is a dict of values that are stated.
             Without it, the gradient computes shapes of the output when it runs, unless a local
             function or a schema tells them.
         axes: `(node, operand, axis)` -> the axis of the output whose index i depends on no other
             index of that axis of an operand than i; "summed" if the output is a sum over the axis;
-            None if the operator mixes indices, as it is assumed to do without `axes`. By them,
-            rows are known to stay apart, and a `TrainerStack` writes one node for all members.
+            None if the operator mixes indices, which is assumed without `axes`. They prove that
+            rows stay apart, and let a `TrainerStack` write one node for all members.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -80,7 +80,7 @@ def lowering(
     as `f(op, node)` before differentiation, and returns one value for each output of the node, or
     None to leave the node unchanged. `op` writes nodes, as in a rule.
 
-    The last rule or lowering of an operator holds, before those of the package.
+    The last rule or lowering of an operator holds, before the ones of the package.
 
     Args:
         op_type: name of the operator.

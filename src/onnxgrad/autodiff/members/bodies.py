@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import onnx_ir as ir
@@ -46,7 +47,7 @@ class _Body:
         """
         stacked, n = [x in self.m for x in starts], len(starts)
         while True:
-            inputs = chosen(self.inputs[first : first + n], stacked)
+            inputs = compress(self.inputs[first : first + n], stacked)
             after = self.reached([*inputs, *others])[behind : behind + n]
             if not any(b and not a for a, b in zip(stacked, after, strict=True)):
                 return stacked
@@ -63,11 +64,6 @@ class _Body:
             pairs = zip(self.outputs, stacked, strict=True)
             self.m.op.give([self.m.expanded(y) if axis else self.m.of(y) for y, axis in pairs])
         return self.graph
-
-
-def chosen(values: Sequence[ir.Value], which: Sequence[bool]) -> list[ir.Value]:
-    """Return the values of which `which` is true."""
-    return [v for v, wanted in zip(values, which, strict=True) if wanted]
 
 
 def _state_operands(
@@ -93,9 +89,9 @@ def scan_of_members(m: MemberAxis, node: Any) -> Outputs:
     attributes, body = attributes_of(node), _Body(m, node, "body")
     n = len(node.inputs) - attributes["num_scan_inputs"]
     sliced = [x in m for x in node.inputs[n:]]
-    elements = chosen(body.inputs[n:], sliced)
+    elements = list(compress(body.inputs[n:], sliced))
     carried = body.carried(node.inputs[:n], 0, 0, elements)
-    inputs = [*chosen(body.inputs[:n], carried), *elements]
+    inputs = [*compress(body.inputs[:n], carried), *elements]
     stacked = [*carried, *body.reached(inputs)[n:]]
     attributes["body"] = body.push(inputs, stacked)
     for kind, which in (("input", sliced), ("output", stacked[n:])):
@@ -113,7 +109,7 @@ def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
     attributes, body = attributes_of(node), _Body(m, node, "body")
     (trip, goes, *starts), n = node.inputs, len(node.inputs) - 2
     carried = body.carried(starts, 2, 1, [])
-    inputs = chosen(body.inputs[2:], carried)
+    inputs = list(compress(body.inputs[2:], carried))
     ends, *after = body.reached(inputs)
     stacks = node.outputs[n:]
     if ends or trip in m or goes in m or any(rank(y) is None for y in stacks):

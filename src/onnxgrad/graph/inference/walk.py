@@ -20,9 +20,9 @@ from onnxgrad.graph.inference.by_onnx import (
 from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
 from onnxgrad.limits import check_limit
 from onnxgrad.operators import marks, operator_of
-from onnxgrad.operators.elements import INTEGERS, Elements, evaluated, shape_by_elements
+from onnxgrad.operators.elements import INTEGERS, Elements, result_elements, shape_by_elements
 from onnxgrad.operators.outputs import output_shape, output_types
-from onnxgrad.operators.sequences import is_empty, joined, note_empty
+from onnxgrad.operators.sequences import is_empty, note_empty, shared_dims
 from onnxgrad.operators.shapes import Dims, dims, is_stated, static
 
 
@@ -115,7 +115,7 @@ class Walk:
                 y.shape = ir.Shape([next(self._symbols) if d is None else d for d in shape])
         if op_type:
             self.elements.pop(node.outputs[0], None)  # of an iteration that assumed another shape
-            found = evaluated(node, self.elements)
+            found = result_elements(node, self.elements)
             self.elements |= {} if found is None else {node.outputs[0]: found}
 
     def _infer_tensors(self, node: ir.Node) -> None:
@@ -152,7 +152,9 @@ class Walk:
             self.infer(branch)
         self._is_conditional = before
         for y, *ends in zip(node.outputs, *(b.outputs for b in branches), strict=True):
-            _set_known(y, next((v.type for v in ends if v.type is not None), None), joined(ends))
+            _set_known(
+                y, next((v.type for v in ends if v.type is not None), None), shared_dims(ends)
+            )
 
     def _infer_loop(self, node: ir.Node) -> None:
         """A state has the shape of its initial value, where an iteration does not change it.
