@@ -11,8 +11,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from onnxgrad import check_gradient, random_feed
-from onnxgrad.autodiff.check.original_model import OriginalModel
-from onnxgrad.autodiff.check.runtimes import on_reference
+from onnxgrad.autodiff.check.runtimes import OriginalModel, on_reference
 from onnxgrad.autodiff.primal import prepare
 from onnxgrad.model.convert import in_precision
 from onnxgrad.operators import OPERATORS, Operator

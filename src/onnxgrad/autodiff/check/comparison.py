@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, nan
@@ -13,14 +13,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.check.groups import together
-from onnxgrad.autodiff.check.original_model import OriginalModel
 from onnxgrad.autodiff.check.report import GradientReport, GradientRow
 from onnxgrad.autodiff.check.runtimes import (
     Accuracy,
     Feed,
     Function,
     NoKernelError,
+    OriginalModel,
     on_either,
     on_onnxruntime,
     on_reference,
@@ -33,6 +32,8 @@ from onnxgrad.operators.shapes import Dims, dims
 _ROUNDING = 1e-5  # relative to the size of the outputs: smaller differences are rounding
 _EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32
 _INEXACT = 1e-5  # outputs that differ more in float64 come from an approximating kernel
+_LARGEST_GROUP = 8  # inputs and weights that move together
+_UNLIKE = 100  # largest ratio of the sizes of their gradients: a wrong small one is seen
 _STEPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 
 
@@ -218,7 +219,7 @@ def _direction_rows(
     unchecked: list[str] = []
     # the tolerance of float32 would hide one wrong gradient of a group
     alone = problem.separately or method.dtype is np.float32
-    groups = [[n] for n in vs] if alone else together(vs, f.gradients)
+    groups = [[n] for n in vs] if alone else group_alike(vs, f.gradients)
     for group in groups:  # the loop inserts members of groups that differ
         if time.monotonic() > problem.deadline and rows:
             unchecked += group
@@ -232,6 +233,32 @@ def _direction_rows(
     place = {n: i for i, n in enumerate(vs)}
     rows.sort(key=lambda row: place[row.names[0]])
     return rows, sorted(unchecked, key=place.__getitem__)
+
+
+def group_alike(names: Iterable[str], gradients: Mapping[str, np.ndarray]) -> list[list[str]]:
+    """Return groups of names whose gradients are of similar size, in the order of the first ones.
+
+    The derivative along a joint direction is a sum over a group. None of its terms
+    is expected below 1/100 of the largest one, so that it is not lost among the others. Gradients
+    that are zero, or absent, are together, and each that is not finite is alone.
+
+    Examples:
+        >>> import numpy as np
+        >>> sizes = {"a": 1.0, "b": 50.0, "c": 1e-4, "d": 0.0, "e": 2.0}
+        >>> group_alike([*sizes, "f"], {n: np.array([g]) for n, g in sizes.items()})
+        [['b', 'e', 'a'], ['c'], ['d', 'f']]
+    """
+    norms = {n: float(np.linalg.norm(gradients.get(n, np.zeros(1)))) for n in names}
+    groups: list[list[str]] = []
+    for name in sorted(norms, key=lambda n: -norms[n] if np.isfinite(norms[n]) else -np.inf):
+        size = norms[name]
+        first = norms[groups[-1][0]] if groups else np.nan
+        alike = np.isfinite(size) and (size > 0) == (first > 0) and size * _UNLIKE >= first
+        if alike and np.isfinite(first) and len(groups[-1]) < _LARGEST_GROUP:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
 
 
 def _direction_row(

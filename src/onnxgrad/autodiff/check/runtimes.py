@@ -1,23 +1,20 @@
-"""Runtimes for float64: onnxruntime if it has the kernels, else `onnx.reference`."""
+"""Models as functions of arrays: on onnxruntime, or on `onnx.reference` where it has no kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import erf, pi, sqrt
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
-from onnx.reference.ops import op_max_pool
 
-from onnxgrad.autodiff.check.convolutions import Conv, ConvTranspose
+from onnxgrad.autodiff.check.reference_operators import OPERATORS_IN_FLOAT64
 from onnxgrad.errors import PrintableError
 from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import loaded
 
@@ -69,122 +66,12 @@ def on_onnxruntime(proto: ModelProto) -> Function:
     return run
 
 
-class Erf(OpRun):
-    """Erf in float64, where `onnx.reference` rounds to float32; a class has its operator's name."""
-
-    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
-        return (_erf_of_elements(x),)
-
-
-class Gelu(OpRun):
-    """Gelu in float64, where `onnx.reference` rounds to float32."""
-
-    def _run(self, x: np.ndarray, approximate: str = "none") -> tuple[np.ndarray]:
-        if approximate == "tanh":
-            return (0.5 * x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))),)
-        return (0.5 * x * (1 + _erf_of_elements(x / sqrt(2))),)
-
-
-class Mean(OpRun):
-    """Mean; `onnx.reference` adds in place, and fails if the first operand is broadcast."""
-
-    def _run(self, *xs: np.ndarray) -> tuple[np.ndarray]:
-        return (sum(xs[1:], xs[0]) / len(xs),)
-
-
-class LRN(OpRun):
-    """LRN; `onnx.reference` takes the length of the first axis for the number of channels."""
-
-    def _run(self, x, alpha=None, beta=None, bias=None, size=None) -> tuple[np.ndarray]:
-        borders = [(0, 0)] * x.ndim
-        borders[1] = (size - 1) // 2, size // 2
-        squares = np.pad(x * x, borders)
-        total = sum(squares[:, i : i + x.shape[1]] for i in range(size))
-        return (x / (bias + alpha / size * total) ** beta,)
-
-
-class MeanVarianceNormalization(OpRun):
-    """MeanVarianceNormalization in float64; its function body in onnx has float32 constants."""
-
-    def _run(self, x: np.ndarray, axes: tuple[int, ...] = (0, 2, 3)) -> tuple[np.ndarray]:
-        mean, deviation = (f(x, axis=tuple(axes), keepdims=True) for f in (np.mean, np.std))
-        return ((x - mean) / (deviation + 1e-9),)
-
-
-class DynamicQuantizeLinear(OpRun):
-    """DynamicQuantizeLinear in float64, where `onnx.reference` rounds to float32."""
-
-    def _run(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        low, high = min(x.min(), 0), max(x.max(), 0)
-        scale = ((high - low) or 1) / 255
-        zero = np.rint(-low / scale)
-        y = np.clip(np.rint(x / scale) + zero, 0, 255)
-        return y.astype(np.uint8), np.asarray(scale, x.dtype), zero.astype(np.uint8)
-
-
-class GlobalMaxPool(OpRun):
-    """GlobalMaxPool for any rank; `onnx.reference` treats every input as of rank 4."""
-
-    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
-        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
-
-
-class MaxPool(op_max_pool.MaxPool):
-    """MaxPool in float64 by onnxruntime; `onnx.reference` loops over positions."""
-
-    def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
-        [x] = inputs
-        if x.dtype != np.float64 or any(a.ref_attr_name for a in self.onnx_node.attribute):
-            return super()._run(x, **attributes)
-        if not hasattr(self, "_session"):
-            self._session = self._session_of_node()
-        if self._session is None:
-            return super()._run(x, **attributes)
-        return tuple(self._session.run(None, {"x": x}))
-
-    def _session_of_node(self) -> ort.InferenceSession | None:
-        """Return a session of the node; None if onnxruntime refuses it, as for long padding."""
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        proto = _model_of_node(self.onnx_node, self.run_params["opsets"][""])
-        try:
-            return ort.InferenceSession(proto, options, providers=CPU.providers)
-        except Exception:  # onnxruntime's errors have no common base
-            return None
-
-
-def _model_of_node(node: NodeProto, opset: int) -> bytes:
-    """Return a model of one node that reads `x`, of float64."""
-    proto = ModelProto(ir_version=8)
-    proto.opset_import.add(version=opset)
-    graph = proto.graph
-    graph.name = node.op_type
-    own = graph.node.add()
-    own.CopyFrom(node)
-    own.input[:] = ["x"]
-    for i, y in enumerate(own.output):
-        dtype = TensorProto.INT64 if i else TensorProto.DOUBLE
-        graph.output.add(name=y).type.tensor_type.elem_type = dtype
-    graph.input.add(name="x").type.tensor_type.elem_type = TensorProto.DOUBLE
-    return proto.SerializeToString()
-
-
-_REPLACEMENTS = [
-    Erf, Gelu, Mean, LRN, GlobalMaxPool, MeanVarianceNormalization, DynamicQuantizeLinear,
-    MaxPool, Conv, ConvTranspose,
-]  # fmt: skip
-
-
-def _erf_of_elements(x: np.ndarray) -> np.ndarray:
-    return np.vectorize(erf, otypes=[x.dtype])(x)
-
-
 def on_reference(proto: ModelProto) -> Function:
     """Return the function that runs `proto` on `onnx.reference`."""
     outputs = _float_outputs(proto)
     rounded = next((n.op_type for n in proto.graph.node if n.op_type in _ROUNDED), None)
     try:
-        evaluator = ReferenceEvaluator(proto, new_ops=_REPLACEMENTS)
+        evaluator = ReferenceEvaluator(proto, new_ops=OPERATORS_IN_FLOAT64)
     except Exception as e:  # onnx.reference's errors have no common base
         raise NoKernelError(f"onnx.reference cannot load the model: {e}") from e
 
@@ -230,3 +117,56 @@ def _float_outputs(proto: ModelProto) -> list[str]:
     return [
         y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
     ]
+
+
+class OriginalModel:
+    """The float outputs of a model as a function of its inputs and weights.
+
+    No node is rewritten. Initializers become inputs. Other weights, such as attributes, are written
+    into the model, which takes a new session for every value. `load` returns the function that runs
+    a model.
+    """
+
+    def __init__(
+        self, proto: ModelProto, load: Callable[[ModelProto], Function], weights: Sequence[str]
+    ) -> None:
+        self._proto, self._load = proto, load
+        self._weights = {s.name: s.array() for s in constant_refs(self._proto) if s.name in weights}
+        self._inputs = {x.name for x in proto.graph.input}
+        fed = [t.name for t in proto.graph.initializer if t.name in self._weights]
+        self._function, self._fed = load(_with_inputs(self._proto, fed)), set(fed)
+
+    def __call__(self, values: Feed) -> list[np.ndarray]:
+        """Return the float outputs; a weight that `values` lacks has its value in the model."""
+        feed = {name: x for name, x in values.items() if name in self._inputs}
+        weights = {name: values.get(name, array) for name, array in self._weights.items()}
+        changed = {
+            name: array
+            for name, array in weights.items()
+            if not np.array_equal(array, self._weights[name], equal_nan=True)
+        }
+        if changed.keys() <= self._fed:
+            return self._function(feed | {name: weights[name] for name in self._fed})
+        return self._load(replace(self._proto, changed))(feed)
+
+    def rounded(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return `x` rounded to the dtype in which the model stores it: attributes are float32."""
+        weight = self._weights.get(name)
+        return x if weight is None else x.astype(weight.dtype).astype(x.dtype)
+
+
+def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return `proto` with the named initializers among its inputs, so that they can be fed.
+
+    All else is as in the file; onnx_ir would not keep bodies that return their inputs.
+    """
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    copy.ir_version = max(copy.ir_version, 4)
+    declared = {x.name for x in copy.graph.input}
+    for tensor in copy.graph.initializer:
+        if tensor.name in names and tensor.name not in declared:
+            kind = ir.TensorType(ir.DataType(tensor.data_type))
+            value = ir.Value(name=tensor.name, type=kind, shape=ir.Shape(tensor.dims))
+            copy.graph.input.append(ir.serde.serialize_value(value))
+    return copy
