@@ -1,4 +1,4 @@
-"""The sweep: reverse mode, from the cotangents of some values to gradients of those before."""
+"""The sweep: reverse mode, from the cotangents of some values to gradients of values before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.softmax import zero_replaced_rows
 from onnxgrad.autodiff.quantized import described, refuse_quantized
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
@@ -36,7 +35,7 @@ def sweep(
         seeds: `{value: its cotangent}`, each cotangent of the shape of its value.
         wrt: the values to differentiate with respect to.
         stop_gradient: values that count as constants: their cotangents are dropped.
-        straight_through: `{y: x}`: the cotangent of y is added to that of x as it is.
+        straight_through: `{y: x}`: the cotangent of y is added to the cotangent of x.
         nodes: the nodes to differentiate, in topological order; None: all of the graph.
 
     Raises:
@@ -47,7 +46,6 @@ def sweep(
     nodes = list(op.graph if nodes is None else nodes)
     refuse_quantized(nodes, wrt, seeds, stop_gradient, straight_through)
     active, walk = dependent(nodes, wrt, stop_gradient, straight_through)
-    count = len(op.written)
     cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each
     for value, g in seeds.items():
         cotangents[value].append(g)
@@ -64,18 +62,17 @@ def sweep(
             if operator_of(node).no_gradient or not any(g is not None for g in gs):
                 continue
             logger.debug("gradient of %s (%s)", node.op_type, node.name)
-            for x, dx in _apply(op, node, gs, active, wrt):
+            for x, dx in _apply_rule(op, node, gs, active, wrt):
                 if x is None or dx is None or x not in active:
                     continue
                 if isinstance(dx, Unsupported):
                     if (before := x.producer()) and operator_of(before).no_gradient:
                         continue
-                    raise _error(node, wrt, f"no gradient for its input {x.name!r}: {dx.reason}")
+                    raise _error_at(node, wrt, f"no gradient for its input {x.name!r}: {dx.reason}")
                 cotangents[x].append(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
                 )
         op.primal = None
-        zero_replaced_rows(op, op.written[count:])
         return {x: op.total(cotangents[x]) for x in wrt if x in cotangents}
 
 
@@ -101,7 +98,7 @@ def dependent(
     return active, walk
 
 
-def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
+def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
     """Apply the rule of `node`; return pairs of an input or a captured value and its gradient."""
     if marks.RULED_AS in node.meta:
         node = node.meta[marks.RULED_AS](node)
@@ -115,16 +112,16 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     at = untyped or node
     function = operator_of(at).rule
     if function is None:
-        raise _error(at, wrt, _no_rule(at))
+        raise _error_at(at, wrt, _no_rule(at))
     if untyped is not None:
-        raise _error(untyped, wrt, "the type of its output is unknown")
+        raise _error_at(untyped, wrt, "the type of its output is unknown")
     n = taken_gradients(function)
     extra = [y.name for y, g in zip(node.outputs[n:], gs[n:], strict=True) if g is not None]
     if extra:
-        raise _error(node, wrt, f"its rule takes no gradient of its output {extra[0]!r}")
+        raise _error_at(node, wrt, f"its rule takes no gradient of its output {extra[0]!r}")
     gradients = function(op, node, *gs[:n])
     if isinstance(gradients, Unsupported):
-        raise _error(node, wrt, gradients.reason)
+        raise _error_at(node, wrt, gradients.reason)
     if not isinstance(gradients, (tuple, list)):
         gradients = (gradients,)
     _check_gradients(node, function, gradients)
@@ -147,7 +144,7 @@ def _apply_lowered(
     with before.at(node):
         outputs = lowering(before, node)
     if outputs is None:
-        raise _error(node, wrt, "its lowering left it as it is, and it has no rule")
+        raise _error_at(node, wrt, "its lowering left it unchanged, and it has no rule")
     for old, new in zip(node.outputs, outputs, strict=True):
         ir.convenience.replace_all_uses_with(old, new)
     seeds = {y: g for y, g in zip(outputs, gs, strict=True) if g is not None}
@@ -172,14 +169,14 @@ def _check_gradients(node: ir.Node, function: Rule, gradients: Sequence) -> None
                 f"{where} returns a gradient of dtype {dx.dtype} for its input {i}, "
                 f"{x.name!r}, which holds {x.dtype}: cast it"
             )
-        if _contradict(dims(x), dims(dx)):
+        if _are_proven_unequal(dims(x), dims(dx)):
             raise ValueError(
                 f"{where} returns a gradient of shape {dims(dx)} for its input {i}, {x.name!r}, of "
                 f"shape {dims(x)}: undo broadcasting by op.sum_to(g, x)"
             )
 
 
-def _contradict(a: Dims | None, b: Dims | None) -> bool:
+def _are_proven_unequal(a: Dims | None, b: Dims | None) -> bool:
     """Return whether two shapes are proven to differ."""
     if a is None or b is None:
         return False
@@ -188,7 +185,7 @@ def _contradict(a: Dims | None, b: Dims | None) -> bool:
 
 
 def _no_rule(node: ir.Node) -> str:
-    """Return the message for a node without a rule: what is missing, and the remedies."""
+    """Return the message for a node without a rule, with the missing rule and the remedies."""
     unranked = [x.name for x in node.inputs if x is not None and x.shape is None]
     domain = f", domain={node.domain!r}" if node.domain else ""
     add = (
@@ -213,12 +210,12 @@ def _first_untyped(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
     return first
 
 
-def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
-    path = " -> ".join(map(printable, _path(node, wrt)))
+def _error_at(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
+    path = " -> ".join(map(printable, _shortest_path(node, wrt)))
     return NoGradientRule(f"{described(node)}: {what}. Path: {path}")
 
 
-def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
+def _shortest_path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
     """Return the names on a shortest path from one of `wrt` to `node`."""
     assert isinstance(node.graph, ir.Graph)
     ends, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms import additions, correlation, labels, pools, scalars
-from onnxgrad.autodiff.forms.group import GRADIENT
+from onnxgrad.autodiff.forms import arithmetic, correlation, scatters
+from onnxgrad.autodiff.forms.arithmetic import GRADIENT
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.tidy import drop_unused, tidy
 
-__all__ = ["GRADIENT", "additions", "correlation", "finish", "labels", "pools", "scalars"]
+__all__ = ["GRADIENT", "arithmetic", "correlation", "finish", "scatters"]
 
 
 def finish(model: ir.Model) -> None:

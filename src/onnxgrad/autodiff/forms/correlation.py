@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT
+from onnxgrad.autodiff.forms.arithmetic import GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.attributes import int_attribute
@@ -47,7 +47,7 @@ def multiply_windows(op, node):
     x, g, windows, group = found
     shape = static(dims(dw))
     if shape is not None and windows.kernel and prod(windows.kernel) <= _MOST_COLUMNS:
-        new = op.set_type_like(_products(op, x, g, windows, shape, group), dw)
+        new = op.set_type_like(_write_fastest_products(op, x, g, windows, shape, group), dw)
     (new or dw).meta[marks.WEIGHT_GRADIENT] = found
     return None if new is None else [new]
 
@@ -58,7 +58,10 @@ def _exchanged_convolution(node):
     Batch and channels are exchanged, and so are strides and dilations. There may be more windows
     than elements of the kernel, of which a Slice leaves the first ones.
     """
-    part, shape = made_by(_permuted(node.outputs[0], 1, 0), "Slice"), dims(node.outputs[0]) or ()
+    part, shape = (
+        made_by(_before_transpose(node.outputs[0], 1, 0), "Slice"),
+        dims(node.outputs[0]) or (),
+    )
     if part is None or len(part.inputs) != 4:
         return None
     conv, starts, _, axes = made_by(part.inputs[0], "Conv"), *part.inputs[1:]
@@ -69,7 +72,10 @@ def _exchanged_convolution(node):
         return None
     (x, g, *bias), group = conv.inputs, int_attribute(conv, "group")
     get, ones = conv.attributes.get_ints, (1,) * n
-    x, g = _grouped(x, group) if group > 1 else _permuted(x, 1, 0), _permuted(g, 1, 0)
+    x, g = (
+        _before_grouping(x, group) if group > 1 else _before_transpose(x, 1, 0),
+        _before_transpose(g, 1, 0),
+    )
     if x is None or g is None or any(bias) or "auto_pad" in conv.attributes:
         return None
     exchanged = tuple(get("dilations", ones)), tuple(get("strides", ones))
@@ -77,7 +83,7 @@ def _exchanged_convolution(node):
     return x, g, Windows(static(shape[2:]) or (), *exchanged, begin, end), group
 
 
-def _permuted(v: Any, *first: int) -> Any:
+def _before_transpose(v: Any, *first: int) -> Any:
     """Return x if `v` is x with its first axes in this order, and the others in theirs."""
     node = made_by(v, "Transpose")
     perm = node.attributes.get_ints("perm", ()) if node else ()
@@ -85,18 +91,18 @@ def _permuted(v: Any, *first: int) -> Any:
     return node.inputs[0] if node and same else None
 
 
-def _grouped(v: Any, group: int) -> Any:
+def _before_grouping(v: Any, group: int) -> Any:
     """Return x (N, C, ...) if `v` is x as (C / group, group N, ...), else None."""
-    permuted, space = _reshaped(v, [0, -1])
-    split = None if permuted is None else _permuted(permuted, 2, 1, 0)
-    x, same = _reshaped(split, [0, group, -1])
+    permuted, space = _before_reshape(v, [0, -1])
+    split = None if permuted is None else _before_transpose(permuted, 2, 1, 0)
+    x, same = _before_reshape(split, [0, group, -1])
     shape = made_by(space, "Shape")
     if shape is None or space is not same or shape.inputs[0] is not x:
         return None
     return x if int_attribute(shape, "start") == 2 and "end" not in shape.attributes else None
 
 
-def _reshaped(v: Any, lead: list[int]) -> tuple[Any, Any]:
+def _before_reshape(v: Any, lead: list[int]) -> tuple[Any, Any]:
     """Return x and space if `v` is x with the shape (*lead, *space), else two None."""
     node = made_by(v, "Reshape")
     concat = made_by(node.inputs[1], "Concat") if node else None
@@ -108,19 +114,19 @@ def _reshaped(v: Any, lead: list[int]) -> tuple[Any, Any]:
     return node.inputs[0], concat.inputs[1]
 
 
-def _products(op, x, g, windows: Windows, shape: Shape, group: int):
+def _write_fastest_products(op, x, g, windows: Windows, shape: Shape, group: int):
     """Return the gradient as products of matrices, in the form that is fastest."""
     have, counts = lengths(x), lengths(g)
     if windows.pads is None or have is None or counts is None or 0 in counts:
         return write_columns(op, x, g, windows, shape, group)
     strided, overlapping = max(windows.strides) > 1, prod(windows.kernel) > 1
     if shape[:2] == (group, 1) and overlapping and (strided or prod(counts) < _LONG):
-        return _sums(op, x, g, windows, shape, counts)
+        return _elementwise_sums(op, x, g, windows, shape, counts)
     if strided and overlapping:
-        splits = group == 1 and _splits(x, windows) and pays_to_split(windows, shape, counts)
-        return (_split_products if splits else write_columns)(op, x, g, windows, shape, group)
+        splits = group == 1 and _can_split(x, windows) and pays_to_split(windows, shape, counts)
+        return (_strided_products if splits else write_columns)(op, x, g, windows, shape, group)
     if strided or (any(windows.pads) and not overlapping):  # only the elements that are in windows
-        x = _part(op, with_padding(op, x, windows), (0,) * len(counts), windows, counts)
+        x = _window_element(op, with_padding(op, x, windows), (0,) * len(counts), windows, counts)
         windows = _unit_windows(windows.kernel)
     times = times_of_forms(windows, shape, counts, group)
     return min(times, key=lambda form: times[form])(op, x, g, windows, shape, group)
@@ -160,16 +166,16 @@ def _time_of_columns(shape: Shape, size: int, group: int, slicing: float) -> flo
 
 
 def pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
-    """Return whether `_split_products` is faster than `write_columns`."""
-    whole, kernel = _of_phases(windows, shape)
+    """Return whether `_strided_products` is faster than `write_columns`."""
+    whole, kernel = _of_split_strides(windows, shape)
     elements = whole[1] * prod(n + k - 1 for n, k in zip(counts, kernel, strict=True))
     times = times_of_forms(_unit_windows(kernel), whole, counts, 1)
     split = _SPLIT * elements + min(times.values())
     return split < _time_of_columns(shape, prod(counts), 1, _STRIDED_SLICE)
 
 
-def _of_phases(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
-    """Return the shape of the weight, and its kernel, of the windows of `_phases`."""
+def _of_split_strides(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
+    """Return the shape of the weight, and its kernel, of the windows of `_split_strides`."""
     stride, n = windows.strides[0], len(windows.strides)
     kernel = tuple(ceil(k / stride) for k in windows.kernel)
     return (shape[0], shape[1] * stride**n, *kernel), kernel
@@ -185,7 +191,7 @@ def _unit_windows(kernel: Shape) -> Windows:
     return Windows(kernel, (1,) * len(kernel), (1,) * len(kernel), none, none)
 
 
-def _part(op, x, offset: Shape, windows: Windows, counts: Shape):
+def _window_element(op, x, offset: Shape, windows: Windows, counts: Shape):
     """Return the element at `offset` of the first `counts` windows of the padded x."""
     starts = [i * d for i, d in zip(offset, windows.dilations, strict=True)]
     spans = [(n - 1) * s + 1 for n, s in zip(counts, windows.strides, strict=True)]
@@ -212,15 +218,15 @@ def shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
         apart = op.Pad(g, [0, 0, *kept, 0, 0, first * step, *kept[1:]])
         copies = op.Concat(*[apart] * (first - 1), g, axis=2)
     taller = (rows, *counts[1:])
-    copies = _matrices(op, copies, shape[0] * first, prod(taller), group)
+    copies = _as_matrices(op, copies, shape[0] * first, prod(taller), group)
     x, terms = with_padding(op, x, windows), []
     for offset in product(*map(range, windows.kernel[1:])):
-        part = _part(op, x, (0, *offset), windows, taller)
+        part = _window_element(op, x, (0, *offset), windows, taller)
         if shape[1] == 1:  # a vector for each group, which needs no Transpose
-            part = _matrices(op, part, prod(taller) * group, 1, group)
+            part = _as_matrices(op, part, prod(taller) * group, 1, group)
             term = op.ReduceSum(op.MatMul(copies, part), [0], keepdims=0)
         else:
-            part = _matrices(op, part, shape[1] * group, prod(taller), group)
+            part = _as_matrices(op, part, shape[1] * group, prod(taller), group)
             term = _product_of_images(op, copies, part, group)
         terms.append(op.Reshape(term, [shape[0], first, shape[1], 1]))
     dw = op.Concat(*terms, axis=3) if len(terms) > 1 else terms[0]
@@ -236,20 +242,20 @@ def shifted_inputs(op, x, g, windows: Windows, shape: Shape, group: int):
     rows, rest = counts[0] + (first - 1) * step, prod(counts[1:])
     x = with_padding(op, x, windows)
     offsets = list(product(*map(range, windows.kernel[1:])))
-    parts = [_part(op, x, (0, *o), windows, (rows, *counts[1:])) for o in offsets]
+    parts = [_window_element(op, x, (0, *o), windows, (rows, *counts[1:])) for o in offsets]
     copies = op.Concat(*parts, axis=2) if len(parts) > 1 else parts[0]
     copies = op.Reshape(copies, [0, shape[1] * group, len(parts), rows * rest])
-    g, terms = _matrices(op, g, shape[0], prod(counts), group), []
+    g, terms = _as_matrices(op, g, shape[0], prod(counts), group), []
     for i in range(first):
         start = i * step * rest
         part = op.Slice(copies, [start], [start + prod(counts)], [3]) if first > 1 else copies
-        part = _matrices(op, part, shape[1] * group * len(parts), prod(counts), group)
+        part = _as_matrices(op, part, shape[1] * group * len(parts), prod(counts), group)
         term = _product_of_images(op, g, part, group)
         terms.append(op.Reshape(term, [shape[0], shape[1], 1, len(parts)]))
     return op.Reshape(op.Concat(*terms, axis=2) if len(terms) > 1 else terms[0], list(shape))
 
 
-def _matrices(op, x, rows: int, columns: int, group: int):
+def _as_matrices(op, x, rows: int, columns: int, group: int):
     """Return x (N, ...) as matrices (N, rows, columns), or (N, group, rows / group, columns)."""
     lead = [0] if group == 1 else [0, group]
     return op.Reshape(x, [*lead, rows // group, columns])
@@ -264,13 +270,13 @@ def _product_of_images(op, a, b, group: int):
 # -- strides, and one channel for each group -----------------------------------------------------
 
 
-def _splits(x, windows: Windows) -> bool:
-    """Return whether `_phases` covers these windows of static lengths."""
+def _can_split(x, windows: Windows) -> bool:
+    """Return whether `_split_strides` covers these windows of static lengths."""
     one, n = len(set(windows.strides)) == 1 == max(windows.dilations), len(windows.strides)
     return one and (n == 1 or (n == 2 and x.dtype in _SPLIT_TYPES))
 
 
-def _phases(op, x, channels: int, windows: Windows, counts: Shape):
+def _split_strides(op, x, channels: int, windows: Windows, counts: Shape):
     """Return x with strides moved into channels, so that windows have stride 1.
 
     Channel p C + c has the elements of channel c that are p beyond a multiple of the stride, p
@@ -289,12 +295,12 @@ def _phases(op, x, channels: int, windows: Windows, counts: Shape):
     return phases
 
 
-def _split_products(op, x, g, windows: Windows, shape: Shape, group: int):
-    """Return the gradient of strided windows as that of windows of stride 1 on more channels."""
+def _strided_products(op, x, g, windows: Windows, shape: Shape, group: int):
+    """Return the gradient of strided windows by windows of stride 1 on more channels."""
     stride, n = windows.strides[0], len(windows.strides)
-    whole, kernel = _of_phases(windows, shape)
-    x = _phases(op, x, shape[1], windows, lengths(g) or ())
-    dw = _products(op, x, g, _unit_windows(kernel), whole, group)
+    whole, kernel = _of_split_strides(windows, shape)
+    x = _split_strides(op, x, shape[1], windows, lengths(g) or ())
+    dw = _write_fastest_products(op, x, g, _unit_windows(kernel), whole, group)
     dw = op.Reshape(dw, [shape[0], *[stride] * n, shape[1], *kernel])
     inner = [axis for i in range(n) for axis in (n + 2 + i, 1 + i)]
     dw = op.Transpose(dw, perm=[0, n + 1, *inner])
@@ -304,11 +310,11 @@ def _split_products(op, x, g, windows: Windows, shape: Shape, group: int):
     return op.Slice(dw, [0] * n, list(windows.kernel), windows.axes)
 
 
-def _sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
+def _elementwise_sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
     """Return the gradient where each group has one channel, as sums of elementwise products."""
     channels, stride, terms = shape[0], windows.strides[0], []
-    splits = stride > 1 and len(counts) == 2 and _splits(x, windows)
-    x = _phases(op, x, channels, windows, counts) if splits else with_padding(op, x, windows)
+    splits = stride > 1 and len(counts) == 2 and _can_split(x, windows)
+    x = _split_strides(op, x, channels, windows, counts) if splits else with_padding(op, x, windows)
     for offset in product(*map(range, windows.kernel)):
         if splits:
             (a, p), (b, q) = (divmod(i, stride) for i in offset)
@@ -316,7 +322,7 @@ def _sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
             ends = [start + channels, a + counts[0], b + counts[1]]
             part = op.Slice(x, [start, a, b], ends, [1, 2, 3])
         else:
-            part = _part(op, x, offset, windows, counts)
+            part = _window_element(op, x, offset, windows, counts)
         term = op.ReduceSum(op.Mul(part, g), [0, *windows.axes], keepdims=0)
         terms.append(op.Reshape(term, [channels, 1]))
     return op.Reshape(op.Concat(*terms, axis=1), list(shape))
@@ -332,7 +338,7 @@ def write_columns(op, x, g, windows: Windows, shape: Shape, group: int):
     kernel, swap = windows.kernel, [1, 0, *windows.axes]
     rows, per_group, *_ = shape
     x = with_padding(op, op.Transpose(x, perm=swap), windows)
-    columns = [_column(op, x, offset, windows) for offset in product(*map(range, kernel))]
+    columns = [_window_column(op, x, offset, windows) for offset in product(*map(range, kernel))]
     if len(columns) > 1 and not is_large(shape, lengths(g)):
         columns = [op.Concat(*columns, axis=1)]
     g = op.Reshape(op.Transpose(g, perm=swap), [group, rows // group, -1])
@@ -344,7 +350,7 @@ def write_columns(op, x, g, windows: Windows, shape: Shape, group: int):
     return op.Reshape(products[0], list(shape))
 
 
-def _column(op, x, offset: Shape, windows: Windows):
+def _window_column(op, x, offset: Shape, windows: Windows):
     """Return the element at `offset` of every window of the padded x."""
     starts = [p * d for p, d in zip(offset, windows.dilations, strict=True)]
     left = [int(e) - 1 - p for p, e in zip(starts, reach(op, windows), strict=True)]

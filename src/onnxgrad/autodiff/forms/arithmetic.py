@@ -1,37 +1,33 @@
-"""Sums of squares, of kept axes, and of tensors that are zero outside of a part."""
+"""Sums, products by scalars and by broadcast operands, and sums of tensors padded with zeros."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_zero, read_once
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators import made_by
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.outputs import output_shape
-from onnxgrad.operators.shapes import constant, dims, equal, is_real, rank, static
+from onnxgrad.operators.shapes import Dims, constant, dims, equal, is_real, rank, static
+
+GRADIENT = "gradient"  # the group of the rewrites that run after the sweep
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-@rewrites("Add", group=GRADIENT)
-def scatter_into_sum(op, node):
-    """x + scatter(0, i, u) = scatter(x, i, u), which adds u; its sums are in another order.
+def is_own(op: Any, v: ir.Value, op_type: str) -> bool:
+    """Return whether a node of a standard operator computes `v`, and the package wrote it."""
+    node = made_by(v, op_type)
+    return node is not None and op.is_own(node)
 
-    So is the gradient of a table that is read by rows, and as a matrix. Zeros would be as large.
-    """
-    for x, y in (node.inputs, node.inputs[::-1]):
-        rows = op.is_own(node) and is_own(op, y, "ScatterElements") and read_once(y)
-        made = y.producer() if rows else None
-        if made is None or string_attribute(made, "reduction") != "add":
-            continue
-        exact = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE) and static(dims(x)) is not None
-        if exact and is_zero(op, made.inputs[0]) and dims(x) == dims(y) == dims(node.outputs[0]):
-            attributes = {name: a.value for name, a in made.attributes.items()}
-            return [op.ScatterElements(x, *made.inputs[1:], **attributes)]
-    return None
+
+def read_once(v: ir.Value) -> bool:
+    """Return whether exactly one node reads `v`, and it is no output of its graph."""
+    return len(list(v.uses())) == 1 and not v.is_graph_output()
 
 
 @rewrites("ReduceSum", group=GRADIENT)
@@ -79,7 +75,7 @@ class _Part:
 def join_parts(op, node):
     """pad(a) + pad(b) = concat(a, b), where the parts adjoin, as the gradients of slices do."""
     terms = list(node.inputs)
-    parts = {x: part for x in terms if (part := _part(x)) is not None}
+    parts = {x: part for x in terms if (part := _padded_part(x)) is not None}
     order = sorted(parts.values(), key=lambda part: (part.axis, part.before))
     repeated = len(parts) < sum(x in parts for x in terms)
     if len(order) < 2 or repeated or not all(a.adjoins(b) for a, b in pairwise(order)):
@@ -99,7 +95,7 @@ def join_parts(op, node):
     return [whole if len(terms) == 1 else op.Add(*terms) if len(terms) == 2 else op.Sum(*terms)]
 
 
-def _part(x):
+def _padded_part(x):
     """Return the part of `x` outside of which a Pad wrote zeros, along one axis; else None."""
     node = made_by(x, "Pad")
     if node is None or len(node.inputs) != 2:
@@ -115,3 +111,73 @@ def _part(x):
         return None
     axis = int(axes[0])
     return _Part(value, axis, int(before[axis]), length, int(after[axis]))
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+@rewrites("Add", group=GRADIENT)
+def double(op, node):
+    """x + x = 2 x: a product by a scalar, which `multiply_scalars_first` joins with others."""
+    x, other = node.inputs
+    return [op.Mul(x, 2.0)] if x is other and is_real(x) and op.is_own(node) else None
+
+
+@rewrites("Mul", group=GRADIENT)
+def multiply_scalars_first(op, node):
+    """(x s) t = x (s t), and (x s + y r) t = x (s t) + y (r t), for scalars s, r and t.
+
+    t may also hold one number for each element of the first axis. Only for products that the
+    package wrote, in dtypes in which s t neither overflows nor is 0.
+    """
+    if not op.is_own(node) or node.outputs[0].dtype not in _WIDE:
+        return None
+    for v, t in (node.inputs, node.inputs[::-1]):
+        shape = dims(t)
+        if shape is None or not _is_column(shape):
+            continue
+        terms = v.producer().inputs if is_own(op, v, "Add") and read_once(v) else [v]
+        found = [_scalar_factor(op, term, shape) for term in terms]
+        if all(found):
+            scaled = [op.Mul(x, op.Mul(s, t)) for x, s in found]
+            return [scaled[0] if len(scaled) == 1 else op.Add(*scaled)]
+    return None
+
+
+def _scalar_factor(op, v, scale):
+    """Return x and s if only one node reads `v` = x s, s a scalar and x larger than `scale`."""
+    if not is_own(op, v, "Mul") or not read_once(v):
+        return None
+    operands = v.producer().inputs
+    for x, s in (operands, operands[::-1]):
+        shape = dims(x)
+        if dims(s) != () or not shape:
+            continue
+        if not scale or (len(scale) <= len(shape) and not _is_column(shape)):
+            return x, s
+    return None
+
+
+def _is_column(shape: Dims) -> bool:
+    """Return whether a shape is of a scalar, or of numbers along the first axis only."""
+    return not shape or (shape[0] != 1 and {*shape[1:]} <= {1})
+
+
+@rewrites("Mul", group=GRADIENT)
+def multiply_without_expand(op, node):
+    """expand(x) y = x y, where y has the shape of expand(x)."""
+    for expanded, y in (node.inputs, node.inputs[::-1]):
+        if (expand := made_by(expanded, "Expand")) and equal(dims(expanded), dims(y)):
+            return [op.Mul(expand.inputs[0], y)]
+    return None
+
+
+@rewrites("Mul", group=GRADIENT)
+def divide_once(op, node):
+    """(1 / d) x = x / d; onnxruntime (1.32) does so too, and fails if x is a product by 1."""
+    for v, x in (node.inputs, node.inputs[::-1]) if op.is_own(node) else ():
+        if is_own(op, v, "Div") and read_once(v):
+            one, d = v.producer().inputs
+            if not dims(one) and op.is_all(one, 1):
+                return [op.Div(x, d)]
+    return None
