@@ -35,8 +35,8 @@ def attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
     """Let the graph of `op` compute each attention of long sequences by blocks of queries.
 
     An attention is a Softmax over keys between two products, with elementwise operators around it.
-    One stays as it is that is in a body of the graph, whose scores or weights are read by anything
-    else, such as a Dropout, or that has few queries.
+    An attention stays unchanged if it is in a body of the graph, if anything else, such as a
+    Dropout, reads its scores or weights, or if it has few queries.
 
     Args:
         op: emitter of a prepared graph. Nodes that are no longer needed stay in it.
@@ -53,7 +53,7 @@ def attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
 class _Product:
     """A product a b, computed by `nodes`.
 
-    With `heads`, the numbers of those of a and of b, several heads of a share one of b.
+    With `heads`, the numbers of heads of a and of b, several heads of a share one of b.
     """
 
     a: ir.Value
@@ -70,9 +70,9 @@ class _Product:
             if a is None or b is None or rank(y) != rank(a) or (rank(b) or 0) < 2:
                 return None
             return cls(a, b, (node,))
-        apart = _reshaped(y)
+        apart = _split_axis(y)
         one = None if apart is None else cls.of(apart[0])
-        joined = None if one is None or one.heads else _reshaped(one.a)
+        joined = None if one is None or one.heads else _split_axis(one.a)
         if y is None or apart is None or one is None or joined is None:
             return None
         (_, heads, after), (a, shared, before), b = apart, joined, one.b
@@ -83,8 +83,8 @@ class _Product:
             return None
         return cls(a, b, (before, *one.nodes, after), (heads, shared))
 
-    def again(self, op: Emit, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Write it for some rows of a, and some columns or rows of b."""
+    def write_for_block(self, op: Emit, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Write the product for some rows of a, and some columns or rows of b."""
         if self.heads is None:
             return op.emit("MatMul", [a, b], {}, fresh=True)
         heads, shared = self.heads
@@ -92,7 +92,7 @@ class _Product:
         return op.emit("Reshape", [y, op.const([0, heads, -1, 0])], {}, fresh=True)
 
 
-def _reshaped(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | None:
+def _split_axis(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | None:
     """Return x, n and the node where y = Reshape(x, [0, n, -1, 0])."""
     node = made_by(y, "Reshape")
     x = None if node is None else node.inputs[0]
@@ -133,9 +133,9 @@ class _Attention:
         if not is_stated(rows) or (isinstance(rows, int) and rows < LEAST):
             return None
         found = cls(y, last, rows)
-        return found if found._visit(last.a, keep) and found._is_attention() else None
+        return found if found._collect_value(last.a, keep) and found._is_attention() else None
 
-    def _visit(self, v: ir.Value, keep: Collection[ir.Value]) -> bool:
+    def _collect_value(self, v: ir.Value, keep: Collection[ir.Value]) -> bool:
         """Collect `v` and what computes it; return whether all of it can be cut into blocks."""
         shape = dims(v)
         if shape is None or v in self.inner or v in self.sliced:
@@ -153,14 +153,14 @@ class _Attention:
             self.inner[v] = product
         elif node is None or v in keep or not _is_by_rows(node):
             self.sliced.append(v)
-        elif all(x is None or self._visit(x, keep) for x in node.inputs):
+        elif all(x is None or self._collect_value(x, keep) for x in node.inputs):
             self.inner[v] = node
         else:
             return False
         return True
 
     def _is_attention(self) -> bool:
-        """Return whether it has one Softmax, of products, and nothing else reads what is large."""
+        """Return whether it has one Softmax, of products, whose large values nothing else reads."""
         own, after, large = set(self.last.nodes), set[ir.Value](), list[ir.Value]()
         for v, one in self.inner.items():
             if isinstance(one, _Product):
@@ -184,7 +184,7 @@ class _Attention:
 
     def write(self, op: Emit) -> ir.Value:
         """Write the Scan, and return the result."""
-        near = self._window()
+        near = self._visible_window()
         keys_of_all = op.dim(self.last.b, -2)
         blocks = _Blocks.of(op, self.rows, self.sliced[0], keys_of_all, near)
         inner = Emit(ir.Graph([], [], nodes=[], name="queries"), outer=op)
@@ -201,7 +201,7 @@ class _Attention:
         stacks += [] if keys is None else [keys.firsts]
         with inner:
             for v, one in (*self.inner.items(), (self.y, self.last)):
-                z = self._again(inner, one, new, keys)
+                z = self._write_for_block(inner, one, new, keys)
                 lengths = [*(dims(v) or ())]
                 if len(lengths) > 1 and lengths[-2] == self.rows:
                     lengths[-2] = size
@@ -219,13 +219,15 @@ class _Attention:
         found.shape = ir.Shape([blocks.length, *(dims(new[self.y]) or ())])
         return blocks.joined(op, found, self.y, op.dim(self.last.b, -1))
 
-    def _again(
+    def _write_for_block(
         self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _Keys | None
     ) -> ir.Value:
         """Write a node or product for some queries, and for the keys near them."""
         if isinstance(one, _Product):
             axis = -2 if one is self.last else -1
-            return one.again(inner, new[one.a], one.b if keys is None else keys.near(one.b, axis))
+            return one.write_for_block(
+                inner, new[one.a], one.b if keys is None else keys.near(one.b, axis)
+            )
         operands = []
         for x in one.inputs:
             some = None if x is None else new.get(x, x)
@@ -239,7 +241,7 @@ class _Attention:
         """The number of keys: the length of the last axis of the weights."""
         return (dims(self.last.a) or (None,))[-1]
 
-    def _window(self) -> _Window | None:
+    def _visible_window(self) -> _Window | None:
         """Return how many keys before and behind its position a query sees, None if not known."""
         nodes = [one for one in self.inner.values() if isinstance(one, ir.Node)]
         [masked] = [n.inputs[0] for n in nodes if n.op_type == "Softmax"]
@@ -280,7 +282,7 @@ class _Keys:
 
     @classmethod
     def of(cls, op: Emit, inner: Emit, blocks: _Blocks, near: _Window, keys: Any) -> _Keys:
-        """Return those of a window.
+        """Return the keys of a window.
 
         The rows that are repeated at the end see keys that are that much further in front.
         """
@@ -301,7 +303,7 @@ class _Keys:
         return cls(inner, firsts, begin, end, op.name("keys"))
 
     def near(self, x: ir.Value, axis: int) -> ir.Value:
-        """Return the part of `x`, of which `axis` is that of all keys."""
+        """Return the part of `x` for these keys; all keys are along `axis`."""
         if (x, axis) not in self.parts:
             lengths = [*(dims(x) or ())]
             lengths[axis] = self.length
@@ -367,7 +369,7 @@ class _Blocks:
         return op.Transpose(parts, perm=[n - 2, *range(n - 2), n - 1, n])
 
     def joined(self, op: Emit, stack: ir.Value, like: ir.Value, width: Any) -> ir.Value:
-        """Return the result `like`, of rows of that width, from those of blocks."""
+        """Return the result `like`, of rows of `width` elements, from the results of blocks."""
         n = len(dims(like) or ())
         y = op.Transpose(stack, perm=[*range(1, n - 1), 0, n - 1, n])
         total = self.count * self.size

@@ -2,7 +2,7 @@
 
 The backward pass computes the body of every iteration again, from the states at the start of the
 iteration, and then its gradient. The forward pass saves these states and the random numbers that
-the body draws; other results only where `motion` finds them worth saving.
+the body draws; other results only where `iterations` finds them worth saving.
 """
 
-from onnxgrad.autodiff.control import conditional, loop_node, scan
+from onnxgrad.autodiff.control import subgraph_rules

@@ -43,7 +43,7 @@ class Copy:
     ) -> dict[ir.Value, ir.Value]:
         """Append the gradients of `wrt` to the copy, and return them, as `reverse.sweep` does.
 
-        `seeds` are pairs of a value and its cotangent; those of the same value are added up.
+        `seeds` are pairs of a value and its cotangent; cotangents of the same value are added up.
         """
         cotangents: dict[ir.Value, list[ir.Value]] = {}
         for y, g in seeds:
@@ -92,9 +92,9 @@ class Copy:
         return copies[original]
 
     def placeholders(self, results: Iterable[ir.Value]) -> Pairs:
-        """Replace those of `results` that are used by values that no node computes.
+        """Replace each of `results` that is used by a value that no node computes.
 
-        Return pairs of such a placeholder, which the backward pass binds, and the value of the
+        Return pairs of a placeholder, which the backward pass binds, and the value of the
         original subgraph that it stands for.
         """
         pairs = []

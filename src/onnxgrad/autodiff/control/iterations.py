@@ -1,18 +1,36 @@
-"""The backward pass of Loop and Scan: the iterations in reverse."""
+"""The backward pass of Loop and Scan: the iterations in reverse, and work moved out of them.
+
+The gradient of a captured matrix by which the iterations multiply is computed once, by one product
+of the stacked factors of all iterations. Products and transcendental functions of the forward pass
+are saved rather than computed again. Both only for tensors that are not larger than all that an
+iteration carries, reads and returns, so that memory stays proportional to that.
+
+So is the gradient of a captured tensor of which they gather rows, such as x[t] of a sequence, by
+one scatter: adding in every iteration would take time and memory in proportion to all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, new
 from onnxgrad.autodiff.reverse import dependent
+from onnxgrad.graph import tidy
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import captured, reads
-from onnxgrad.operators.shapes import dims, equal
+from onnxgrad.operators import TRANSCENDENTAL
+from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.indexing import scatter_rows
+from onnxgrad.operators.shapes import dims, equal, is_stated, rank, volume
+
+_NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 
 @dataclass
@@ -20,9 +38,9 @@ class Carried:
     """A gradient that is carried from one backward iteration to the next."""
 
     of: ir.Value | None  # the value outside of the body that it is the gradient of
-    start: ir.Value  # its initial value, outside of the body
-    before: ir.Value  # it at the start of a backward iteration, in the body
-    after: ir.Value  # it at the end of a backward iteration, in the body
+    start: ir.Value  # the initial gradient, outside of the body
+    before: ir.Value  # the gradient at the start of a backward iteration, in the body
+    after: ir.Value  # the gradient at its end, in the body
 
 
 @dataclass
@@ -36,20 +54,16 @@ class Deferred:
     a: ir.Value
     x: ir.Value
     hidden: ir.Value  # replaces `x` while the body is differentiated
-    adjoint: Callable[..., ir.Value]  # (op, x, a, g) -> the gradient of `x`, as in `gradient`
-
-    def gradient(self, op: Emit, a: ir.Value, g: ir.Value) -> ir.Value:
-        """Return the gradient of x, from the a and g of all iterations, stacked along axis 0."""
-        return op.set_type_like(self.adjoint(op, self.x, a, g), self.x)
+    adjoint: Callable[..., ir.Value]  # (op, x, a, g of all iterations) -> the gradient of `x`
 
 
 class Iterations:
     """The iterations of `node`, and a copy of its body that becomes the backward body."""
 
     # set by `differentiate`
-    carried: list[Carried]  # gradients of states, and sums of those of captured values
+    carried: list[Carried]  # gradients of states, and sums of the gradients of captured values
     gradients: dict[ir.Value, ir.Value]  # in one iteration: of elements, and results of `deferred`
-    deferred: list[Deferred]  # those whose results have a gradient
+    deferred: list[Deferred]  # only nodes whose result has a gradient
 
     def __init__(
         self,
@@ -73,14 +87,14 @@ class Iterations:
         pairs = zip(self.slices, gs[states:], strict=True)
         self.stack_cotangents = {y: g for y, g in pairs if g is not None}
         self.captured = [v for v in captured(node) if v in active]
-        self.varied = self._varied(active)
+        self.varied = self._values_that_vary(active)
         self.cotangents = {y: new(op, y) for y in self.stack_cotangents}  # in the backward body
 
     def original(self, state: ir.Value) -> ir.Value:
         """Return the input of the forward body of which `state` is the copy."""
         return self.copy.original.inputs[self.copy.inputs.index(state)]
 
-    def _varied(self, active: Collection[ir.Value]) -> set[ir.Value]:
+    def _values_that_vary(self, active: Collection[ir.Value]) -> set[ir.Value]:
         """Return the values of the body that depend on active values, in some iteration."""
         outer, inner = [*self.initial, *self.sequences], [*self.states, *self.elements]
         start = {*self.captured, *(v for x, v in zip(outer, inner, strict=True) if x in active)}
@@ -146,7 +160,113 @@ class Iterations:
             release([self.copy.graph])
         return bool(self.carried or self.gradients)
 
-    def final_gradients(self, results: Iterable[ir.Value]) -> Pairs:
-        """Return pairs of a value outside of the body and its gradient, which is in `results`."""
-        pairs = zip(self.carried, results, strict=False)
-        return [(c.of, self.op.set_type_like(d, c.of)) for c, d in pairs if c.of is not None]
+    def write_backward(
+        self,
+        op_type: str,
+        before: Mapping[ir.Value, Any],
+        after: Mapping[ir.Value, ir.Value],
+        attributes: Mapping[str, Any],
+        stacked: int,
+    ) -> list[ir.Value]:
+        """Append the backward node; return the carried gradients, then its `stacked` outputs.
+
+        `before` and `after` have the operand for each input of the body in front of the carried
+        gradients, and behind them.
+        """
+        body, carried = self.copy.graph, self.carried
+        body.inputs[:] = [*before, *(c.before for c in carried), *after]
+        operands = [*before.values(), *(c.start for c in carried), *after.values()]
+        width = len(carried) + stacked
+        return self.op.emit_many(op_type, operands, {"body": body, **attributes}, width, fresh=True)
+
+    def outer_gradients(
+        self, results: Iterable[ir.Value], deferred: Iterable[tuple[Deferred, ir.Value, ir.Value]]
+    ) -> Pairs:
+        """Return pairs of a value outside of the body and its gradient.
+
+        `results` are the outputs of the backward node. `deferred` has the a and the g of all
+        iterations, stacked along axis 0.
+        """
+        pairs = [(c.of, d) for c, d in zip(self.carried, results, strict=False) if c.of is not None]
+        pairs += [(late.x, late.adjoint(self.op, late.x, a, g)) for late, a, g in deferred]
+        return [(x, self.op.set_type_like(dx, x)) for x, dx in pairs]
+
+
+# -- work that is moved out of the iterations ------------------------------------------------------
+
+
+def lookups(back: Iterations) -> list[Deferred]:
+    """Defer the gradients of captured tensors of which the body gathers single rows, y = x[i]."""
+    return [
+        back.defer(node, 1, 0, scatter_rows)
+        for node in back.copy.graph
+        if (node.domain, node.op_type) == ("", "Gather")
+        and int_attribute(node, "axis") == 0
+        and node.inputs[0] in back.captured
+        and rank(node.inputs[0])
+        and rank(node.inputs[1]) == 0
+    ]
+
+
+def products(back: Iterations) -> list[Deferred]:
+    """Defer the gradients of captured matrices by which the body multiplies, y = alpha a w."""
+    budget, deferred = _Budget(back), []
+    for node in back.copy.graph:
+        get = node.attributes
+        if node.domain or node.op_type not in ("MatMul", "Gemm") or get.get_int("transA", 0) == 1:
+            continue
+        (a, w), y = node.inputs[:2], node.outputs[0]
+        fits = rank(w) == 2 and (rank(a) or 0) >= 2 and budget.covers(a, y)
+        if w in back.captured and fits:
+            how = get.get_int("transB", 0), get.get_float("alpha", 1.0)
+            deferred.append(back.defer(node, 0, 1, partial(_product_adjoint, *how)))
+    return deferred
+
+
+def _product_adjoint(transposed, alpha, op, w, a, g):
+    """Return alpha Σ aT g, or its transpose if y = alpha a wT."""
+    factors = (g, a) if transposed else (a, g)
+    left, right = (op.Reshape(v, op.vector(-1, op.dim(w, i))) for i, v in enumerate(factors))
+    return op.Gemm(left, right, transA=1, alpha=alpha)
+
+
+def transcendental(back: Iterations) -> list[ir.Value]:
+    """Return the results of transcendental functions in the body that are small enough to save."""
+    budget = _Budget(back)
+    results = (n.outputs[0] for n in back.copy.graph if n.op_type in TRANSCENDENTAL)
+    return [y for y in results if budget.covers(y)]
+
+
+def move_out(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
+    """Move nodes that compute the same in every iteration from the body to the graph of `op`.
+
+    With `may_not_run`, the body may run zero times, and only nodes that cannot fail are moved.
+    """
+
+    def worth(node: ir.Node) -> bool:
+        is_output = any(y.is_graph_output() for y in node.outputs)
+        return not is_output and (not may_not_run or node.op_type in _NEVER_FAIL)
+
+    free = (v for n in graph for v in reads(n) if v.producer() is None and not v.is_initializer())
+    tidy.move_out(graph, op, worth, {v for v in free if not v.is_graph_input()})
+
+
+class _Budget:
+    """How many elements an iteration of the forward pass carries, reads and returns."""
+
+    def __init__(self, back: Iterations) -> None:
+        self._elements: Counter[tuple[str, ...]] = Counter()
+        for v in (*back.states, *back.elements, *back.slices):
+            if (size := _element_count(v)) is not None:
+                self._elements[size[1]] += size[0]
+
+    def covers(self, *values: ir.Value | None) -> bool:
+        """Return whether each of `values` is proven to have no more elements."""
+        sizes = [(0, ()) if v is None else _element_count(v) for v in values]
+        return all(s is not None and s[0] <= self._elements[s[1]] for s in sizes)
+
+
+def _element_count(v: ir.Value) -> tuple[int, tuple[str, ...]] | None:
+    """Return the number of elements of `v` as (factor, symbols), or None if it is unknown."""
+    shape = dims(v)
+    return volume(shape) if shape is not None and all(map(is_stated, shape)) else None
