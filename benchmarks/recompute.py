@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import onnxgrad as og
-from onnxgrad.autodiff.recomputable import RECOMPUTE
+from onnxgrad.autodiff.recompute import RECOMPUTE
 
 
 def encoder() -> tuple[onnx.ModelProto, tuple[int, ...]]:

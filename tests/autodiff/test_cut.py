@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from onnxgrad.autodiff.min_cut import cheapest
+from onnxgrad.autodiff.cuts import cheapest
 
 
 def suffices(kept, demands, made_of) -> bool:

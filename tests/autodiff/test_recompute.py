@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.autodiff.segments import Lifetime, cuts
+from onnxgrad.autodiff.cuts import Lifetime, cuts
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.operators.shapes import dims, static

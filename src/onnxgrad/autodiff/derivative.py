@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -11,34 +11,37 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.guards import require_equal_lengths
-from onnxgrad.autodiff.path_ends import path_ends
 from onnxgrad.autodiff.primal.defaults import has_default, is_weight, restore_defaults
 from onnxgrad.autodiff.primal.prepare import listed_as, prepare
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.errors import unknown
+from onnxgrad.errors import node_text, unknown
 from onnxgrad.graph.emit import Emit, garbage_kept
 from onnxgrad.graph.tidy import current
+from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
 from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.write import save
-from onnxgrad.operators import marks
+from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.shapes import dims, has_reals, is_real, static
 from onnxgrad.reporting import level_of, logger, reporting
+
+_SHOWN = 3  # nodes in a message about the ends of paths
+_Axis = tuple[ir.Value, int]
 
 
 class DerivativeOptions(IntFlag):
     """What the gradient model of `onnx_derivative` takes and returns; combined with `|`.
 
-    - `Zero`: the inputs are those of the model, the weights, and the cotangents `<output>_grad`.
+    - `Zero`: the inputs are the inputs of the model, the weights, and the cotangents
+      `<output>_grad`.
     - `KeepYieldOp`: the joint graph of forward and backward pass, in which the node
       `com.microsoft::YieldOp` takes the outputs and returns their cotangents.
     - `KeepOutputs`: the original outputs are returned too.
     - `FillGrad`: all cotangents are ones, and no inputs; needs `KeepOutputs` or `Loss`.
-    - `Loss`: the gradient is that of the output `loss`, which is returned first.
+    - `Loss`: the gradient is the gradient of the output `loss`, which is returned first.
 
     Examples:
         >>> from onnxgrad import DerivativeOptions
@@ -69,9 +72,9 @@ def onnx_derivative(
 ) -> ModelProto:
     """Return the model that computes the gradient of `onx`, in standard operators.
 
-    Inputs of the result: those of `onx`, the weights in the order of `weights`, then the cotangent
-    `Y_grad` of every float output Y, of Y's shape and dtype. Outputs: `X_grad` for the inputs,
-    `W_grad` for the weights, each of the shape and dtype of X or W, then the kept outputs.
+    Inputs of the result: the inputs of `onx`, the weights in the order of `weights`, then the
+    cotangent `Y_grad` of every float output Y, of Y's shape and dtype. Outputs: `X_grad` for the
+    inputs, `W_grad` for the weights, each of the shape and dtype of X or W, then the kept outputs.
 
     Args:
         onx: model, serialized model or path; never modified.
@@ -106,7 +109,7 @@ def onnx_derivative(
         >>> [x.name for x in gradient.graph.input], [y.name for y in gradient.graph.output]
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
-    labels = _check(options, loss, label)
+    labels = _checked_labels(options, loss, label)
     more = stop_gradient, straight_through, note_primal
     request = DerivativeRequest(weights, inputs, options, loss, labels, *more)
     with reporting(level_of(verbose)), garbage_kept():
@@ -116,7 +119,7 @@ def onnx_derivative(
     return gradient_model
 
 
-def _check(
+def _checked_labels(
     options: DerivativeOptions, loss: str | None, label: str | Sequence[str] | None
 ) -> list[str]:
     """Check the options against each other; return the names of the labels."""
@@ -157,9 +160,15 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     graph, inputs = model.graph, list(model.graph.inputs)
     logger.info("prepared: %d nodes", graph.num_nodes())
     original_outputs = list(graph.outputs)
-    stop_gradient = _results(graph, "stop_gradient", request.stop_gradient)
-    straight = _results(graph, "straight_through", request.straight_through)
-    straight_through = {y: _origin(y) for y in straight}
+    results = [y for node in graph for y in node.outputs if y.name]
+    stop_gradient, straight = (
+        values_by_name(f"{kind} result", once(kind, names), results)
+        for kind, names in (
+            ("stop_gradient", request.stop_gradient),
+            ("straight_through", request.straight_through),
+        )
+    )
+    straight_through = {y: _straight_through_origin(y) for y in straight}
     chosen_inputs = choose_inputs(graph, request.inputs, request.labels, has_reals)
     weights = as_inputs(proto, graph, request.weights)
     wrt = [*chosen_inputs, *weights]
@@ -170,11 +179,11 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
         differentiated = values_by_name("output", [loss], original_outputs)
     else:
         differentiated = [y for y in original_outputs if is_real(y)]
-    seeds = _seeds(op, differentiated, original_outputs, options)
+    seeds = _cotangents_of_outputs(op, differentiated, original_outputs, options)
     gradients = sweep(op, seeds, wrt, stop_gradient, straight_through)
     if request.all_reached:
-        named = [*(chosen_inputs if request.inputs else ()), *(weights if request.weights else ())]
-        require_path(named, gradients, differentiated)
+        asked = [*(chosen_inputs if request.inputs else ()), *(weights if request.weights else ())]
+        require_path(asked, gradients, differentiated)
     if request.weights is None:
         as_constants(graph, [w for w in weights if w not in gradients])
 
@@ -184,14 +193,14 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
         protected.update(original_outputs)
     reached = [x for x in wrt if x in gradients]
     if not reached:
-        raise ValueError(_no_gradient(proto, graph, differentiated, wrt))
-    results = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in reached]
-    names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
-    graph.outputs[:] = [*results, *kept] if loss is None else [*kept[:1], *results, *kept[1:]]
+        raise ValueError(_no_gradient_message(proto, graph, differentiated, wrt))
+    named = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in reached]
+    names = {str(x.name): str(g.name) for x, g in zip(reached, named, strict=True)}
+    graph.outputs[:] = [*named, *kept] if loss is None else [*kept[:1], *named, *kept[1:]]
     finish(model)
     if not options & flags.KeepYieldOp:
         data = [x for x in inputs if x.name not in request.labels]
-        require_equal_lengths(graph, data, dict(zip(reached, map(current, results), strict=True)))
+        require_equal_lengths(graph, data, dict(zip(reached, map(current, named), strict=True)))
     restore_defaults(graph)
     constants.note_constants(model, proto)
     if request.note_primal:
@@ -209,21 +218,17 @@ def _kept_outputs(
     loss = [y for y in outputs if y.name == request.loss][:1]
     if not request.options & DerivativeOptions.KeepOutputs:
         return loss
-    dropped = [o.name for o in proto.graph.output if non_tensor(o)]
-    if dropped:
-        logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
+    warn_of_dropped_outputs(proto)
     return [*loss, *(listed_as(y) for y in outputs if y not in loss)]
 
 
-def _results(graph: ir.Graph, kind: str, names: Sequence[str]) -> list[ir.Value]:
-    results = {y.name: y for node in graph for y in node.outputs if y.name}
-    for name in once(kind, names):
-        if name not in results:
-            raise unknown(f"{kind} result", name, results)
-    return [results[name] for name in names]
+def warn_of_dropped_outputs(proto: ModelProto) -> None:
+    """Log a warning that names the outputs that are no tensors, if there are any."""
+    if dropped := [o.name for o in proto.graph.output if non_tensor(o)]:
+        logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
 
 
-def _origin(y: ir.Value) -> ir.Value:
+def _straight_through_origin(y: ir.Value) -> ir.Value:
     """Return the value to which the cotangent of `y` passes straight through.
 
     It is the first input of the node of `y`, or the nearest value of the same dtype before it,
@@ -242,7 +247,7 @@ def _origin(y: ir.Value) -> ir.Value:
     return x
 
 
-def _no_gradient(
+def _no_gradient_message(
     proto: ModelProto, graph: ir.Graph, outputs: list[ir.Value], wrt: list[ir.Value]
 ) -> str:
     """Return the message for a model in which no value of `wrt` has a gradient."""
@@ -330,7 +335,7 @@ def choose_inputs(
 
 
 def values_by_name(kind: str, names: Iterable[str], values: Iterable[ir.Value]) -> list[ir.Value]:
-    """Return the values of these names; `kind` says in the error message what they are."""
+    """Return the values of these names; `kind` names them in the error message."""
     named = {str(v.name): v for v in reversed(list(values))}
     names = list(names)
     for name in names:
@@ -339,7 +344,7 @@ def values_by_name(kind: str, names: Iterable[str], values: Iterable[ir.Value]) 
     return [named[name] for name in names]
 
 
-def _seeds(
+def _cotangents_of_outputs(
     op: Emit, differentiated: list[ir.Value], outputs: list[ir.Value], options: DerivativeOptions
 ) -> dict[ir.Value, ir.Value]:
     """Return the cotangent of each output: an input, ones, or an output of the YieldOp."""
@@ -361,3 +366,93 @@ def _seeds(
         g.name = op.name(f"{listed_as(y).name}_grad")
         g.type, g.shape = y.type, y.shape
     return dict(zip(differentiated, cotangents, strict=True))
+
+
+# -- why a value has no gradient: the nodes that end every path ------------------------------------
+
+
+def smooth_values(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return the floats that depend differentiably on `starts`, which are among them."""
+    values = set(starts)
+    for node in graph:
+        if operator_of(node).no_gradient or values.isdisjoint(reads(node)):
+            continue
+        values.update(y for y in node.outputs if y.dtype is None or is_real(y))
+    return values
+
+
+def path_ends(graph: ir.Graph, starts: Iterable[ir.Value], ends: Sequence[ir.Value]) -> str:
+    """Return the nodes before `ends` that end all paths from `starts`, for messages; "" if none."""
+    values, behind = smooth_values(graph, starts), nodes_behind(ends)
+    found = [
+        node_with_reason(node)
+        for node in graph
+        if node in behind and not values.isdisjoint(reads(node)) and values.isdisjoint(node.outputs)
+    ]
+    return f"What ends the paths: {'; '.join(found[:_SHOWN])}" if found else ""
+
+
+def node_with_reason(node: ir.Node) -> str:
+    """Return a node for messages, with the reason if it has no gradient."""
+    reason = operator_of(node).no_gradient
+    return node_text(node) + (f", {reason}" if reason else "")
+
+
+# -- checks at run time ----------------------------------------------------------------------------
+
+
+def require_equal_lengths(
+    graph: ir.Graph, inputs: Iterable[ir.Value], gradients: Mapping[ir.Value, ir.Value]
+) -> None:
+    """Make `graph` fail when `inputs` that share a symbolic dimension differ in its length.
+
+    onnxruntime does not compare the lengths, and broadcasts where it can. The gradient relies on
+    symbolic dimensions: it would have a wrong shape, or sum over too few elements. `gradients` maps
+    inputs to outputs of `graph`. The node that fails is a Reshape whose name tells the two axes.
+    """
+    first: dict[str, _Axis] = {}
+    shared: dict[ir.Value, dict[int, _Axis]] = {}
+    for x in inputs:
+        if not isinstance(x.type, ir.TensorType):
+            continue
+        for axis, d in enumerate(dims(x) or ()):
+            if isinstance(d, str) and first.setdefault(d, (x, axis)) != (x, axis):
+                shared.setdefault(x, {})[axis] = first[d]
+                shared.setdefault(first[d][0], {})
+    op, head = Emit(graph), next(iter(graph), None)
+    for x, axes in shared.items():
+        is_unused = all(node.op_type == "Shape" for node, _ in x.uses())
+        if is_unused and x in gradients:
+            _state_shape_of_gradient(op, x, gradients[x])
+        elif axes and not is_unused:
+            with op.at(head):
+                _check_axes_before_use(op, x, axes)
+
+
+def _check_axes_before_use(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
+    """Replace `x` in its consumers by `Reshape(x)`, one Reshape for each axis to be checked."""
+    uses, checked = list(x.uses()), x
+    for axis, (other, i) in axes.items():  # one by one: together, swapped lengths would pass
+        own = [d if isinstance(d, int) else op.dim(x, j) for j, d in enumerate(dims(x) or ())]
+        own[axis] = op.dim(other, i)
+        name = f"axis {axis} of {x.name!r} is as long as axis {i} of {other.name!r}"
+        checked = _checked_reshape(op, checked, op.vector(*own), name)
+    for consumer, i in uses:
+        consumer.replace_input_with(i, checked)
+
+
+def _state_shape_of_gradient(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
+    """Reshape the gradient of an unused input to the shape that the input has at run time."""
+    name = f"the gradient has the lengths of {x.name!r}"
+    shaped = _checked_reshape(op, gradient, op.Shape(x), name)
+    shaped.name, gradient.name = gradient.name, op.name(str(gradient.name))
+    op.graph.outputs[:] = [shaped if y is gradient else y for y in op.graph.outputs]
+
+
+def _checked_reshape(op: Emit, x: ir.Value, shape: list[int] | ir.Value, name: str) -> ir.Value:
+    """Return the output of a new Reshape called `name`, which fails if `shape` is another one."""
+    y = op.emit("Reshape", [x, shape], {"allowzero": 1}, fresh=True)
+    node = op.set_type_like(y, x).producer()
+    assert node is not None
+    node.name = name
+    return y

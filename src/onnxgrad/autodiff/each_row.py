@@ -27,16 +27,17 @@ def jacobians_of_rows(
 ) -> ModelProto:
     """Return the model of the Jacobians of each row with respect to weights and inputs.
 
-    `of_one` returns that of a model of one row. With `proof`, raise unless rows do not mix.
+    `of_one` returns the model of the Jacobians of a model of one row. With `proof`, raise unless
+    rows do not mix.
     """
-    length = _length(sheet)
+    length = _row_count(sheet)
     data = [x for x in sheet.graph.inputs if x not in sheet.wrt or x in sheet.inputs]
     rowed = {str(x.name): x for x in data if _has_rows(x, length)}
     missing = [x.name for x in (sheet.inputs if rowed else data) if x.name not in rowed]
     if missing or not rowed:
         raise ValueError(f"the inputs {missing} have no rows: leave them out, or use batched=False")
     if proof and length != 1:  # a single row cannot mix
-        _prove(sheet, data, rowed)
+        _prove_rows_apart(sheet, data, rowed)
     model = to_ir(of_one(_of_one_row(sheet.origin, rowed)))
     body = model.graph
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
@@ -70,7 +71,7 @@ def jacobians_of_rows(
     return to_proto(model)
 
 
-def _length(sheet: Sheet) -> Dim:
+def _row_count(sheet: Sheet) -> Dim:
     """Return the number of rows of the outputs; raise if one has none, or another number."""
     lengths = {str(y.name): (dims(y) or (None,))[0] for y in sheet.kept}
     first = str(sheet.differentiated[0].name)
@@ -96,7 +97,7 @@ def _has_rows(x: ir.Value, length: Dim) -> bool:
     return shape[0] == length if isinstance(length, int) else not isinstance(shape[0], int)
 
 
-def _prove(sheet: Sheet, data: Collection[ir.Value], rowed: Collection[str]) -> None:
+def _prove_rows_apart(sheet: Sheet, data: Collection[ir.Value], rowed: Collection[str]) -> None:
     """Raise unless row i of each output depends on row i of the inputs only."""
     if unknown := [x.name for x in data if dims(x) is None]:
         raise ValueError(f"the ranks of the inputs {unknown} are unknown: declare their shapes")
@@ -151,17 +152,14 @@ def _inputs_outside(
             op.graph.initializers.add(whole)
     count = op.Shape(next(x for x in rows if not x.is_initializer()), start=0, end=1)
     missing = op.Max(op.Sub([1], count), [0])
-    same = [_for_each_row(op, x, count) if x.is_initializer() else x for x in rows]
-    return [op.Unsqueeze(_lengthened(op, x, missing), [1]) for x in same], count
+    for i, x in enumerate(rows):
+        if x.is_initializer():  # a default, whose one row is repeated for all
+            ones = [1] * ((rank(x) or 1) - 1)
+            rows[i] = op.set_type_like(op.Expand(x, op.vector(count, *ones)), x)
+    return [op.Unsqueeze(_with_missing_rows(op, x, missing), [1]) for x in rows], count
 
 
-def _for_each_row(op: Emit, x: ir.Value, count: ir.Value) -> ir.Value:
-    """Return an input with a default, whose one row is repeated for all `count` rows."""
-    ones = [1] * ((rank(x) or 1) - 1)
-    return op.set_type_like(op.Expand(x, op.vector(count, *ones)), x)
-
-
-def _lengthened(op: Emit, x: ir.Value, missing: ir.Value) -> ir.Value:
+def _with_missing_rows(op: Emit, x: ir.Value, missing: ir.Value) -> ir.Value:
     """Return `x` with so many rows of zeros more, if its number of rows is not static."""
     if isinstance((dims(x) or (None,))[0], int):
         return x

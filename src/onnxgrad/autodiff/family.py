@@ -11,25 +11,28 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.directions import Seeds, pack, packed_dims
 from onnxgrad.autodiff.matrices import Forward, with_gradients
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
 from onnxgrad.errors import argument, named, printable, unknown
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import Emit, garbage_kept
 from onnxgrad.model.convert import in_precision
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.write import save
+from onnxgrad.operators.shapes import Dim, dims, rank, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
+_COUNTS = {"adj": "nadj", "fwd": "nfwd", "fwd_adj": "nfwd_x_nadj"}  # prefix -> symbol of K
 _DTYPES = {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
 _DERIVATIVE = re.compile(r"(fwd|adj)[^_]*_")  # what CasADi takes for the name of a derivative
 
@@ -85,10 +88,12 @@ def derivative_family(
     """
     files = family_paths("f.onnx" if path is None else path)
     with garbage_kept():
-        origin = _in_dtype(read(model), dtype)
+        if dtype is not None and dtype not in _DTYPES:
+            raise unknown("dtype", dtype, _DTYPES)
+        origin = read(model) if dtype is None else in_precision(read(model), _DTYPES[dtype])
         first = Sheet(origin, weights, inputs, outputs)
-        _check(first)
-        family = dict(zip(files, _models(first, origin, outputs), strict=True))
+        _check_casadi_names(first)
+        family = dict(zip(files, _family_models(first, origin, outputs), strict=True))
     if dtype is not None:
         _require_kernels(family.values(), dtype)
     if path is not None:
@@ -97,20 +102,17 @@ def derivative_family(
     return family
 
 
-def _models(
+def _family_models(
     first: Sheet, origin: ModelProto, outputs: Sequence[str] | None
 ) -> tuple[ModelProto, ModelProto, ModelProto, ModelProto]:
     """Return f, fwd_f, adj_f and fwd_adj_f; `first` is a sheet of f."""
-    adjoint = _directional(first, "adj", first.differentiated, first.gradients)
-    names = [str(x.name) for x in first.wrt]  # those that the outputs depend on
-    split = len([x for x in first.wrt if x in first.inputs])
-
-    def again() -> Sheet:
-        return Sheet(origin, names[split:], names[:split], outputs)
-
-    mode = Forward(again())
-    forward = _directional(mode.sheet, "fwd", mode.sheet.wrt, mode.push)
-    return again().finish([]), forward, adjoint, _forward_over_adjoint(again())
+    adjoint = _directional_model(first, "adj", first.differentiated, first.gradients)
+    inputs = [str(x.name) for x in first.wrt if x in first.inputs]  # that the outputs depend on
+    weights = [str(x.name) for x in first.wrt if x not in first.inputs]
+    new_sheet = partial(Sheet, origin, weights, inputs, outputs)
+    mode = Forward(new_sheet())
+    forward = _directional_model(mode.sheet, "fwd", mode.sheet.wrt, mode.push)
+    return new_sheet().finish([]), forward, adjoint, _forward_over_adjoint(new_sheet())
 
 
 def family_paths(path: str | os.PathLike) -> dict[str, Path]:
@@ -120,12 +122,6 @@ def family_paths(path: str | os.PathLike) -> dict[str, Path]:
         raise ValueError(f"{str(path)!r} does not end in .onnx, as files of a family do")
     names = [prefix + first.stem for prefix in ("", "fwd_", "adj_", "fwd_adj_")]
     return {name: first.with_name(f"{name}.onnx") for name in names}
-
-
-def _in_dtype(proto: ModelProto, dtype: str | None) -> ModelProto:
-    if dtype is not None and dtype not in _DTYPES:
-        raise unknown("dtype", dtype, _DTYPES)
-    return proto if dtype is None else in_precision(proto, _DTYPES[dtype])
 
 
 def _require_kernels(models: Iterable[ModelProto], dtype: str) -> None:
@@ -144,8 +140,8 @@ def _require_kernels(models: Iterable[ModelProto], dtype: str) -> None:
             ) from e
 
 
-def _check(sheet: Sheet) -> None:
-    """Raise a ValueError if CasADi would not know a name or an output for what it is."""
+def _check_casadi_names(sheet: Sheet) -> None:
+    """Raise a ValueError if CasADi would take a name or an output for another."""
     inputs, outputs = ([str(v.name) for v in vs] for vs in (sheet.graph.inputs, sheet.kept))
     reserved = {*outputs, *(f"out_{y}" for y in outputs)}  # CasADi adds the second as inputs
     clashes = [x for x in inputs if x in reserved or _DERIVATIVE.match(x)]
@@ -162,10 +158,10 @@ def _check(sheet: Sheet) -> None:
         )
 
 
-def _directional(
+def _directional_model(
     sheet: Sheet, prefix: str, seeded: Sequence[ir.Value], derive: Callable[[Derivatives], Any]
 ) -> ModelProto:
-    """Return the model of J^T u or of J v, of which `derive` returns those of one direction."""
+    """Return the model of J^T u or of J v, of which `derive` returns one direction."""
     seeds = Seeds(sheet, seeded, prefix)
 
     def write(index: ir.Value) -> Derivatives:
@@ -173,7 +169,7 @@ def _directional(
         others = sheet.wrt if prefix == "adj" else sheet.differentiated
         return {x: sheet.or_zeros(derivatives, x) for x in others}
 
-    return _finish(sheet, sheet.each(sheet.op.Max(*seeds.counts), write), prefix)
+    return _finish_packed(sheet, sheet.each(sheet.op.Max(*seeds.counts), write), prefix)
 
 
 def _forward_over_adjoint(first: Sheet) -> ModelProto:
@@ -199,10 +195,10 @@ def _forward_over_adjoint(first: Sheet) -> ModelProto:
         sheet.graph.sort()  # the seeds were written after the nodes that read them
         return {x: sheet.or_zeros(results, x) for x in sheet.wrt}
 
-    return _finish(sheet, sheet.each(count, write), "fwd_adj")
+    return _finish_packed(sheet, sheet.each(count, write), "fwd_adj")
 
 
-def _finish(sheet: Sheet, stacked: Derivatives, prefix: str) -> ModelProto:
+def _finish_packed(sheet: Sheet, stacked: Derivatives, prefix: str) -> ModelProto:
     """Return the model that returns the outputs of the sheet, and the derivatives, packed."""
     results: list[Result] = []
     for x, v in stacked.items():
@@ -210,3 +206,79 @@ def _finish(sheet: Sheet, stacked: Derivatives, prefix: str) -> ModelProto:
         matrix.type, matrix.shape = x.type, ir.Shape(packed_dims(x, prefix))
         results.append((f"{prefix}_{x.name}", matrix))
     return sheet.finish(results)
+
+
+# -- seeds of many directions in one matrix --------------------------------------------------------
+#
+# CasADi reads a tensor as a matrix: a tensor of rank 0 or 1 as a column, of rank 2 unchanged, of a
+# higher rank as the column of its elements in row-major order. K seeds of an r x c matrix are one
+# matrix of r x (K * c): the columns of the first, of the second, and so on.
+
+
+class Seeds:
+    """New inputs `<prefix>_<x>` of packed seeds, one for each of `values`.
+
+    `counts` has the number of directions of each, an int64 of shape [1].
+    """
+
+    def __init__(self, sheet: Sheet, values: Sequence[ir.Value], prefix: str) -> None:
+        self._op, inputs = sheet.op, []
+        for x in values:
+            sheet.free(name := f"{prefix}_{x.name}")
+            seeds = ir.Value(name=name, type=x.type, shape=ir.Shape(packed_dims(x, prefix)))
+            inputs.append((x, seeds))
+            sheet.graph.inputs.append(seeds)
+        self.counts = [_direction_count(sheet.op, seeds, x) for x, seeds in inputs]
+        self._stacked = [(x, _unpacked_seeds(sheet.op, seeds, x)) for x, seeds in inputs]
+
+    def at(self, index: ir.Value) -> dict[ir.Value, ir.Value]:
+        """Return each value with its seed of the direction `index`; none beyond the last."""
+        op = self._op
+        return {x: op.set_type_like(op.Gather(v, index, axis=0), x) for x, v in self._stacked}
+
+
+def packed_dims(like: ir.Value, prefix: str) -> tuple[Dim, Dim]:
+    """Return the dimensions of the packed seeds `<prefix>_<like>`.
+
+    ONNX has no products of symbols: the number of columns is K where c is 1, else a symbol of its
+    own, which CasADi sets to the width of the seeds that it passes.
+    """
+    shape, count, name = dims(like), _COUNTS[prefix], f"{prefix}_{like.name}"
+    if shape is None:
+        raise ValueError(
+            f"the rank of {like.name!r} is unknown, so that its seeds have no layout: declare its "
+            "shape in the model"
+        )
+    if len(shape) == 2:
+        rows, columns = shape
+        return rows, count if columns == 1 else f"{count}_x_{columns or name}"
+    lengths = static(shape)
+    unknown = shape[0] if len(shape) == 1 else f"{name}_rows"
+    return unknown if lengths is None else prod(lengths), count
+
+
+def _direction_count(op: Emit, seeds: ir.Value, like: ir.Value) -> ir.Value:
+    columns = op.dim(like, 1) if rank(like) == 2 else 1
+    width = op.const(op.vector(op.dim(seeds, 1)))
+    return width if columns == 1 else op.Div(width, op.const(op.vector(columns)))
+
+
+def _unpacked_seeds(op: Emit, seeds: ir.Value, like: ir.Value) -> ir.Value:
+    """Return the packed `seeds` of `like` as (K, *like.shape)."""
+    if rank(like) == 2:
+        split = op.Reshape(seeds, op.vector(op.dim(like, 0), -1, op.dim(like, 1)))
+        split.shape = ir.Shape([None, None, None])
+        stacked = op.Transpose(split, perm=[1, 0, 2])
+    else:
+        shape = op.vector(-1, *(op.dim(like, i) for i in range(rank(like) or 0)))
+        stacked = op.Reshape(op.Transpose(seeds, perm=[1, 0]), shape)
+    stacked.dtype, stacked.shape = like.dtype, ir.Shape([None, *(dims(like) or ())])
+    return stacked
+
+
+def pack(op: Emit, stacked: ir.Value, like: ir.Value) -> ir.Value:
+    """Return (K, *like.shape) as packed seeds of `like`."""
+    if rank(like) == 2:
+        flat = op.Transpose(stacked, perm=[1, 0, 2])
+        return op.Reshape(flat, op.vector(op.dim(like, 0), -1))
+    return op.Transpose(op.Reshape(stacked, op.vector(-1, op.numel(like, 0))), perm=[1, 0])

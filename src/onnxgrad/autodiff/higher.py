@@ -1,7 +1,7 @@
 """Models of Jacobian- and Hessian-vector products, of Jacobians and of Hessians.
 
 All are compositions of the sweep, which computes J^T u. That is linear in u, so the gradient of
-<J^T u, v> with respect to u is J v: forward mode without rules of its own (Townsend 2017, "A new
+<J^T u, v> with respect to u is J v: forward mode without rules (Townsend 2017, "A new
 trick for calculating Jacobian vector products"; for H v, Christianson 1992, IMA J. Numer. Anal.
 12(2)).
 """
@@ -42,10 +42,11 @@ def vjp(
 ) -> ModelProto:
     """Return a model that computes the outputs and vector-Jacobian products J^T u, the gradients.
 
-    Inputs of the result: those of `model`, the weights, then the cotangents u: `Y_grad` for every
-    float output Y, of Y's shape and dtype. Outputs: those of `model`, then `X_grad` and `W_grad`
-    for the inputs and weights, of the shape and dtype of X or W; zeros if no output depends on a
-    named one. `onnx_derivative` has more options, and does not return the outputs of `model`.
+    Inputs of the result: the inputs of `model`, the weights, then the cotangents u: `Y_grad` for
+    every float output Y, of Y's shape and dtype. Outputs: the outputs of `model`, then `X_grad` and
+    `W_grad` for the inputs and weights, of the shape and dtype of X or W; zeros if no output
+    depends on a named one. `onnx_derivative` has more options, and does not return the outputs of
+    `model`.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -86,10 +87,10 @@ def jvp(
 ) -> ModelProto:
     """Return a model that computes the outputs and Jacobian-vector products J v, their tangents.
 
-    Inputs of the result: those of `model`, the weights, then the tangents v: `X_tangent` and
-    `W_tangent` for the inputs and weights, of the shape and dtype of X or W. Outputs: those of
-    `model`, then `Y_tangent` for every float output Y, of Y's shape and dtype: the sum over X of
-    (dY/dX) X_tangent, zeros if Y depends on none of them.
+    Inputs of the result: the inputs of `model`, the weights, then the tangents v: `X_tangent` and
+    `W_tangent` for the inputs and weights, of the shape and dtype of X or W. Outputs: the
+    outputs of `model`, then `Y_tangent` for every float output Y, of Y's shape and dtype: the sum
+    over X of (dY/dX) X_tangent, zeros if Y depends on none of them.
 
     The gradient is differentiated with respect to its cotangents (Townsend 2017), and only the part
     that computes J v remains: about as many operations as two forward passes.
@@ -140,11 +141,11 @@ def hvp(
     weighted sum of the output elements, `sum(Y_grad * Y)` over the float outputs Y, whose weights
     `Y_grad` are inputs of the result.
 
-    Inputs of the result: those of `model`, the weights, the output weights `Y_grad` if there are
-    any, then v: `X_vector` and `W_vector` for the inputs and weights. Outputs: those of `model`,
-    then `X_grad` and `W_grad`, the gradient of f, then `X_hvp` and `W_hvp`, the parts of H v. All
-    have the shape and dtype of X or W; those that f does not depend on are zeros. Reverse mode over
-    reverse mode (Christianson 1992).
+    Inputs of the result: the inputs of `model`, the weights, the output weights `Y_grad` if there
+    are any, then v: `X_vector` and `W_vector` for the inputs and weights. Outputs: the outputs of
+    `model`, then `X_grad` and `W_grad`, the gradient of f, then `X_hvp` and `W_hvp`, the parts of H
+    v. All have the shape and dtype of X or W; zeros where f does not depend on it. Reverse mode
+    over reverse mode (Christianson 1992).
 
     Args:
         model: model, serialized model or path; never modified. With a loss: see `add_loss_output`.
@@ -191,14 +192,15 @@ def jacobian(
 ) -> ModelProto:
     """Return a model that computes the outputs and their Jacobians.
 
-    Inputs of the result: those of `model`, then the weights. Outputs: those of `model`, then, for
-    every float output Y and every input or weight X, `Y_X_jacobian` of Y's dtype and of shape
-    `(*Y.shape, *X.shape)`: dY/dX. With `batched`, of shape `(N, *Y.shape[1:], *X.shape[1:])`: the
-    derivative of each of the N rows of Y with respect to the same row of X. A weight W has no rows:
-    its Jacobians have the shape `(N, *Y.shape[1:], *W.shape)`. Zeros if Y does not depend on X.
+    Inputs of the result: the inputs of `model`, then the weights. Outputs: the outputs of `model`,
+    then, for every float output Y and every input or weight X, `Y_X_jacobian` of Y's dtype and of
+    shape `(*Y.shape, *X.shape)`: dY/dX. With `batched`, of shape `(N, *Y.shape[1:], *X.shape[1:])`:
+    the derivative of each of the N rows of Y with respect to the same row of X. A weight W has no
+    rows: its Jacobians have the shape `(N, *Y.shape[1:], *W.shape)`. Zeros if Y does not depend on
+    X.
 
-    A `Scan` runs over its rows or columns; what is the same for all of them is computed outside.
-    With `batched` and weights, it runs over the N rows, and computes each of them alone.
+    A `Scan` runs over its rows or columns; nodes that are the same for all of them are computed
+    outside. With `batched` and weights, it runs over the N rows, and computes each of them alone.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -211,8 +213,8 @@ def jacobian(
         batched: True for models in which row i of the output depends on row i of the inputs only,
             which is proven from the graph first. "unchecked" skips the proof: for a model that
             mixes rows, the result is then a sum over the rows of Y (in reverse mode) or of X (in
-            forward mode), or with weights that of a batch of one row. All data inputs with a
-            symbolic first axis have rows then; with a static one, those of as many as Y.
+            forward mode), or with weights the Jacobian of a batch of one row. All data inputs with
+            a symbolic first axis have rows then; with a static one, inputs of as many rows as Y.
         mode: "reverse" takes one pass for every element of Y (or of its row), "forward" one for
             every element of X; "auto" chooses by the static dimensions.
 
@@ -235,7 +237,7 @@ def jacobian(
         [[[2.0, 0.0], [0.0, 4.0]]]
     """
     with garbage_kept():
-        sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
+        sheet, per_row = _open_sheet(model, weights, inputs, outputs, batched), bool(batched)
         if per_row and len(sheet.wrt) > len(sheet.inputs):
             of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
             return jacobians_of_rows(sheet, batched != "unchecked", of_one)
@@ -252,8 +254,8 @@ def hessian(
 ) -> ModelProto:
     """Return a model that computes an output of one element, its gradient and its Hessian.
 
-    Inputs of the result: those of `model`, then the weights. Outputs: the chosen output Y, then
-    `X_grad` for each input or weight X, then for every pair of them `X_Z_hessian` of shape
+    Inputs of the result: the inputs of `model`, then the weights. Outputs: the chosen output Y,
+    then `X_grad` for each input or weight X, then for every pair of them `X_Z_hessian` of shape
     `(*X.shape, *Z.shape)`: the derivative of X_grad with respect to Z; for Z = X, it is named
     `X_hessian`. With `batched`, it is of shape `(N, *X.shape[1:], *Z.shape[1:])`, for an output of
     one element in each of N rows. Blocks that Y does not depend on are zeros.
@@ -290,7 +292,7 @@ def hessian(
     """
     with garbage_kept():
         chosen = None if output is None else [output]
-        sheet, per_row = _open(model, weights, inputs, chosen, batched), bool(batched)
+        sheet, per_row = _open_sheet(model, weights, inputs, chosen, batched), bool(batched)
         if per_row and len(sheet.wrt) > len(sheet.inputs):
             names = [w.name for w in sheet.wrt[len(sheet.inputs) :]]
             raise ValueError(
@@ -304,7 +306,7 @@ def hessian(
         return sheet.finish(all_blocks(sheet, blocks, per_row, "hessian"))
 
 
-def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
+def _open_sheet(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
     if batched not in _BATCHED:
         raise unknown("value of `batched`", batched, map(str, _BATCHED))
     return Sheet(model, weights, inputs, outputs, rows=bool(batched))
@@ -326,6 +328,6 @@ def _keep_single_output(sheet: Sheet, per_row: bool) -> None:
     if not is_single(y, per_row):
         raise ValueError(
             f"output {y.name!r} of shape {dims(y)} is not known to have one element"
-            f"{' in each row' * per_row}: the Hessian is that of a scalar; choose or add an "
+            f"{' in each row' * per_row}: a Hessian is of a scalar; choose or add an "
             "output of one element, or use `hvp`, which takes output weights as an input"
         )

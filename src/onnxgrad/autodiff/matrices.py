@@ -41,7 +41,7 @@ class Forward:
     def columns(self, x: ir.Value, batched: bool) -> dict[ir.Value, ir.Value]:
         """Return for each output its Jacobian with respect to `x`."""
         stacked = self.sheet.loop(x, lambda unit: self.push({x: unit}), batched, axis=-1)
-        return {y: _shaped(self.sheet, v, y, x, batched) for y, v in stacked.items()}
+        return {y: _reshaped_block(self.sheet, v, y, x, batched) for y, v in stacked.items()}
 
 
 def jacobians(sheet: Sheet, batched: bool, mode: str) -> ModelProto:
@@ -69,7 +69,7 @@ def row_blocks(sheet: Sheet, y: ir.Value, batched: bool) -> dict[ir.Value, ir.Va
         return sweep(sheet.op, {y: unit}, sheet.wrt)
 
     stacked = sheet.loop(y, write, batched, axis=int(batched))
-    return {x: _shaped(sheet, v, y, x, batched) for x, v in stacked.items()}
+    return {x: _reshaped_block(sheet, v, y, x, batched) for x, v in stacked.items()}
 
 
 def with_gradients(
@@ -106,7 +106,7 @@ def all_blocks(
         for x in sheet.wrt:
             block = row.get(x)
             if block is None:
-                shape = _shape(sheet, y, x, batched)
+                shape = _block_shape(sheet, y, x, batched)
                 assert y.dtype is not None
                 zero = ir.tensor(np.zeros(1, y.dtype.numpy()))
                 block = sheet.op.ConstantOfShape(shape, value=zero)
@@ -116,7 +116,7 @@ def all_blocks(
     return results
 
 
-def _shape(sheet: Sheet, y: ir.Value, x: ir.Value, batched: bool) -> list[int] | ir.Value:
+def _block_shape(sheet: Sheet, y: ir.Value, x: ir.Value, batched: bool) -> list[int] | ir.Value:
     """Return the shape of a block, as a list if it is static, else as a tensor."""
     op = sheet.op
     if rank(y) is None or rank(x) is None:
@@ -126,9 +126,9 @@ def _shape(sheet: Sheet, y: ir.Value, x: ir.Value, batched: bool) -> list[int] |
     return op.vector(*(op.dim(v, i) for v, i in axes))
 
 
-def _shaped(sheet: Sheet, v: ir.Value, y: ir.Value, x: ir.Value, batched: bool) -> ir.Value:
-    """Return the block `v` of y and x, reshaped to `_shape`."""
-    block = sheet.op.Reshape(v, _shape(sheet, y, x, batched), allowzero=1)
+def _reshaped_block(sheet: Sheet, v: ir.Value, y: ir.Value, x: ir.Value, batched: bool) -> ir.Value:
+    """Return the block `v` of y and x, reshaped to `_block_shape`."""
+    block = sheet.op.Reshape(v, _block_shape(sheet, y, x, batched), allowzero=1)
     if rank(y) is not None and rank(x) is not None:
         block.shape = ir.Shape([*(dims(y) or ()), *(dims(x) or ())[int(batched) :]])
     return block

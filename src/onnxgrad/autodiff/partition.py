@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.control.copies import is_tensor
+from onnxgrad.autodiff.cuts import cheapest
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
-from onnxgrad.autodiff.min_cut import cheapest
-from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
+from onnxgrad.autodiff.recompute import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.graph.tidy import tidy
@@ -54,13 +54,13 @@ class Partition:
     """A forward and a backward model, which together compute the outputs and the gradients.
 
     Attributes:
-        forward: inputs: those of the model, then the weights. Outputs: those of the model, then the
+        forward: inputs: the inputs of the model, then the weights. Outputs: its outputs, then the
             saved tensors that are not among them.
         backward: inputs: the inputs of `forward` that it needs, the saved tensors, then the
             cotangent `Y_grad` of every float output Y. Outputs: `X_grad` of the inputs, then
-            `W_grad` of the weights, for those that have a gradient.
+            `W_grad` of the weights, if they have a gradient.
         cotangents: `{Y: name of Y_grad}` for the float outputs.
-        gradients: `{X or W: name of its gradient}` for those that have one.
+        gradients: `{X or W: name of its gradient}` where there is one.
         saved: the tensors that `forward` computes and `backward` reads.
         joint: both passes in one graph, with a `YieldOp` between outputs and cotangents.
 
@@ -116,7 +116,7 @@ def partition(
         weights: names of the weights to differentiate with respect to, which become inputs; see
             `onnx_derivative`.
         inputs: names of the inputs to differentiate with respect to; see `onnx_derivative`.
-        recompute: what the backward model may compute again. "none": only shapes and views.
+        recompute: which nodes the backward model may compute again. "none": only shapes and views.
             "cheap": also operators that only move elements, and elementwise ones without
             transcendental functions. "all": the whole forward pass.
 
@@ -144,10 +144,10 @@ def partition(
         raise unknown("recompute", recompute, RECOMPUTE)
     proto = read(model)
     with garbage_kept():
-        return _split(*_joint(proto, weights, inputs), recompute)
+        return _split_joint_graph(*_joint_graph(proto, weights, inputs), recompute)
 
 
-def _joint(
+def _joint_graph(
     proto: ModelProto, weights: Sequence[str] | None, inputs: Sequence[str] | None
 ) -> tuple[ModelProto, dict[str, str]]:
     """Return the joint graph, or `proto` if it is one, and `{name: name of its gradient}`."""
@@ -163,27 +163,27 @@ def _joint(
     return proto, {x: g for x, g in pairs.items() if g in outputs}
 
 
-def _split(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
+def _split_joint_graph(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
     model = to_ir(joint)
-    cotangents = _cotangents(_yielding(model.graph))
+    cotangents = _cotangent_names(_yield_node(model.graph))
     sizes, least = Sizes(joint, LENGTH), Sizes(joint, 1)
-    saved = _choose(model.graph, recompute, sizes)
+    saved = _choose_saved(model.graph, recompute, sizes)
     for v in saved:
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
             v.shape = ir.Shape([None] * rank)  # an input needs a shape
-    report = _report(joint, saved, least)
-    forward, backward = _forward(model, saved), _backward(model, saved)
+    report = _describe_saved(joint, saved, least)
+    forward, backward = _forward_model(model, saved), _backward_model(model, saved)
     return Partition(forward, backward, cotangents, gradients, report, joint)
 
 
-def _yielding(graph: ir.Graph) -> ir.Node:
+def _yield_node(graph: ir.Graph) -> ir.Node:
     for node in graph:
         if node.op_type == "YieldOp":
             return node
     raise ValueError("no gradient depends on a cotangent of the outputs: there is no backward pass")
 
 
-def _cotangents(yielding: ir.Node) -> dict[str, str]:
+def _cotangent_names(yielding: ir.Node) -> dict[str, str]:
     """Return `{output: name of its cotangent}`."""
     without = yielding.attributes.get_ints("non_differentiable_outputs", ())
     outputs = [y for i, y in enumerate(yielding.inputs) if i not in without]
@@ -191,9 +191,9 @@ def _cotangents(yielding: ir.Node) -> dict[str, str]:
     return {str(y.name): str(g.name) for y, g in pairs if y is not None}
 
 
-def _choose(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Value]:
+def _choose_saved(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Value]:
     """Return the values to save, of the fewest bytes, in the order of the graph."""
-    yielding = _yielding(graph)
+    yielding = _yield_node(graph)
     outputs = set(yielding.inputs)  # returned by the forward model in any case
     after = nodes_after(graph, yielding.outputs)
     others, forward = {yielding, *after}, nodes_behind(reads(yielding))
@@ -224,7 +224,7 @@ def _choose(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Value]:
     return saved
 
 
-def _report(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Saved, ...]:
+def _describe_saved(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Saved, ...]:
     """Describe the saved values; a row is one along the first axis of the first input."""
     rows = 1
     if joint.graph.input:
@@ -236,27 +236,29 @@ def _report(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Sav
     )
 
 
-def _forward(joint: ir.Model, saved: list[ir.Value]) -> ModelProto:
-    kept = dict.fromkeys(v.name for v in (*_yielding(joint.graph).inputs, *saved) if v is not None)
+def _forward_model(joint: ir.Model, saved: list[ir.Value]) -> ModelProto:
+    kept = dict.fromkeys(
+        v.name for v in (*_yield_node(joint.graph).inputs, *saved) if v is not None
+    )
     model = joint.clone()
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     model.graph.outputs[:] = [values[str(name)] for name in kept]
-    return _finished(model)
+    return _tidied_proto(model)
 
 
-def _backward(model: ir.Model, saved: list[ir.Value]) -> ModelProto:
+def _backward_model(model: ir.Model, saved: list[ir.Value]) -> ModelProto:
     graph = model.graph
     declared = list(graph.inputs)
-    graph.inputs.extend([as_input(graph, v) for v in (*saved, *_yielding(graph).outputs)])
+    graph.inputs.extend([as_input(graph, v) for v in (*saved, *_yield_node(graph).outputs)])
     tidy(model)
     name_rest(graph)
     for x in declared:
         if not x.uses():
             graph.inputs.remove(x)
-    return _finished(model)
+    return _tidied_proto(model)
 
 
-def _finished(model: ir.Model) -> ModelProto:
+def _tidied_proto(model: ir.Model) -> ModelProto:
     tidy(model)
     model.opset_imports.pop("com.microsoft", None)
     return to_proto(model)

@@ -1,26 +1,110 @@
-"""Recomputation in one graph: the backward pass writes nodes of the forward pass again.
+"""Recomputation: which nodes of a forward pass may run again, and copies of them in one graph.
 
-A runtime would run the copies as early as their operands allow, while the originals still exist,
-or merge them with the originals. So the operands of a copy are gated: they pass through a Reshape
-to their own shape, which depends on a cotangent; onnxruntime does not copy the tensor for it.
+The backward pass writes the copies. A runtime would run them as early as their operands allow,
+while the originals still exist, or merge them with the originals. So the operands of a copy are
+gated: they pass through a Reshape to their own shape, which depends on a cotangent; onnxruntime
+does not copy the tensor for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from math import inf
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cached_property
+from math import ceil, inf, prod
 
 import onnx_ir as ir
+from onnx import ModelProto
 
-from onnxgrad.autodiff.min_cut import cheapest
-from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
-from onnxgrad.autodiff.segments import Lifetime, cuts
+from onnxgrad.autodiff.cuts import Lifetime, cheapest, cuts
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.traversal import captured, nodes_after, nodes_behind, reads, subgraphs
-from onnxgrad.model.convert import to_proto
-from onnxgrad.operators import operator_of
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.traversal import (
+    all_nodes,
+    captured,
+    nodes_after,
+    nodes_behind,
+    reads,
+    subgraphs,
+)
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.operators import CHEAP, RANDOM, VIEWS, made_by, operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.rule_nodes import gated
+from onnxgrad.operators.shapes import Dims, dims, is_stated
+
+_SAME_SIZE = (VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
+LENGTH = 32  # assumed for symbolic dimensions when sizes are compared
+
+# recompute -> which nodes of the forward pass the backward pass may compute again
+RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
+    "none": lambda node: node.op_type in VIEWS,
+    "cheap": lambda node: node.op_type in CHEAP,
+    "all": lambda node: True,
+}
+
+
+def is_repeatable(node: ir.Node) -> bool:
+    """Return whether `node` computes the same when it runs again: it draws no random numbers.
+
+    The operators of onnxruntime that have a rule here are known to draw none.
+    """
+    inner = (n for g in subgraphs(node) for n in all_nodes(g))
+    return all(map(_draws_nothing, (node, *inner)))
+
+
+def _draws_nothing(node: ir.Node) -> bool:
+    if not node.domain:
+        return node.op_type not in RANDOM
+    operator = operator_of(node)
+    return node.domain == "com.microsoft" and operator.rule is not None and not operator.of_user
+
+
+class Sizes:
+    """The sizes of values in bytes, with all symbolic dimensions of inputs set to `length`."""
+
+    def __init__(self, joint: ModelProto, length: int) -> None:
+        self.joint, self.length = joint, length
+
+    def __getitem__(self, value: ir.Value) -> int:
+        """Return the bytes of a value of the joint graph."""
+        source = value if _has_known_symbols(dims(value)) else self._values_by_name[str(value.name)]
+        return (
+            ceil(_element_count(source, self.length) * source.dtype.itemsize) if source.dtype else 0
+        )
+
+    def rank(self, value: ir.Value) -> int | None:
+        """Return the rank of `value`, which with a Squeeze may depend on the lengths."""
+        shape = dims(self._values_by_name[str(value.name)])
+        return None if shape is None else len(shape)
+
+    @cached_property
+    def _values_by_name(self) -> dict[str, ir.Value]:
+        """All values in a copy of the graph, with the shapes that follow from lengths of inputs."""
+        model = to_ir(self.joint)
+        for x in model.graph.inputs:
+            if (shape := dims(x)) is not None:
+                x.shape = ir.Shape([d if isinstance(d, int) else self.length for d in shape])
+        for node in model.graph:
+            for y in node.outputs:
+                y.shape = None
+        infer(model)
+        return {str(y.name): y for node in model.graph for y in node.outputs}
+
+
+def _has_known_symbols(shape: Dims | None) -> bool:
+    """Return whether every dimension is static, or a symbol of an input."""
+    return shape is not None and all(
+        isinstance(d, int) or (is_stated(d) and str(d).isidentifier()) for d in shape
+    )
+
+
+def _element_count(value: ir.Value, length: int) -> int:
+    node, shape = value.producer(), dims(value)
+    if not _has_known_symbols(shape) and node is not None and node.op_type in _SAME_SIZE:
+        assert node.inputs[0] is not None
+        return _element_count(node.inputs[0], length)
+    lengths = (length,) * 3 if shape is None else shape
+    return prod(d if isinstance(d, int) else length for d in lengths)
 
 
 class Recomputation:
@@ -32,28 +116,28 @@ class Recomputation:
         op: emitter of the graph that contains the forward pass.
         seeds: the cotangents that the backward pass starts with.
         recompute: "none"; "cheap": nodes that `partition` calls cheap, and normalizations; "all":
-            every node but those behind the last cut of `segments`, from the values at the cuts.
+            every node up to the last cut of `cuts`, from the values at the cuts.
     """
 
     def __init__(self, op: Emit, seeds: Iterable[ir.Value], recompute: str) -> None:
         self.op, self.recompute, self.seeds = op, recompute, set(seeds)
         self.forward = {node: i for i, node in enumerate(op.graph)}
-        self.nbytes = {} if recompute == "none" else _nbytes(op.graph)
+        self.nbytes = {} if recompute == "none" else _bytes_of_results(op.graph)
 
     def write(self, needed: Iterable[ir.Value]) -> None:
         """Write the copies into the backward pass, as far as the values `needed` depend on it."""
         if self.recompute == "none":
             return
-        self._divide(needed)
-        crossing, last = self._segments()
-        kept = crossing | (self._cheap(crossing) if self.recompute == "cheap" else last)
+        self._divide_at_seeds(needed)
+        crossing, last = self._values_of_segments()
+        kept = crossing | (self._cheapest_values(crossing) if self.recompute == "cheap" else last)
         kept.update(x for node in self.after for x in captured(node))
         copies = _Copies(self.op, self.before, self.depth, kept)
         for node in self.after:
             copies.feed(node)
 
-    def _divide(self, needed: Iterable[ir.Value]) -> None:
-        """Divide the nodes that `needed` depends on into those before and after the seeds.
+    def _divide_at_seeds(self, needed: Iterable[ir.Value]) -> None:
+        """Divide the nodes that `needed` depends on at the seeds, into `before` and `after`.
 
         Nodes that the backward pass wrote, but that depend on no cotangent, are among `before`.
         `demands` are the results of `before` that `after` reads, and `depth` is the length of the
@@ -73,10 +157,10 @@ class Recomputation:
         read = (x for node in self.after for x in reads(node))
         self.demands = dict.fromkeys(x for x in read if x.producer() in own)
 
-    def _cheap(self, kept: set[ir.Value]) -> set[ir.Value]:
-        """Return the values of the fewest bytes from which the others are cheap to compute.
+    def _cheapest_values(self, kept: set[ir.Value]) -> set[ir.Value]:
+        """Return the values of the fewest bytes from which all others are cheap to compute.
 
-        Those `kept` anyway end chains, such as the residual stream of a network: the first use of
+        Values `kept` anyway end chains, such as the residual stream of a network: the first use of
         its end would compute all of it again.
         """
 
@@ -98,8 +182,8 @@ class Recomputation:
 
         return {v for v in cheapest(self.demands, price, made_of) if isinstance(v, ir.Value)}
 
-    def _segments(self) -> tuple[set[ir.Value], set[ir.Value]]:
-        """Return the values that cross cuts or cannot be computed again; those of the end."""
+    def _values_of_segments(self) -> tuple[set[ir.Value], set[ir.Value]]:
+        """Return the values that cross cuts or cannot repeat, and the values after the last cut."""
         nodes = [node for node in self.before if node in self.forward]
         first = {y: i for i, node in enumerate(nodes) for y in node.outputs}
         last = dict(first)
@@ -145,12 +229,12 @@ class _Copies:
         with self.op.at(node):
             for i, x in enumerate(node.inputs):
                 if x is not None and self._is_recomputed(x):
-                    self._write(x)
+                    self._write_copies(x)
                     node.replace_input_with(i, self.copies[x])
-        if self.latest is None or self.depth[node] >= self._depth(self.latest):
+        if self.latest is None or self.depth[node] >= self._depth_of(self.latest):
             self.latest = next(filter(_is_tensor, node.outputs), self.latest)
 
-    def _depth(self, value: ir.Value) -> int:
+    def _depth_of(self, value: ir.Value) -> int:
         return self.depth.get(value.producer(), 0)
 
     def _is_recomputed(self, value: ir.Value) -> bool:
@@ -159,10 +243,10 @@ class _Copies:
             return True
         if value in self.kept or value.producer() not in self.position:
             return False
-        return self.latest is not None and self._depth(self.latest) > self._depth(value)
+        return self.latest is not None and self._depth_of(self.latest) > self._depth_of(value)
 
-    def _write(self, value: ir.Value) -> None:
-        """Write copies of the node of `value`, and of those before it, as far as is needed."""
+    def _write_copies(self, value: ir.Value) -> None:
+        """Write copies of the node of `value`, and of nodes before it, as far as is needed."""
         nodes: set[ir.Node] = set()
         stack = [value]
         while stack:
@@ -174,36 +258,35 @@ class _Copies:
                 nodes.add(node)
                 stack += reads(node)
         for node in sorted(nodes, key=self.position.__getitem__):
-            self._copy(node)
+            self._copy_node(node)
 
-    def _copy(self, node: ir.Node) -> None:
+    def _copy_node(self, node: ir.Node) -> None:
         operands = [x if x is None else self.copies.get(x, x) for x in node.inputs]
-        is_batch_norm = (node.domain, node.op_type) == ("", "BatchNormalization")
-        if is_batch_norm and int_attribute(node, "training_mode"):
+        if made_by(node.outputs[0], "BatchNormalization") and int_attribute(node, "training_mode"):
             for i in (3, 4):  # onnxruntime overwrites these operands
-                operands[i] = self._another(node.inputs[i])
+                operands[i] = self._separate_copy(node.inputs[i])
         computed = [x is not None and x.producer() is not None for x in operands]
         for i, x in enumerate(operands):
             if x is not None and x is node.inputs[i] and (computed[i] or not any(computed)):
-                operands[i] = self._gated(x)
+                operands[i] = self._delay_until_cotangent(x)
         self.copies.update(zip(node.outputs, self.op.again(node, operands), strict=True))
 
-    def _another(self, value: ir.Value | None) -> ir.Value | None:
+    def _separate_copy(self, value: ir.Value | None) -> ir.Value | None:
         """Return a copy of a value that is used once."""
         node = None if value is None else value.producer()
         if value is None or node is None:
             return value
-        inputs = [x if x is None else self._gated(x) for x in node.inputs]
+        inputs = [x if x is None else self._delay_until_cotangent(x) for x in node.inputs]
         return self.op.again(node, inputs)[value.index() or 0]
 
-    def _gated(self, x: ir.Value) -> ir.Value:
+    def _delay_until_cotangent(self, x: ir.Value) -> ir.Value:
         """Return `x`, available when `latest` is."""
         if self.latest is None or not _is_tensor(x) or x.is_initializer():
             return x
         return gated(self.op, x, self.latest)
 
 
-def _nbytes(graph: ir.Graph) -> dict[ir.Value, int]:
+def _bytes_of_results(graph: ir.Graph) -> dict[ir.Value, int]:
     """Return the bytes of all tensors that the nodes of `graph` compute."""
     read = {x: None for node in graph for x in reads(node) if x.producer() is None}
     free = [x for x in read if not x.is_graph_input() and not x.is_initializer()]

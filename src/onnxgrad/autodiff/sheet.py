@@ -8,10 +8,16 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_constants, as_inputs, choose_inputs, values_by_name
+from onnxgrad.autodiff.derivative import (
+    as_constants,
+    as_inputs,
+    choose_inputs,
+    path_ends,
+    require_equal_lengths,
+    values_by_name,
+    warn_of_dropped_outputs,
+)
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.guards import require_equal_lengths
-from onnxgrad.autodiff.path_ends import path_ends
 from onnxgrad.autodiff.primal.defaults import has_default, restore_defaults
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
@@ -20,7 +26,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import current, drop_unused, tidy
 from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import non_tensor, to_proto
+from onnxgrad.model.convert import to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.operators.attributes import int_attribute
@@ -42,13 +48,13 @@ class Sheet:
             differentiate the floats.
         rows: whether the chosen inputs have the same number of rows, even if their first axes have
             different symbols.
-        own: `model` was written from a prepared one: what it states is true.
+        own: `model` was written from a prepared one: the shapes that it states are true.
 
     Attributes:
         wrt: the chosen inputs, then the weights.
         inputs: the chosen inputs.
         kept: the outputs of the model, which precede the derivatives.
-        differentiated: those of `kept` that are differentiated.
+        differentiated: the outputs among `kept` that are differentiated.
     """
 
     def __init__(
@@ -62,15 +68,15 @@ class Sheet:
     ) -> None:
         self.origin, maps = with_tensors_of_maps(read(model))
         self.model = prepare(self.origin, own=own, defaults=True)
-        chosen = self._choose(inputs, rows)
+        chosen = self._chosen_inputs(inputs, rows)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:
             names = {str(d) for x in self.model.graph.inputs for d in dims(x) or ()}
             symbol = next(s for s in ("rows", "rows_of_inputs") if s not in names)
             self.model = prepare(self.origin, batch=symbol, defaults=True)
-            chosen = self._choose(inputs, rows)
+            chosen = self._chosen_inputs(inputs, rows)
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
-        self._select(None if outputs is None else [maps.get(y, y) for y in outputs])
+        self._keep_outputs(None if outputs is None else [maps.get(y, y) for y in outputs])
         self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
         once("input or weight", [str(x.name) for x in self.wrt])
@@ -81,24 +87,21 @@ class Sheet:
         self.op = Emit(self.graph)
         self._dummies: dict[ir.Value, ir.Value] = {}
 
-    def _choose(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
-        """Return the inputs to differentiate with respect to; by default those that have rows."""
+    def _chosen_inputs(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
+        """Return the inputs to differentiate with respect to; by default all with rows."""
         chosen = choose_inputs(self.model.graph, names)
-        if names is not None or not rows:
-            return chosen
-        return [x for x in chosen if not has_default(x)]
+        return [x for x in chosen if names is not None or not rows or not has_default(x)]
 
-    def _select(self, outputs: Sequence[str] | None) -> None:
+    def _keep_outputs(self, outputs: Sequence[str] | None) -> None:
         """Keep only the named outputs, which must be floats; None: all that are tensors."""
-        dropped = [o.name for o in self.origin.graph.output if non_tensor(o)]
-        if outputs is not None:
-            chosen = values_by_name("output", once("output", outputs), self.graph.outputs)
-            for y in chosen:
-                if not is_real(y):
-                    raise ValueError(f"output {y.name!r} holds {y.dtype}: only floats can be used")
-            self.graph.outputs[:] = chosen
-        elif dropped:
-            logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
+        if outputs is None:
+            warn_of_dropped_outputs(self.origin)
+            return
+        chosen = values_by_name("output", once("output", outputs), self.graph.outputs)
+        for y in chosen:
+            if not is_real(y):
+                raise ValueError(f"output {y.name!r} holds {y.dtype}: only floats can be used")
+        self.graph.outputs[:] = chosen
 
     def input_like(self, x: ir.Value, suffix: str) -> ir.Value:
         """Return a new input `<x>_<suffix>` of the shape and dtype of `x`."""
@@ -146,7 +149,7 @@ class Sheet:
     def remove_at_end(self, dummy: ir.Value, y: ir.Value) -> None:
         """Mark the input `dummy` for removal by `finish`.
 
-        No output may depend on its values; its shape, which outputs may depend on, is that of `y`.
+        No output may depend on its values; outputs may depend on its shape, the shape of `y`.
         """
         self._dummies[dummy] = y
 
@@ -159,7 +162,7 @@ class Sheet:
         self.kept = list(map(current, self.kept))
         self.differentiated = list(map(current, self.differentiated))
         for dummy, y in self._dummies.items():
-            self._replace(dummy, y)
+            self._replace_dummy(dummy, y)
         if self._dummies:
             tidy(self.model)
         require_equal_lengths(self.graph, self._original_inputs, {})
@@ -168,14 +171,14 @@ class Sheet:
         logger.info("finished: %d nodes", self.graph.num_nodes())
         return to_proto(self.model)
 
-    def _replace(self, dummy: ir.Value, y: ir.Value) -> None:
+    def _replace_dummy(self, dummy: ir.Value, y: ir.Value) -> None:
         """Replace the input `dummy`, of which only the shape is needed, by `y` of the same shape.
 
         Subgraphs may capture it without using its values, which cannot be seen from outside: they
         get NaN in the shape of `y`, so that a use would show.
         """
         op = Emit(self.graph)
-        shape_nodes, in_subgraph = _consumers(self.graph, dummy)
+        shape_nodes, in_subgraph = _shape_readers(self.graph, dummy)
         with op.at(next(iter(self.graph))):  # these nodes read only inputs
             for node in shape_nodes:
                 if node.op_type == "Shape" and node.inputs[0] is not dummy:
@@ -210,10 +213,10 @@ class Sheet:
         """Return the results of `write` for all unit vectors, stacked along a new `axis`.
 
         The unit vectors have the shape of `like`; with `batched`, each has a one at the same index
-        of every row. The loop is that of `each`.
+        of every row. `each` writes the loop.
         """
-        count = self.op.numel(like, int(batched))  # elements, or those of a row
-        return self.each(count, lambda i: write(self._unit(like, count, i, batched)), axis)
+        count = self.op.numel(like, int(batched))  # elements, or elements of a row
+        return self.each(count, lambda i: write(self._unit_vector(like, count, i, batched)), axis)
 
     def each(
         self, count: int | ir.Value, write: Callable[[ir.Value], Derivatives], axis: int = 0
@@ -243,8 +246,8 @@ class Sheet:
             nonempty = isinstance(count, int) and count > 0
             length = op.vector(count)
             iterations = count if nonempty else op.Max(op.const(length), [1])  # at least one
-            operands, attributes = [self._numbers(iterations)], {"body": body, "num_scan_inputs": 1}
-            stacked = op.emit_many("Scan", operands, attributes, outputs=len(results))
+            attributes, width = {"body": body, "num_scan_inputs": 1}, len(results)
+            stacked = op.emit_many("Scan", [self._range_to(iterations)], attributes, outputs=width)
             if not nonempty:
                 stacked = [op.Slice(v, [0], length, [0]) for v in stacked]
             for v, y in zip(stacked, body.outputs, strict=True):
@@ -253,20 +256,22 @@ class Sheet:
                 stacked = [_first_axis_to(op, v, axis) for v in stacked]
         return dict(zip(results, stacked, strict=True))
 
-    def _unit(
+    def _unit_vector(
         self, like: ir.Value, count: int | ir.Value, index: ir.Value, batched: bool
     ) -> ir.Value:
         """Return the unit vector of the shape of `like` with a one at `index` (of every row)."""
         op = self.op
-        hot = op.Cast(op.Equal(self._numbers(count), index), to=like.dtype)
-        if not batched:
-            return op.set_type_like(op.Reshape(hot, op.shape_of(like), allowzero=1), like)
-        row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
-        expanded = op.Expand(op.Reshape(hot, row, allowzero=1), op.shape_of(like))
-        return op.set_type_like(expanded, like)
+        shape, is_one = op.shape_of(like), op.Equal(self._range_to(count), index)
+        unit = op.Cast(is_one, to=like.dtype)
+        if batched:
+            row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
+            unit = op.Expand(op.Reshape(unit, row, allowzero=1), shape)
+        else:
+            unit = op.Reshape(unit, shape, allowzero=1)
+        return op.set_type_like(unit, like)
 
-    def _numbers(self, count: int | ir.Value) -> ir.Value:
-        """Return the numbers 0 ... count-1."""
+    def _range_to(self, count: int | ir.Value) -> ir.Value:
+        """Return the numbers 0 ... count-1, which are not written as a constant."""
         length = count if isinstance(count, int) else None
         end = self.op.Reshape(count, []) if length is None else np.int64(length)
         numbers = self.op.Range(np.int64(0), end, np.int64(1))
@@ -286,7 +291,7 @@ def _first_axis_to(op: Emit, v: ir.Value, axis: int) -> ir.Value:
     return op.Transpose(v, perm=order)
 
 
-def _consumers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
+def _shape_readers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
     """Return the nodes that read only the shape of `value` or of a value computed from it.
 
     The second result says whether subgraphs read one of these values.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.path_ends import path_ends, smooth_values
+from onnxgrad.autodiff.derivative import path_ends, smooth_values
 from onnxgrad.graph.traversal import dependents
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.path_ends import node_with_reason, smooth_values
+from onnxgrad.autodiff.derivative import node_with_reason, smooth_values
 from onnxgrad.explain import targets
 from onnxgrad.explain.piece import Piece, checked_device
 from onnxgrad.explain.rows_first import move_rows_first

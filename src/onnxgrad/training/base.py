@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from onnx import ModelProto
 
-from onnxgrad.autodiff.recomputable import RECOMPUTE
+from onnxgrad.autodiff.recompute import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.graph.emit import garbage_kept
