@@ -225,9 +225,8 @@ class _Attention:
         """Write a node or product for some queries, and for the keys near them."""
         if isinstance(one, _Product):
             axis = -2 if one is self.last else -1
-            return one.write_for_block(
-                inner, new[one.a], one.b if keys is None else keys.near(one.b, axis)
-            )
+            b = one.b if keys is None else keys.near(one.b, axis)
+            return one.write_for_block(inner, new[one.a], b)
         operands = []
         for x in one.inputs:
             some = None if x is None else new.get(x, x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
@@ -106,11 +105,8 @@ def all_blocks(
         for x in sheet.wrt:
             block = row.get(x)
             if block is None:
-                shape = _block_shape(sheet, y, x, batched)
-                assert y.dtype is not None
-                zero = ir.tensor(np.zeros(1, y.dtype.numpy()))
-                block = sheet.op.ConstantOfShape(shape, value=zero)
-                block.dtype = y.dtype
+                zero = sheet.op.const(0, y.dtype)
+                block = sheet.op.Expand(zero, _block_shape(sheet, y, x, batched))
             name = str(y.name) if x is y else f"{y.name}_{x.name}"
             results.append((f"{name}_{suffix}", block))
     return results

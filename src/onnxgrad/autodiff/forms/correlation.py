@@ -58,10 +58,8 @@ def _exchanged_convolution(node):
     Batch and channels are exchanged, and so are strides and dilations. There may be more windows
     than elements of the kernel, of which a Slice leaves the first ones.
     """
-    part, shape = (
-        made_by(_before_transpose(node.outputs[0], 1, 0), "Slice"),
-        dims(node.outputs[0]) or (),
-    )
+    dw = node.outputs[0]
+    part, shape = made_by(_before_transpose(dw, 1, 0), "Slice"), dims(dw) or ()
     if part is None or len(part.inputs) != 4:
         return None
     conv, starts, _, axes = made_by(part.inputs[0], "Conv"), *part.inputs[1:]
@@ -72,10 +70,8 @@ def _exchanged_convolution(node):
         return None
     (x, g, *bias), group = conv.inputs, int_attribute(conv, "group")
     get, ones = conv.attributes.get_ints, (1,) * n
-    x, g = (
-        _before_grouping(x, group) if group > 1 else _before_transpose(x, 1, 0),
-        _before_transpose(g, 1, 0),
-    )
+    x = _before_grouping(x, group) if group > 1 else _before_transpose(x, 1, 0)
+    g = _before_transpose(g, 1, 0)
     if x is None or g is None or any(bias) or "auto_pad" in conv.attributes:
         return None
     exchanged = tuple(get("dilations", ones)), tuple(get("strides", ones))
