@@ -1,9 +1,9 @@
 """Attention by blocks of queries, so that the scores of all of them are never in memory together.
 
-softmax(Q KT) V of some queries needs nothing of the others. A `Scan` over blocks of queries writes
-it, and the gradient of a Scan computes each iteration again: it keeps Q, K, V and the result, not
-the scores (Rabe and Staats 2021, arXiv:2112.05682). Masks that the graph computes from positions
-are computed for each block, too.
+softmax(Q KT) V of some queries does not depend on other queries. A `Scan` over blocks of queries
+writes it, and the gradient of a Scan computes each iteration again: it keeps Q, K, V and the
+result, not the scores (Rabe and Staats 2021, arXiv:2112.05682). Masks that the graph computes from
+positions are computed for each block, too.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class _Attention:
 class _Keys:
     """The keys that the queries of a block may see, from `begin` (None: the first) to `end`.
 
-    `firsts` are the first queries of all blocks, and `length` stands for the number of such keys.
+    `firsts` are the first queries of all blocks, and `length` stands for the number of these keys.
     """
 
     inner: Emit

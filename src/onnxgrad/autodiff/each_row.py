@@ -116,7 +116,7 @@ def _prove_rows_apart(sheet: Sheet, data: Collection[ir.Value], rowed: Collectio
 
 
 def _of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
-    """Return a model whose inputs with rows have one, except those with a default."""
+    """Return the model of one row; inputs with a default keep their rows."""
     one = ModelProto()
     one.CopyFrom(origin)
     del one.graph.value_info[:]

@@ -84,7 +84,7 @@ def dependent(
 ) -> tuple[set[ir.Value], list[ir.Node]]:
     """Return `wrt` and the float values that depend on them, and the nodes that read any of these.
 
-    `nodes` are in topological order, and so are those returned.
+    `nodes` are in topological order, and so are the returned nodes.
     """
     straight_through = straight_through or {}
     active, walk = set(wrt), []

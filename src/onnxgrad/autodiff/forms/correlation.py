@@ -80,7 +80,7 @@ def _exchanged_convolution(node):
 
 
 def _before_transpose(v: Any, *first: int) -> Any:
-    """Return x if `v` is x with its first axes in this order, and the others in theirs."""
+    """Return x if `v` is x with its first axes in this order, and all other axes in their own."""
     node = made_by(v, "Transpose")
     perm = node.attributes.get_ints("perm", ()) if node else ()
     same = perm and [*perm] == [*first, *range(len(first), len(perm))]
@@ -133,7 +133,7 @@ def times_of_forms(
 ) -> dict[Callable, float]:
     """Return the ns that each form takes for an image, for windows of stride 1.
 
-    They are within a third of those measured for 3 to 128 channels, 4 to 64 rows and kernels of
+    They are within a third of measured times for 3 to 128 channels, 4 to 64 rows and kernels of
     1 to 5; products of more channels are faster.
     """
     m, c, first, inner = shape[0], shape[1], windows.kernel[0], prod(windows.kernel[1:])
