@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import depends_on
-from onnxgrad.native.blocked_gradients import Windows, correlate_images, transposed_conv
+from onnxgrad.native.blocked_gradients import correlate_images, transposed_conv
 from onnxgrad.native.blocked_layout import Layout, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_PIXELS, NODES
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import constant, dims, static
+from onnxgrad.operators.windows import Windows, auto_pad, stated_windows
 
 # attributes of a convolution, and their values for the new axis of length 1
 _OF_HEIGHT_1 = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
@@ -54,7 +56,7 @@ def depthwise_of_one_axis(op, node):
         return None
     if not Layout(op).fits(channels):
         return None
-    if "output_shape" in attributes or attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+    if "output_shape" in attributes or auto_pad(node) != "NOTSET":
         return None
     if isinstance(length, int) and length < LEAST_PIXELS:
         return None
@@ -100,18 +102,16 @@ def _forward_in_blocks(
 def _transposed_node_in_blocks(
     layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
 ) -> ir.Value | None:
-    rows, per_group, *kernel = sizes(w)
-    get, group = node.attributes.get_ints, node.attributes.get_int("group", 1)
+    rows, per_group, *_ = sizes(w)
+    windows, group = stated_windows(node, w), node.attributes.get_int("group", 1)
     pixels, counts = static(sizes(node.outputs[0])[2:]), static(sizes(x)[2:])
-    if "output_shape" in node.attributes or not pixels or not counts:
+    if "output_shape" in node.attributes or not pixels or not counts or windows is None:
         return None
-    if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+    if auto_pad(node) != "NOTSET":
         return None
     by_channel = group == rows and per_group == 1
     if not by_channel and not (group == 1 and layout.fits(per_group)):
         return None
-    strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
-    windows = Windows(kernel, strides, dilations, get("pads", (0,) * 4)[:2])
     return transposed_conv(layout, x, w, windows, pixels, group, bias)
 
 
@@ -131,12 +131,11 @@ def weight_gradient(op, node):
     by_channel = group == rows == channels and per_group == 1
     if not layout.fits(rows) or not (by_channel or group == 1):
         return None
-    if windows.pads is None or not kernel or not depends_on(dw, {x, g}):
+    if windows.pads is None or not windows.kernel or not depends_on(dw, {x, g}):
         return None
     if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(counts) < LEAST_PIXELS):
         return None
-    own = Windows(kernel, windows.strides, windows.dilations, windows.pads[:2])
-    return [correlate_images(layout, x, g, dw, own, group)]
+    return [correlate_images(layout, x, g, dw, windows, group)]
 
 
 @rewrites(group=BLOCKS)
@@ -159,6 +158,11 @@ def depthwise_weight_gradient_of_one_axis(op, node):
     for image, v in zip(images, (x, g), strict=True):
         image.shape = ir.Shape([*sizes(v)[:2], 1, sizes(v)[2]])
     weight = ir.Value(name=op.name("weight"), type=dw.type, shape=ir.Shape([rows, 1, 1, taps]))
-    strides, dilations = (1, *windows.strides), (1, *windows.dilations)
-    own = Windows((1, taps), strides, dilations, (0, windows.pads[0]))
-    return [op.Squeeze(correlate_images(layout, images[0], images[1], weight, own, group), [2])]
+    wider = Windows(
+        kernel=(1, taps),
+        strides=(1, *windows.strides),
+        dilations=(1, *windows.dilations),
+        begin=np.array([0, *windows.begin]),
+        end=np.array([0, *windows.end]),
+    )
+    return [op.Squeeze(correlate_images(layout, images[0], images[1], weight, wider, group), [2])]

@@ -10,16 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.native.blocked_layout import Layout, Pixels, sizes
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows of a convolution: each field has one entry for each of the two spatial axes."""
-
-    kernel: Pixels
-    strides: Pixels
-    dilations: Pixels
-    begin: Pixels  # padding
+from onnxgrad.operators.windows import Windows
 
 
 def transposed_conv(
@@ -41,7 +32,9 @@ def transposed_conv(
     if strided and max(windows.dilations) > 1:
         return None
     w = windows
-    rows = zip(sizes(g)[2:], w.kernel, w.strides, w.dilations, w.begin, pixels, strict=True)
+    rows = zip(
+        sizes(g)[2:], w.kernel, w.strides, w.dilations, w.begin.tolist(), pixels, strict=True
+    )
     axes = [_axis_by_stride(*row) for row in rows]
     if any(min(a.pads) < 0 for a in axes):
         return None
@@ -136,7 +129,7 @@ def _transposed_by_channel(
     op, b = layout.op, layout.block
     channels, counts, strides = sizes(weight)[0], sizes(g)[2:], windows.strides
     extents = [(k - 1) * d for k, d in zip(windows.kernel, windows.dilations, strict=True)]
-    begin = [e - p for e, p in zip(extents, windows.begin, strict=True)]
+    begin = [e - p for e, p in zip(extents, windows.begin.tolist(), strict=True)]
     spread = [n * s for n, s in zip(counts, strides, strict=True)]
     end = [m - n + e - p for m, n, e, p in zip(pixels, spread, extents, begin, strict=True)]
     if min(*begin, *end) < 0:
@@ -168,7 +161,7 @@ def correlate_images(
     _, channels, *lengths = sizes(x)
     rows, _, *kernel = sizes(weight)
     counts = sizes(g)[2:]
-    (s, across), (d, _), (top, left) = windows.strides, windows.dilations, windows.begin
+    (s, across), (d, _), (top, left) = windows.strides, windows.dilations, windows.begin.tolist()
     reach = [(k - 1) * n + 1 for k, n in zip(kernel, windows.dilations, strict=True)]
     pitch = max(-(-(lengths[0] + top) // s), -(-((counts[0] - 1) * s + reach[0] - top) // s))
     width = (counts[1] - 1) * across + reach[1]

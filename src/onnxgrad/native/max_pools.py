@@ -24,6 +24,7 @@ from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.shapes import static
+from onnxgrad.operators.windows import auto_pad, stated_windows
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -56,19 +57,16 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
     """Return the pool if `node` is a MaxPool whose indices only its gradient reads."""
     if node is None or len(node.outputs) < 2:
         return None
-    x, (y, indices), get = node.inputs[0], node.outputs, node.attributes.get_ints
+    x, (y, indices), windows = node.inputs[0], node.outputs, stated_windows(node)
     gradient, cotangent = y.meta.get(marks.POOL_GRADIENT, (None, None))
     lengths, counts = static(sizes(x)[2:]), static(sizes(y)[2:])
     if gradient is None or x is None or x.dtype != _FLOAT or not counts or not lengths:
         return None
-    channels, kernel, pads = sizes(x)[1], get("kernel_shape", ()), get("pads", (0,) * 4)
-    strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
-    if len(lengths) != 2 or max(dilations) > 1 or not isinstance(channels, int):
+    channels = sizes(x)[1]
+    if len(lengths) != 2 or windows is None or not isinstance(channels, int):
         return None
-    disjoint = all(k <= s for k, s in zip(kernel, strides, strict=True))
-    explicit = node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
     small = prod(lengths) * channels < LEAST_POOL_ELEMENTS or 0 in counts
-    if not disjoint or not explicit or small:
+    if not windows.are_disjoint or auto_pad(node) != "NOTSET" or small:
         return None
     last = gradient.producer()
     if last is None or last.graph is not node.graph or indices.is_graph_output():
@@ -76,7 +74,8 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
     users, scatter = {user for user, _ in indices.uses()}, _reader_of_indices(last)
     if not users or not users <= {last, scatter and scatter.inputs[1].producer()}:
         return None
-    return _Pool(node, kernel, strides, pads[:2], counts, lengths, gradient, current(cotangent))
+    begin, g = windows.begin.tolist(), current(cotangent)
+    return _Pool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
 
 
 def _reader_of_indices(node: ir.Node) -> Any:

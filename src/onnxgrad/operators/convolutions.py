@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import first_operand, row_axis
 from onnxgrad.operators.records import INTEGER, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
@@ -15,17 +15,19 @@ from onnxgrad.operators.rule_nodes import wide
 from onnxgrad.operators.sampling import samples_of, taps
 from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.operators.windows import (
+    UNKNOWN_RANK,
     Windows,
     at_least_zero,
+    auto_pad,
     halves,
     quotient,
     reach,
     run_time_lengths,
     scatter_windows,
+    stated_windows,
     unified,
     weigh_windows,
     windows_of,
-    windows_without_padding,
     with_padding,
 )
 
@@ -47,7 +49,7 @@ def conv(op, node, g):
     group = int_attribute(node, "group")
     dx = op.set_type_like(scatter_windows(op, g, w, windows, x, group), x)
     dw = _weight_gradient(op, x, g, windows, w, group)
-    return dx, dw, None if b is None else _per_channel(op, g, windows)
+    return dx, dw, None if b is None else _channel_sums(op, g, windows)
 
 
 @rule("ConvTranspose")
@@ -62,7 +64,7 @@ def conv_transpose(op, node, g):
     group = int_attribute(node, "group")
     dx = op.set_type_like(weigh_windows(op, g, w, windows, group), x)
     dw = _weight_gradient(op, g, x, windows, w, group)
-    return dx, dw, None if b is None else _per_channel(op, g, windows)
+    return dx, dw, None if b is None else _channel_sums(op, g, windows)
 
 
 def _weight_gradient(op, x, g, windows: Windows, w, group: int):
@@ -88,7 +90,7 @@ def _weight_gradient(op, x, g, windows: Windows, w, group: int):
     return op.set_type_like(op.Transpose(dw, perm=swap), w)
 
 
-def _per_channel(op, g, windows: Windows):
+def _channel_sums(op, g, windows: Windows):
     return op.ReduceSum(g, [0, *windows.axes], keepdims=0)
 
 
@@ -97,18 +99,16 @@ def _transposed_windows(op, node, weight) -> Windows | Unsupported:
 
     They lie on the output of the node, one for each spatial position of its input.
     """
-    windows = windows_without_padding(op, node, weight)
-    if isinstance(windows, Unsupported):
-        return windows
+    windows = stated_windows(node, weight)
+    if windows is None:
+        return UNKNOWN_RANK
     n, get = len(windows.strides), node.attributes.get_ints
-    strides = np.array(windows.strides)
+    strides, auto = np.array(windows.strides), auto_pad(node)
     added = np.array(get("output_padding", (0,) * n), np.int64)
     beyond = np.where(added < strides, 0, added)  # from a stride on: room for one more window
     output_shape = np.array(get("output_shape", ())[-n:], np.int64)
-    auto = string_attribute(node, "auto_pad")
-    if not output_shape.size and auto in ("NOTSET", "VALID"):
-        pads = np.array(get("pads", (0,) * 2 * n) if auto == "NOTSET" else (0,) * 2 * n, np.int64)
-        return replace(windows, begin=pads[:n], end=pads[n:] - beyond)
+    if not output_shape.size and not auto.startswith("SAME"):
+        return replace(windows, end=windows.end - beyond)
     extents = reach(op, windows, weight)
     if not output_shape.size:  # the output is as long as the input times the stride
         totals = at_least_zero(op, extents + (added - strides))
@@ -200,14 +200,15 @@ def _samples_at_offsets(op, node, windows, kernel, rows, total):
     lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []
     for i, length in enumerate(lengths):
         firsts = [op.dim(offset, 2 + k) for k in range(n)]
-        first = op.Reshape(_mesh(op, firsts, i) * windows.strides[i] - windows.begin[i], [1, -1])
-        within = op.Reshape(_mesh(op, kernel, i) * windows.dilations[i], [-1, 1])
+        starts = _index_along(op, firsts, i) * windows.strides[i] - windows.begin[i]
+        first = op.Reshape(starts, [1, -1])
+        within = op.Reshape(_index_along(op, kernel, i) * windows.dilations[i], [-1, 1])
         position = op.Gather(offsets, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
         axes.append(taps(op, op.Reshape(position, op.vector(0, total)), length, "linear"))
     return samples_of(op, images, op.dim(images, 1), total, axes, lengths)
 
 
-def _mesh(op, lengths: list, axis: int):
+def _index_along(op, lengths: list, axis: int):
     """Return the index along `axis` of each element of an array with these lengths."""
     along = [-1 if a == axis else 1 for a in range(len(lengths))]
     return op.Expand(op.Reshape(op.arange(lengths[axis]), along), op.vector(*lengths))

@@ -1,4 +1,4 @@
-"""Indices that are proven distinct: those that exporters write for slices, masks and ranges."""
+"""Proofs that indices are distinct, as exporters write them for slices, masks and ranges."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnxgrad.operators.axes import named_axes, places
 from onnxgrad.operators.shapes import constant, dims
+from onnxgrad.operators.windows import stated_windows
 
 _MOVES = frozenset(("Expand", "Range", "Reshape", "Slice", "Unsqueeze"))
 _WIDE = (ir.DataType.INT32, ir.DataType.INT64)
@@ -19,17 +20,17 @@ def distinct_along(i: ir.Value, axis: int) -> bool:
         return False
     if shape[axis] == 1 or _axis_of(i) == axis:
         return True
-    node = _producer(i)
+    node = _standard_producer(i)
     if node is not None and node.op_type == "TopK":
         return named_axes(node) == [axis + len(shape)]
-    return node is not None and _keeps_distinct(node) and distinct_along(_first(node), axis)
+    return node is not None and _keeps_distinct(node) and distinct_along(_first_operand(node), axis)
 
 
 def distinct_rows(i: ir.Value) -> bool:
     """Return whether the vectors along the last axis of `i` are proven to be distinct indices."""
-    shape, node = dims(i), _producer(i)
+    shape, node = dims(i), _standard_producer(i)
     if node is not None and node.op_type == "Transpose":  # of a NonZero, whose two axes it swaps
-        before = _producer(_first(node))
+        before = _standard_producer(_first_operand(node))
         perm = tuple(node.attributes.get_ints("perm", (1, 0)))
         return before is not None and before.op_type == "NonZero" and perm == (1, 0)
     if shape is None:
@@ -46,13 +47,9 @@ def distinct_positions(i: ir.Value) -> bool:
 
     That is so if a MaxPool whose windows do not overlap has computed them.
     """
-    node = _producer(i)
-    if node is None or node.op_type != "MaxPool":
-        return False
-    get, kernel = node.attributes.get_ints, node.attributes.get_ints("kernel_shape", ())
-    ones = (1,) * len(kernel)
-    sizes = zip(kernel, get("strides", ones), get("dilations", ones), strict=True)
-    return all(k <= s and d == 1 for k, s, d in sizes)
+    node = _standard_producer(i)
+    windows = stated_windows(node) if node is not None and node.op_type == "MaxPool" else None
+    return windows is not None and windows.are_disjoint
 
 
 def _axis_of(v: ir.Value) -> int | None:
@@ -60,12 +57,12 @@ def _axis_of(v: ir.Value) -> int | None:
 
     It is counted from the end; None if that is not proven.
     """
-    shape, known, node = dims(v), constant(v), _producer(v)
+    shape, known, node = dims(v), constant(v), _standard_producer(v)
     if shape is None or known is not None:
         return None if known is None else _axis_of_array(known)
     if node is None or (node.op_type not in _MOVES and not _keeps_distinct(node)):
         return None
-    x = _first(node)
+    x = _first_operand(node)
     if node.op_type == "Range":
         start, step = constant(x), constant(node.inputs[2])
         ascends = start is not None and start >= 0 and step is not None and step >= 1
@@ -94,7 +91,7 @@ def _keeps_distinct(node: ir.Node) -> bool:
     return node.op_type == "Cast" and node.outputs[0].dtype in _WIDE
 
 
-def _producer(v: ir.Value) -> ir.Node | None:
+def _standard_producer(v: ir.Value) -> ir.Node | None:
     """Return the standard node that computes `v`, or what `v` is a copy of."""
     node = v.producer()
     while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
@@ -102,7 +99,7 @@ def _producer(v: ir.Value) -> ir.Node | None:
     return None if node is None or node.domain else node
 
 
-def _first(node: ir.Node) -> ir.Value:
+def _first_operand(node: ir.Node) -> ir.Value:
     x = node.inputs[0]
     assert x is not None
     return x

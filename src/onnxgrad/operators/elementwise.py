@@ -257,7 +257,7 @@ def cast(op, node, g):
 # -- activations -----------------------------------------------------------------------------------
 
 elementwise(
-    # Two casts, as onnxruntime's Sign takes several times as long on large tensors.
+    # y as bool: of NaN, the slope is 1, as in PyTorch
     Relu=lambda op, x, y: op.Cast(op.Cast(y, to=ir.DataType.BOOL), to=y.dtype),
     Sigmoid=lambda op, x, y: y * (1.0 - y),
     Softplus=lambda op, x, y: op.Sigmoid(x),
@@ -283,11 +283,7 @@ def _hard_swish_slope(op, x):
 def leaky_relu(op, node, g):
     """y = x where x > 0 else a x:  dx = g where x > 0 else a g."""
     alpha = float_attribute(node, "alpha")
-    positive = op.Greater(node.inputs[0], 0.0)
-    if not 0 <= alpha <= 1:
-        return (op.Where(positive, g, alpha * g),)
-    # onnxruntime's Where takes several times as long as these three
-    return (g * op.Max(op.Cast(positive, to=g.dtype), op.const(alpha, g.dtype)),)
+    return (op.Where(op.Greater(node.inputs[0], 0.0), g, alpha * g),)
 
 
 @rule("ThresholdedRelu")

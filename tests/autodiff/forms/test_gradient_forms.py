@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import DerivativeOptions, hvp, onnx_derivative
+from onnxgrad import DerivativeOptions, check_gradient, hvp, onnx_derivative
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes
@@ -575,3 +575,47 @@ def test_rows_of_nan_that_the_model_replaces(body, replaced, order):
         np.testing.assert_allclose(found[name][[0, 2]], wanted[name][[0, 2]], rtol=1e-6)
         if replaced:
             np.testing.assert_array_equal(found[name][1], 0)
+
+
+POOLED = {  # pools, and whether their windows tile the image: the gradient then repeats elements
+    "disjoint": ("AveragePool<kernel_shape=[2, 3], strides=[2, 3]>", True),
+    "norms": ("LpPool<kernel_shape=[2, 3], strides=[2, 3]>", True),
+    "overlapping": ("AveragePool<kernel_shape=[3, 3], strides=[2, 3]>", False),
+    "apart": ("AveragePool<kernel_shape=[2, 2], strides=[2, 3]>", False),
+    "padded": ("AveragePool<kernel_shape=[2, 3], strides=[2, 3], pads=[1, 0, 1, 0]>", False),
+}
+
+
+@pytest.mark.parametrize("channels", [2, "C"], ids=str)
+@pytest.mark.parametrize("name", POOLED)
+def test_averages_of_windows_that_tile_an_image(name, channels):
+    body, tiles = POOLED[name]
+    model = parse_model(
+        f"f (float[N,{channels},4,6] x) => (float[N,{channels},a,b] y) {{ y = {body}(x) }}"
+    )
+    made = onnx_derivative(model)
+    kinds = {node.op_type for node in made.graph.node}
+    assert ("Resize" in kinds, "ConvTranspose" in kinds) == (tiles, not tiles)
+    assert check_gradient(model, feed={"x": quarters(2, 2, 4, 6) + 2}).ok
+
+
+def test_a_convolution_by_ones_of_the_file_is_no_average():
+    model = parse_model(
+        "f (float[N,1,4,6] x) => (float[N,1,2,2] y) "
+        "<float[1,1,2,3] w = {1, 1, 1, 1, 1, 1}> { y = Conv<strides=[2, 3]>(x, w) }"
+    )
+    kinds = [node.op_type for node in onnx_derivative(model, inputs=["x"]).graph.node]
+    assert "Resize" not in kinds
+
+
+@pytest.mark.parametrize(
+    ("alpha", "multiplied"), [(0.25, True), (0, True), (2, False), (-1, False)]
+)
+def test_slopes_of_a_leaky_relu(alpha, multiplied):
+    """A Where becomes a product if the larger of 1 and the slope is 1."""
+    model = parse_model(
+        f"f (float[N,3] x) => (float[N,3] y) {{ y = LeakyRelu<alpha = {float(alpha)}>(x) }}"
+    )
+    kinds = {node.op_type for node in onnx_derivative(model).graph.node}
+    assert ("Where" not in kinds) == multiplied
+    assert check_gradient(model, feed={"x": quarters(4, 3) + 0.125}).ok

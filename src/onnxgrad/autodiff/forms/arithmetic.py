@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators import made_by
-from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.outputs import output_shape
 from onnxgrad.operators.shapes import Dims, constant, dims, equal, is_real, rank, static
 
@@ -181,3 +181,18 @@ def divide_once(op, node):
             if not dims(one) and op.is_all(one, 1):
                 return [op.Div(x, d)]
     return None
+
+
+@rewrites("Where", group=GRADIENT)
+def multiply_by_slope(op, node):
+    """where(c, g, a g) = g max(c, a), for 0 <= a <= 1: the gradient of a LeakyRelu.
+
+    onnxruntime's Where takes several times as long as these three nodes.
+    """
+    positive, g, scaled = node.inputs
+    if not op.is_own(node) or op.primal is None or op.primal.op_type != "LeakyRelu":
+        return None
+    product, alpha = made_by(scaled, "Mul"), float_attribute(op.primal, "alpha")
+    if product is None or g not in product.inputs or not 0 <= alpha <= 1:
+        return None
+    return [op.Mul(g, op.Max(op.Cast(positive, to=g.dtype), op.const(alpha, g.dtype)))]

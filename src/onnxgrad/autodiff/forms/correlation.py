@@ -15,20 +15,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.forms import measured
 from onnxgrad.autodiff.forms.arithmetic import GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.operators.windows import Windows, is_large, lengths, reach, with_padding
+from onnxgrad.operators.windows import Windows, lengths, reach, with_padding
 
-_MOST_COLUMNS = 64  # elements of a window, up to which each gets a node
 _LAST = 2**63 - 1  # end of a Slice up to the last element
-# ns an element on one core of 2.5 GHz: to copy it, to slice it from all images, also with steps, to
-# move strides of it into channels, to multiply and add it, to add up products of images
-_COPY, _SLICE, _STRIDED_SLICE, _SPLIT, _MULTIPLY, _ADD = 0.6, 0.9, 3.6, 3.0, 0.025, 1.5
-_LANES = 16  # columns that a product computes at once
-_LONG = 128  # windows of an image, from which a product for each of its channels pays
 _SPLIT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)  # of SpaceToDepth in onnxruntime
 
 Shape = tuple[int, ...]
@@ -46,7 +41,7 @@ def multiply_windows(op, node):
         return None
     x, g, windows, group = found
     shape = static(dims(dw))
-    if shape is not None and windows.kernel and prod(windows.kernel) <= _MOST_COLUMNS:
+    if shape is not None and windows.kernel and prod(windows.kernel) <= measured.MOST_COLUMNS:
         new = op.set_type_like(_write_fastest_products(op, x, g, windows, shape, group), dw)
     (new or dw).meta[marks.WEIGHT_GRADIENT] = found
     return None if new is None else [new]
@@ -116,7 +111,11 @@ def _write_fastest_products(op, x, g, windows: Windows, shape: Shape, group: int
     if windows.pads is None or have is None or counts is None or 0 in counts:
         return write_columns(op, x, g, windows, shape, group)
     strided, overlapping = max(windows.strides) > 1, prod(windows.kernel) > 1
-    if shape[:2] == (group, 1) and overlapping and (strided or prod(counts) < _LONG):
+    if (
+        shape[:2] == (group, 1)
+        and overlapping
+        and (strided or prod(counts) < measured.LEAST_LONG_IMAGE)
+    ):
         return _elementwise_sums(op, x, g, windows, shape, counts)
     if strided and overlapping:
         splits = group == 1 and _can_split(x, windows) and pays_to_split(windows, shape, counts)
@@ -139,17 +138,17 @@ def times_of_forms(
     m, c, first, inner = shape[0], shape[1], windows.kernel[0], prod(windows.kernel[1:])
     size, elements, channels = prod(counts), prod(windows.kernel), c * group
     taller = size + (first - 1) * windows.dilations[0] * prod(counts[1:])
-    added, copied, sliced = _ADD * m * c * elements, elements > 1, inner > 1
+    added, copied, sliced = measured.ADD * m * c * elements, elements > 1, inner > 1
 
     copies = (copied * (first * m + channels) + sliced * inner * channels) * taller
     multiplied = taller * first * m * inner * _whole_lanes(c)
-    cotangents = _COPY * copies + _MULTIPLY * multiplied + added
+    cotangents = measured.COPY * copies + measured.MULTIPLY * multiplied + added
 
     copies = (copied * (1 + elements) + 2 * sliced * inner) * channels * size
     multiplied = size * first * m * _whole_lanes(c * inner)
-    inputs = _COPY * copies + _MULTIPLY * multiplied + added
+    inputs = measured.COPY * copies + measured.MULTIPLY * multiplied + added
 
-    whole = _time_of_columns(shape, size, group, _SLICE)
+    whole = _time_of_columns(shape, size, group, measured.SLICE)
     return {shifted_cotangents: cotangents, shifted_inputs: inputs, write_columns: whole}
 
 
@@ -158,7 +157,8 @@ def _time_of_columns(shape: Shape, size: int, group: int, slicing: float) -> flo
     m, channels, elements = shape[0], shape[1] * group, prod(shape[2:])
     copies = channels + m + (elements > 1) * channels * (1 + elements)
     sliced = (elements > 1) * slicing * channels * elements
-    return (_SLICE * copies + sliced + 1.3 * _MULTIPLY * m * shape[1] * elements) * size
+    multiplied = 1.3 * measured.MULTIPLY * m * shape[1] * elements
+    return (measured.SLICE * copies + sliced + multiplied) * size
 
 
 def pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
@@ -166,8 +166,8 @@ def pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
     whole, kernel = _of_split_strides(windows, shape)
     elements = whole[1] * prod(n + k - 1 for n, k in zip(counts, kernel, strict=True))
     times = times_of_forms(_unit_windows(kernel), whole, counts, 1)
-    split = _SPLIT * elements + min(times.values())
-    return split < _time_of_columns(shape, prod(counts), 1, _STRIDED_SLICE)
+    split = measured.SPLIT * elements + min(times.values())
+    return split < _time_of_columns(shape, prod(counts), 1, measured.STRIDED_SLICE)
 
 
 def _of_split_strides(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
@@ -178,7 +178,7 @@ def _of_split_strides(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
 
 
 def _whole_lanes(columns: int) -> int:
-    return ceil(columns / _LANES) * _LANES
+    return ceil(columns / measured.LANES) * measured.LANES
 
 
 def _unit_windows(kernel: Shape) -> Windows:
@@ -335,7 +335,7 @@ def write_columns(op, x, g, windows: Windows, shape: Shape, group: int):
     rows, per_group, *_ = shape
     x = with_padding(op, op.Transpose(x, perm=swap), windows)
     columns = [_window_column(op, x, offset, windows) for offset in product(*map(range, kernel))]
-    if len(columns) > 1 and not is_large(shape, lengths(g)):
+    if len(columns) > 1 and not measured.copies_exceed_cache(shape, lengths(g)):
         columns = [op.Concat(*columns, axis=1)]
     g = op.Reshape(op.Transpose(g, perm=swap), [group, rows // group, -1])
     elements = per_group * prod(kernel) // len(columns)
