@@ -40,7 +40,7 @@ def negative_log_likelihood(op, node, g):
     t is the label. If all labels are ignored, the mean is NaN and its gradient 0, as in PyTorch.
     """
     x, g = widened(op, node.inputs[0], g)
-    t, share, dweights = _labels(op, node, g, x)
+    t, share, dweights = _label_gradients(op, node, g, x)
     zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
     dx = op.set_type_like(op.ScatterElements(zeros, t, -share, axis=1), x)
     return narrowed(op, [dx, None, dweights], node.inputs)
@@ -56,7 +56,7 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     log, g, gf = widened(op, log, g, g_log)
     terms, dweights = [], None
     if g is not None:
-        t, share, dweights = _labels(op, node, g, log)
+        t, share, dweights = _label_gradients(op, node, g, log)
         others = op.Exp(log) * share
         terms.append(op.ScatterElements(others, t, -share, axis=1, reduction="add"))
     if gf is not None:
@@ -64,7 +64,7 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     return narrowed(op, [op.total(terms), None, dweights], node.inputs)
 
 
-def _labels(op, node, g, x):
+def _label_gradients(op, node, g, x):
     """Return the labels, the gradient of each label's loss, and the gradient of the class weights.
 
     The labels have an axis for the classes, and are 0 where ignored. The loss of a label is minus

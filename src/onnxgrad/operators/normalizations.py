@@ -78,7 +78,7 @@ def axes_from(op, x, axis: int):
 
 
 def _all_but_channels(op, x):
-    """Return all axes of x except the second, that of the channels."""
+    """Return all axes of x except the axis of channels, the second."""
     spatial = axes_from(op, x, 2)
     return [0, *spatial] if isinstance(spatial, list) else op.Concat([0], spatial, axis=0)
 
@@ -92,7 +92,7 @@ def _along_channels(op, v, x):
     return op.Unsqueeze(v, list(range(1, n - 1))) if n > 2 else v
 
 
-def _count(op, x, axes):
+def _count_elements(op, x, axes):
     """Return the number of elements of x along `axes`: a float, or a scalar of the dtype of x."""
     shape = dims(x)
     lengths = None if shape is None else static(tuple(shape[i] for i in axes))
@@ -101,26 +101,26 @@ def _count(op, x, axes):
     return op.Cast(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=0), to=x.dtype)
 
 
-def _mean(op, v, axes):
+def _mean_along(op, v, axes):
     return v if axes == [] else op.ReduceMean(v, axes, keepdims=1)  # to ReduceMean, [] means all
 
 
-def _standardized(op, x, axes, epsilon: float):
+def _standardize_along(op, x, axes, epsilon: float):
     """Return n = (x - m) / r and 1 / r, m the mean, r = sqrt(variance + epsilon)."""
-    centered = x - _mean(op, x, axes)
-    inverse = op.Reciprocal(op.Sqrt(_mean(op, centered * centered, axes) + epsilon))
+    centered = x - _mean_along(op, x, axes)
+    inverse = op.Reciprocal(op.Sqrt(_mean_along(op, centered * centered, axes) + epsilon))
     return centered * inverse, inverse
 
 
 def _standardized_gradient(op, h, n, inverse, axes):
-    """Return the gradient of x, (h - mean h - n mean(h n)) / r, h that of the standardized n.
+    """Return the gradient w.r.t. x, (h - mean h - n mean(h n)) / r, h the gradient w.r.t. n.
 
     Ba, Kiros & Hinton 2016, arXiv:1607.06450.
     """
-    return (h - _mean(op, h, axes) - n * _mean(op, h * n, axes)) * inverse
+    return (h - _mean_along(op, h, axes) - n * _mean_along(op, h * n, axes)) * inverse
 
 
-def _epsilon(node) -> float:
+def _epsilon_of(node) -> float:
     return float_attribute(node, "epsilon")
 
 
@@ -140,9 +140,9 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
         dscale = op.sum_to(g * n, scale)
         dbias = None if bias is None else op.sum_to(g, bias)
     if gm is not None:
-        terms.append(op.expand_to(gm / _count(op, x, axes), x))
+        terms.append(op.expand_to(gm / _count_elements(op, x, axes), x))
     if gr is not None:
-        terms.append(-(gr * (inverse * inverse) / _count(op, x, axes)) * n)
+        terms.append(-(gr * (inverse * inverse) / _count_elements(op, x, axes)) * n)
     return narrowed(op, [op.total(terms), dscale, dbias], node.inputs)
 
 
@@ -153,7 +153,7 @@ def _standardized_layer(op, node, x, axes):
     """
     full = int_attribute(node, "stash_type") == ir.DataType.FLOAT
     if x.dtype == ir.DataType.DOUBLE or not full:
-        return _standardized(op, x, axes, _epsilon(node))
+        return _standardize_along(op, x, axes, _epsilon_of(node))
     mean, inverse = (output(op, node, i, ir.DataType.FLOAT) for i in (1, 2))
     shape = dims(x)
     if shape is not None:
@@ -170,9 +170,9 @@ def rms_normalization(op, node, g):
     """
     axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, g = widened(op, *node.inputs, g)
-    inverse = op.Reciprocal(op.Sqrt(_mean(op, x * x, axes) + _epsilon(node)))
+    inverse = op.Reciprocal(op.Sqrt(_mean_along(op, x * x, axes) + _epsilon_of(node)))
     n, h = x * inverse, g * scale
-    dx = (h - n * _mean(op, h * n, axes)) * inverse
+    dx = (h - n * _mean_along(op, h * n, axes)) * inverse
     return narrowed(op, [dx, op.sum_to(g * n, scale)], node.inputs)
 
 
@@ -186,7 +186,7 @@ def instance_normalization(op, node, g):
     """
     x, scale, bias, g = widened(op, *node.inputs, g)
     axes = axes_from(op, x, 2)
-    n, inverse = _standardized(op, x, axes, _epsilon(node))
+    n, inverse = _standardize_along(op, x, axes, _epsilon_of(node))
     dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
     sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)
     return narrowed(op, [dx, *sums], node.inputs)
@@ -211,7 +211,7 @@ def group_normalization(op, node):
     stash = node.attributes.get_int("stash_type", 0)
     rows = op.Cast(x, to=ir.DataType(stash)) if stash else widened(op, x)[0]
     rows = op.Reshape(rows, [0, int_attribute(node, "num_groups"), -1])
-    n = op.Cast(_standardized(op, rows, [-1], _epsilon(node))[0], to=x.dtype)
+    n = op.Cast(_standardize_along(op, rows, [-1], _epsilon_of(node))[0], to=x.dtype)
     channels = op.Reshape(n, op.Concat([0], op.shape_of(scale), [-1], axis=0))
     return [op.reshape_like(channels * op.Unsqueeze(scale, [1]) + op.Unsqueeze(bias, [1]), x)]
 
@@ -224,12 +224,12 @@ def mean_variance_normalization(op, node, g):
     """
     axes = list(ints_attribute(node, "axes"))
     x, g = widened(op, node.inputs[0], g)
-    centered = x - _mean(op, x, axes)
-    r = op.Sqrt(_mean(op, centered * centered, axes))
+    centered = x - _mean_along(op, x, axes)
+    r = op.Sqrt(_mean_along(op, centered * centered, axes))
     inverse = op.Reciprocal(r + _EPSILON)
     y = centered * inverse
-    slope = _mean(op, g * y, axes) / op.Where(op.Equal(r, 0.0), 1.0, r)
-    return narrowed(op, [(g - _mean(op, g, axes)) * inverse - y * slope], node.inputs)
+    slope = _mean_along(op, g * y, axes) / op.Where(op.Equal(r, 0.0), 1.0, r)
+    return narrowed(op, [(g - _mean_along(op, g, axes)) * inverse - y * slope], node.inputs)
 
 
 @rule("LpNormalization")
@@ -285,7 +285,7 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     axes = _all_but_channels(op, x)
     if int_attribute(node, "training_mode"):
         return narrowed(op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs)
-    g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon(node)))
+    g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon_of(node)))
     slope = scale * inverse
     n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
     ds, db = _channel_gradients(op, g, n, axes, scale, bias)
@@ -298,8 +298,8 @@ def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
     from the running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
     dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
     """
-    momentum, count = float_attribute(node, "momentum"), _count(op, x, axes)
-    n, inverse = _standardized(op, x, axes, _epsilon(node))
+    momentum, count = float_attribute(node, "momentum"), _count_elements(op, x, axes)
+    n, inverse = _standardize_along(op, x, axes, _epsilon_of(node))
     terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
     if g is not None:
         others["scale"], others["bias"] = ds, db = _channel_gradients(op, g, n, axes, scale, bias)
@@ -311,7 +311,7 @@ def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
     if g_variance is not None:
         others["variance"] = momentum * g_variance
         each = _along_channels(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
-        terms.append((x - _mean(op, x, axes)) * each)
+        terms.append((x - _mean_along(op, x, axes)) * each)
     return op.total(terms), *others.values()
 
 
@@ -320,7 +320,7 @@ def dropout(op, node, g, g_mask=None):
     """y = x mask / (1 - p) in training:  dx = g mask / (1 - p),  dp = sum(g y) / (1 - p);  else
     y = x:  dx = g.
 
-    The mask is that of the forward pass, as a constant.
+    The mask is the result of the forward pass, and a constant.
     """
     ratio, training = (*node.inputs, None, None)[1:3]
     if training is None or (op.known_value(training) is not None and not op.known_value(training)):

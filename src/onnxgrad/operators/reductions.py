@@ -95,7 +95,7 @@ declare_operators(
 # -- gradients -------------------------------------------------------------------------------------
 
 
-def _axes(op, node):
+def _axes_operand(op, node):
     """Return the `axes` input, or None if all are reduced; from the third on for global pools."""
     if node.op_type.startswith("Global"):
         n = rank(node.inputs[0])
@@ -107,25 +107,25 @@ def _axes(op, node):
     return None if numbers is not None and numbers.size == 0 else axes
 
 
-def _keep(op, node, v):
+def _keep_reduced_axes(op, node, v):
     """Return `v`, of the shape of the output, with the reduced axes kept with length one."""
-    axes = _axes(op, node)
+    axes = _axes_operand(op, node)
     if node.attributes.get_int("keepdims", 1) or axes is None:  # global pools lack it
         return v  # without axes and keepdims, v is a scalar, which broadcasts
     return op.Unsqueeze(v, axes)
 
 
 def _reduces_nothing(op, node):
-    return bool(_noop(node)) and _axes(op, node) is None
+    return bool(_noop_attribute(node)) and _axes_operand(op, node) is None
 
 
-def _count(op, node):
+def _count_elements(op, node):
     """Return the number of elements per output element: a float, or a scalar of the dtype of x."""
-    x, axes = node.inputs[0], op.known_value(_axes(op, node))
+    x, axes = node.inputs[0], op.known_value(_axes_operand(op, node))
     shape = dims(x)
     if shape is not None:
         reduced = shape if axes is None else tuple(shape[a] for a in axes.tolist())
-        if static(reduced) is not None and (axes is not None or _axes(op, node) is None):
+        if static(reduced) is not None and (axes is not None or _axes_operand(op, node) is None):
             return float(prod(static(reduced)))
     sizes = [op.Cast(op.Size(v), to=ir.DataType.DOUBLE) for v in (x, node.outputs[0])]
     return op.Cast(op.Div(*sizes), to=x.dtype)  # as floats: both may be zero
@@ -135,7 +135,7 @@ def _count(op, node):
 def reduce_sum(op, node, g):
     """y = sum x:  dx = g."""
     x = node.inputs[0]
-    return (g if _reduces_nothing(op, node) else op.expand_to(_keep(op, node, g), x),)
+    return (g if _reduces_nothing(op, node) else op.expand_to(_keep_reduced_axes(op, node, g), x),)
 
 
 @rule("ReduceMean", "GlobalAveragePool")
@@ -144,7 +144,7 @@ def reduce_mean(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    return (op.expand_to(_keep(op, node, g) / _count(op, node), x),)
+    return (op.expand_to(_keep_reduced_axes(op, node, g) / _count_elements(op, node), x),)
 
 
 @rule("ReduceMax", "ReduceMin", "GlobalMaxPool")
@@ -153,8 +153,8 @@ def reduce_extremum(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    hits = op.Cast(op.Equal(x, _keep(op, node, node.outputs[0])), to=x.dtype)
-    return (hits * (_keep(op, node, g) / _reduced(op, node, op.ReduceSum, hits)),)
+    hits = op.Cast(op.Equal(x, _keep_reduced_axes(op, node, node.outputs[0])), to=x.dtype)
+    return (hits * (_keep_reduced_axes(op, node, g) / _reduce_alike(op, node, op.ReduceSum, hits)),)
 
 
 @rule("ReduceProd")
@@ -163,21 +163,21 @@ def reduce_prod(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    multiplied, added = (partial(_reduced, op, node, f) for f in (op.ReduceProd, op.ReduceSum))
-    return (_keep(op, node, g) * product_of_others(op, x, multiplied, added),)
+    multiplied, added = (partial(_reduce_alike, op, node, f) for f in (op.ReduceProd, op.ReduceSum))
+    return (_keep_reduced_axes(op, node, g) * product_of_others(op, x, multiplied, added),)
 
 
-def _reduced(op, node, reduce, v):
-    return reduce(v, _axes(op, node), keepdims=1, **_noop(node))
+def _reduce_alike(op, node, reduce, v):
+    return reduce(v, _axes_operand(op, node), keepdims=1, **_noop_attribute(node))
 
 
-def _noop(node):
+def _noop_attribute(node):
     noop = node.attributes.get_int("noop_with_empty_axes", 0)  # global pools lack it
     return {"noop_with_empty_axes": 1} if noop else {}
 
 
 elementwise(  # where nothing is reduced, too
-    _keep,
+    _keep_reduced_axes,
     ReduceL1=lambda op, x, y: op.Sign(x),
     ReduceL2=lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
     ReduceLogSum=lambda op, x, y: op.Exp(op.expand_to(-y, x)),
@@ -189,7 +189,7 @@ elementwise(  # where nothing is reduced, too
 @rule("CumSum")
 def cum_sum(op, node, g):
     """y_i = sum of x_j, j <= i:  dx_j = sum of g_i, i >= j."""
-    return _cumulated(op.CumSum, node, g, backwards=True), None
+    return _accumulate_along(op.CumSum, node, g, backwards=True), None
 
 
 @rule("CumProd")
@@ -203,14 +203,14 @@ def cum_prod(op, node, g):
     x = node.inputs[0]
     zero = op.Equal(x, 0.0)
     nonzero = op.Where(zero, 1.0, x)
-    product = g * _cumulated(op.CumProd, node, nonzero)
-    zeros = _cumulated(op.CumSum, node, op.Cast(zero, to=x.dtype))  # number of zeros up to i
-    factor = _cumulated(op.CumSum, node, op.Where(zero, x, 0.0))
+    product = g * _accumulate_along(op.CumProd, node, nonzero)
+    zeros = _accumulate_along(op.CumSum, node, op.Cast(zero, to=x.dtype))  # number of zeros up to i
+    factor = _accumulate_along(op.CumSum, node, op.Where(zero, x, 0.0))
 
     def total(count, factor=None):
         """Return the sum of the products with `count` zeros, times `factor`."""
         selected = op.Where(op.Equal(zeros, count), product, 0.0)
-        return _cumulated(
+        return _accumulate_along(
             op.CumSum, node, selected if factor is None else selected * factor, backwards=True
         )
 
@@ -218,7 +218,7 @@ def cum_prod(op, node, g):
     return op.Where(zero, of_zero, (total(0.0) + total(1.0, factor)) / nonzero), None
 
 
-def _cumulated(cumulate, node, v, backwards=False):
+def _accumulate_along(cumulate, node, v, backwards=False):
     reverse = int_attribute(node, "reverse")
     exclusive = int_attribute(node, "exclusive")
     return cumulate(

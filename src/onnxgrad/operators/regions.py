@@ -53,7 +53,7 @@ def roi_align(op, node, g):
     """
     x, rois, _ = node.inputs
     dtype = wide(x.dtype)
-    lines, g = [_lines(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
+    lines, g = [_samples_along(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
     if string_attribute(node, "mode") == "max":
         dx, ends = _gradients_of_maximum(op, node, lines, g)
     else:
@@ -68,7 +68,7 @@ def roi_align(op, node, g):
     )
 
 
-def _lines(op, node, axis: int, dtype) -> Lines:
+def _samples_along(op, node, axis: int, dtype) -> Lines:
     """Return the samples along the rows (axis 0) or the columns (axis 1) of the image."""
     x, rois, _ = node.inputs
     length, scale = op.dim(x, 2 + axis), float_attribute(node, "spatial_scale")
@@ -82,7 +82,7 @@ def _lines(op, node, axis: int, dtype) -> Lines:
     count, i, counted = op.const(float(ratio), dtype), op.Cast(op.arange(ratio), to=dtype), None
     if ratio <= 0:
         count = op.Max(op.Ceil(clamped_extent / float(bins)), 0.0)
-        i = op.Cast(op.arange(_most(op, count)), to=dtype)
+        i = op.Cast(op.arange(_largest_count(op, count)), to=dtype)
         counted, count = op.Less(i, count), op.Max(count, 1.0)
     p = op.const(np.arange(bins, dtype=dtype.numpy()).reshape(-1, 1))
     u = (p + (i + 0.5) / count) / float(bins)
@@ -96,7 +96,7 @@ def _lines(op, node, axis: int, dtype) -> Lines:
     return Lines(first, clamped - first, used, used * moving, by_end, count, bins, length)
 
 
-def _most(op, counts):
+def _largest_count(op, counts):
     """Return the largest of `counts`, at least one, as an int64 tensor [1]."""
     flat = op.Concat(op.Reshape(counts, [-1]), op.const(np.ones(1, counts.dtype.numpy())), axis=0)
     return op.Cast(op.ReduceMax(flat, keepdims=1), to=_LONG)
@@ -108,15 +108,15 @@ def _most(op, counts):
 def _gradients_of_mean(op, node, lines: list[Lines], g):
     """Return the gradients of x and of the regions along both axes.
 
-    The matrices Ay span all images of the batch, with zeros for all but that of the region, so that
-    all regions are one product.
+    The matrices Ay span all images of the batch, with zeros outside the image of the region, so
+    that all regions are one product.
     """
     x, rois, batch = node.inputs
     x = op.Cast(x, to=g.dtype)
     images, channels, regions = op.dim(x, 0), op.dim(x, 1), op.dim(rois, 0)
     own = op.Equal(op.Unsqueeze(batch, [1, 2, 3]), op.Unsqueeze(op.arange(images), [1]))
     own = op.Cast(own, to=g.dtype)  # (R, 1, B, 1)
-    weights = [_weights(op, line) for line in lines]
+    weights = [_element_weights(op, line) for line in lines]
     matrices = [op.ReduceSum(weight, [2], keepdims=0) for weight, _ in weights]
     dx, ends = None, list[Any]()
     for axis, (line, (_, slope)) in enumerate(zip(lines, weights, strict=True)):
@@ -135,11 +135,11 @@ def _gradients_of_mean(op, node, lines: list[Lines], g):
         d = op.MatMul(across, pixels)
         d = op.Reshape(d, op.vector(regions, line.bins, images, line.length))
         d = op.Unsqueeze(op.ReduceSum(d * own, [2], keepdims=0), [2])
-        ends.append(_ends(op, line, op.ReduceSum(d * slope, [3], keepdims=0)))
+        ends.append(_gradients_of_ends(op, line, op.ReduceSum(d * slope, [3], keepdims=0)))
     return dx, ends
 
 
-def _weights(op, line: Lines):
+def _element_weights(op, line: Lines):
     """Return the weights (R, P, I, length) of all elements, and d weight / d position."""
     first, t = op.Unsqueeze(line.first, [-1]), op.Unsqueeze(line.t, [-1])
     index = op.Cast(op.arange(line.length), to=line.first.dtype)
@@ -149,7 +149,7 @@ def _weights(op, line: Lines):
     return (at_first + rise * t) * op.Unsqueeze(share, [-1]), rise * op.Unsqueeze(moving, [-1])
 
 
-def _ends(op, line: Lines, d):
+def _gradients_of_ends(op, line: Lines, d):
     """Return the gradients (R, 1) w.r.t. start and end of regions, from d w.r.t. the samples."""
     end = op.ReduceSum(d * line.by_end, [1, 2], keepdims=0)
     start = op.ReduceSum(d, [1, 2], keepdims=0) - end
@@ -173,7 +173,7 @@ class Maxima:
         return op.GatherElements(op.Expand(v, self.shape), self.index, axis=4)
 
 
-def _maxima(op, x, batch, rows, columns, score) -> Maxima:
+def _find_maxima(op, x, batch, rows, columns, score) -> Maxima:
     """Return the first maximum of `score(elements)` in each bin.
 
     The candidates are the elements of x at `rows` (R, P, I) and `columns` (R, Q, J), I times J.
@@ -182,40 +182,40 @@ def _maxima(op, x, batch, rows, columns, score) -> Maxima:
     plane = op.Unsqueeze(batch, [1]) * op.const(channels, _LONG) + op.arange(channels)
     row = op.Unsqueeze(plane, [2, 3]) * op.const(op.dim(x, 2), _LONG) + op.Unsqueeze(rows, [1])
     row = op.Unsqueeze(row * op.const(op.dim(x, 3), _LONG), [3, 5])
-    positions = _merged(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
+    positions = _merge_axes(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
     elements = op.Gather(op.Reshape(x, [-1]), positions, axis=0)
     index = op.ArgMax(score(elements), axis=4, keepdims=1)
     position, value = (op.GatherElements(v, index, axis=4) for v in (positions, elements))
     return Maxima(index, position, value, op.Shape(positions))
 
 
-def _merged(op, v, axis: int):
+def _merge_axes(op, v, axis: int):
     """Return `v` with its axes from `axis` on merged, also if there are no regions."""
     shape = op.Concat(op.Shape(v, start=0, end=axis), op.vector(op.numel(v, axis)), axis=0)
     shape.shape = ir.Shape([axis + 1])
     return op.Reshape(v, shape, allowzero=1)
 
 
-def _outer(op, rows, columns):
+def _outer_product(op, rows, columns):
     """Return the products (R, 1, P, Q, I J) of (R, P, I) and (R, Q, J)."""
-    return _merged(op, op.Unsqueeze(rows, [1, 3, 5]) * op.Unsqueeze(columns, [1, 2, 4]), 4)
+    return _merge_axes(op, op.Unsqueeze(rows, [1, 3, 5]) * op.Unsqueeze(columns, [1, 2, 4]), 4)
 
 
 def _gradients_of_maximum(op, node, lines: list[Lines], g):
     """Return the gradients of x and of the regions along both axes."""
     x, _, batch = node.inputs
     x, g = op.Cast(x, to=g.dtype), op.Unsqueeze(g, [-1])
-    (rows, *down), (columns, *right) = (_pairs(op, line) for line in lines)
-    weight = _outer(op, down[0], right[0])
-    maxima = _maxima(op, x, batch, rows, columns, lambda elements: elements * weight)
+    (rows, *down), (columns, *right) = (_pairs_of_elements(op, line) for line in lines)
+    weight = _outer_product(op, down[0], right[0])
+    maxima = _find_maxima(op, x, batch, rows, columns, lambda elements: elements * weight)
     gx, ends = g * maxima.value, []
     for slopes in ([(d, right[0]) for d in down[1:]], [(down[0], d) for d in right[1:]]):
-        by = (gx * maxima.select(op, _outer(op, *pair)) for pair in slopes)
+        by = (gx * maxima.select(op, _outer_product(op, *pair)) for pair in slopes)
         ends.append([op.ReduceSum(d, [1, 2, 3], keepdims=0) for d in by])
     return scatter_flat(op, x, maxima.position, g * maxima.select(op, weight)), ends
 
 
-def _pairs(op, line: Lines):
+def _pairs_of_elements(op, line: Lines):
     """Return index, weight, d weight / d start and d weight / d end of the elements that are read.
 
     Each sample reads two: every result is (R, P, 2 I).
@@ -231,7 +231,7 @@ def _pairs(op, line: Lines):
         op.Unsqueeze(by_start, [-1]) * rise,
         op.Unsqueeze(line.moving * line.by_end, [-1]) * rise,
     )
-    return [_merged(op, v, 2) for v in fields]
+    return [_merge_axes(op, v, 2) for v in fields]
 
 
 @rule("MaxRoiPool")
@@ -246,24 +246,25 @@ def max_roi_pool(op, node, g):
         np.array([1.0] + [float_attribute(node, "spatial_scale")] * 4, dtype.numpy())
     )
     batch = op.Cast(op.Gather(regions, np.int64(0), axis=1), to=_LONG)
-    rows, columns = (_bins(op, node, regions, axis) for axis in (0, 1))
-    within = op.Greater(_outer(op, rows[1], columns[1]), 0.0)
+    rows, columns = (_elements_of_bins(op, node, regions, axis) for axis in (0, 1))
+    within = op.Greater(_outer_product(op, rows[1], columns[1]), 0.0)
     lowest = op.const(-np.inf, dtype)
-    maxima = _maxima(
+    maxima = _find_maxima(
         op, op.Cast(x, to=dtype), batch, rows[0], columns[0], lambda v: op.Where(within, v, lowest)
     )
     g = op.Unsqueeze(op.Cast(g, to=dtype), [-1])
     return scatter_flat(op, x, maxima.position, op.Where(maxima.select(op, within), g, 0.0)), None
 
 
-def _bins(op, node, regions, axis: int):
-    """Return the indices (R, P, I) of bins along one axis, and 1 for those in a bin, else 0."""
+def _elements_of_bins(op, node, regions, axis: int):
+    """Return element indices (R, P, I) along one axis, and 1 where the element is in its bin, else 0."""
     length = op.dim(node.inputs[0], 2 + axis)
     count = node.attributes.get_ints("pooled_shape")[axis]
     dtype = regions.dtype
     real = as_real(op, length, dtype)
     start, end = (
-        op.Reshape(_rounded(op, op.Gather(regions, [i - axis], axis=1)), [-1, 1]) for i in (2, 4)
+        op.Reshape(_round_half_away(op, op.Gather(regions, [i - axis], axis=1)), [-1, 1])
+        for i in (2, 4)
     )
     bin_ = op.Max(end - start + 1.0, 1.0) / float(count)
     p = op.const(np.arange(count, dtype=dtype.numpy()))
@@ -271,12 +272,12 @@ def _bins(op, node, regions, axis: int):
         op.Unsqueeze(op.Min(op.Max(v + start, 0.0), real), [-1])
         for v in (op.Floor(p * bin_), op.Ceil((p + 1.0) * bin_))
     )
-    element = low + op.Cast(op.arange(_most(op, high - low)), to=dtype)
+    element = low + op.Cast(op.arange(_largest_count(op, high - low)), to=dtype)
     index = op.Cast(op.Min(element, real - 1.0), to=_LONG)
     return index, op.Cast(op.Less(element, high), to=dtype)
 
 
-def _rounded(op, v):
+def _round_half_away(op, v):
     """Return `v` rounded, halves away from zero, as the kernels do."""
     size = op.Abs(v)
     whole = op.Floor(size)

@@ -77,13 +77,14 @@ def resize(op, node, g):
     stated = node.attributes.get_ints("axes", None) or range(n)
     axes = {axis % n: index for index, axis in enumerate(stated)}  # index in scales, sizes and roi
     dtype = wide(x.dtype)
-    dx, factors = op.Cast(g, to=dtype), _blocks(op, node, axes)
+    dx, factors = op.Cast(g, to=dtype), _repeats_by_axis(op, node, axes)
     if factors is not None:
         dx = _block_sums(op, dx, x, n, factors)
     else:
         for axis in sorted(axes, reverse=True):
             if not _is_kept(op, node, axis, axes[axis]):
-                dx = _contracted(op, dx, _matrix(op, node, axis, axes, dtype), x, axis, n)
+                matrix = _matrix_of_axis(op, node, axis, axes, dtype)
+                dx = _multiply_along(op, dx, matrix, x, axis, n)
     return (op.reshape_like(op.Cast(dx, to=x.dtype), x), *_other_gradients(node))
 
 
@@ -116,7 +117,7 @@ def _keeps_aspect_ratio(node) -> bool:
     return string_attribute(node, "keep_aspect_ratio_policy") != "stretch"
 
 
-def _scale(op, node, index: int) -> float | None:
+def _known_scale(op, node, index: int) -> float | None:
     """Return the scale of one axis, or None if it is dynamic."""
     scales = op.known_value(node.inputs[2]) if len(node.inputs) > 2 else None
     return float(scales[index]) if scales is not None and scales.size else None
@@ -126,30 +127,30 @@ def _is_kept(op, node, axis: int, index: int) -> bool:
     """Return whether it is proven that Resize does not change the elements along an axis."""
     if _coordinate_mode(node) in _MOVES_AT_SCALE_ONE:
         return False
-    if _sizes(node) is None:
-        return _scale(op, node, index) == 1
+    if _sizes_operand(node) is None:
+        return _known_scale(op, node, index) == 1
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if before is None or after is None or _keeps_aspect_ratio(node):
         return False
     return before[axis] == after[axis] is not None
 
 
-def _sizes(node):
+def _sizes_operand(node):
     return node.inputs[3] if len(node.inputs) > 3 else None
 
 
 # -- integer scales -----------------------------------------------------------------------------
 
 
-def _blocks(op, node, axes: dict[int, int]) -> dict[int, int] | None:
+def _repeats_by_axis(op, node, axes: dict[int, int]) -> dict[int, int] | None:
     """Return the number of repeats along each axis, or None if y is not x with repeats."""
     modes = _coordinate_mode(node), string_attribute(node, "nearest_mode")
     halves = ("half_pixel", "pytorch_half_pixel"), ("round_prefer_floor", "round_prefer_ceil")
     repeats = modes == ("asymmetric", "floor") or all(map(tuple.__contains__, halves, modes))
     if string_attribute(node, "mode") != "nearest" or not repeats:
         return None
-    scales = {axis: _scale(op, node, index) for axis, index in axes.items()}
-    if _sizes(node) is not None:
+    scales = {axis: _known_scale(op, node, index) for axis, index in axes.items()}
+    if _sizes_operand(node) is not None:
         before, after = static(dims(node.inputs[0])), static(dims(node.outputs[0]))
         if before is None or after is None or _keeps_aspect_ratio(node):
             return None
@@ -170,7 +171,7 @@ def _block_sums(op, g, x, n: int, factors: dict[int, int]):
 # -- matrices -----------------------------------------------------------------------------------
 
 
-def _contracted(op, g, matrix, x, axis: int, n: int):
+def _multiply_along(op, g, matrix, x, axis: int, n: int):
     """Return g multiplied by a matrix (length before, length after) along one axis.
 
     The axes after it already have the lengths of x, so that they can be merged.
@@ -182,24 +183,25 @@ def _contracted(op, g, matrix, x, axis: int, n: int):
     return op.MatMul(matrix, g)
 
 
-def _matrix(op, node, axis: int, axes: dict[int, int], dtype):
+def _matrix_of_axis(op, node, axis: int, axes: dict[int, int], dtype):
     """Return the matrix (length before, length after) of one axis.
 
     The identity matrix has four axes, of which the first two keep their lengths: runtimes have
     kernels for that.
     """
     x, y, index = node.inputs[0], node.outputs[0], axes[axis]
-    n, scales, sizes = op.dim(x, axis), None, _sizes(node)
+    n, scales, sizes = op.dim(x, axis), None, _sizes_operand(node)
     eye = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, n)))
     if sizes is not None and _keeps_aspect_ratio(node):
         return _matrix_by_policy(op, node, axis, axes, eye)
     if sizes is None:
-        scales = op.Concat(_others(op, node, index), _part(op, node.inputs[2], index), axis=0)
+        own = _element_of(op, node.inputs[2], index)
+        scales = op.Concat(_other_scales(op, node, index), own, axis=0)
     else:
         sizes = op.vector(n, 1, 1, op.dim(y, axis))
-    roi = _roi(op, node, index, len(axes), [0, 0, 0, 1])
+    roi = _roi_of_matrix(op, node, index, len(axes), [0, 0, 0, 1])
     eye = op.Reshape(eye, op.vector(n, 1, 1, n))
-    matrix = op.Resize(eye, roi, scales, sizes, **_attributes(node))
+    matrix = op.Resize(eye, roi, scales, sizes, **_matrix_attributes(node))
     return op.Squeeze(op.Slice(matrix, [0], [1], [2]), [1, 2])
 
 
@@ -215,31 +217,31 @@ def _matrix_by_policy(op, node, axis: int, axes: dict[int, int], eye):
     lengths = [n if a == axis else 1 for a in resized]
     full = op.vector(n, *[1] * (lead - 1), *(op.dim(x, a) for a in resized))
     rows = op.Expand(op.Reshape(eye, op.vector(n, *[1] * (lead - 1), *lengths)), full)
-    attributes = _attributes(node) | {
+    attributes = _matrix_attributes(node) | {
         "keep_aspect_ratio_policy": string_attribute(node, "keep_aspect_ratio_policy"),
         "axes": [lead + i for i in range(len(axes))],
     }
-    roi = _roi(op, node, index, len(axes), [int(a == axis) for a in resized])
-    matrix = op.Resize(rows, roi, None, _sizes(node), **attributes)
+    roi = _roi_of_matrix(op, node, index, len(axes), [int(a == axis) for a in resized])
+    matrix = op.Resize(rows, roi, None, _sizes_operand(node), **attributes)
     others = [i for i in range(1, lead + len(axes)) if i != lead + index]
     zeros, ones = [0] * len(others), [1] * len(others)
     return op.Squeeze(op.Slice(matrix, zeros, ones, others), others)
 
 
-def _attributes(node) -> dict:
+def _matrix_attributes(node) -> dict:
     """Return the attributes that determine a matrix; an extrapolated value is not part of x."""
     omitted = ("keep_aspect_ratio_policy", "axes", "extrapolation_value")
     return {k: v for k, v in attributes_of(node).items() if k not in omitted}
 
 
-def _others(op, node, index: int):
+def _other_scales(op, node, index: int):
     """Return the scales of the three other axes.
 
     onnxruntime copies its input if no length changes. If this axis keeps its length while another
     axis of the node does not, one of the three is resized to prevent that.
     """
     before, after = (dims(v) for v in (node.inputs[0], node.outputs[0]))
-    scale = _scale(op, node, index)
+    scale = _known_scale(op, node, index)
     changes = scale is not None and (scale <= 0.5 or scale >= 2)
     if changes or scale == 1 or equal(before, after):
         return np.array([1, 1, 1], np.float32)
@@ -250,18 +252,18 @@ def _others(op, node, index: int):
     return op.Concat(np.array([1, 1], np.float32), changed + 1.0, axis=0)
 
 
-def _roi(op, node, index: int, count: int, own: list[int]):
+def _roi_of_matrix(op, node, index: int, count: int, own: list[int]):
     """Return its own roi for the axis where `own` is 1, all of an axis where 0; None if unused."""
     roi = node.inputs[1] if len(node.inputs) > 1 else None
     if roi is None or _coordinate_mode(node) != "tf_crop_and_resize":
         return None
-    if roi.dtype.itemsize < 4:  # onnxruntime reads that of a matrix in float32 as float32
+    if roi.dtype.itemsize < 4:  # onnxruntime takes the roi of a float32 matrix for float32
         roi = op.Cast(roi, to=ir.DataType.FLOAT)
-    start, end = (_part(op, roi, i) for i in (index, count + index))
+    start, end = (_element_of(op, roi, i) for i in (index, count + index))
     zero, one = roi.dtype.numpy().type(0).reshape(1), roi.dtype.numpy().type(1).reshape(1)
     starts, ends = [start if i else zero for i in own], [end if i else one for i in own]
     return op.Concat(*starts, *ends, axis=0)
 
 
-def _part(op, vector, index: int):
+def _element_of(op, vector, index: int):
     return op.Slice(vector, [index], [index + 1], [0])

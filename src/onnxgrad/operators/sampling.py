@@ -3,7 +3,7 @@
 A sample is a weighted sum of the elements around its position. The weights are polynomials of the
 position along each axis. Half precision is computed in float32.
 
-The last axis of all tensors is that of the samples: broadcasting along a short last axis is slow.
+Samples are along the last axis of all tensors: broadcasting along a short last axis is slow.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def taps(op, position, length, mode: str, padding: str = "zeros", aligned: bool 
     inner = None
     if mode == "linear" and padding != "zeros":
         real = as_real(op, length, position.dtype)
-        position, inner = _moved_inside(op, position, real, padding, aligned)
+        position, inner = _move_inside(op, position, real, padding, aligned)
     first = op.Round(position) if mode == "nearest" else op.Floor(position)
     t = op.Unsqueeze(position - first, [1])
     neighbors = np.arange(count).reshape(-1, 1) - (1 if mode == "cubic" else 0)
     index = op.Unsqueeze(op.Cast(first, to=ir.DataType.INT64), [1]) + neighbors
-    weight, slope = _polynomial(op, t, powers), _polynomial(op, t, derivative)
+    weight, slope = _evaluate_polynomial(op, t, powers), _evaluate_polynomial(op, t, derivative)
     last = length - 1 if isinstance(length, ir.Value) else np.int64(length - 1)
     if padding == "reflection" and mode != "linear":
-        index = _reflected(op, index, length, aligned)
+        index = _reflect_index(op, index, length, aligned)
     clipped = op.Max(op.Min(index, last), np.int64(0))
     if padding == "zeros":
         inside = op.Cast(op.Equal(index, clipped), to=position.dtype)
@@ -90,7 +90,7 @@ def as_real(op, number, dtype):
     return op.const(np.array([number], dtype.numpy()))
 
 
-def _polynomial(op, t, rows: list[np.ndarray]):
+def _evaluate_polynomial(op, t, rows: list[np.ndarray]):
     """Return rows[0] + rows[1] t + rows[2] t^2 + ..., by Horner's rule."""
     if not rows:
         return None
@@ -102,8 +102,8 @@ def _polynomial(op, t, rows: list[np.ndarray]):
     return y
 
 
-def _moved_inside(op, position, length, padding: str, aligned: bool):
-    """Return the position clamped to the image or reflected into it, and the derivative of that.
+def _move_inside(op, position, length, padding: str, aligned: bool):
+    """Return the position clamped to the image or reflected into it, and its derivative.
 
     The derivative is 0 where the position is clamped, and at the border itself, as in PyTorch.
     """
@@ -122,7 +122,7 @@ def _moved_inside(op, position, length, padding: str, aligned: bool):
     return clamped, derivative if sign is None else derivative * sign
 
 
-def _reflected(op, index, length, aligned: bool):
+def _reflect_index(op, index, length, aligned: bool):
     """Return indices reflected at the first and last element, or half an element beyond them."""
     edge = 0 if aligned else 1
     period = op.Max(op.const(np.int64(2)) * length - 2 * (1 - edge), np.int64(1))
@@ -153,7 +153,7 @@ class Samples:
         return op.ReduceSum(elements * self.weight, [2], keepdims=0)
 
     def images_gradient(self, op, g):
-        """Return the gradient of the images from g (B, C, P), that of the samples."""
+        """Return the gradient w.r.t. the images, from the cotangent g (B, C, P) of the samples."""
         parts = op.Reshape(op.Unsqueeze(g, [2]) * self.weight, self.folded)
         zeros = op.zeros_like(self.images)
         return op.ScatterElements(zeros, self.index, parts, axis=2, reduction="add")

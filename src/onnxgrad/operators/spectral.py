@@ -27,17 +27,17 @@ def dft(op, node, g):
     length n of the transform is shorter than x, the gradient of the rest of x is zero.
     """
     x, inverse = node.inputs[0], int_attribute(node, "inverse")
-    onesided, axis = int_attribute(node, "onesided"), _axis(op, node)
-    n = have = _length(op, x, axis)
+    onesided, axis = int_attribute(node, "onesided"), _axis_of_dft(op, node)
+    n = have = _axis_length(op, x, axis)
     if len(node.inputs) > 1 and node.inputs[1] is not None:
-        n = _vector(op, node.inputs[1])
+        n = _length_vector(op, node.inputs[1])
     if inverse and onesided:
-        n = _length(op, g, axis)
-        dx = _transform(op, g, axis, onesided=1) * _weights(op, x, n, axis)
+        n = _axis_length(op, g, axis)
+        dx = _full_transform(op, g, axis, onesided=1) * _one_sided_multiplicities(op, x, n, axis)
         n = quotient(op, n, 2) + 1
     else:
-        dx = _adjoint(op, g, x, n, axis, inverse, onesided)
-    dx = op.set_type_like(_fit(op, dx, axis, n, have), x)
+        dx = _adjoint_transform(op, g, x, n, axis, inverse, onesided)
+    dx = op.set_type_like(_crop_or_pad(op, dx, axis, n, have), x)
     return (dx, *(None for _ in node.inputs[1:]))
 
 
@@ -50,12 +50,12 @@ def stft(op, node, g):
     signal, step, w, length = (*node.inputs, None, None)[:4]
     x = op.Reshape(signal, [0, 0, -1])  # onnxruntime also takes signals without the last axis
     if w is not None or length is None:
-        n = _length(op, signal, 1) if w is None else _length(op, w, 0)
+        n = _axis_length(op, signal, 1) if w is None else _axis_length(op, w, 0)
     else:
-        n = _vector(op, length)
+        n = _length_vector(op, length)
     onesided = int_attribute(node, "onesided")
-    du = _adjoint(op, g, x, n, -2, inverse=0, onesided=onesided)
-    frames, offsets = (op.arange(op.const(v)) for v in (_length(op, g, 1), n))
+    du = _adjoint_transform(op, g, x, n, -2, inverse=0, onesided=onesided)
+    frames, offsets = (op.arange(op.const(v)) for v in (_axis_length(op, g, 1), n))
     times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + offsets
     flat = op.Reshape(op.arange(op.Size(x)), op.Shape(x), allowzero=1)
     windowed = du if w is None else du * op.Unsqueeze(w, [1])
@@ -65,11 +65,11 @@ def stft(op, node, g):
     return dx, None, op.ReduceSum(du * op.Gather(x, times, axis=1), [0, 1, 3], keepdims=0)
 
 
-def _adjoint(op, g, x, n: Vector, axis, inverse: int, onesided: int):
+def _adjoint_transform(op, g, x, n: Vector, axis, inverse: int, onesided: int):
     """Return n F^-1 g along `axis`, or F g / n if `inverse`; only the real part if x is real."""
     if onesided:
-        g = _fit(op, g, axis, quotient(op, n, 2) + 1, n)
-    transformed = _transform(op, g, axis, inverse=1 - inverse)
+        g = _crop_or_pad(op, g, axis, quotient(op, n, 2) + 1, n)
+    transformed = _full_transform(op, g, axis, inverse=1 - inverse)
     scale = op.Cast(n, to=x.dtype) if isinstance(n, ir.Value) else float(n[0])
     dx = transformed / scale if inverse else transformed * scale
     if (dims(x) or (None,))[-1] == 2:
@@ -77,7 +77,7 @@ def _adjoint(op, g, x, n: Vector, axis, inverse: int, onesided: int):
     return op.Slice(dx, [0], op.Shape(x, start=-1), [-1])
 
 
-def _transform(op, g, axis, **attributes):
+def _full_transform(op, g, axis, **attributes):
     """Return a DFT over all of `axis`; from a length, onnx would infer wrong symbols."""
     if op.opset < 20:
         return op.DFT(g, axis=axis, **attributes)
@@ -85,7 +85,7 @@ def _transform(op, g, axis, **attributes):
     return op.DFT(g, None, axis, **attributes)
 
 
-def _fit(op, v, axis, have: Vector, want: Vector):
+def _crop_or_pad(op, v, axis, have: Vector, want: Vector):
     """Return v, of length `have` along `axis`, cropped or padded with zeros to length `want`."""
     have, want = unified(op, have, want)
     if isinstance(have, ir.Value):
@@ -94,7 +94,7 @@ def _fit(op, v, axis, have: Vector, want: Vector):
     return op.Pad(v, [0, more], None, _as_axes(axis)) if more else v
 
 
-def _weights(op, x, n: Vector, axis):
+def _one_sided_multiplicities(op, x, n: Vector, axis):
     """Return the multiplicity of each element of one-sided x along `axis`, divided by n.
 
     It is 2, as an element stands for its conjugate too, and 1 for the first and, if n is even, the
@@ -111,7 +111,7 @@ def _weights(op, x, n: Vector, axis):
     return op.Reshape(times, op.Where(is_axis, op.const(np.int64(-1)), np.int64(1)))
 
 
-def _axis(op, node) -> int | ir.Value:
+def _axis_of_dft(op, node) -> int | ir.Value:
     """Return the axis of a DFT: an attribute up to opset 19, an input since opset 20."""
     if op.opset < 20:
         return node.attributes.get_int("axis", 1)  # the newest schema lacks it
@@ -126,7 +126,7 @@ def _as_axes(axis):
     return axis if isinstance(axis, ir.Value) else [axis]
 
 
-def _length(op, v, axis) -> Vector:
+def _axis_length(op, v, axis) -> Vector:
     """Return the length of v along `axis`."""
     if isinstance(axis, ir.Value):
         return op.Gather(op.Shape(v), axis, axis=0)
@@ -134,7 +134,7 @@ def _length(op, v, axis) -> Vector:
     return np.array([n]) if isinstance(n, int) else n
 
 
-def _vector(op, number) -> Vector:
+def _length_vector(op, number) -> Vector:
     """Return an integer input as a vector of one element."""
     array = op.known_value(number)
     if array is not None:
