@@ -257,7 +257,7 @@ def max_roi_pool(op, node, g):
 
 
 def _elements_of_bins(op, node, regions, axis: int):
-    """Return element indices (R, P, I) along one axis, and 1 where the element is in its bin, else 0."""
+    """Return element indices (R, P, I) along one axis, and 1 for elements in their bin, else 0."""
     length = op.dim(node.inputs[0], 2 + axis)
     count = node.attributes.get_ints("pooled_shape")[axis]
     dtype = regions.dtype
