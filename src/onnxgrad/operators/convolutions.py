@@ -36,35 +36,25 @@ declare_operators("DeformConv", roles="xfxbx")
 declare_operators("ConvInteger", no_gradient=INTEGER)
 
 
-@rule("Conv")
-def conv(op, node, g):
-    """y = x * w + b:  dx = g *T w,  dw = x correlated with g,  db = sum g over all but axis 1.
+@rule("Conv", "ConvTranspose")
+def convolution(op, node, g):
+    """y = x * w + b:  dx = g *T w,  dw = x correlated with g,  db = sum g over all but axis 1;
+    y = x *T w + b:  dx = g * w,  dw = g correlated with x.
 
     *T is the transposed convolution. Dumoulin & Visin 2016, arXiv:1603.07285.
     """
     x, w, b = (*node.inputs, None)[:3]
-    windows = windows_of(op, node, w)
+    forward, group = node.op_type == "Conv", int_attribute(node, "group")
+    windows = (windows_of if forward else _transposed_windows)(op, node, w)
     if isinstance(windows, Unsupported):
         return windows
-    group = int_attribute(node, "group")
-    dx = op.set_type_like(scatter_windows(op, g, w, windows, x, group), x)
-    dw = _weight_gradient(op, x, g, windows, w, group)
-    return dx, dw, None if b is None else _channel_sums(op, g, windows)
-
-
-@rule("ConvTranspose")
-def conv_transpose(op, node, g):
-    """y = x *T w + b:  dx = g * w,  dw = g correlated with x,  db = sum g over all but
-    axis 1.
-    """
-    x, w, b = (*node.inputs, None)[:3]
-    windows = _transposed_windows(op, node, w)
-    if isinstance(windows, Unsupported):
-        return windows
-    group = int_attribute(node, "group")
-    dx = op.set_type_like(weigh_windows(op, g, w, windows, group), x)
-    dw = _weight_gradient(op, g, x, windows, w, group)
-    return dx, dw, None if b is None else _channel_sums(op, g, windows)
+    if forward:
+        dx = scatter_windows(op, g, w, windows, x, group)
+    else:
+        dx = weigh_windows(op, g, w, windows, group)
+    dw = _weight_gradient(op, *((x, g) if forward else (g, x)), windows, w, group)
+    db = None if b is None else op.ReduceSum(g, [0, *windows.axes], keepdims=0)
+    return op.set_type_like(dx, x), dw, db
 
 
 def _weight_gradient(op, x, g, windows: Windows, w, group: int):
@@ -88,10 +78,6 @@ def _weight_gradient(op, x, g, windows: Windows, w, group: int):
     # y is longer than the kernel if the last elements of x are in no window
     dw = op.Slice(y, [0] * len(windows.axes), size, windows.axes)
     return op.set_type_like(op.Transpose(dw, perm=swap), w)
-
-
-def _channel_sums(op, g, windows: Windows):
-    return op.ReduceSum(g, [0, *windows.axes], keepdims=0)
 
 
 def _transposed_windows(op, node, weight) -> Windows | Unsupported:

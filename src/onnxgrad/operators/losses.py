@@ -8,9 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import string_attribute
-from onnxgrad.operators.axes import (
-    Answer,
-)
+from onnxgrad.operators.axes import Answer
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import rule

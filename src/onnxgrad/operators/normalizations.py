@@ -9,13 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, ints_attribute
-from onnxgrad.operators.axes import (
-    Place,
-    axis_unless_named,
-    first_operand,
-    named_axes,
-    row_axis,
-)
+from onnxgrad.operators.axes import Place, axis_unless_named, first_operand, named_axes, row_axis
 from onnxgrad.operators.member_forms import one_by_one
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.records import PIECEWISE, Naming, declare_operators
@@ -60,8 +54,6 @@ declare_operators("RMSNormalization SimplifiedLayerNormalization", roles="xs")
 declare_operators("BatchNormalization LRN", axes=first_operand(_axis_but_channels))
 declare_operators("GroupNormalization InstanceNormalization", axes=first_operand(row_axis))
 
-
-# -- gradients -------------------------------------------------------------------------------------
 
 _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
 
@@ -120,10 +112,6 @@ def _standardized_gradient(op, h, n, inverse, axes):
     return (h - _mean_along(op, h, axes) - n * _mean_along(op, h * n, axes)) * inverse
 
 
-def _epsilon_of(node) -> float:
-    return float_attribute(node, "epsilon")
-
-
 @rule("LayerNormalization")
 def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
     """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g,  ds = g n,
@@ -153,7 +141,7 @@ def _standardized_layer(op, node, x, axes):
     """
     full = int_attribute(node, "stash_type") == ir.DataType.FLOAT
     if x.dtype == ir.DataType.DOUBLE or not full:
-        return _standardize_along(op, x, axes, _epsilon_of(node))
+        return _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
     mean, inverse = (output(op, node, i, ir.DataType.FLOAT) for i in (1, 2))
     shape = dims(x)
     if shape is not None:
@@ -170,7 +158,9 @@ def rms_normalization(op, node, g):
     """
     axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, g = widened(op, *node.inputs, g)
-    inverse = op.Reciprocal(op.Sqrt(_mean_along(op, x * x, axes) + _epsilon_of(node)))
+    inverse = op.Reciprocal(
+        op.Sqrt(_mean_along(op, x * x, axes) + float_attribute(node, "epsilon"))
+    )
     n, h = x * inverse, g * scale
     dx = (h - n * _mean_along(op, h * n, axes)) * inverse
     return narrowed(op, [dx, op.sum_to(g * n, scale)], node.inputs)
@@ -186,7 +176,7 @@ def instance_normalization(op, node, g):
     """
     x, scale, bias, g = widened(op, *node.inputs, g)
     axes = axes_from(op, x, 2)
-    n, inverse = _standardize_along(op, x, axes, _epsilon_of(node))
+    n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
     dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
     sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)
     return narrowed(op, [dx, *sums], node.inputs)
@@ -211,7 +201,7 @@ def group_normalization(op, node):
     stash = node.attributes.get_int("stash_type", 0)
     rows = op.Cast(x, to=ir.DataType(stash)) if stash else widened(op, x)[0]
     rows = op.Reshape(rows, [0, int_attribute(node, "num_groups"), -1])
-    n = op.Cast(_standardize_along(op, rows, [-1], _epsilon_of(node))[0], to=x.dtype)
+    n = op.Cast(_standardize_along(op, rows, [-1], float_attribute(node, "epsilon"))[0], to=x.dtype)
     channels = op.Reshape(n, op.Concat([0], op.shape_of(scale), [-1], axis=0))
     return [op.reshape_like(channels * op.Unsqueeze(scale, [1]) + op.Unsqueeze(bias, [1]), x)]
 
@@ -285,7 +275,7 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     axes = _all_but_channels(op, x)
     if int_attribute(node, "training_mode"):
         return narrowed(op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs)
-    g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon_of(node)))
+    g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + float_attribute(node, "epsilon")))
     slope = scale * inverse
     n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
     ds, db = _channel_gradients(op, g, n, axes, scale, bias)
@@ -299,7 +289,7 @@ def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
     dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
     """
     momentum, count = float_attribute(node, "momentum"), _count_elements(op, x, axes)
-    n, inverse = _standardize_along(op, x, axes, _epsilon_of(node))
+    n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
     terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
     if g is not None:
         others["scale"], others["bias"] = ds, db = _channel_gradients(op, g, n, axes, scale, bias)

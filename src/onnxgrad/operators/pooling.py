@@ -11,10 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import (
-    Answer,
-    first_operand,
-)
+from onnxgrad.operators.axes import Answer, first_operand
 from onnxgrad.operators.distinct import distinct_positions
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
@@ -165,8 +162,8 @@ def lp_pool(op, node, g):
     windows of x, 0 where y = 0, the smallest subgradient.
     """
     (x,), windows = node.inputs, windows_of(op, node)
-    outer, inner = _slopes_of_norm(op, node)
-    return (inner * _sum_windows_adjoint(op, g if outer is None else g * outer, windows, x),)
+    shares, inner = _slopes_of_norm(op, node, g)
+    return (inner * _sum_windows_adjoint(op, shares, windows, x),)
 
 
 @rule("GlobalLpPool")
@@ -174,18 +171,19 @@ def global_lp_pool(op, node, g):
     """y = (sum over a channel of |x|^p)^(1/p):  dx = g y^(1-p) sign(x) |x|^(p-1), 0 where y = 0,
     the smallest subgradient.
     """
-    outer, inner = _slopes_of_norm(op, node)
-    return ((g if outer is None else g * outer) * inner,)
+    shares, inner = _slopes_of_norm(op, node, g)
+    return (shares * inner,)
 
 
-def _slopes_of_norm(op, node):
-    """Return dy/ds and ds/dx, s the sum of powers, without the factors 1/p and p; None for 1."""
+def _slopes_of_norm(op, node, g):
+    """Return g dy/ds and ds/dx, s the sum of powers, without the factors 1/p and p."""
     x, y, p = node.inputs[0], node.outputs[0], int_attribute(node, "p")
     if p == 1:
-        return None, op.Sign(x)
+        return g, op.Sign(x)
     nonzero = op.Greater(y, 0.0)
     outer = op.Where(nonzero, op.Pow(op.Where(nonzero, y, 1.0), float(1 - p)), 0.0)
-    return outer, x if p == 2 else op.Sign(x) * op.Pow(op.Abs(x), float(p - 1))
+    inner = x if p == 2 else op.Sign(x) * op.Pow(op.Abs(x), float(p - 1))
+    return g * outer, inner
 
 
 def _sum_windows_adjoint(op, g, windows: Windows, x):

@@ -9,9 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.axes import (
-    Place,
-)
+from onnxgrad.operators.axes import Place
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import rule
@@ -258,10 +256,8 @@ def max_roi_pool(op, node, g):
 
 def _elements_of_bins(op, node, regions, axis: int):
     """Return element indices (R, P, I) along one axis, and 1 for elements in their bin, else 0."""
-    length = op.dim(node.inputs[0], 2 + axis)
-    count = node.attributes.get_ints("pooled_shape")[axis]
-    dtype = regions.dtype
-    real = as_real(op, length, dtype)
+    count, dtype = node.attributes.get_ints("pooled_shape")[axis], regions.dtype
+    real = as_real(op, op.dim(node.inputs[0], 2 + axis), dtype)
     start, end = (
         op.Reshape(_round_half_away(op, op.Gather(regions, [i - axis], axis=1)), [-1, 1])
         for i in (2, 4)

@@ -90,11 +90,9 @@ def resize(op, node, g):
 
 def _other_gradients(node):
     """Return the gradients of roi, scales and sizes: None where they only select elements."""
-    mode, transform = string_attribute(node, "mode"), _coordinate_mode(node)
-    smooth = mode != "nearest"
+    smooth, transform = string_attribute(node, "mode") != "nearest", _coordinate_mode(node)
     cropped = transform == "tf_crop_and_resize"
-    antialiased = int_attribute(node, "antialias")
-    by_scale = antialiased or transform not in ("align_corners", "tf_crop_and_resize")
+    by_scale = int_attribute(node, "antialias") or not (cropped or transform == "align_corners")
     return (
         _not_covered("roi") if smooth and cropped else None,
         _not_covered("scales") if smooth and by_scale else None,

@@ -17,9 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import (
-    Place,
-)
+from onnxgrad.operators.axes import Place
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
 from onnxgrad.operators.rule_nodes import wide

@@ -14,14 +14,7 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.resize import LARGEST_BLOCK
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.operators.windows import (
-    Windows,
-    lengths,
-    reach,
-    stated_windows,
-    tile,
-    weigh_windows,
-)
+from onnxgrad.operators.windows import Windows, lengths, reach, stated_windows, tile, weigh_windows
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 
