@@ -193,8 +193,8 @@ def _matrix_of_axis(op, node, axis: int, axes: dict[int, int], dtype):
     if sizes is not None and _keeps_aspect_ratio(node):
         return _matrix_by_policy(op, node, axis, axes, eye)
     if sizes is None:
-        own = _element_of(op, node.inputs[2], index)
-        scales = op.Concat(_other_scales(op, node, index), own, axis=0)
+        others = _other_scales(op, node, index)
+        scales = op.Concat(others, _element_of(op, node.inputs[2], index), axis=0)
     else:
         sizes = op.vector(n, 1, 1, op.dim(y, axis))
     roi = _roi_of_matrix(op, node, index, len(axes), [0, 0, 0, 1])
