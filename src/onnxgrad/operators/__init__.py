@@ -50,3 +50,7 @@ ARITHMETIC = names_with_trait("arithmetic")
 RANDOM = names_with_trait("random")
 BOOLEAN = names_with_trait("boolean")
 INT64 = names_with_trait("int64")
+RECURRENT = names_with_trait("recurrent")
+WITH_SUBGRAPHS = names_with_trait("subgraphs")
+# each element of the operand once, in their order or transposed, and cast at most
+SAME_ELEMENTS = (VIEWS - OF_SHAPES) | {"Cast", "Transpose"}

@@ -20,7 +20,20 @@ from onnxgrad.operators.registry import lowering
 from onnxgrad.operators.rule_nodes import Operand
 from onnxgrad.operators.shapes import dims, rank
 
-declare_operators("Attention", roles="fffmhhc")
+
+def _work_of_attention(node: ir.Node, lengths_of: Callable) -> int:
+    """Count both products: of queries with keys, and of their softmax with values."""
+    q, k, v = (lengths_of(x) for x in node.inputs[:3])
+    past = node.inputs[4] if len(node.inputs) > 4 else None
+    keys = k[-2] + (lengths_of(past)[-2] if past is not None else 0)
+    if len(q) == 4:
+        return q[0] * q[1] * q[-2] * keys * (q[-1] + v[-1])
+    heads, shared = (node.attributes.get_int(f"{name}_num_heads", 1) for name in ("q", "kv"))
+    return q[0] * q[-2] * keys * (q[-1] + v[-1] // shared * heads)
+
+
+declare_operators("Attention", roles="fffmhhc", work=_work_of_attention)
+declare_operators("CausalConvWithState LinearAttention", "float32_in_reference")
 declare_operators("LinearAttention", roles="fffhx")
 declare_operators("CausalConvWithState", roles="xfbh")
 declare_operators("RotaryEmbedding", roles="xkkc")

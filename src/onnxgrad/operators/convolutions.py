@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import first_operand, row_axis
-from onnxgrad.operators.records import INTEGER, declare_operators
+from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
 from onnxgrad.operators.rule_nodes import wide
 from onnxgrad.operators.sampling import samples_of, taps
-from onnxgrad.operators.shapes import dims, rank, static
+from onnxgrad.operators.shapes import count_bias_additions, dims, rank, static
 from onnxgrad.operators.windows import (
     UNKNOWN_RANK,
     Windows,
@@ -31,9 +33,28 @@ from onnxgrad.operators.windows import (
     with_padding,
 )
 
+
+def work_of_convolution(weight: int, bias: int) -> Callable[[ir.Node, Callable], int]:
+    """Return the count of multiply-adds of a convolution, from the indices of two operands."""
+
+    def count_multiply_adds(node: ir.Node, lengths_of: Callable) -> int:
+        products = prod(lengths_of(node.outputs[0])) * prod(lengths_of(node.inputs[weight])[1:])
+        return products + count_bias_additions(node, bias, lengths_of)
+
+    return count_multiply_adds
+
+
+def _work_of_transposed_convolution(node: ir.Node, lengths_of: Callable) -> int:
+    products = prod(lengths_of(node.inputs[0])) * prod(lengths_of(node.inputs[1])[1:])
+    return products + count_bias_additions(node, 2, lengths_of)
+
+
 declare_operators("Conv ConvTranspose", roles="xfb", axes=first_operand(row_axis))
-declare_operators("DeformConv", roles="xfxbx")
-declare_operators("ConvInteger", no_gradient=INTEGER)
+declare_operators("Conv", "quantizable", work=work_of_convolution(1, 2))
+declare_operators("ConvTranspose", work=_work_of_transposed_convolution)
+declare_operators("DeformConv", roles="xfxbx", work=work_of_convolution(1, 3))
+declare_operators("ConvInteger", work=work_of_convolution(1, 4))
+declare_operators("QLinearConv", work=work_of_convolution(3, 8))
 
 
 @rule("Conv", "ConvTranspose")

@@ -81,18 +81,30 @@ def _declare_elementwise(names: str, traits: str, **fields: Any) -> None:
     declare_operators(names, f"elementwise {traits}", shape=shape, axes=broadcast_axis, **fields)
 
 
-_declare_elementwise("Neg", "cheap arithmetic")
+_SUM: dict[str, Any] = {"traits": "cheap arithmetic exact sums", "straight_through": ()}
+
+_declare_elementwise("Neg", "cheap arithmetic exact sums")
 _declare_elementwise("Ceil Floor Round", "cheap arithmetic", no_gradient=PIECEWISE)
-_declare_elementwise("Max Min", "cheap arithmetic", roles="c")
-_declare_elementwise("Add", "cheap arithmetic", elements=of_numbers(operator.add))
-_declare_elementwise("Sub", "cheap arithmetic", elements=of_numbers(operator.sub))
-_declare_elementwise("Mul", "cheap arithmetic", elements=of_each(multiply_lengths))
-_declare_elementwise("Div", "cheap arithmetic", elements=of_numbers(_truncated_quotient))
-_declare_elementwise("Abs Mean Reciprocal Relu Sqrt Sum", "cheap")
+_declare_elementwise("Max Min", "cheap arithmetic exact", roles="c", straight_through=())
+_declare_elementwise("Add", elements=of_numbers(operator.add), **_SUM)
+_declare_elementwise("Sub", elements=of_numbers(operator.sub), **_SUM)
+_declare_elementwise(
+    "Mul", "cheap arithmetic exact", elements=of_each(multiply_lengths), straight_through=()
+)
+_declare_elementwise("Div", "cheap arithmetic exact", elements=of_numbers(_truncated_quotient))
+_declare_elementwise("Abs Mean", "cheap")
+_declare_elementwise("Reciprocal Sqrt", "cheap exact")
+_declare_elementwise("Relu", "cheap", straight_through=(0,))
+_declare_elementwise("Sum", "cheap sums", straight_through=())
 _declare_elementwise("Sign", "cheap", no_gradient=PIECEWISE)
 _declare_elementwise("Mod", "cheap", roles="c", elements=of_numbers(_nonnegative_remainder))
 _declare_elementwise(
-    "Where", "cheap", roles="cw", result_type=_type_of_where, elements=of_each(_chosen_element)
+    "Where",
+    "cheap sums",
+    roles="cw",
+    result_type=_type_of_where,
+    elements=of_each(_chosen_element),
+    straight_through=(1, 2),
 )
 _declare_elementwise("BitwiseAnd BitwiseNot BitwiseOr BitwiseXor", "cheap", no_gradient=_OF_BITS)
 declare_operators("BitCast BitShift", no_gradient=_OF_BITS)
@@ -106,10 +118,13 @@ _declare_elementwise("GreaterOrEqual", **_BOOLEAN, roles="c", elements=of_number
 _declare_elementwise("Less", **_BOOLEAN, roles="c", elements=of_numbers(operator.lt))
 _declare_elementwise("LessOrEqual", **_BOOLEAN, roles="c", elements=of_numbers(operator.le))
 _declare_elementwise(
-    "Cast", "cheap reorders", result_type=_type_of_cast, elements=of_known(_cast_elements)
+    "Cast",
+    "cheap reorders exact never_fails",
+    result_type=_type_of_cast,
+    elements=of_known(_cast_elements),
 )
 _declare_elementwise("CastLike", "unary cheap", elements=of_known(_cast_elements))
-_declare_elementwise("Clip", "unary cheap", roles="xc")
+_declare_elementwise("Clip", "unary cheap", roles="xc", straight_through=())
 _declare_elementwise("PRelu", "unary cheap", roles="xp")
 _declare_elementwise("HardSigmoid HardSwish LeakyRelu Shrink ThresholdedRelu", "unary cheap")
 _declare_elementwise("Pow", "transcendental", roles="c")

@@ -77,14 +77,14 @@ def _axis_beside_classes(node: Any, _operand: int, axis: int) -> Place:
 
 declare_operators(
     "Shape",
-    "view cheap shape int64",
+    "view cheap shape int64 never_fails",
     shape=_shape_of_shape,
     elements=_lengths_as_elements,
     no_gradient=OF_SHAPE,
 )
 declare_operators(
     "Size",
-    "view cheap shape int64",
+    "view cheap shape int64 never_fails",
     shape=lambda *_: (),
     elements=_size_as_element,
     no_gradient=OF_SHAPE,
@@ -95,15 +95,23 @@ declare_operators(
     "cheap shape",
     elements=of_known(_filled_elements),
     lengths=_filled_lengths,
+    settings=(0,),
     no_gradient=OF_SHAPE,
 )
 declare_operators("BlackmanWindow Constant HammingWindow HannWindow", no_gradient=OF_SETTINGS)
 declare_operators("MelWeightMatrix", roles="c", no_gradient=OF_SETTINGS)
 declare_operators(
-    "Range", "cheap arithmetic", roles="c", elements=_elements_of_range, lengths=_length_of_range
+    "Range",
+    "cheap arithmetic",
+    roles="c",
+    elements=_elements_of_range,
+    lengths=_length_of_range,
+    settings=(0, 1, 2),
 )
 declare_operators("AffineGrid", roles="c")
-declare_operators("OneHot", "cheap", roles="c", axes=first_operand(_axis_beside_classes))
+declare_operators(
+    "OneHot", "cheap", roles="c", axes=first_operand(_axis_beside_classes), settings=(1,)
+)
 declare_operators("NonMaxSuppression", "int64", roles="c", no_gradient=INDEX)
 declare_operators("NonZero", "int64", no_gradient=INDEX)
 declare_operators(

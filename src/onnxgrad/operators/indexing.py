@@ -74,6 +74,7 @@ declare_operators(
     elements=of_known(_gathered_elements),
     naming=FIRST,
     axes=_gathered_axis,
+    lookup_operand=1,
 )
 declare_operators(
     "GatherElements",
@@ -88,7 +89,9 @@ declare_operators("GatherND", "selects", roles="tc", axes=_axis_of_gather_nd)
 declare_operators("Compress", "selects", naming=Naming("axis"), axes=_unless_named)
 declare_operators("ScatterElements", shape=like_first, naming=FIRST, members=shift_axes_of_all)
 declare_operators("ScatterND", shape=like_first)
-declare_operators("TopK", result_type=_types_of_top_k, naming=LAST, axes=_unless_named)
+declare_operators(
+    "TopK", result_type=_types_of_top_k, naming=LAST, axes=_unless_named, settings=(1,)
+)
 
 
 # -- gradients -------------------------------------------------------------------------------------

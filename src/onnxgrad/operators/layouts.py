@@ -131,7 +131,12 @@ _AXES = Naming("axes", 1)
 
 declare_operators("Flatten", "view cheap reorders", axes=reshaped_axis)
 declare_operators(
-    "Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths, axes=reshaped_axis, **_VIEW
+    "Reshape",
+    shape=_shape_of_reshape,
+    lengths=_reshape_to_lengths,
+    axes=reshaped_axis,
+    settings=(1,),
+    **_VIEW,
 )
 declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_squeezed_axis, **_VIEW)
 declare_operators(
@@ -139,7 +144,7 @@ declare_operators(
 )
 declare_operators(
     "Identity",
-    "elementwise view cheap reorders sequences",
+    "elementwise view cheap reorders sequences never_fails",
     shape=like_first,
     result_type=type_of_first,
     elements=of_known(lambda node, x: x),
@@ -206,7 +211,11 @@ _PERM = Naming("perm", default=lambda n, *_: range(n)[::-1])
 
 declare_operators("DepthToSpace SpaceToDepth", "cheap reorders", axes=first_operand(row_axis))
 declare_operators(
-    "Transpose", "cheap reorders", shape=_shape_of_transpose, naming=_PERM, axes=_transposed_axis
+    "Transpose",
+    "cheap reorders never_fails",
+    shape=_shape_of_transpose,
+    naming=_PERM,
+    axes=_transposed_axis,
 )
 declare_operators(
     "Expand",
@@ -214,8 +223,9 @@ declare_operators(
     shape=_shape_of_expand,
     lengths=_expand_to_lengths,
     axes=first_operand(broadcast_axis),
+    settings=(1,),
 )
-declare_operators("Tile", "cheap reorders", axes=_tiled_axis)
+declare_operators("Tile", "cheap reorders", axes=_tiled_axis, settings=(1,))
 declare_operators(
     "Concat",
     "cheap reorders",
@@ -224,10 +234,11 @@ declare_operators(
     naming=FIRST,
     axes=axis_unless_named,
     members=shift_axes_of_all,
+    straight_through=(),
 )
 declare_operators(
     "ReverseSequence",
-    "reorders",
+    "reorders few_ranks",
     naming=Naming("time_axis", default=lambda *_: [0]),
     axes=_axis_of_reversed,
     members=one_by_one,
@@ -273,12 +284,25 @@ declare_operators(
     naming=Naming("axes", 3, _started_axes),
     axes=first_operand(_sliced_axis),
     elements=of_known(_sliced_elements),
+    settings=(1, 2, 3, 4),
 )
-declare_operators("Split", "cheap selects", naming=FIRST, axes=first_operand(axis_unless_named))
 declare_operators(
-    "Pad", "cheap", roles="xc", naming=Naming("axes", 3, lambda n, *_: range(n)), axes=_padded_axis
+    "Split",
+    "cheap selects",
+    naming=FIRST,
+    axes=first_operand(axis_unless_named),
+    settings=(1,),
 )
-declare_operators("Trilu", "cheap", axes=axis_before_matrices, members=shift_named_axes)
+declare_operators(
+    "Pad",
+    "cheap",
+    roles="xc",
+    naming=Naming("axes", 3, lambda n, *_: range(n)),
+    axes=_padded_axis,
+    settings=(1,),
+    straight_through=(0, 2),
+)
+declare_operators("Trilu", "cheap sums", axes=axis_before_matrices, members=shift_named_axes)
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ without a function, and lengths that no operand has, as of a cache that grows, s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import onnx_ir as ir
 from onnx import NodeProto, defs
 
 from onnxgrad.operators.attributes import schemas_of_onnxruntime
+from onnxgrad.operators.convolutions import work_of_convolution
 from onnxgrad.operators.products import shape_of_gemm, shape_of_matmul
 from onnxgrad.operators.records import declare_operators, operator_of
 from onnxgrad.operators.shapes import Dim, Dims, broadcast, dims
@@ -317,6 +319,17 @@ for _roles, _names in {
     ),
 }.items():
     declare_operators(_names, domain=_DOMAIN, roles=_roles)
+
+
+def _work_of_packed_bits(node: ir.Node, lengths_of: Callable) -> int:
+    sizes = map(node.attributes.get_int, "KN", (1, 1))
+    return prod((*lengths_of(node.outputs[0])[:-1], *sizes))
+
+
+declare_operators("FusedConv", domain=_DOMAIN, work=work_of_convolution(1, 2))
+declare_operators("MatMulNBits", domain=_DOMAIN, work=_work_of_packed_bits)
+declare_operators("GroupQueryAttention", "real_settings", domain=_DOMAIN, settings=(7, 8))
+declare_operators("RotaryEmbedding", "real_settings", domain=_DOMAIN, settings=(2, 3))
 
 # operators whose result has the shape of a standard operator's, with so many operands
 for _name, _standard in {

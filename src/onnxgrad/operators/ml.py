@@ -29,6 +29,23 @@ declare_operators(
     domain="ai.onnx.ml",
     no_gradient="a lookup by equality: zero almost everywhere",
 )
+declare_operators("LabelEncoder", domain="ai.onnx.ml", lookup_operand=0)
+declare_operators("ArrayFeatureExtractor", domain="ai.onnx.ml", lookup_operand=1)
+declare_operators("CastMap DictVectorizer ZipMap", "maps", domain="ai.onnx.ml")
+_SUPPORT_VECTORS = (("coefficients", True), ("rho", True), ("support_vectors", False))
+declare_operators(
+    "LinearClassifier LinearRegressor",
+    domain="ai.onnx.ml",
+    coefficients=(("coefficients", True), ("intercepts", True)),
+)
+declare_operators("Scaler", domain="ai.onnx.ml", coefficients=(("offset", False), ("scale", False)))
+declare_operators("Imputer", domain="ai.onnx.ml", coefficients=(("imputed_value_floats", False),))
+declare_operators("SVMRegressor", domain="ai.onnx.ml", coefficients=_SUPPORT_VECTORS)
+declare_operators(
+    "SVMClassifier",
+    domain="ai.onnx.ml",
+    coefficients=(*_SUPPORT_VECTORS, ("prob_a", True), ("prob_b", True)),
+)
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 

@@ -37,7 +37,11 @@ declare_operators(
 declare_operators("Hardmax LpNormalization", naming=LAST, axes=_unless_named)
 declare_operators("Hardmax", no_gradient=PIECEWISE)
 declare_operators(
-    "MeanVarianceNormalization", naming=_CENTERED, axes=_unless_named, members=one_by_one
+    "MeanVarianceNormalization",
+    "few_ranks",
+    naming=_CENTERED,
+    axes=_unless_named,
+    members=one_by_one,
 )
 declare_operators(
     "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization",

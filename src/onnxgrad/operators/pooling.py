@@ -84,6 +84,7 @@ declare_operators(
     "AveragePool GlobalAveragePool GlobalLpPool GlobalMaxPool LpPool MaxPool",
     axes=first_operand(_pooled_axis),
 )
+declare_operators("MaxPool", straight_through=(0,))
 
 
 @lowering("AveragePool", "LpPool", "MaxPool")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from string import ascii_letters
 from typing import Any
 
@@ -17,8 +18,10 @@ from onnxgrad.operators.registry import Unsupported, lowering, members_of, rule
 from onnxgrad.operators.shapes import (
     Dim,
     Dims,
+    UnknownShapeError,
     broadcast,
     broadcast_dim,
+    count_bias_additions,
     dims,
     einsum_terms,
     equal,
@@ -93,11 +96,53 @@ def _axis_of_einsum(node: Any, operand: int, axis: int) -> Place:
     return None if diagonal or letter not in output else output.index(letter)
 
 
-declare_operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
-declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm)
-declare_operators("Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum)
+# -- multiply-adds ---------------------------------------------------------------------------------
+
+
+def _work_of_matmul(node: ir.Node, lengths_of: Callable) -> int:
+    return prod(lengths_of(node.outputs[0])) * lengths_of(node.inputs[0])[-1]
+
+
+def _work_of_gemm(node: ir.Node, lengths_of: Callable) -> int:
+    inner = lengths_of(node.inputs[0])[0 if node.attributes.get_int("transA", 0) else 1]
+    return prod(lengths_of(node.outputs[0])) * inner + count_bias_additions(node, 2, lengths_of)
+
+
+def _work_of_einsum(node: ir.Node, lengths_of: Callable) -> int:
+    terms, result = einsum_terms(node.attributes["equation"].as_string())
+    if len(terms) < 2:
+        return 0
+    if "." in "".join([*terms, result]):
+        raise UnknownShapeError
+    lengths = {
+        letter: length
+        for term, x in zip(terms, node.inputs, strict=True)
+        for letter, length in zip(term, lengths_of(x), strict=True)
+    }
+    return prod(lengths.values()) * (len(terms) - 1)
+
+
+declare_operators(
+    "MatMul",
+    "quantizable",
+    roles="f",
+    shape=shape_of_matmul,
+    axes=_axis_of_matmul,
+    work=_work_of_matmul,
+)
+declare_operators("MatMulInteger QLinearMatMul", work=_work_of_matmul)
+declare_operators(
+    "Gemm",
+    "quantizable",
+    roles="ffb",
+    shape=shape_of_gemm,
+    axes=_axis_of_gemm,
+    work=_work_of_gemm,
+)
+declare_operators(
+    "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum, work=_work_of_einsum
+)
 declare_operators("Det", axes=axis_before_matrices, members=shift_named_axes)
-declare_operators("QLinearConv QLinearMatMul ConvInteger MatMulInteger", roles="q")
 declare_operators("SwiGLU", roles="f")
 
 

@@ -6,6 +6,7 @@ Weights that are kept in few bits are unpacked for the backward pass only.
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import onnx_ir as ir
 
@@ -16,15 +17,95 @@ from onnxgrad.operators.registry import Unsupported, rule
 from onnxgrad.operators.rule_nodes import attributes_of, gated, widened
 from onnxgrad.operators.shapes import dims, rank, static
 
-declare_operators("QuantizeLinear DequantizeLinear", roles="xq")
-declare_operators("DynamicQuantizeLinear", roles="x")
-declare_operators("MatMulInteger QLinearConv QLinearMatMul QuantizeLinear", no_gradient=INTEGER)
+FLOAT = ir.DataType.FLOAT
 
 
 _FROZEN = Unsupported(
     "it is part of a quantized weight, which stays as it is: train adapters beside it or other "
     "weights, and name them"
 )
+
+
+# -- formulas in floats, through which gradients pass straight; integers are numbers of steps ------
+
+
+def _quantize_in_floats(walk: Any, node: ir.Node) -> list[ir.Value]:
+    """y = x / s, where it is within the range of the integers."""
+    x, scale, zero = (*node.inputs, None)[:3]
+    axis, block = (int_attribute(node, name) for name in ("axis", "block_size"))
+    return [walk.steps_within_range(x, scale, zero, node.outputs[0], axis, block)]
+
+
+def _dequantize_in_floats(walk: Any, node: ir.Node) -> list[ir.Value] | None:
+    """y = s (q - z); None for a stored q: the rule gives the gradient of the scale."""
+    if not walk.reads_steps(node):
+        return None
+    x, scale, zero = (*node.inputs, None)[:3]
+    axis, block = (int_attribute(node, name) for name in ("axis", "block_size"))
+    y = walk.scaled_steps(x, zero, axis, scale, block)
+    return [walk.op.Cast(y, to=node.outputs[0].dtype)]
+
+
+def _dynamic_quantize_in_floats(walk: Any, node: ir.Node) -> list[ir.Value]:
+    """y = x / s, where s, which depends on the range of x, is a constant."""
+    x, (_, scale, zero) = node.inputs[0], node.outputs
+    walk.stopped += [scale, zero]
+    return [x / scale]
+
+
+def _product_in_floats(walk: Any, node: Any) -> list[ir.Value]:
+    """y = a b, or conv(a, b) + c, in steps of the result, where it is within their range.
+
+    The result of operators named Integer has no range.
+    """
+    inputs, bias, rounds = node.inputs, None, node.op_type.startswith("QLinear")
+    if rounds:
+        a, a_scale, a_zero, b, b_scale, b_zero, scale, zero, bias = (*inputs, None)[:9]
+    else:
+        a, b, a_zero, b_zero = (*inputs, None, None)[:4]
+        a_scale = b_scale = None
+    kind, axes = ("Conv", (None, 0)) if "Conv" in node.op_type else ("MatMul", (-2, -1))
+    operands = [
+        walk.scaled_steps(a, a_zero, axes[0], a_scale),
+        walk.scaled_steps(b, b_zero, axes[1], b_scale),
+    ]
+    if bias is not None:
+        operands.append(walk.op.Cast(bias, to=FLOAT) * (a_scale * b_scale))
+    y = walk.op.emit(kind, operands, attributes_of(node))
+    y.type, y.shape = ir.TensorType(FLOAT), node.outputs[0].shape
+    return [walk.steps_within_range(y, scale, zero, node.outputs[0]) if rounds else y]
+
+
+declare_operators(
+    "QuantizeLinear",
+    "quantized rounds",
+    roles="xq",
+    no_gradient=INTEGER,
+    straight_through=_quantize_in_floats,
+)
+declare_operators("DequantizeLinear", roles="xq", straight_through=_dequantize_in_floats)
+declare_operators(
+    "DynamicQuantizeLinear", "rounds", roles="x", straight_through=_dynamic_quantize_in_floats
+)
+declare_operators(
+    "ConvInteger MatMulInteger QLinearConv QLinearMatMul",
+    "quantized",
+    roles="q",
+    no_gradient=INTEGER,
+    straight_through=_product_in_floats,
+)
+declare_operators("QLinearConv QLinearMatMul", "rounds")
+declare_operators(
+    "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QAttention "
+    "QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearConv QLinearGlobalAveragePool "
+    "QLinearLeakyRelu QLinearMul QLinearReduceMean QLinearSigmoid QLinearSoftmax QLinearWhere "
+    "QuantizeLinear",
+    "quantized",
+    domain="com.microsoft",
+)
+
+
+# -- gradients -------------------------------------------------------------------------------------
 
 
 @rule("DequantizeLinear")

@@ -1,7 +1,8 @@
 """The record of an operator: traits, shapes, axes, rule, lowering, and form for members.
 
-A file of this room declares the operators of one family. The decorators of `registry` add rules,
-lowerings and forms for members, which stand in the same file, and `user_rules` the ones of users.
+A file of this room declares the operators of one family; no table of operators stands in the rooms
+that ask. The decorators of `registry` add rules, lowerings and forms for members, which stand in
+the same file, and `user_rules` the ones of users.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
+from onnx import NodeProto
 
 
 class Naming(NamedTuple):
@@ -52,6 +54,18 @@ class Operator:
         naming: how it names axes.
         axes: (node, operand, axis) -> where the axis stands in the outputs: see `axes`.
         roles: the role of each operand, a letter: see below.
+        settings: indices of the operands that say how to compute, or decide sizes: neither weights
+            nor inputs of a derivative by default.
+        float32_operand: index of an operand that is float32, whatever the dtype of the data.
+        lookup_operand: index of the operand that says which entries of a table are the result.
+        coefficients: attributes that hold tensors: the name of each, and whether it is a weight if
+            none is named.
+        straight_through: how a gradient passes straight through its rounding. A formula, (walk,
+            node) -> its results in floats, or None if its rule may do; or the indices of the
+            operands whose integers it moves or combines, of which () is all: the same operator
+            does so with floats.
+        work: (node, function from a value to its lengths) -> its multiply-adds. The function raises
+            `UnknownShapeError`, which is not caught.
         rule: writes the gradients of the inputs: (op, node, cotangents) -> one for each input.
         subgraph_rule: the same with captured values: (op, node, list of cotangents, values on the
             path) -> pairs of a value and its gradient.
@@ -73,6 +87,12 @@ class Operator:
     naming: Naming | None = None
     axes: Callable[..., Any] | None = None
     roles: str = ""
+    settings: tuple[int, ...] = ()
+    float32_operand: int | None = None
+    lookup_operand: int | None = None
+    coefficients: tuple[tuple[str, bool], ...] = ()
+    straight_through: Callable[..., Any] | tuple[int, ...] | None = None
+    work: Callable[[ir.Node, Callable[[Any], Sequence[int]]], int] | None = None
     rule: Callable[..., Any] | None = field(default=None, metadata=_OF_RULE)
     subgraph_rule: Callable[..., list[tuple[ir.Value, ir.Value]]] | None = field(
         default=None, metadata=_OF_RULE
@@ -104,6 +124,18 @@ class Operator:
 # shape           reads the shape of its operand only, or makes a tensor of a shape
 # arithmetic      computes sizes and positions
 # random          two equal nodes give two results
+# exact           an element has the same bits, however many elements there are
+# never_fails     computes a result for any operand
+# sums            an element of the result is a sum of elements, one of them, its negative, or 0
+# recurrent       hands a state on from step to step
+# subgraphs       runs graphs that its attributes hold
+# maps            takes or returns maps
+# quantized       computes with integers that stand for floats, or rounds to them
+# rounds          rounds to integers that stand for floats
+# quantizable     a product that onnxruntime's quantization turns into one of integers
+# real_settings   its settings are floats that models compute: scales, tables of cosines
+# few_ranks       onnxruntime has kernels for few ranks or axes
+# float32_in_reference   onnx.reference computes parts of it in float32
 # boolean, int64  the dtype of the result, whatever the operands are
 
 # The role of each operand is a letter; the last one of an operator applies to all that follow.
@@ -128,9 +160,10 @@ OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
 _UNKNOWN = Operator()
 
 
-def operator_of(node: ir.Node) -> Operator:
+def operator_of(node: ir.Node | NodeProto) -> Operator:
     """Return the record of the operator of `node`."""
-    return OPERATORS.get((node.domain, node.op_type), _UNKNOWN)
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    return OPERATORS.get((domain, node.op_type), _UNKNOWN)
 
 
 def standard_operator(op_type: str) -> Operator:
@@ -152,14 +185,16 @@ def add_facts(domain: str, name: str, **fields: Any) -> None:
 def declare_operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:
     """Declare what operators have in common; names and traits are separated by spaces.
 
+    The traits are added to those that are declared already.
+
     Examples:
         >>> declare_operators("Tide Ebb", "unary cheap", domain="doc.example")
         >>> sorted(OPERATORS["doc.example", "Ebb"].traits)
         ['cheap', 'unary']
     """
     for name in names.split():
-        stated = {"traits": frozenset(traits.split())} if traits else {}
-        add_facts(domain, name, **stated, **fields)
+        known = OPERATORS.get((domain, name), _UNKNOWN).traits
+        add_facts(domain, name, traits=known.union(traits.split()), **fields)
 
 
 def names_with_trait(trait: str) -> frozenset[str]:

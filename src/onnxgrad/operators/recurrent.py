@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,12 @@ def _recurrent_axis(node: Any, operand: int, axis: int) -> Answer:
     return (2 * rows, rows, rows)[: len(node.outputs)]
 
 
-declare_operators("GRU LSTM RNN", axes=_recurrent_axis)
+def _work_of_recurrent(node: ir.Node, lengths_of: Callable) -> int:
+    x = lengths_of(node.inputs[0])  # two lengths of steps and rows, in either layout
+    return x[0] * x[1] * sum(prod(lengths_of(v)) for v in node.inputs[1:4] if v is not None)
+
+
+declare_operators("GRU LSTM RNN", "recurrent", axes=_recurrent_axis, work=_work_of_recurrent)
 declare_operators("GRU RNN", roles="xffbch")
 declare_operators("LSTM", roles="xffbchhf")
 

@@ -124,6 +124,7 @@ def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol
     return optional_content(type_of_first(operands, attributes))
 
 
+declare_operators("If Loop Scan SequenceMap", "subgraphs")
 declare_operators(
     "ConcatFromSequence",
     "packs sequences",

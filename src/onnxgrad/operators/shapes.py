@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 Dim = int | str | None
 Dims = tuple[Dim, ...]
+
+
+class UnknownShapeError(Exception):
+    """A shape that is asked for is not known."""
 
 
 def is_real(value: ir.Value) -> bool:
@@ -118,6 +122,12 @@ def einsum_terms(equation: str) -> tuple[list[str], str]:
         once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
         output = ("..." if "..." in left else "") + "".join(once)
     return left.split(","), output
+
+
+def count_bias_additions(node: ir.Node, index: int, lengths_of: Callable) -> int:
+    """Return the multiply-adds of operand `index`, a bias: one for each element of the result."""
+    present = len(node.inputs) > index and node.inputs[index] is not None
+    return math.prod(lengths_of(node.outputs[0])) if present else 0
 
 
 def optional_content(kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
