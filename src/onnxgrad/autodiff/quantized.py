@@ -11,9 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.traversal import reads
-
-PRODUCTS = {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
-_MICROSOFT = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulInteger")  # prefixes
+from onnxgrad.operators import operator_of
 
 
 def refuse_quantized(
@@ -26,21 +24,23 @@ def refuse_quantized(
     """Raise if `outputs` depend on `wrt` through quantized arithmetic or rounding.
 
     Quantized arithmetic is refused on every path from `wrt` to `outputs`. QuantizeLinear is refused
-    for those of `wrt` of which all paths to `outputs` lead through it. `stop_gradient` and
-    `straight_through` are those of `sweep`.
+    for a value of `wrt` if all its paths to `outputs` lead through it. `sweep` documents
+    `stop_gradient` and `straight_through`.
     """
     if not any(is_quantized(node) for node in nodes):
         return
     wrt, outputs = list(wrt), list(outputs)
     live = live_values(nodes, outputs, stop_gradient, straight_through, through_rounding=True)
-    for node in between(nodes, wrt, live):
+    for node in nodes_between(nodes, wrt, live):
         if is_quantized(node) and node.op_type != "QuantizeLinear":
-            raise _error(node, " or")
+            raise _quantized_error(node, " or")
     smooth = live_values(nodes, outputs, stop_gradient, straight_through, through_rounding=False)
-    for node in between(nodes, [x for x in wrt if x not in smooth], live):
+    for node in nodes_between(nodes, [x for x in wrt if x not in smooth], live):
         if is_quantized(node):
             result = "the result of the DequantizeLinear after it"
-            raise _error(node, f" pass {result} to `straight_through` of onnx_derivative, or")
+            raise _quantized_error(
+                node, f" pass {result} to `straight_through` of onnx_derivative, or"
+            )
 
 
 def live_values(
@@ -61,7 +61,7 @@ def live_values(
     return live.difference(stop_gradient, straight_through)
 
 
-def between(
+def nodes_between(
     nodes: Sequence[ir.Node], origins: Iterable[ir.Value], live: Collection[ir.Value]
 ) -> Iterable[ir.Node]:
     """Yield the nodes on paths from `origins` to `live` values of any dtype."""
@@ -75,9 +75,7 @@ def between(
 
 def is_quantized(node: ir.Node) -> bool:
     """Return whether `node` computes with integers that stand for floats, or rounds to them."""
-    if node.domain == "com.microsoft":
-        return node.op_type.startswith((*_MICROSOFT, "QuantizeLinear"))
-    return not node.domain and (node.op_type in PRODUCTS or node.op_type == "QuantizeLinear")
+    return "quantized" in operator_of(node).traits
 
 
 def described(node: ir.Node) -> str:
@@ -86,7 +84,7 @@ def described(node: ir.Node) -> str:
     return f"{where} (node {node.name!r}, output {node.outputs[0].name!r})"
 
 
-def _error(node: ir.Node, remedy: str) -> NoGradientRule:
+def _quantized_error(node: ir.Node, remedy: str) -> NoGradientRule:
     return NoGradientRule(
         f"{described(node)}: the model is quantized, "
         "and rounding to integers has no gradient: train the float model and quantize it "
