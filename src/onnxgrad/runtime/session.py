@@ -8,8 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from math import prod
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +21,8 @@ from onnxgrad.errors import ModelError, ProviderError, argument, escaping, print
 from onnxgrad.model import external
 from onnxgrad.model.rewrites import dense_inside
 from onnxgrad.model.traversal import graphs_of, nodes_of
-from onnxgrad.operators import shapes
+from onnxgrad.operators import operator_of
+from onnxgrad.operators.shapes import UnknownShapeError, dims, static
 from onnxgrad.runtime.device import Device, Provider
 
 # multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
@@ -130,7 +130,7 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
     for node in graph.all_nodes():
         for y in node.outputs:
             shapes_of = stated.get(str(y.name), set())
-            if shapes.static(shapes.dims(y)) is None and len(shapes_of) == 1:
+            if static(dims(y)) is None and len(shapes_of) == 1:
                 (shape,) = shapes_of
                 if None not in shape:
                     y.shape = ir.Shape(shape)
@@ -233,30 +233,21 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
 
 
 def work(graph: ir.Graph) -> float:
-    """Return the multiply-adds of the matrix products and convolutions, per row of the batch."""
-    return float(sum(_multiply_adds(node) for node in graph))
+    """Return the multiply-adds of the products and convolutions of a graph, per row of the batch.
+
+    Lengths that are not static count as one, and nodes of unknown shapes not at all.
+    """
+    total = 0
+    for node in graph:
+        with suppress(UnknownShapeError):
+            count = operator_of(node).work
+            total += 0 if count is None else count(node, _static_lengths)
+    return float(total)
 
 
-def _multiply_adds(node: ir.Node) -> int:
-    if node.op_type in ("GRU", "LSTM", "RNN"):
-        x, *weights = (shapes.dims(v) or () for v in node.inputs[:3])
-        steps = x[node.attributes.get_int("layout", 0)] if x else None
-        return sum(map(_static_size, weights)) * (steps if isinstance(steps, int) else 1)
-    if node.op_type == "MatMulNBits":
-        positions = (shapes.dims(node.outputs[0]) or ())[:-1]
-        return _static_size((*positions, *map(node.attributes.get_int, "KN", (1, 1))))
-    if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
-        return 0
-    a, b, y = (shapes.dims(v) for v in (*node.inputs[:2], node.outputs[0]))
-    if a is None or b is None or y is None:
-        return 0
-    if node.op_type == "Conv":
-        return _static_size(y) * _static_size(b[1:])
-    if node.op_type == "ConvTranspose":
-        return _static_size(a) * _static_size(b[1:])
-    inner = a[0 if node.attributes.get_int("transA", 0) else -1]
-    return _static_size(y) * _static_size((inner,))
-
-
-def _static_size(shape: shapes.Dims) -> int:
-    return prod(d for d in shape if isinstance(d, int))
+def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
+    """Return the lengths of a value, one in place of each that is not static."""
+    shape = dims(value)
+    if shape is None:
+        raise UnknownShapeError
+    return tuple(d if isinstance(d, int) else 1 for d in shape)
