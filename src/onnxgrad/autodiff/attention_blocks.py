@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.operators import ELEMENTWISE, made_by, marks
+from onnxgrad.operators import ELEMENTWISE, REORDERS, SELECTS, made_by, marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, is_stated, rank
 
@@ -24,7 +24,7 @@ from onnxgrad.operators.shapes import constant, dims, is_stated, rank
 # each block adds to the gradients of all keys
 ROWS, KEYS = 512, 2048
 LEAST = 1024  # fewer queries stay together
-_AFTER_SOFTMAX = frozenset("Cast Identity IsNaN Slice Where".split())
+_AFTER_SOFTMAX = (ELEMENTWISE & REORDERS) | SELECTS | {"IsNaN", "Where"}
 
 
 # how many keys before and behind its own position a query sees, None for all

@@ -27,12 +27,11 @@ from onnxgrad.graph.traversal import (
     subgraphs,
 )
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.operators import CHEAP, RANDOM, VIEWS, made_by, operator_of
+from onnxgrad.operators import CHEAP, RANDOM, SAME_ELEMENTS, VIEWS, made_by, operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.rule_nodes import gated
 from onnxgrad.operators.shapes import Dims, dims, is_stated
 
-_SAME_SIZE = (VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
 LENGTH = 32  # assumed for symbolic dimensions when sizes are compared
 
 # recompute -> which nodes of the forward pass the backward pass may compute again
@@ -100,7 +99,7 @@ def _has_known_symbols(shape: Dims | None) -> bool:
 
 def _element_count(value: ir.Value, length: int) -> int:
     node, shape = value.producer(), dims(value)
-    if not _has_known_symbols(shape) and node is not None and node.op_type in _SAME_SIZE:
+    if not _has_known_symbols(shape) and node is not None and node.op_type in SAME_ELEMENTS:
         assert node.inputs[0] is not None
         return _element_count(node.inputs[0], length)
     lengths = (length,) * 3 if shape is None else shape

@@ -25,8 +25,6 @@ from onnxgrad.operators.axes import SUMMED, follow, named_axes, places
 from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, is_real, rank, static
 
 BATCH_SYMBOL = "onnxgrad_batch"  # the length of the row axis in proofs, in all inputs that have one
-_SHAPE_OPERAND = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
-_SIZE_OPERATORS = ARITHMETIC | VIEWS | {"Cast", "Concat", "Equal", "Gather", "Slice", "Where"}
 _LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
 
 
@@ -130,7 +128,7 @@ class RowWalk:
             self._visit_shape(node)
         elif "size" in kinds and not self._reads_sizes_as_shape(node):
             integers = all(not is_real(y) for y in node.outputs)
-            if node.op_type not in _SIZE_OPERATORS or not integers or kinds != {"size"}:
+            if not (_computes_sizes(node) and integers and kinds == {"size"}):
                 raise mixing_error(node)
             self.states |= dict.fromkeys(node.outputs, RowState("size"))
         elif kinds & {"sum", "count", "mean"}:
@@ -144,10 +142,11 @@ class RowWalk:
 
     def _reads_sizes_as_shape(self, node: ir.Node) -> bool:
         """Return whether sizes that depend on the rows enter only through the shape operand."""
-        operand = _SHAPE_OPERAND.get(node.op_type)
-        others = [self.states.get(x) for i, x in enumerate(node.inputs) if x and i != operand]
-        by_shape = operand is not None and not node.domain
-        return by_shape and not any(s and s.kind == "size" for s in others)
+        operator = operator_of(node)
+        others = (x for i, x in enumerate(node.inputs) if x and i not in operator.settings)
+        states = [self.states.get(x) for x in others]
+        takes_shape = operator.lengths is not None and node.op_type not in ARITHMETIC  # no Range
+        return takes_shape and not any(s and s.kind == "size" for s in states)
 
     def _visit_shape(self, node: ir.Node) -> None:
         """Classify a Shape or Size: as the number of rows times a constant, or as sizes."""
@@ -258,6 +257,11 @@ def mixing_error(node: ir.Node) -> UnprovenRows:
         f"{printable(node.op_type)} (output {y.name!r}, {printable(dims(y))}) mixes the rows of "
         "the batch, or may do so"
     )
+
+
+def _computes_sizes(node: ir.Node) -> bool:
+    """Return whether the operator of a node computes sizes from sizes, as graphs do for shapes."""
+    return node.op_type in ARITHMETIC | VIEWS or operator_of(node).elements is not None
 
 
 def _draws_random_numbers(node: ir.Node) -> bool:

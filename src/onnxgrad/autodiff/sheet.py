@@ -29,6 +29,7 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
+from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import dims, is_real, rank
 from onnxgrad.reporting import logger
@@ -306,7 +307,7 @@ def _shape_readers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], boo
                 'mode; use `vjp`, or `jacobian` with mode="reverse"'
             )
         for node, _ in v.uses():
-            if node.op_type in ("Shape", "Size", "SequenceLength"):
+            if operator_of(node).traits >= {"shape", "int64"}:
                 shape_nodes.append(node)
             elif any(subgraphs(node)) or node.graph is not graph:
                 in_subgraph = True

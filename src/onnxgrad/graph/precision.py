@@ -9,12 +9,12 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.operators import operator_of
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES)
 _LARGE = 1 << 16  # elements of a constant that is in memory once, and that no rule looks into
 _DTYPES = ("to", "dtype", "output_dtype")  # attributes whose value is a dtype
-_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # index of an operand that stays float32
 
 
 def widen(model: ir.Model, names: Collection[str]) -> None:
@@ -93,7 +93,7 @@ def set_precision(
     has_stash_type = dtype == ir.DataType.DOUBLE and model.opset_imports.get("", 0) >= 21
     graphs = (model.graph, *(function.graph for function in model.functions.values()))
     for node in (n for graph in graphs for n in all_nodes(graph)):
-        index = _FLOAT32_OPERANDS.get(node.op_type)
+        index = operator_of(node).float32_operand
         operand = None if index is None or index >= len(node.inputs) else node.inputs[index]
         if operand is not None and index is not None:
             if operand.producer() is None:

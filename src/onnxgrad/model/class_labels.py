@@ -9,12 +9,11 @@ from onnx import ModelProto, NodeProto
 
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.operators import SAME_ELEMENTS, operator_of
 
 Labels = list[str] | list[int]
 
 _ATTRIBUTES = ("classlabels_strings", "classlabels_int64s", "classlabels_ints")
-_MOVES = frozenset("Cast Flatten Identity Reshape Squeeze Transpose Unsqueeze".split())
-_INDICES = {"LabelEncoder": 0, "ArrayFeatureExtractor": 1, "Gather": 1}  # operands that choose
 
 
 class LabelNodes:
@@ -28,7 +27,7 @@ class LabelNodes:
     def computing(self, name: str | None) -> NodeProto | None:
         """Return the node that computes the elements of a tensor, before moves and casts."""
         node = self.producers.get(name or "")
-        while node is not None and node.op_type in _MOVES:
+        while node is not None and node.op_type in SAME_ELEMENTS:
             node = self.producers.get(node.input[0])
         return node
 
@@ -50,7 +49,7 @@ class LabelNodes:
             labels: Any = values.get("values_strings") or values.get("values_int64s", [])
             pairs = sorted(zip(keys, labels, strict=False))
             return [label for _, label in pairs] if len(keys) == len(labels) else None
-        if node.op_type not in _INDICES:
+        if operator_of(node).lookup_operand is None:
             return None
         table = self.constant(node.input[0])
         if table is None or table.dtype.kind in "OSU":
@@ -69,7 +68,7 @@ def stored_labels(proto: ModelProto) -> Labels | None:
         if labels := own_labels(node):
             return labels
     for node in known.nodes:
-        index = _INDICES.get(node.op_type)
+        index = operator_of(node).lookup_operand
         winner = None if index is None else known.computing(node.input[index])
         if winner is not None and winner.op_type in ("ArgMax", "TopK"):
             return known.selected(node)

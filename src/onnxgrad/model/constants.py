@@ -26,24 +26,9 @@ from onnx import (
 
 from onnxgrad.model import external
 from onnxgrad.model.traversal import GraphLike, walk
+from onnxgrad.operators import operator_of
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
-# operator -> {attribute: whether it is a weight when none is named}
-ML_COEFFICIENTS = {
-    "LinearRegressor": {"coefficients": True, "intercepts": True},
-    "LinearClassifier": {"coefficients": True, "intercepts": True},
-    "Scaler": {"offset": False, "scale": False},
-    "Imputer": {"imputed_value_floats": False},
-    "SVMRegressor": {"coefficients": True, "rho": True, "support_vectors": False},
-    "SVMClassifier": {
-        "coefficients": True,
-        "rho": True,
-        "support_vectors": False,
-        "prob_a": True,
-        "prob_b": True,
-    },
-}
 
 # the fields of an attribute that hold numbers
 _NUMBER_FIELDS = {
@@ -177,7 +162,7 @@ def _node_constants(
             if source is not a or a.type in _NUMBER_FIELDS:
                 yield ConstantRef(node.output[0], source, _has_several_floats(source), graph, node)
     elif node.domain == "ai.onnx.ml":
-        for operand, (name, default) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
+        for operand, (name, default) in enumerate(operator_of(node).coefficients, 1):
             for a in (a for a in node.attribute if a.name == name and a.floats):
                 full = f"{where}.{name}"
                 yield ConstantRef(full, a, default, graph, node, operand, graph_name=node.output[0])

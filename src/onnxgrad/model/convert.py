@@ -14,6 +14,7 @@ from onnxgrad.graph.precision import FLOATS, set_precision
 from onnxgrad.model.opsets import min_ir_version, newest_ir_version
 from onnxgrad.model.rewrites import normalized
 from onnxgrad.model.traversal import keep_only
+from onnxgrad.operators import names_with_trait
 
 
 def to_proto(model: ir.Model) -> ModelProto:
@@ -32,7 +33,7 @@ def to_ir(proto: ModelProto) -> ir.Model:
 
     Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not support them.
     """
-    kept, maps = normalized(proto), ("CastMap", "DictVectorizer", "ZipMap")
+    kept, maps = normalized(proto), names_with_trait("maps")
     dropped = {o.name for o in proto.graph.output if non_tensor(o)}
     if dropped:
         kept = deepcopy(proto) if kept is proto else kept

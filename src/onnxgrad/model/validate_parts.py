@@ -31,6 +31,7 @@ from onnxgrad.limits import check_limit
 from onnxgrad.model.constants import standard
 from onnxgrad.model.external import nbytes
 from onnxgrad.model.opsets import operator_schema
+from onnxgrad.operators import WITH_SUBGRAPHS
 
 _KINDS = AttributeProto.AttributeType
 _FIELD = {  # the field of AttributeProto that holds the value, if it is one message
@@ -182,7 +183,7 @@ def _check_required(node: NodeProto, requirements: _Requirements, opset: int) ->
     if node.domain in STANDARD:
         if node.op_type == "Constant" and not names:
             raise ModelError(f"{title(node)} has no value: it is damaged, export it again")
-        if node.op_type in ("If", "Loop", "Scan", "SequenceMap"):
+        if node.op_type in WITH_SUBGRAPHS:
             _check_bodies(node, opset)
 
 

@@ -14,36 +14,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
-from onnx import GraphProto, ModelProto, NodeProto
+from onnx import GraphProto, ModelProto
 
 from onnxgrad.errors import unknown
-from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan, standard
+from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan
 from onnxgrad.model.external import without_elements
 from onnxgrad.model.feeds import unsized_defaults
 from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
 from onnxgrad.model.rewrites import own_results
 from onnxgrad.model.scopes import rename_values, unused
 from onnxgrad.model.traversal import GraphLike, all_graphs, names_in, own_names, subgraphs, walk
-from onnxgrad.operators import ARITHMETIC, REORDERS, SELECTS
-
-# operands that tell how to compute, or decide sizes: neither weights nor inputs by default
-_SETTINGS = {
-    "Range": (0, 1, 2),
-    "Resize": (1, 2, 3),
-    "Upsample": (1,),
-    "ConstantOfShape": (0,),
-    "Expand": (1,),
-    "OneHot": (1,),
-    "Pad": (1,),
-    "Reshape": (1,),
-    "Slice": (1, 2, 3, 4),
-    "Split": (1,),
-    "Tile": (1,),
-    "TopK": (1,),
-    "com.microsoft.GroupQueryAttention": (7, 8),  # tables of cosines and sines
-    "com.microsoft.RotaryEmbedding": (2, 3),
-}
-_SCALES = frozenset("GroupQueryAttention Resize RotaryEmbedding Upsample".split())  # of inputs too
+from onnxgrad.operators import ARITHMETIC, REORDERS, SELECTS, operator_of
 
 _MOVES = REORDERS | SELECTS
 
@@ -186,7 +167,8 @@ def is_setting(value: ir.Value) -> bool:
     for v in moved:  # which is appended to
         uses = list(v.uses())
         for node, index in uses:
-            sets = index in _setting_operands(node) and node.op_type in _SCALES
+            operator = operator_of(node)
+            sets = index in operator.settings and "real_settings" in operator.traits
             if node.op_type in _MOVES and not sets:
                 moved.extend(y for y in node.outputs if y not in moved)
             elif not sets:
@@ -194,12 +176,6 @@ def is_setting(value: ir.Value) -> bool:
         if not uses:
             return False
     return True
-
-
-def _setting_operands(node: NodeProto | ir.Node) -> tuple[int, ...]:
-    """Return the indices of the operands that are settings of the operator."""
-    domain = standard(node.domain)
-    return _SETTINGS.get(f"{domain}.{node.op_type}" if domain else node.op_type, ())
 
 
 _ValueKey = tuple[int, str]  # the id of the graph that defines a value, and its name there
@@ -240,7 +216,7 @@ def _add_settings(
         moves = node.op_type in _MOVES and bool(results)
         computes = node.op_type in ARITHMETIC and bool(results - others)
         for index, key in enumerate(keys(node.input)):
-            sets = moves or computes or index in _setting_operands(node)
+            sets = moves or computes or index in operator_of(node).settings
             (settings if sets else others).add(key)
 
 

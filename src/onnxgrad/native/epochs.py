@@ -16,14 +16,11 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.native.scans import LoopBody, computed_outside, without_unread_inputs
 from onnxgrad.native.single_nodes import DEFAULTS, gemm_attributes
 from onnxgrad.native.target import EPOCH, MOST_DATA_ELEMENTS
-from onnxgrad.operators import made_by
+from onnxgrad.operators import made_by, names_with_trait
 from onnxgrad.operators.shapes import constant, dims, static
 
-# operators whose results are the same bits, however many steps there are
-_EXACT = ("Add", "Cast", "Div", "Max", "Min", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub")
 
-
-@rewrites(*_EXACT, group=EPOCH)
+@rewrites(*sorted(names_with_trait("exact")), group=EPOCH)
 def numbers_before(op, node):
     """Nodes on numbers alone, one a step, such as a learning rate, stand before the loop."""
     shape = static(dims(node.outputs[0]))

@@ -238,7 +238,7 @@ declare_operators(
 )
 declare_operators(
     "ReverseSequence",
-    "reorders few_ranks",
+    "reorders",
     naming=Naming("time_axis", default=lambda *_: [0]),
     axes=_axis_of_reversed,
     members=one_by_one,

@@ -38,7 +38,6 @@ declare_operators("Hardmax LpNormalization", naming=LAST, axes=_unless_named)
 declare_operators("Hardmax", no_gradient=PIECEWISE)
 declare_operators(
     "MeanVarianceNormalization",
-    "few_ranks",
     naming=_CENTERED,
     axes=_unless_named,
     members=one_by_one,

@@ -134,7 +134,7 @@ class Operator:
 # rounds          rounds to integers that stand for floats
 # quantizable     a product that onnxruntime's quantization turns into one of integers
 # real_settings   its settings are floats that models compute: scales, tables of cosines
-# few_ranks       onnxruntime has kernels for few ranks or axes
+#       onnxruntime has kernels for few ranks or axes
 # float32_in_reference   onnx.reference computes parts of it in float32
 # boolean, int64  the dtype of the result, whatever the operands are
 

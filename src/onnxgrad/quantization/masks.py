@@ -8,20 +8,19 @@ import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto
 
 from onnxgrad.model import external
-from onnxgrad.operators import REORDERS, SELECTS
+from onnxgrad.operators import REORDERS, SELECTS, names_with_trait, operator_of
 
 Range = tuple[float, float]
 
 LARGEST = 1e6  # that an activation reaches
 WIDEST = 64  # range of scores: by steps of 8 bits, a Softmax changes by a factor of exp(1/8)
-_SUMS = {"Add", "Sub", "Sum", "Where", "Neg", "Trilu"} | REORDERS | SELECTS
+_SUMS = names_with_trait("sums") | REORDERS | SELECTS
 _SCALES = {"Mul", "Div"}
-_PRODUCTS = {"MatMul", "Gemm", "Conv"}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
 def masked(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
-    """Return the values whose ranges are those of masks; nodes that read or write them stay floats.
+    """Return the values that have ranges of masks; nodes that read or write them stay floats.
 
     - Values that are not finite or beyond `LARGEST`.
     - Scores, values of which a Softmax reads sums, that range over more than `WIDEST`; those that a
@@ -32,13 +31,13 @@ def masked(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
         graph: model of floats.
         ranges: least and greatest element of values.
     """
-    ends = {**ranges, **_constants(graph)}
+    ends = {**ranges, **_constant_ranges(graph)}
     makers = {name: node for node in graph.node for name in node.output}
-    scores = _scores(graph, makers)
+    scores = _values_before_softmax(graph, makers)
     found = {name for name, (low, high) in ends.items() if not max(-low, high) <= LARGEST}  # or NaN
     for name in scores & ends.keys():
         low, high = ends[name]
-        made = name in makers and makers[name].op_type in _PRODUCTS
+        made = name in makers and "quantizable" in operator_of(makers[name]).traits
         if not made and max(high, 0) - min(low, 0) > WIDEST:  # scales of integers have zero
             found.add(name)
     for node in graph.node:
@@ -48,7 +47,7 @@ def masked(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
     return found
 
 
-def _constants(graph: GraphProto) -> dict[str, Range]:
+def _constant_ranges(graph: GraphProto) -> dict[str, Range]:
     """Return the ranges of the constants that sums and scalings read."""
     readers = [node for node in graph.node if node.op_type in _SUMS | _SCALES]
     read = {name for node in readers for name in node.input}
@@ -57,7 +56,7 @@ def _constants(graph: GraphProto) -> dict[str, Range]:
     return {n: (float(np.min(a)), float(np.max(a))) for n, a in arrays.items() if a.size}
 
 
-def _scores(graph: GraphProto, makers: Mapping[str, NodeProto]) -> set[str]:
+def _values_before_softmax(graph: GraphProto, makers: Mapping[str, NodeProto]) -> set[str]:
     """Return the values of which Softmax reads sums, moved, selected or scaled."""
     pending = [x for node in graph.node if node.op_type == "Softmax" for x in node.input]
     found: set[str] = set()

@@ -15,6 +15,7 @@ from onnxgrad.errors import ModelError, argument, printable, unknown
 from onnxgrad.model import external
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
+from onnxgrad.operators import operator_of
 from onnxgrad.quantization.by_onnxruntime import Job, prepared
 from onnxgrad.quantization.calibration import feeds
 from onnxgrad.quantization.overflow import integer_products_overflow
@@ -160,8 +161,8 @@ def _check_block_size(size: int, activations: str | None) -> None:
 def _check_floats(proto: ModelProto) -> None:
     """Raise `ModelError` if a model is quantized already."""
     for node in nodes_of(proto):
-        quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
-        if quantizes or node.op_type.startswith(("QLinear", "MatMulNBits", "MatMulInteger")):
+        stores = node.op_type in ("DequantizeLinear", "MatMulNBits")
+        if stores or not operator_of(node).traits.isdisjoint(("quantized", "rounds")):
             raise ModelError(
                 f"the model is quantized already ({node.op_type} {printable(node.name)!r}): "
                 "quantize the model of floats; or train this one, naming the weights to train"

@@ -13,11 +13,11 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
+from onnxgrad.operators import WITH_SUBGRAPHS
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 
 _KERNEL = "_kernel_time"  # the last letters of the name of an event that is a run of a node
-_WITH_SUBGRAPHS = ("If", "Loop", "Scan")  # the nodes inside are counted instead
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def operator_times(
     totals: dict[str, list[float]] = {}
     for event in counted:
         about = event["args"]
-        if about["op_name"] in _WITH_SUBGRAPHS:
+        if about["op_name"] in WITH_SUBGRAPHS:  # the nodes inside are counted instead
             continue
         entry = totals.setdefault(about["op_name"], [0.0, 0.0, 0.0])
         entry[0] += 1

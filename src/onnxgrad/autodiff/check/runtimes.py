@@ -15,14 +15,12 @@ from onnxgrad.autodiff.check.reference_operators import OPERATORS_IN_FLOAT64
 from onnxgrad.errors import PrintableError
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.operators import operator_of
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import loaded
 
 Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
-
-# operators that onnx.reference computes in float32
-_ROUNDED = {"CausalConvWithState", "GridSample", "LinearAttention"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,10 @@ def on_onnxruntime(proto: ModelProto) -> Function:
 def on_reference(proto: ModelProto) -> Function:
     """Return the function that runs `proto` on `onnx.reference`."""
     outputs = _float_outputs(proto)
-    rounded = next((n.op_type for n in proto.graph.node if n.op_type in _ROUNDED), None)
+    rounded = next(
+        (n.op_type for n in proto.graph.node if "float32_in_reference" in operator_of(n).traits),
+        None,
+    )
     try:
         evaluator = ReferenceEvaluator(proto, new_ops=OPERATORS_IN_FLOAT64)
     except Exception as e:  # onnx.reference's errors have no common base

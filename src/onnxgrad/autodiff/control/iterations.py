@@ -25,12 +25,10 @@ from onnxgrad.graph import tidy
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import captured, reads
-from onnxgrad.operators import TRANSCENDENTAL
+from onnxgrad.operators import TRANSCENDENTAL, operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.indexing import scatter_rows
 from onnxgrad.operators.shapes import dims, equal, is_stated, rank, volume
-
-_NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 
 @dataclass
@@ -245,7 +243,7 @@ def move_out(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
 
     def worth(node: ir.Node) -> bool:
         is_output = any(y.is_graph_output() for y in node.outputs)
-        return not is_output and (not may_not_run or node.op_type in _NEVER_FAIL)
+        return not is_output and (not may_not_run or "never_fails" in operator_of(node).traits)
 
     free = (v for n in graph for v in reads(n) if v.producer() is None and not v.is_initializer())
     tidy.move_out(graph, op, worth, {v for v in free if not v.is_graph_input()})

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.operators import RECURRENT
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes
 from onnxgrad.operators.recurrent import lengths
@@ -18,7 +19,6 @@ from onnxgrad.operators.shapes import constant, dims, rank
 
 FINAL_STATES = "final states"
 _FAR = (1 << 31) - 1  # ends of slices, from which they mean all that is there
-CELLS = ("RNN", "GRU", "LSTM")
 
 
 @rewrites("Gather", group=FINAL_STATES)
@@ -32,7 +32,7 @@ def last_output(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     length = shape[axis]
     if isinstance(length, int) and number == length - 1:
         number = -1
-    state = _state(op, x, axis, number)
+    state = _final_state(op, x, axis, number)
     if state is None:
         return None
     return [state if index.ndim == 0 else op.Unsqueeze(state, [axis])]
@@ -52,22 +52,24 @@ def slice_of_last(op: Emit, node: ir.Node) -> list[ir.Value] | None:
         or numbers[2] not in (None, 1)
     ):
         return None
-    state = _state(op, x, axes[0], -1)
+    state = _final_state(op, x, axes[0], -1)
     return None if state is None else [op.Unsqueeze(state, axes)]
 
 
-def _state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | None:
+def _final_state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | None:
     """Return the entry of `v` at `number` of an axis, 0 or -1, if it is a final state."""
     node = None if v is None else v.producer()
     if node is None or node.domain or v is not node.outputs[0]:
         return None
-    if node.op_type in CELLS:
-        return _final(op, node, axis, number)
+    if node.op_type in RECURRENT:
+        return _state_of_layer(op, node, axis, number)
     named, x = named_axes(node), node.inputs[0]
     if node.op_type not in ("Transpose", "Squeeze") or named is None:
         return None
-    kept = named if node.op_type == "Transpose" else [a for a in _axes(x) if a not in named]
-    state = _state(op, x, kept[axis], number)
+    kept = named
+    if node.op_type == "Squeeze":
+        kept = [a for a in range(rank(x) or 0) if a not in named]
+    state = _final_state(op, x, kept[axis], number)
     if state is None:
         return None
     rest = [a - (a > kept[axis]) for a in named if a != kept[axis]]
@@ -76,8 +78,8 @@ def _state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | N
     return state if rest == sorted(rest) else op.Transpose(state, perm=rest)
 
 
-def _final(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
-    """Return Y_h, if Y has that on its axis of time at `number`."""
+def _state_of_layer(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
+    """Return Y_h if Y has it at `number` of its axis of time."""
     y, end = node.outputs[0], {"forward": -1, "reverse": 0}.get(string_attribute(node, "direction"))
     if axis != int_attribute(node, "layout") or number != end:
         return None
@@ -87,7 +89,3 @@ def _final(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
     state = output(op, node, 1, y.dtype)
     state.shape = ir.Shape([*shape[:axis], *shape[axis + 1 :]])
     return state
-
-
-def _axes(v: ir.Value | None) -> range:
-    return range(rank(v) or 0)

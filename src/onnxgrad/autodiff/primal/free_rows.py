@@ -27,12 +27,12 @@ from onnxgrad.autodiff.row_proofs import (
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import nodes_behind, reads
+from onnxgrad.operators import RECURRENT, operator_of
 from onnxgrad.operators.axes import named_axes
 from onnxgrad.operators.shapes import Dim, constant, dims, static
 
 CHOICES_TRIED = 16  # choices of the row axes of the inputs
 VISITS_PER_NODE = 20  # visits of a node, on average, until the search gives up
-_STATES = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}  # operands that each row has one of
 
 InputAxes = dict[str, int | None]
 States = dict[ir.Value, RowState]
@@ -129,7 +129,7 @@ class FixedRows(RowWalk):
         """
         needed = nodes_behind(self.graph.outputs)
         nodes = [node for node in self.graph if node in needed and not _is_size(node)]
-        choices: list[tuple[int, int, Iterator[States]]] = []  # node, known states, what is left
+        choices: list[tuple[int, int, Iterator[States]]] = []  # node, known states, open options
         at, visits = 0, VISITS_PER_NODE * len(nodes)
         while at < len(nodes):
             visits -= 1
@@ -153,7 +153,7 @@ class FixedRows(RowWalk):
         if self._reshapes_rows(node):
             x, y = node.inputs[0], node.outputs[0]
             assert x is not None
-            found = [(self._unlikelihood(x, y, s), s) for s in self.states_after_reshape(node)]
+            found = [(self._likeliest_first(x, y, s), s) for s in self.states_after_reshape(node)]
             return [{y: state} for _, state in sorted(found, key=lambda pair: pair[0])]
         states: States = {}
         for y, state in zip(node.outputs, self.states_by_row(node), strict=True):
@@ -163,7 +163,7 @@ class FixedRows(RowWalk):
                 return []
         return [states]
 
-    def _unlikelihood(self, x: ir.Value, y: ir.Value, state: RowState) -> tuple:
+    def _likeliest_first(self, x: ir.Value, y: ir.Value, state: RowState) -> tuple:
         """Return the sort key of a state after a Reshape, the smallest for the likeliest.
 
         An axis of the length `count` is likely, best the same as before. Otherwise the rows are
@@ -225,9 +225,10 @@ class FixedRows(RowWalk):
                 self._drop_row_axis(node)
             elif node.op_type == "Concat":
                 self._repeat_operands(node, range(len(node.inputs)), state.axis)
-            elif node.op_type in _STATES:
+            elif node.op_type in RECURRENT:
                 axis = 0 if node.attributes.get_int("layout", 0) else 1
-                self._repeat_operands(node, _STATES[node.op_type], axis)
+                initial = [i for i, role in enumerate(operator_of(node).roles) if role == "h"]
+                self._repeat_operands(node, initial, axis)
 
     def _drop_row_axis(self, node: ir.Node) -> None:
         """Drop the row axis from the axes of a Resize to given sizes, or of a Slice."""

@@ -16,6 +16,7 @@ from onnx import ModelProto
 
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.scopes import name_of_floats
+from onnxgrad.operators import RECURRENT
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
 from onnxgrad.training.parameters.operands import (
@@ -42,7 +43,6 @@ _RECURRENT = {1: "weight_ih", 2: "weight_hh", 3: "bias", 5: "h0", 6: "c0", 7: "w
 _BY_LETTER = dict.fromkeys("ftps", "weight") | dict.fromkeys("bom", "bias")
 _BY_OPERATOR = dict.fromkeys(("Mul", "Div"), "weight") | dict.fromkeys(("Add", "Sub"), "bias")
 _OTHER = "parameter"
-RECURRENT = ("RNN", "GRU", "LSTM")
 _ONLY_MOVES = MOVES - {"Gather"}  # which looks up rows of a table
 _NAMED = frozenset("fbst")  # operands of a node that is a layer by itself
 

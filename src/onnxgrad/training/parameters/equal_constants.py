@@ -18,6 +18,7 @@ from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
+from onnxgrad.operators import RECURRENT
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.modes.equal_statistics import (
     Readers,
@@ -27,7 +28,7 @@ from onnxgrad.training.modes.equal_statistics import (
     separate_statistics,
 )
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.aliases import RECURRENT, fits, readable
+from onnxgrad.training.parameters.aliases import fits, readable
 from onnxgrad.training.parameters.module_names import ModuleNames, module_of
 from onnxgrad.training.parameters.operands import MOVES, letter
 from onnxgrad.training.parameters.table import LISTED, more

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.model.constants import ML_COEFFICIENTS
+from onnxgrad.operators import operator_of
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.operands import MOVES, domain, letter, source_of
 from onnxgrad.training.parameters.surroundings import (
@@ -120,7 +120,7 @@ class _UseAs:
         verdict, node, around = self._by_role(), self.node, self.around
         if self.roles.from_sklearn and evidence.of_naive_bayes(self.name):
             return Verdict(True, f"parameter of a naive Bayes classifier ({self.where})")
-        of_model = domain(node) == "ai.onnx.ml" and node.op_type in ML_COEFFICIENTS
+        of_model = bool(operator_of(node).coefficients)
         if not (verdict.trains and self.roles.from_sklearn) or of_model:
             return verdict
         other = node.inputs[1 - self.use.index] if node.op_type == "Add" else None
@@ -178,7 +178,7 @@ class _UseAs:
         return Verdict(False, f"{operand}, which takes no weights", doubtful)
 
     def _of_ml(self) -> Verdict:
-        names = list(ML_COEFFICIENTS.get(self.node.op_type, {}).items())
+        names = operator_of(self.node).coefficients
         if 1 <= self.use.index <= len(names):
             name, trains = names[self.use.index - 1]
             return Verdict(trains, f"{name} of {self.where}")
