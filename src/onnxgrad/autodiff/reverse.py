@@ -12,7 +12,7 @@ from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import marks, operator_of
-from onnxgrad.operators.microsoft_products import remedy
+from onnxgrad.operators.records import remedy_of
 from onnxgrad.operators.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.operators.shapes import Dims, dims, is_real
 from onnxgrad.reporting import logger
@@ -192,7 +192,7 @@ def _no_rule(node: ir.Node) -> str:
         f"add one with @rule({node.op_type!r}{domain}), or name its output in `stop_gradient` of "
         "onnx_derivative"
     )
-    if (advice := remedy(node)) is not None:
+    if (advice := remedy_of(node)) is not None:
         return f"no rule; {advice}; or {add}"
     if unranked:
         return f"no rule while the rank of its input {unranked[0]!r} is unknown; {add}"

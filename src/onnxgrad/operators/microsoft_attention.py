@@ -7,7 +7,7 @@ present share one buffer of keys and values, in which the first rows are valid.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,22 +20,58 @@ from onnxgrad.operators.attention import (
     heads_together,
     within_window,
 )
-from onnxgrad.operators.microsoft_grouped import attend_visible
-from onnxgrad.operators.microsoft_products import DOMAIN, has_output, is_empty_past, refusal
+from onnxgrad.operators.elements import multiply_lengths
+from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, divide_length, has_output
+from onnxgrad.operators.microsoft_grouped import attend_visible, is_empty_past
+from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import Operand, total
-from onnxgrad.operators.shapes import dims, equal, rank
+from onnxgrad.operators.rule_nodes import Operand, optional_inputs, total
+from onnxgrad.operators.shapes import Dims, dims, equal, known_shape, rank
 
 INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)
 
 
+# operators that have no lowering
+declare_contrib("PackedAttention", shape=like_first, roles="xfbccm")
+declare_contrib("PackedMultiHeadAttention", roles="xxxbccm")
+declare_contrib("LongformerAttention", shape=like_first, roles="xfbxfbc")
+declare_contrib("DecoderMaskedSelfAttention", roles="xfbchm")
+declare_contrib("DecoderAttention", roles="xxffbc")
+declare_contrib("RelativePositionBias", roles="tc")
+declare_contrib("GatedRelativePositionBias", roles="xbmfbf")
+
+
+def _shapes_of_attention(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims]:
+    """Return the shapes of the result and of the cache, which has keys and values on axis 0."""
+    x, weights, _, _, past = optional_inputs(inputs, 5)
+    (batch, rows, _), (_, columns) = known_shape(x), known_shape(weights)
+    heads, sizes = attributes["num_heads"], attributes.get("qkv_hidden_sizes", ())
+    width = sizes[2] if sizes else divide_length(columns, 3)
+    keys = rows if past is None else None
+    if past is not None and attributes.get("past_present_share_buffer"):
+        keys = (dims(past) or (None,) * 4)[3]
+    return [(batch, rows, width), (2, batch, heads, keys, divide_length(width, heads))]
+
+
+def _remedy_of_rotary(node: ir.Node) -> str | None:
+    if not node.attributes.get_int("do_rotary", 0):
+        return None
+    return (
+        "onnxruntime has no kernel for do_rotary on the CPU; use the model as it was before "
+        "optimization, or with MultiHeadAttention and RotaryEmbedding"
+    )
+
+
+declare_contrib("Attention", shape=_shapes_of_attention, roles="xfbchmc", remedy=_remedy_of_rotary)
+
+
 @lowering("Attention", domain=DOMAIN)
 def attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
-    x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
+    x, weights, b, mask, past, bias, used = optional_inputs(node.inputs, 7)
     get = node.attributes
-    if refusal(node) or (mask is not None and rank(mask) is None):
+    if _remedy_of_rotary(node) or (mask is not None and rank(mask) is None):
         return None
     sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
     parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
@@ -45,34 +81,86 @@ def attention(op: Any, node: Any) -> list[ir.Value] | None:
     (k, held), (v, held_v) = (
         _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
     )
-    y, _ = _attend(op, node, (q, k, v), mask, bias)
+    y, _ = _attend_masked(op, node, (q, k, v), mask, bias)
     present = y
     if has_output(node, 1):
         present = op.Concat(op.Unsqueeze(held, [0]), op.Unsqueeze(held_v, [0]), axis=0)
     return [y, present][: len(node.outputs)]
 
 
+def _shapes_of_heads(
+    past: int, buffer: int
+) -> Callable[[Sequence, Mapping[str, Any]], list[Dims | None]]:
+    """Return the function of shapes of attention whose cache and buffer length are operands.
+
+    Queries, keys and values may be packed into one or two operands.
+    """
+
+    def shapes(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims | None]:
+        heads, operands = attributes["num_heads"], optional_inputs(inputs, 9)
+        q, k, v = known_shape(operands[0]), dims(operands[1]), dims(operands[2])
+        packed = next((s for s in (q, k) if s is not None and len(s) == 5), None)
+        source = q if len(q) == 5 else k  # (batch, rows, ...), or (batch, heads, rows, size)
+        if packed is not None:
+            width = multiply_lengths(packed[-1], heads)
+        elif v is not None:
+            width = multiply_lengths(v[-1], heads) if len(v) == 4 else v[-1]
+        else:
+            width = None
+        before, is_shared = dims(operands[past]), operands[buffer] is not None
+        keys = None
+        if is_shared and before is not None:
+            keys = before[2]
+        elif operands[past] is None and source is not None:
+            keys = source[2 if len(source) == 4 else 1]
+        size = before[3] if before and isinstance(before[3], int) else divide_length(width, heads)
+        cache = (q[0], heads, keys, size)
+        return [(*q[:2], width), cache, cache, (q[0], heads, q[1], None if is_shared else keys)]
+
+    return shapes
+
+
+def _remedy_of_beams(node: ir.Node) -> str | None:
+    if optional_inputs(node.inputs, 10)[9] is None:
+        return None
+    return "cache_indirection is of a beam search; use the model with a single beam"
+
+
+declare_contrib(
+    "MultiHeadAttention",
+    shape=_shapes_of_heads(past=6, buffer=8),
+    roles="xxxbmmhhc",
+    remedy=_remedy_of_beams,
+)
+declare_contrib(
+    "DecoderMaskedMultiHeadAttention",
+    shape=_shapes_of_heads(past=5, buffer=7),
+    roles="xxxcmhhcccb",
+    remedy=_remedy_of_beams,
+)
+
+
 @lowering("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V.
 
-    That of a decoder is of a single row, with a shared buffer, or with K and V ready.
+    A decoder has a single row of queries, with a shared buffer, or with K and V ready.
     """
-    inputs = (*node.inputs, *[None] * 10)[:11]
+    inputs = optional_inputs(node.inputs, 11)
     if node.op_type == "MultiHeadAttention":
         q, k, v, b, mask, bias, past_key, past_value, used, *_ = inputs
     else:
         q, k, v, mask, bias, past_key, past_value, used, _, _, b = inputs
-    if refusal(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
+    if _remedy_of_beams(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
         return None
-    q, k, v = _heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
+    q, k, v = _separate_heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
     (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
-    y, scores = _attend(op, node, (q, k, v), mask, bias)
+    y, scores = _attend_masked(op, node, (q, k, v), mask, bias)
     return [y, key, value, scores][: len(node.outputs)]
 
 
 def _with_past(op: Any, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.Value, ir.Value]:
-    """Return the keys or values of the past followed by the new ones, and those to remember.
+    """Return the keys or values of the past followed by the new ones, and the next past.
 
     With `used`, the past is a buffer with as many valid rows. The new rows are written behind them.
     """
@@ -88,7 +176,7 @@ def _with_past(op: Any, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.V
     return joined, op.set_type_like(op.Concat(joined, rest, axis=_ROWS), past)
 
 
-def _heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Value]:
+def _separate_heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size), from any of their packed forms."""
     q, k, v = parts = list(qkv)
     if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
@@ -109,7 +197,7 @@ def _heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Va
     return [*(heads_apart(op, x, heads) for x in apart), *parts[len(apart) :]]
 
 
-def _attend(
+def _attend_masked(
     op: Any, node: Any, qkv: HeadsOf, mask: Operand, bias: Operand
 ) -> tuple[ir.Value, ir.Value]:
     """Return Y (batch, rows, heads size), and the scores including bias and mask."""
@@ -121,27 +209,27 @@ def _attend(
         if not isinstance(rows, int):  # a single query attends to all
             visible = op.Or(visible, op.Equal(rows, np.int64(1)))
     if mask is not None:
-        kept = _kept(op, mask, q, keys)
+        kept = _kept_keys(op, mask, q, keys)
         zero = op.const(0.0, q.dtype)
-        added = max(get.get_float("mask_filter_value", -10000.0), _lowest(q))
+        added = max(get.get_float("mask_filter_value", -10000.0), _masked_score(q))
         hidden = op.Where(kept, zero, added)
         bias = hidden if bias is None else bias + hidden
     y, scores, _ = attend_visible(op, node, qkv, bias, visible)
     if visible is not None and has_output(node, 3):
-        scores = op.set_type_like(op.Where(visible, scores, _lowest(q)), scores)
+        scores = op.set_type_like(op.Where(visible, scores, _masked_score(q)), scores)
     return heads_together(op, y), scores
 
 
-def _lowest(x: ir.Value) -> float:
+def _masked_score(x: ir.Value) -> float:
     """Return the lowest number of the dtype of `x`, onnxruntime's score of a masked key."""
     return -float((x.dtype or ir.DataType.FLOAT).max)
 
 
-def _kept(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
+def _kept_keys(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     """Return which keys a mask keeps: booleans that broadcast to (batch, heads, rows, keys)."""
     n = rank(mask)
     if n == 1:
-        return _between(op, mask, q, keys)
+        return _keys_within_lengths(op, mask, q, keys)
     if n == 4:  # for the largest number of rows and keys
         begin = keys - op.dim(q, _ROWS)
         mask = op.Slice(mask, op.vector(begin, 0), op.vector(keys, keys), [2, 3])
@@ -150,7 +238,7 @@ def _kept(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     return op.Greater(mask, op.const(0, mask.dtype))
 
 
-def _between(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
+def _keys_within_lengths(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     """Return which keys j have start <= j < end, by sequence of the batch.
 
     `mask` holds the ends (batch), then the starts (batch). There are no starts if its length is not

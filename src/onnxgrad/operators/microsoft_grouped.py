@@ -5,6 +5,7 @@ Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -21,17 +22,27 @@ from onnxgrad.operators.attention import (
     within_window,
 )
 from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.elements import multiply_lengths
+from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, divide_length, has_output
 from onnxgrad.operators.microsoft_norms import rms_normalized
-from onnxgrad.operators.microsoft_products import DOMAIN, has_output, is_empty_past, refusal
+from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import Operand
-from onnxgrad.operators.shapes import rank
+from onnxgrad.operators.rule_nodes import Operand, optional_inputs
+from onnxgrad.operators.shapes import Dims, dims, known_shape, rank
 
 INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)
 
 
 # -- rotation ------------------------------------------------------------------------------------
+
+
+def _shapes_of_rotated(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[Dims | None]:
+    """Return the shapes of rotated queries and keys."""
+    return [dims(inputs[1]), dims(inputs[3])]
+
+
+declare_contrib("GemmaRotaryEmbedding", shape=_shapes_of_rotated, roles="x")
 
 
 @lowering("GemmaRotaryEmbedding", domain=DOMAIN)
@@ -46,6 +57,11 @@ def gemma_rotary_embedding(op: Any, node: Any) -> list[ir.Value]:
     return [op.set_type_like(x * cos + turned * sin, x) for x, turned in pairs]
 
 
+declare_contrib(
+    "RotaryEmbedding", traits="real_settings", shape=like_first, roles="xck", settings=(2, 3)
+)
+
+
 @lowering("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(op: Any, node: Any) -> list[ir.Value] | None:
     """y = R(p) x: the pairs of elements of each head, rotated by the angles of their position p.
@@ -57,7 +73,7 @@ def rotary_embedding(op: Any, node: Any) -> list[ir.Value] | None:
     if rank(x) is None or rank(position) is None:
         return None
     rows_axis = 1 if rank(x) == 3 else _ROWS
-    if rank(position) == 1:  # that of the first row
+    if rank(position) == 1:  # the position of the first row
         position = op.Unsqueeze(position + op.arange(op.dim(x, rows_axis)), [0])
     cos, sin = (op.Unsqueeze(op.Gather(c, position), [3 - rows_axis]) for c in (cos, sin))
     if rank(x) == 4:
@@ -72,7 +88,7 @@ def rotated(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int
     """Return `x` with pairs of elements of its last axis rotated, by angles with this cos and sin.
 
     A pair is an element and the one half an axis further, or two neighbors if `interleaved`. The
-    elements beyond twice the number of angles stay as they are.
+    elements beyond twice the number of angles do not change.
     """
     angles, size = op.dim(cos, 3), op.dim(x, 3)
     turned, rest = x, None
@@ -92,6 +108,53 @@ def rotated(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int
 # -- attention -----------------------------------------------------------------------------------
 
 
+def is_empty_past(past: ir.Value | None) -> bool:
+    """Return whether a cache (batch, heads, rows, size) has no rows, whatever is fed."""
+    return (dims(past) or ())[-2:-1] == (0,)
+
+
+def _shapes_of_grouped_heads(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims]:
+    """Return the shapes of the result, of both caches (batch, heads, rows, size), and of scores.
+
+    Heads of queries share the heads of keys and values; all may be packed into the first operand.
+    """
+    q, _, v, past = optional_inputs(inputs, 4)
+    batch, rows, width = known_shape(q)
+    heads, shared = attributes["num_heads"], attributes["kv_num_heads"]
+    size = (dims(past) or (None,))[-1]
+    if not isinstance(size, int) and v is None:
+        size = divide_length(width, heads + 2 * shared)
+    elif not isinstance(size, int):
+        size = divide_length((dims(v) or (None,))[-1], shared)
+    keys = rows if past is None else None
+    cache = (batch, shared, keys, size)
+    return [(batch, rows, multiply_lengths(size, heads)), cache, cache, (batch, heads, rows, keys)]
+
+
+def _remedy_of_grouped(node: ir.Node) -> str | None:
+    """Return the remedy for a GroupQueryAttention whose cache is not a tensor of all rows."""
+    if node.attributes.get_int("sliding_window_cache", 0):
+        read = (y for y in node.outputs[1:3] if y.uses() or y.is_graph_output())
+        if not is_empty_past(node.inputs[3]) or any(read):
+            return "its cache is a ring of rows; use the model without cache"
+    scales = optional_inputs(node.inputs, 14)[12:]
+    if node.attributes.get_int("kv_cache_bit_width", 0) or any(v is not None for v in scales):
+        return "its cache is quantized; use the model without cache"
+    return None
+
+
+declare_contrib(
+    "GroupQueryAttention",
+    traits="real_settings",
+    settings=(7, 8),
+    shape=_shapes_of_grouped_heads,
+    roles="xxxhhcckkcmf",
+    remedy=_remedy_of_grouped,
+)
+declare_contrib("PagedAttention", roles="xxxhhccck")
+declare_contrib("SparseAttention", roles="xxxhhccccck")
+
+
 @lowering("GroupQueryAttention", domain=DOMAIN)
 def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, where several heads of Q share one of K and V.
@@ -100,16 +163,18 @@ def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
     of padding, for which onnxruntime's result is undefined.
     """
     get = node.attributes
-    inputs = (*node.inputs, *[None] * 16)[:16]
-    past_key, past_value, lengths, total, cos, sin, position, bias, sink = inputs[3:12]
+    q, k, v, past_key, past_value, lengths, total, cos, sin, position, *others = optional_inputs(
+        node.inputs, 16
+    )
+    bias, sink, _, _, *norm_scales = others
     if is_empty_past(past_key):
         past_key = past_value = None
-    if refusal(node) or any(x is not None for x in inputs[12:14]):
+    if _remedy_of_grouped(node) is not None:
         return None
-    q, k, v = _heads(op, node, *inputs[:3])
-    if inputs[14] is not None:
+    q, k, v = _packed_heads(op, node, q, k, v)
+    if norm_scales[0] is not None:
         epsilon = float_attribute(node, "qk_norm_epsilon")
-        norms = zip((q, k), inputs[14:16], strict=True)
+        norms = zip((q, k), norm_scales, strict=True)
         q, k = (rms_normalized(op, x, scale, epsilon)[0] for x, scale in norms)
     rows = op.dim(q, _ROWS)
     before = None if past_key is None else _past_rows(op, rows, lengths, total)
@@ -119,9 +184,9 @@ def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
         interleaved = get.get_int("rotary_interleaved", 0)
         q, k = (rotated(op, x, cos, sin, interleaved) for x in (q, k))
     if before is not None:
-        source = _sources(op, rows, before, total, past_key)
-        k, v = (_appended(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
-    visible = _visible(op, node, (q, k), before, lengths)
+        source = _present_sources(op, rows, before, total, past_key)
+        k, v = (_append_rows(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
+    visible = _attended_keys(op, node, (q, k), before, lengths)
 
     if sink is not None:
         sink = op.Reshape(sink, [1, -1, 1, 1])
@@ -159,7 +224,7 @@ def attend_visible(
     return y, scores, weights
 
 
-def _heads(op: Any, node: Any, q: ir.Value, k: Operand, v: Operand) -> list[ir.Value]:
+def _packed_heads(op: Any, node: Any, q: ir.Value, k: Operand, v: Operand) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size); they may be packed into `q`."""
     heads, shared = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
     if k is not None and v is not None:
@@ -188,7 +253,7 @@ def _rotary_positions(op: Any, rows: Length, before: Operand, position: Operand)
     return op.Where(op.Equal(op.ReduceMax(before, keepdims=1), np.int64(0)), first, position)
 
 
-def _sources(
+def _present_sources(
     op: Any, rows: Length, before: ir.Value, total: ir.Value, past: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """Return the index (batch, 1, keys, 1) of each row of present in past and new rows, and whether
@@ -203,15 +268,17 @@ def _sources(
     return tuple(op.Reshape(x, [0, 1, -1, 1]) for x in (source, valid))
 
 
-def _appended(op: Any, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir.Value) -> ir.Value:
-    """Return the valid rows of `past`, followed by those of `x` and by zeros."""
+def _append_rows(
+    op: Any, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir.Value
+) -> ir.Value:
+    """Return the valid rows of `past`, then the rows of `x`, then zeros."""
     joined = op.Concat(past, x, axis=_ROWS)
     heads = op.dim(x, 1)
     indices = op.Expand(source, op.vector(1, heads, 1, 1))
     return op.Where(valid, op.GatherND(joined, indices, batch_dims=2), 0.0)
 
 
-def _visible(op: Any, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
+def _attended_keys(op: Any, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
     """Return which keys a query attends to: the last ones up to its own, or all if not causal."""
     rows, keys = (op.dim(x, _ROWS) for x in qk)
     if not int_attribute(node, "causal"):

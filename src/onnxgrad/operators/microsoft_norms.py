@@ -5,18 +5,37 @@ Ba, Kiros & Hinton 2016, arXiv:1607.06450; Zhang & Sennrich 2019, arXiv:1910.074
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.microsoft_products import DOMAIN, has_output
+from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, has_output, like_first_twice
 from onnxgrad.operators.normalizations import axes_from
+from onnxgrad.operators.outputs import like_first
+from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import total
-from onnxgrad.operators.shapes import rank
+from onnxgrad.operators.rule_nodes import optional_inputs, total
+from onnxgrad.operators.shapes import Dims, dims, known_shape, rank
 
 FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
+
+
+declare_contrib("LayerNormalization", roles="xso")
+
+
+def _shapes_of_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims] | None:
+    """Return the shapes of a normalized value and of one statistic for each row."""
+    x = dims(inputs[0])
+    if x is None:
+        return None
+    axis = attributes.get("axis", -1) % len(x)
+    return [x, (*x[:axis], *[1] * (len(x) - axis))]
+
+
+declare_operators("SimplifiedLayerNormalization", shape=_shapes_of_norm)
+declare_contrib("SimplifiedLayerNormalization", shape=_shapes_of_norm, roles="xs")
 
 
 @lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too
@@ -29,10 +48,20 @@ def simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     return [y, inverse][: len(node.outputs)]
 
 
+def _shapes_of_skip_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims] | None:
+    """Return the shapes of the normalized sum of operands, of two statistics, and of the sum."""
+    shapes = _shapes_of_norm(inputs, attributes)
+    return None if shapes is None else [*shapes, shapes[1], shapes[0]]
+
+
+declare_contrib("SkipLayerNormalization", shape=_shapes_of_skip_norm, roles="aasob")
+declare_contrib("SkipSimplifiedLayerNormalization", shape=_shapes_of_skip_norm, roles="aasb")
+
+
 @lowering("SkipLayerNormalization", domain=DOMAIN)
 def skip_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x = a + skip + b."""
-    a, skip, scale, shift, bias = (*node.inputs, None, None)[:5]
+    a, skip, scale, shift, bias = optional_inputs(node.inputs, 5)
     x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
     statistics = has_output(node, 1) or has_output(node, 2)
     operands = [v for v in (x, scale, shift) if v is not None]
@@ -48,12 +77,15 @@ def skip_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
 @lowering("SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     """y = s x / r, x = a + skip + b. The output `mean` is zero."""
-    a, skip, scale, bias = (*node.inputs, None)[:4]
+    a, skip, scale, bias = optional_inputs(node.inputs, 4)
     x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
     need = has_output(node, 1) or has_output(node, 2)
     y, inverse = rms_normalized(op, x, scale, epsilon, -1, need)
     mean = op.zeros_like(inverse) if has_output(node, 1) else inverse
     return [y, mean, inverse, x][: len(node.outputs)]
+
+
+declare_contrib("GatedRMSNorm", shape=like_first, roles="xsx")
 
 
 @lowering("GatedRMSNorm", domain=DOMAIN)
@@ -90,11 +122,21 @@ def rms_normalized(
     return op.set_type_like(y, x), op.Cast(inverted, to=FLOAT)
 
 
+def _shapes_of_embedding(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[Dims]:
+    """Return the shapes of embedded tokens, of their numbers, and of tokens before the norm."""
+    ids = known_shape(inputs[0])
+    embedded = (*ids, known_shape(inputs[2])[-1])
+    return [embedded, ids[:1], embedded]
+
+
+declare_contrib("EmbedLayerNormalization", shape=_shapes_of_embedding, roles="xxtttsocx")
+
+
 @lowering("EmbedLayerNormalization", domain=DOMAIN)
 def embed_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x the sum of the embeddings of word, position and segment."""
-    inputs = (*node.inputs, None, None)[:9]
-    ids, segment_ids, words, positions, segments, scale, shift, mask, position_ids = inputs
+    ids, segment_ids, words, positions, segments, *others = optional_inputs(node.inputs, 9)
+    scale, shift, mask, position_ids = others
     rows = op.Slice(positions, [0], op.vector(op.dim(ids, 1)), [0])
     x = op.Gather(words, ids)
     x = x + (rows if position_ids is None else op.Gather(positions, position_ids))
@@ -111,13 +153,17 @@ def embed_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     return [y, lengths, x][: len(node.outputs)]
 
 
+declare_contrib("GroupNorm", shape=like_first, roles="xso")
+declare_contrib("SkipGroupNorm", shape=like_first_twice, roles="xsoab")
+
+
 @lowering("GroupNorm", "SkipGroupNorm", domain=DOMAIN)
 def group_norm(op: Any, node: Any) -> list[ir.Value] | None:
     """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C).
 
     x = a + skip + b of a SkipGroupNorm, whose second output is x. The activation 1 is SiLU.
     """
-    a, scale, shift, skip, bias = (*node.inputs, None, None)[:5]
+    a, scale, shift, skip, bias = optional_inputs(node.inputs, 5)
     if skip is not None and rank(skip) is None:
         return None
     if rank(skip) == 2:  # (N, C): the same at all positions

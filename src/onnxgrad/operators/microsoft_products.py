@@ -6,8 +6,7 @@ onnxruntime deviate from it, they are the reference.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from math import pi, sqrt
 from typing import Any
@@ -15,84 +14,67 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.kernels import has_kernel
-from onnxgrad.operators.products import product
+from onnxgrad.operators.convolutions import work_of_convolution
+from onnxgrad.operators.elementwise import broadcast_operands
+from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, divide_length, like_first_twice
+from onnxgrad.operators.outputs import like_first
+from onnxgrad.operators.products import product, shape_of_gemm, shape_of_matmul
 from onnxgrad.operators.recurrent import ACTIVATIONS
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import attributes_of, total
-from onnxgrad.operators.shapes import dims, rank
+from onnxgrad.operators.rule_nodes import attributes_of, optional_inputs, total
+from onnxgrad.operators.shapes import Dims, broadcast, known_shape, rank
 
-DOMAIN = "com.microsoft"
-_QUANTIZED = re.compile(r"Q[A-Z]|.*Quant|.*NBits|.*Bnb4|.*FpQ4|.*Integer|NhwcMaxPool")
-
-# beside those of recurrent operators: the function, and None for each number that it takes
-_ACTIVATIONS: dict[str, tuple[Any, ...]] = ACTIVATIONS | {
+# the activations of recurrent operators and further ones, by the values of the attribute
+# `activation`: the function, and None for each number that it needs
+_FUSED_ACTIVATIONS: dict[str, tuple[Any, ...]] = ACTIVATIONS | {
     "hardswish": (lambda op, x: op.HardSwish(x),),
     "celu": (lambda op, x, a: op.Celu(x, alpha=a), None),
     "selu": (lambda op, x, a, gamma: op.Selu(x, alpha=a, gamma=gamma), None, None),
     "clip": (lambda op, x, low, high: op.Clip(x, low, high), None, None),
     "parametricsoftplus": (lambda op, x, a, b: a * op.Softplus(b * x), None, None),
 }
-_REFUSED = {  # operator -> {attribute that is not zero: why it has no lowering}
-    "Attention": {
-        "do_rotary": "onnxruntime has no kernel for do_rotary on the CPU; use the model as it was "
-        "before optimization, or with MultiHeadAttention and RotaryEmbedding"
-    },
-    "GroupQueryAttention": {
-        "sliding_window_cache": "its cache is a ring of rows; use the model without cache",
-        "kv_cache_bit_width": "its cache is quantized; use the model without cache",
-    },
-}
+
+# operators that have no lowering
+declare_contrib("FusedMatMulActivation", roles="f")
+declare_contrib("GemmFloat8", roles="ffb")
+declare_contrib("NhwcConv", roles="xfb")
+declare_contrib("NhwcFusedConv", roles="xfba")
+declare_contrib("Inverse", shape=like_first)
 
 
-def refusal(node: ir.Node) -> str | None:
-    """Return why a lowering does not take the attributes or inputs of `node`, None if it does."""
-    for attribute, why in _REFUSED.get(node.op_type, {}).items():
-        if node.attributes.get_int(attribute, 0) and not (
-            attribute == "sliding_window_cache" and _begins_empty(node)
-        ):
-            return why
-    beams = node.inputs[9:10] if node.op_type.endswith("MultiHeadAttention") else ()
-    if any(v is not None for v in beams):
-        return "cache_indirection is of a beam search; use the model with a single beam"
-    return None
+def _remedy_of_experts(_node: ir.Node) -> str:
+    return (
+        "the gradient of a mixture of experts is not supported: train what comes behind the last "
+        "one only, as lm_head and the normalization before it"
+    )
 
 
-def is_empty_past(past: ir.Value | None) -> bool:
-    """Return whether a cache (batch, heads, rows, size) has no rows, whatever is fed."""
-    return (dims(past) or ())[-2:-1] == (0,)
-
-
-def _begins_empty(node: ir.Node) -> bool:
-    """Return whether a node with a cache has none yet, and nothing reads the next one."""
-    read = (y for y in node.outputs[1:3] if y.uses() or y.is_graph_output())
-    return is_empty_past(node.inputs[3]) and not any(read)
-
-
-def remedy(node: ir.Node) -> str | None:
-    """Return the remedy for an operator of onnxruntime without lowering, None for others."""
-    if not node.domain.startswith(DOMAIN):
-        return None
-    if node.op_type in ("MoE", "QMoE"):
-        return (
-            "the gradient of a mixture of experts is not supported: train what comes behind the "
-            "last one only, as lm_head and the normalization before it"
-        )
-    if _QUANTIZED.match(node.op_type):
-        return "it computes with quantized numbers; use the model as it was before quantization"
-    if not has_kernel(node.domain, node.op_type):
-        return "the installed onnxruntime does not run it on a CPU; write it with operators of ONNX"
-    level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"
-    before = f"use the model as it was before optimization, or optimized at {level} at most"
-    return refusal(node) or before
-
-
-def has_output(node: ir.Node, index: int) -> bool:
-    """Return whether `node` has the optional output `index`."""
-    return index < len(node.outputs) and bool(node.outputs[index].name)
+declare_contrib("MoE", shape=like_first, roles="xxfbfbfb", remedy=_remedy_of_experts)
+declare_contrib("QMoE", shape=like_first, roles="q", remedy=_remedy_of_experts)
 
 
 # -- products ------------------------------------------------------------------------------------
+
+
+def _shape_of_fused_matmul(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
+    """Return the shape of a product of matrices that may be transposed."""
+    a, b = (_shape_after_transpose(inputs[i], "AB"[i], attributes) for i in (0, 1))
+    if min(len(a), len(b)) == 1:
+        return a[:-1] if len(b) == 1 else (*b[:-2], b[-1])
+    return (*(broadcast(a[:-2], b[:-2]) or ()), a[-2], b[-1])
+
+
+def _shape_after_transpose(x: Any, side: str, attributes: Mapping[str, Any]) -> Dims:
+    """Return the shape of an operand of a FusedMatMul after `transBatchA` and `transA`."""
+    shape = known_shape(x)
+    if len(shape) < 2:
+        return shape
+    if attributes.get(f"transBatch{side}"):
+        shape = (*shape[1:-1], shape[0], shape[-1])
+    return (*shape[:-2], shape[-1], shape[-2]) if attributes.get(f"trans{side}") else shape
+
+
+declare_contrib("FusedMatMul TransposeMatMul", shape=_shape_of_fused_matmul, roles="f")
 
 
 @lowering("FusedMatMul", "TransposeMatMul", domain=DOMAIN)
@@ -104,19 +86,23 @@ def fused_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     batch = flags.get_int("transBatchA", 0) or flags.get_int("transBatchB", 0)
     if (n is None and batch) or (n == 1 and int_attribute(node, "transA")):
         return None  # onnxruntime 1.31 does not transpose A if B is a vector
-    a, b = (_transposed(op, node, x, side) for x, side in zip(node.inputs, "AB", strict=True))
+    a, b = (_transpose_operand(op, node, i) for i in (0, 1))
     alpha = float_attribute(node, "alpha")
     y = product(op, a, b)
     return [y if alpha == 1 else y * alpha]
 
 
-def _transposed(op: Any, node: ir.Node, x: ir.Value, side: str) -> ir.Value:
+def _transpose_operand(op: Any, node: Any, index: int) -> ir.Value:
+    x, side = node.inputs[index], "AB"[index]
     n = rank(x)
     if node.attributes.get_int(f"transBatch{side}", 0):
         assert n is not None  # both operands have the same rank
         x = op.Transpose(x, perm=[*range(1, n - 1), 0, n - 1])
     swapped = int_attribute(node, f"trans{side}") and n != 1
     return op.mT(x) if swapped else x
+
+
+declare_contrib("FusedGemm", shape=shape_of_gemm, roles="ffb")
 
 
 @lowering("FusedGemm", domain=DOMAIN)
@@ -127,16 +113,19 @@ def fused_gemm(op: Any, node: Any) -> list[ir.Value] | None:
     stated = (get.get(f"activation_{name}") for name in ("alpha", second))
     numbers = [a.as_float() for a in takewhile(lambda a: a is not None, stated)]
     y = op.emit("Gemm", node.inputs, attributes_without(node, "activation"))
-    return _activated(op, node, y, numbers)
+    return _apply_activation(op, node, y, numbers)
+
+
+declare_contrib("FusedConv", shape_like=("Conv", 3), roles="xfba", work=work_of_convolution(1, 2))
 
 
 @lowering("FusedConv", domain=DOMAIN)
 def fused_conv(op: Any, node: Any) -> list[ir.Value] | None:
     """y = f(conv(x, w) + b + z)."""
-    *operands, z = (*node.inputs, None, None)[:4]
+    *operands, z = optional_inputs(node.inputs, 4)
     y = op.emit("Conv", operands, attributes_without(node, "activation"))
     y = y if z is None else op.set_type_like(y + z, z)
-    return _activated(op, node, y, node.attributes.get_floats("activation_params", ()))
+    return _apply_activation(op, node, y, node.attributes.get_floats("activation_params", ()))
 
 
 def attributes_without(node: ir.Node, *prefixes: str) -> dict[str, Any]:
@@ -144,40 +133,48 @@ def attributes_without(node: ir.Node, *prefixes: str) -> dict[str, Any]:
     return {k: v for k, v in attributes_of(node).items() if not k.startswith(prefixes)}
 
 
-def _activated(op: Any, node: Any, y: ir.Value, numbers: Sequence[float]) -> list[ir.Value] | None:
+def _apply_activation(
+    op: Any, node: Any, y: ir.Value, numbers: Sequence[float]
+) -> list[ir.Value] | None:
     """Return f(y), or None if f is unknown or lacks a number."""
-    kind = node.attributes.get_string("activation", "")
-    if not kind:
+    if not (kind := node.attributes.get_string("activation", "")):
         return [y]
-    function, *defaults = _ACTIVATIONS.get(kind.lower(), (None,))
+    function, *defaults = _FUSED_ACTIVATIONS.get(kind.lower(), (None,))
     if function is None or len(numbers) < len(defaults):
         return None
     return [op.set_type_like(function(op, y, *numbers[: len(defaults)]), y)]
+
+
+declare_contrib("GemmFastGelu", shape=shape_of_matmul, roles="ffb")
 
 
 @lowering("GemmFastGelu", domain=DOMAIN)
 def gemm_fast_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = fast_gelu(x w + b)."""
     x, w, *bias = node.inputs
-    return [_fast_gelu(op, total(op.MatMul(x, w), *bias))]
+    return [_write_fast_gelu(op, total(op.MatMul(x, w), *bias))]
 
 
 # -- activations ---------------------------------------------------------------------------------
 
 
+declare_contrib("Gelu QuickGelu", shape=like_first, roles="x")
+declare_contrib("BiasGelu FastGelu", shape=like_first, roles="xb")
+
+
 @lowering("Gelu", "BiasGelu", domain=DOMAIN)
 def bias_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = x F(x), x = a + b, F the standard normal distribution function."""
-    return [_gelu(op, total(*node.inputs[:2]))]
+    return [_write_gelu(op, total(*node.inputs[:2]))]
 
 
 @lowering("FastGelu", domain=DOMAIN)
 def fast_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
-    return [_fast_gelu(op, total(*node.inputs[:2]))]
+    return [_write_fast_gelu(op, total(*node.inputs[:2]))]
 
 
-def _fast_gelu(op: Any, x: ir.Value) -> ir.Value:
+def _write_fast_gelu(op: Any, x: ir.Value) -> ir.Value:
     if op.opset >= 20:
         return op.Gelu(x, approximate="tanh")
     inner = (x + 0.044715 * (x * x * x)) * sqrt(2 / pi)
@@ -192,17 +189,28 @@ def swish(op: Any, node: Any) -> list[ir.Value]:
     return [x * op.Sigmoid(x if alpha == 1 else alpha * x)]
 
 
+def _shape_of_half(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims:
+    *rows, width = known_shape(inputs[0])
+    return (*rows, divide_length(width, 2))
+
+
+declare_contrib("BiasSplitGelu", shape=_shape_of_half, roles="xb")
+
+
 @lowering("BiasSplitGelu", domain=DOMAIN)
 def bias_split_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = l gelu(r), [l, r] = x + b."""
     left, right = op.split(total(*node.inputs[:2]), 2, -1)
-    return [left * _gelu(op, right)]
+    return [left * _write_gelu(op, right)]
 
 
-def _gelu(op: Any, x: ir.Value) -> ir.Value:
+def _write_gelu(op: Any, x: ir.Value) -> ir.Value:
     if op.opset >= 20:
         return op.Gelu(x)
     return 0.5 * x * (op.Erf(x * sqrt(0.5)) + 1.0)
+
+
+declare_contrib("BiasAdd", shape=like_first, roles="xba")
 
 
 @lowering("BiasAdd", domain=DOMAIN)
@@ -211,14 +219,20 @@ def bias_add(op: Any, node: Any) -> list[ir.Value]:
     return [total(*node.inputs)]
 
 
+declare_contrib("BiasDropout", shape=like_first_twice, roles="xbac")
+
+
 @lowering("BiasDropout", domain=DOMAIN)
 def bias_dropout(op: Any, node: Any) -> list[ir.Value]:
     """y = dropout(x + b) + z."""
-    x, bias, residual, *ratio_and_mode = (*node.inputs, None, None, None)[:5]
+    x, bias, residual, *ratio_and_mode = optional_inputs(node.inputs, 5)
     y, mask = op.emit_many("Dropout", [x + bias, *ratio_and_mode], attributes_of(node), outputs=2)
     mask.dtype = ir.DataType.BOOL
     y = op.set_type_like(y, x)
     return [total(y, residual), mask][: len(node.outputs)]
+
+
+declare_contrib("BiasSoftmax", shape=like_first, roles="xm")
 
 
 @lowering("BiasSoftmax", domain=DOMAIN)
@@ -234,6 +248,9 @@ def softmax_from(op: Any, x: ir.Value, axis: int) -> ir.Value:
     return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
 
 
+declare_contrib("GridSample", shape_like=("GridSample", 2), roles="xc")
+
+
 @lowering("GridSample", domain=DOMAIN)
 def grid_sample(op: Any, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator, whose modes have other names since opset 20."""
@@ -243,10 +260,13 @@ def grid_sample(op: Any, node: Any) -> list[ir.Value]:
     return [op.emit("GridSample", node.inputs, attributes)]
 
 
+declare_contrib("ConvTransposeWithDynamicPads", roles="xfcb")
+
+
 @lowering("ConvTransposeWithDynamicPads", domain=DOMAIN)
 def conv_transpose(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = ConvTranspose(x, w, b) without pads, cropped by those of an operand."""
-    x, w, pads, bias = (*node.inputs, None, None)[:4]
+    """y = ConvTranspose(x, w, b) without pads, cropped by the pads that an operand holds."""
+    x, w, pads, bias = optional_inputs(node.inputs, 4)
     n = rank(x)
     if n is None:
         return None
@@ -255,6 +275,11 @@ def conv_transpose(op: Any, node: Any) -> list[ir.Value] | None:
         return [y]
     starts, after = op.split(pads, 2, 0)
     return [op.Slice(y, starts, op.Shape(y, start=2) - after, list(range(2, n)))]
+
+
+declare_contrib("GatherND", shape_like=("GatherND", 2))
+declare_contrib("Pad", shape_like=("Pad", 3))
+declare_contrib("Trilu", shape=like_first)
 
 
 @lowering("GatherND", "Pad", "Trilu", domain=DOMAIN)
@@ -273,12 +298,22 @@ def expand_dims(op: Any, node: Any) -> list[ir.Value]:
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]
 
 
+declare_contrib("ComplexMul ComplexMulConj", shape=broadcast_operands, roles="f")
+
+
 @lowering("ComplexMul", "ComplexMulConj", domain=DOMAIN)
 def complex_product(op: Any, node: Any) -> list[ir.Value]:
     """y = a b or a conj(b) of complex numbers, whose two parts are along the last axis."""
     (a, c), (b, d) = (op.split(v, 2, -1) for v in node.inputs)
     d = -d if node.op_type == "ComplexMulConj" else d
     return [op.Concat(a * b - c * d, a * d + c * b, axis=-1)]
+
+
+def _shape_of_distances(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims:
+    return known_shape(inputs[0])[0], known_shape(inputs[1])[0]
+
+
+declare_contrib("CDist", shape=_shape_of_distances)
 
 
 @lowering("CDist", domain=DOMAIN)

@@ -1,25 +1,42 @@
 """Quantized operators of `com.microsoft` as the float operators between standard quantization.
 
 onnxruntime fuses the results back to the kernels of the operators that were lowered, except where
-the gradient needs what is in between.
+the gradient needs a value in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute
-from onnxgrad.operators.microsoft_products import DOMAIN, attributes_without, softmax_from
+from onnxgrad.operators.elementwise import broadcast_operands
+from onnxgrad.operators.microsoft import DOMAIN, declare_contrib
+from onnxgrad.operators.microsoft_products import attributes_without, softmax_from
+from onnxgrad.operators.outputs import like_first
+from onnxgrad.operators.products import shape_of_gemm, shape_of_matmul
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import Operand, attributes_of, total
-from onnxgrad.operators.shapes import rank
+from onnxgrad.operators.rule_nodes import Operand, attributes_of, optional_inputs, total
+from onnxgrad.operators.shapes import Dims, known_shape, rank
 
 FLOAT = ir.DataType.FLOAT
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
+
+# operators that have no lowering
+declare_contrib(
+    "DynamicQuantizeLSTM QAttention QEmbedLayerNormalization QLinearConv QOrderedMatMul", roles="q"
+)
+
+
+def shape_by_columns(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
+    """Return the shape of a product with a weight (N, K) of few bits."""
+    return (*known_shape(inputs[0])[:-1], attributes["N"])
+
+
+declare_contrib("MatMulBnb4", shape=shape_by_columns, roles="q")
 
 
 def dequantized(
@@ -43,11 +60,6 @@ def quantized(
     return y
 
 
-def _operands(node: ir.Node, count: int) -> list[Any]:
-    """Return `count` operands, None for those that are left out."""
-    return [*node.inputs, *[None] * count][:count]
-
-
 def _without_last(*operands: Operand) -> list[Any]:
     """Return operands without those at their end that are left out."""
     count = max(i for i, v in enumerate(operands, 1) if v is not None)
@@ -58,6 +70,18 @@ def _is_quantized(*values: Operand) -> bool:
     return all(v is not None and v.dtype in _BYTES for v in values)
 
 
+declare_contrib(
+    "QLinearAdd QLinearMul",
+    # the second operand stands behind scale and zero point of the first
+    shape=lambda inputs, attributes: broadcast_operands([inputs[0], inputs[3]], attributes),
+    roles="q",
+)
+declare_contrib("QLinearLeakyRelu QLinearSigmoid QLinearSoftmax", shape=like_first, roles="q")
+declare_contrib("QLinearAveragePool", shape_like=("AveragePool", 1), roles="q")
+declare_contrib("QLinearGlobalAveragePool", shape_like=("GlobalAveragePool", 1), roles="q")
+declare_contrib("QLinearConcat", roles="q")
+
+
 @lowering(
     *"QLinearAdd QLinearAveragePool QLinearConcat QLinearGlobalAveragePool".split(),
     *"QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere".split(),
@@ -65,23 +89,25 @@ def _is_quantized(*values: Operand) -> bool:
 )
 def between_quantizations(op: Any, node: Any) -> list[ir.Value] | None:
     """y = Q(f(a, b, ...)), f the operator without the prefix QLinear."""
-    # each quantized operand is followed by its scale and zero point; those of the result are last,
-    # but the first of a Concat, and a Where has its condition in front
+    # scale and zero point follow each quantized operand; scale and zero point of the result are
+    # last, but first in a Concat. A Where has its condition in front.
     name = node.op_type.removeprefix("QLinear")
     plain = 1 if name == "Where" else 0
     if name == "Concat":
         y_scale, y_zero, *triples = node.inputs
     else:
         count = plain + 3 * (2 if name in ("Add", "Mul", "Where") else 1)
-        *triples, y_scale, y_zero = _operands(node, count + 2)[plain:]
+        *triples, y_scale, y_zero = optional_inputs(node.inputs, count + 2)[plain:]
     parts = [triples[i : i + 3] for i in range(0, len(triples), 3)]
     if not _is_quantized(*(x for x, *_ in parts)):
         return None
-    y = _applied(op, node, name, [*node.inputs[:plain], *(dequantized(op, *p) for p in parts)])
+    y = _apply_unquantized(
+        op, node, name, [*node.inputs[:plain], *(dequantized(op, *p) for p in parts)]
+    )
     return None if y is None else [quantized(op, y, y_scale, y_zero, parts[0][0])]
 
 
-def _applied(op: Any, node: ir.Node, name: str, operands: list[Any]) -> ir.Value | None:
+def _apply_unquantized(op: Any, node: ir.Node, name: str, operands: list[Any]) -> ir.Value | None:
     """Return the result of the operator without quantization, None if it takes an unknown rank."""
     get, x = node.attributes, operands[0]
     if name == "Softmax" and get.get_int("opset", 13) < 13:
@@ -96,10 +122,18 @@ def _applied(op: Any, node: ir.Node, name: str, operands: list[Any]) -> ir.Value
     return op.Transpose(y, perm=[0, *range(2, n), 1])
 
 
+def _shape_of_quantized_gemm(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
+    """Return the shape of a Gemm whose second matrix stands behind scale and zero point."""
+    return shape_of_gemm([inputs[0], inputs[3]], attributes)
+
+
+declare_contrib("QGemm", shape=_shape_of_quantized_gemm, roles="q")
+
+
 @lowering("QGemm", domain=DOMAIN)
 def gemm(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = Q(alpha (A B + c)), the steps of c being products of those of A and B."""
-    a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = _operands(node, 9)
+    """y = Q(alpha (A B + c)), a step of c being the product of a step of A and a step of B."""
+    a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = optional_inputs(node.inputs, 9)
     if not _is_quantized(a, b):
         return None
     attributes = attributes_of(node)
@@ -111,10 +145,13 @@ def gemm(op: Any, node: Any) -> list[ir.Value] | None:
     return [y if y_scale is None else quantized(op, y, y_scale, y_zero, a)]
 
 
+declare_contrib("DynamicQuantizeMatMul", shape=shape_of_matmul, roles="xqqqb")
+
+
 @lowering("DynamicQuantizeMatMul", domain=DOMAIN)
 def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = a b + c, a rounded to 256 steps over its range."""
-    a, b, scale, zero, bias = _operands(node, 5)
+    a, b, scale, zero, bias = optional_inputs(node.inputs, 5)
     if not _is_quantized(b):
         return None
     q, a_scale, a_zero = op.emit_many("DynamicQuantizeLinear", [a], {}, 3)
@@ -124,10 +161,13 @@ def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     return [_integer_product(op, (q, b, a_zero, zero), a_scale * scale, bias)]
 
 
+declare_contrib("MatMulIntegerToFloat", shape=shape_of_matmul, roles="xqqqqqb")
+
+
 @lowering("MatMulIntegerToFloat", domain=DOMAIN)
 def integer_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = a_scale b_scale (a - a_zero) (b - b_zero) + c."""
-    a, b, a_scale, b_scale, a_zero, b_zero, bias = _operands(node, 7)
+    a, b, a_scale, b_scale, a_zero, b_zero, bias = optional_inputs(node.inputs, 7)
     if not _is_quantized(a, b):
         return None
     return [_integer_product(op, (a, b, a_zero, b_zero), a_scale * b_scale, bias)]
@@ -142,10 +182,13 @@ def _integer_product(
     return total(op.Cast(product, to=FLOAT) * scale, bias)
 
 
+declare_contrib("DequantizeLinear QuantizeLinear", shape=like_first, roles="xq")
+
+
 @lowering("QuantizeLinear", "DequantizeLinear", domain=DOMAIN)
 def standard(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the result of the standard operator of the same name."""
-    x, scale, zero = _operands(node, 3)
+    x, scale, zero = optional_inputs(node.inputs, 3)
     integer = x if node.op_type == "DequantizeLinear" else zero
     if integer is None or (integer.dtype not in _BYTES and op.opset < 21):
         return None

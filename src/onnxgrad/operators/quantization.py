@@ -5,6 +5,7 @@ Weights that are kept in few bits are unpacked for the backward pass only.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,10 +13,13 @@ import onnx_ir as ir
 
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
+from onnxgrad.operators.elements import multiply_lengths
+from onnxgrad.operators.microsoft import DOMAIN, declare_contrib
+from onnxgrad.operators.microsoft_quantized import shape_by_columns
 from onnxgrad.operators.records import INTEGER, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
-from onnxgrad.operators.rule_nodes import attributes_of, gated, widened
-from onnxgrad.operators.shapes import dims, rank, static
+from onnxgrad.operators.rule_nodes import attributes_of, gated, optional_inputs, widened
+from onnxgrad.operators.shapes import Dims, dims, known_shape, rank, static
 
 FLOAT = ir.DataType.FLOAT
 
@@ -127,7 +131,7 @@ def dequantize_linear(op, node, g):
 def _per_scale(op, node, v):
     """Return the sums of v over the elements that share a scale.
 
-    These are all elements, those with the same index on `axis`, or those of one block along it.
+    All elements share a scale, or elements with the same index on `axis`, or one block along it.
     """
     x, scale = node.inputs[:2]
     axis, block = int_attribute(node, "axis"), int_attribute(node, "block_size")
@@ -158,19 +162,39 @@ def dynamic_quantize_linear(op, node, g, g_scale=None):
     return (op.total(terms),)
 
 
-@rule("MatMulNBits", domain="com.microsoft")
+def _work_of_packed_bits(node: ir.Node, lengths_of: Callable) -> int:
+    sizes = map(node.attributes.get_int, "KN", (1, 1))
+    return prod((*lengths_of(node.outputs[0])[:-1], *sizes))
+
+
+declare_contrib("MatMulNBits", shape=shape_by_columns, roles="xqqqqb", work=_work_of_packed_bits)
+
+
+@rule("MatMulNBits", domain=DOMAIN)
 def matmul_n_bits(op, node, g):
     """y = x WT + c, W = scale (q - zero):  dx = g W,  dc = g."""
-    bias = node.inputs[5] if len(node.inputs) > 5 else None
+    bias = optional_inputs(node.inputs, 6)[5]
     bits = int_attribute(node, "bits")
     if node.inputs[1].dtype != ir.DataType.UINT8 or bits not in (2, 4, 8):
         return Unsupported("its quantized weight is not stored as uint8, in 2, 4 or 8 bits")
     dbias = None if bias is None else op.sum_to(g, bias)
     parts = node.meta.get(marks.UNPACKED) or unpacked_weight(op, node, g)
-    return _times(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
+    return _multiply_parts(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
 
 
-@rule("GatherBlockQuantized", domain="com.microsoft")
+def _shape_of_gathered_blocks(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
+    """Return the shape of rows of a table of few bits, of which bytes hold several."""
+    (*lengths, last), rows = known_shape(inputs[0]), known_shape(inputs[1])
+    is_packed = inputs[0].dtype == ir.DataType.UINT8
+    shape = (*lengths, multiply_lengths(last, 8 // attributes.get("bits", 4) if is_packed else 1))
+    axis = attributes.get("gather_axis", 0) % len(shape)
+    return (*shape[:axis], *rows, *shape[axis + 1 :])
+
+
+declare_contrib("GatherBlockQuantized", shape=_shape_of_gathered_blocks)
+
+
+@rule("GatherBlockQuantized", domain=DOMAIN)
 def gather_block_quantized(op, node, g):
     """Rows of a table of integers: only their scales would have a gradient."""
     return None, None, _FROZEN
@@ -182,28 +206,28 @@ def unpacked_weight(op, node, g):
     Part i of n has the columns i, i + n, ...: a byte holds n of them, which are not brought beside
     each other, as that copies them one by one.
     """
-    packed, scales, zeros, order = (*node.inputs, None, None, None)[1:5]
+    packed, scales, zeros, order = optional_inputs(node.inputs, 5)[1:]
     n, k, bits, block = (int_attribute(node, name) for name in ("N", "K", "bits", "block_size"))
     blocks, count = -(-k // block), 8 // bits
     scales = op.Reshape(scales, [n, blocks])
     if zeros is not None and zeros.dtype != scales.dtype:
-        zeros = op.Slice(op.Reshape(_unpacked(op, zeros, bits), [n, -1]), [0], [blocks], [1])
+        zeros = op.Slice(op.Reshape(_unpack_bytes(op, zeros, bits), [n, -1]), [0], [blocks], [1])
         zeros.type = packed.type
     packed = gated(op, packed, g)
     if order is not None or op.opset < 21 or (zeros is not None and zeros.dtype == scales.dtype):
-        return [_dequantized(op, _unpacked(op, packed, bits), scales, zeros, node)]
+        return [_dequantize_weight(op, _unpack_bytes(op, packed, bits), scales, zeros, node)]
     if zeros is None:
         zeros = op.Expand(ir.DataType.UINT8.numpy().type(2 ** (bits - 1)), [n, blocks])
     packed = op.Reshape(packed, [n, -1])
     parts = []
-    for part in _shifted(op, packed, bits):
+    for part in _shift_bytes(op, packed, bits):
         w = op.DequantizeLinear(part, scales, zeros, axis=1, block_size=block // count)
         w.type, w.shape = scales.type, ir.Shape([n, blocks * block // count])
         parts.append(w)
     return parts
 
 
-def _times(op, g, parts, node):
+def _multiply_parts(op, g, parts, node):
     """Return g W, W in the parts of `unpacked_weight`."""
     products = [op.MatMul(g, part) for part in parts]
     k = int_attribute(node, "K")
@@ -215,9 +239,9 @@ def _times(op, g, parts, node):
     return every if width == k else op.Slice(every, [0], [k], [n - 1])
 
 
-def _dequantized(op, steps, scales, zeros, node):
+def _dequantize_weight(op, steps, scales, zeros, node):
     """Return W as one matrix, by the formula."""
-    order = (*node.inputs, None, None, None)[4]
+    order = optional_inputs(node.inputs, 5)[4]
     n, k, bits, block = (int_attribute(node, name) for name in ("N", "K", "bits", "block_size"))
     blocks = -(-k // block)
     steps = op.Cast(op.Reshape(steps, [n, -1]), to=scales.dtype)
@@ -237,15 +261,15 @@ def _dequantized(op, steps, scales, zeros, node):
     return weight if blocks * block == k else op.Slice(weight, [0], [k], [1])
 
 
-def _unpacked(op, x, bits):
+def _unpack_bytes(op, x, bits):
     """Return the numbers of `bits` bits in bytes, the lowest bits first, on a new last axis."""
     if bits == 8:
         return x
-    return op.Concat(*(op.Unsqueeze(part, [-1]) for part in _shifted(op, x, bits)), axis=-1)
+    return op.Concat(*(op.Unsqueeze(part, [-1]) for part in _shift_bytes(op, x, bits)), axis=-1)
 
 
-def _shifted(op, x, bits):
-    """Return the numbers of `bits` bits in bytes, those of the lowest bits first."""
+def _shift_bytes(op, x, bits):
+    """Return the numbers of `bits` bits in bytes, the lowest bits first, as a list of tensors."""
     byte = ir.DataType.UINT8.numpy().type
     if bits == 8:
         return [x]

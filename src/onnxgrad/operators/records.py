@@ -74,6 +74,8 @@ class Operator:
         on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it
             slows down the forward pass.
         of_user: whether a user registered its rule or lowering.
+        remedy: (node) -> what a user can do where rule and lowering leave the node; None: nothing
+            beside the remedy of its domain.
         members: writes a node for all members of a stack, or returns None; without it, the form
             follows from the other fields: see `member_forms`.
     """
@@ -101,6 +103,7 @@ class Operator:
     lowering: Callable[..., Any] | None = field(default=None, metadata=_OF_RULE)
     on_demand: bool = field(default=False, metadata=_OF_RULE)
     of_user: bool = False
+    remedy: Callable[[ir.Node], str | None] | None = field(default=None, metadata=_OF_RULE)
     members: Callable[..., list[ir.Value] | None] | None = None
 
     @property
@@ -157,6 +160,7 @@ INDEX = "the output is an index"
 PIECEWISE = "piecewise constant: zero almost everywhere"
 
 OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
+DOMAIN_REMEDIES: dict[str, Callable[[ir.Node], str]] = {}  # of nodes whose records have no remedy
 _UNKNOWN = Operator()
 
 
@@ -169,6 +173,17 @@ def operator_of(node: ir.Node | NodeProto) -> Operator:
 def standard_operator(op_type: str) -> Operator:
     """Return the record of a standard operator."""
     return OPERATORS.get(("", op_type), _UNKNOWN)
+
+
+def remedy_of(node: ir.Node) -> str | None:
+    """Return what a user can do about a node that has no gradient, None if that is not known.
+
+    The remedy of a domain is also the remedy of its subdomains.
+    """
+    of_operator = operator_of(node).remedy
+    found = None if of_operator is None else of_operator(node)
+    of_domains = (f(node) for name, f in DOMAIN_REMEDIES.items() if node.domain.startswith(name))
+    return found or next(of_domains, None)
 
 
 def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:

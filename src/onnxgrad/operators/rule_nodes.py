@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -20,6 +22,11 @@ def total(*terms: Operand) -> ir.Value:
 def attributes_of(node):
     """Return the attributes of a node as the keyword arguments of another."""
     return {a.name: a.value for a in node.attributes.values()}
+
+
+def optional_inputs(inputs: Sequence, count: int) -> list:
+    """Return the first `count` inputs of a node, None for each that is left out."""
+    return [*inputs, *[None] * count][:count]
 
 
 def output(op, node, i: int, dtype: ir.DataType) -> ir.Value:

@@ -42,6 +42,18 @@ def dims(value: ir.Value | None) -> Dims | None:
     return tuple([d if isinstance(d, int) else d.value for d in shape])
 
 
+def known_shape(value: ir.Value | None) -> Dims:
+    """Return the dimensions of `value`.
+
+    Raises:
+        ValueError: its rank is unknown, or it is an operand that is left out.
+    """
+    shape = dims(value)
+    if shape is None:
+        raise ValueError(f"the rank of {value} is unknown")
+    return shape
+
+
 def lengths(shape: Dims | None) -> str:
     """Return a shape for messages, with a question mark for each length that is not static."""
     shown = ["?" if not isinstance(d, int) else str(d) for d in shape or ()]
