@@ -17,7 +17,7 @@ from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import Operand
+from onnxgrad.operators.rule_nodes import Operand, optional_inputs
 from onnxgrad.operators.shapes import dims, rank
 
 
@@ -46,7 +46,7 @@ _HEADS, _ROWS = 1, 2  # axes of (batch, heads, rows, size)
 @lowering("Attention")
 def attention(op: Any, node: Any) -> list[ir.Value]:
     """Y = softmax(s Q KT + bias) V, the bias being -inf for keys that are masked."""
-    q, k, v, mask, past_key, past_value, lengths = (*node.inputs, *[None] * 7)[:7]
+    q, k, v, mask, past_key, past_value, lengths = optional_inputs(node.inputs, 7)
     get = node.attributes
     packed = rank(q) == 3 if rank(q) is not None else "q_num_heads" in get
     q, k, v = (
@@ -55,15 +55,15 @@ def attention(op: Any, node: Any) -> list[ir.Value]:
     )
     if past_key is not None:
         k, v = op.Concat(past_key, k, axis=_ROWS), op.Concat(past_value, v, axis=_ROWS)
-    visible = _visible(op, node, (q, k), past_key, lengths)
-    bias = _bias(op, q, k, mask, visible)
+    visible = _visible_keys(op, node, (q, k), past_key, lengths)
+    bias = _masked_bias(op, q, k, mask, visible)
 
     unmasked = mask is None and lengths is None and int_attribute(node, "left_window_size") < 0
     precision = get.get_int("softmax_precision", q.dtype)
     scale = get.get_float("scale") if "scale" in get else scale_of(op, q)
 
     def softmax(scores: ir.Value) -> ir.Value:
-        return _softmax(op, scores, None if unmasked else bias, precision)
+        return _masked_softmax(op, scores, None if unmasked else bias, precision)
 
     y, stages = attend(op, (q, k, v), scale, bias, softmax, float_attribute(node, "softcap"))
     exposed = stages[int_attribute(node, "qk_matmul_output_mode")]
@@ -77,7 +77,7 @@ def attend(
 ) -> tuple[ir.Value, Sequence[ir.Value]]:
     """Return softmax(c tanh(s Q KT / c) + bias) V, without tanh for c = 0, and its four stages.
 
-    These are s Q KT, what the softcap and the bias make of it, and the softmax of that.
+    The stages are the scores s Q KT, capped, with the bias, and their softmax.
     """
     q, k, v = qkv
     transposed = op.Transpose(k, perm=[0, 1, 3, 2])
@@ -122,7 +122,7 @@ def scale_of(op: Any, q: ir.Value) -> Any:
     return op.Cast(op.Pow(op.Cast(size, to=ir.DataType.DOUBLE), -0.5), to=q.dtype)
 
 
-def _bias(op: Any, q: ir.Value, k: ir.Value, mask: Operand, visible: Operand) -> Operand:
+def _masked_bias(op: Any, q: ir.Value, k: ir.Value, mask: Operand, visible: Operand) -> Operand:
     """Return the bias of the scores, -inf where a key is masked, or None for no bias."""
     zero, minus_inf = op.const(0.0, q.dtype), op.const(-np.inf, q.dtype)
     if mask is not None:
@@ -137,10 +137,10 @@ def _bias(op: Any, q: ir.Value, k: ir.Value, mask: Operand, visible: Operand) ->
     return op.Where(visible, zero if mask is None else mask, minus_inf)
 
 
-def _visible(op: Any, node: ir.Node, qk: HeadsOf, past: Operand, lengths: Operand) -> Operand:
+def _visible_keys(op: Any, node: ir.Node, qk: HeadsOf, past: Operand, lengths: Operand) -> Operand:
     """Return which keys each query may attend to: booleans (rows, keys), None for all.
 
-    These are the keys within a window, and with `lengths`, those of each sequence.
+    A key is visible within a window and, with `lengths`, within its sequence.
     """
     left, right = (int_attribute(node, f"{side}_window_size") for side in ("left", "right"))
     right = 0 if int_attribute(node, "is_causal") else right
@@ -176,7 +176,7 @@ def within_window(
     return bounds
 
 
-def _softmax(op: Any, scores: ir.Value, bias: Operand, precision: int) -> ir.Value:
+def _masked_softmax(op: Any, scores: ir.Value, bias: Operand, precision: int) -> ir.Value:
     """Return softmax(scores) over the keys, zero for a query whose keys are all masked."""
     if bias is None:
         return op.Cast(op.Softmax(op.Cast(scores, to=precision), axis=-1), to=scores.dtype)

@@ -17,6 +17,7 @@ from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.records import PIECEWISE, declare_operators
 from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.rule_nodes import optional_inputs
 from onnxgrad.operators.shapes import Dim, Dims, dims, rank, static
 
 declare_operators(
@@ -57,7 +58,7 @@ FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 def linear_regressor(op: Any, node: ir.Node) -> list[ir.Value]:
     """y = post(x CT + b)."""
     rows = int_attribute(node, "targets")
-    return [post_transform(op, node, _affine(op, node, rows), rows)]
+    return [post_transform(op, node, _linear_scores(op, node, rows), rows)]
 
 
 @lowering("LinearClassifier", domain="ai.onnx.ml")
@@ -70,7 +71,7 @@ def linear_classifier(op: Any, node: ir.Node) -> list[ir.Value]:
     labels = class_labels(node)
     intercepts = node.inputs[2] if len(node.inputs) > 2 else None
     rows = prod(static(dims(intercepts)) or (len(labels),))
-    raw = _affine(op, node, rows)
+    raw = _linear_scores(op, node, rows)
     if rows == len(labels) == 2 and _are_opposite(node):
         raw.meta[marks.OPPOSITE] = True
     if rows > 1:
@@ -94,8 +95,8 @@ def _are_opposite(node: ir.Node) -> bool:
     return bool(numbers)
 
 
-def _affine(op: Any, node: ir.Node, rows: int) -> ir.Value:
-    x, coefficients, intercepts = (*node.inputs, None)[:3]
+def _linear_scores(op: Any, node: ir.Node, rows: int) -> ir.Value:
+    x, coefficients, intercepts = optional_inputs(node.inputs, 3)
     y = linear(op, x, coefficients, rows)
     return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # onnxruntime ignores others
 
@@ -132,9 +133,8 @@ def class_labels(node: ir.Node) -> Any:
 def label_of(op: Any, node: ir.Node, winner: ir.Value) -> ir.Value:
     """Return the labels of the classes of index `winner`."""
     labels = list(class_labels(node)) or [0, 1]
-    if isinstance(labels[0], int):
-        return op.Gather(op.const(labels), winner, axis=0)
-    return op.Gather(op.const(np.array(labels, object)), winner, axis=0)
+    table = op.const(labels if isinstance(labels[0], int) else np.array(labels, object))
+    return op.Gather(table, winner, axis=0)
 
 
 def post_transform(op: Any, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
@@ -145,7 +145,7 @@ def post_transform(op: Any, node: ir.Node, y: ir.Value, scores: int) -> ir.Value
         "LOGISTIC": lambda op, y: op.Sigmoid(y),
         "SOFTMAX": lambda op, y: op.Softmax(y, axis=-1),
         "SOFTMAX_ZERO": _softmax_zero,
-        "PROBIT": _probit,
+        "PROBIT": _inverse_normal,
     }
     if post not in transforms:
         raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
@@ -172,7 +172,7 @@ def _softmax_zero(op: Any, y: ir.Value) -> ir.Value:
     return (powers + zeros) / op.ReduceSum(powers, [-1], keepdims=1)
 
 
-def _probit(op: Any, y: ir.Value) -> ir.Value:
+def _inverse_normal(op: Any, y: ir.Value) -> ir.Value:
     """Return sqrt(2) erfinv(2 y - 1), with the approximation of erfinv by Winitzki 2008.
 
     onnxruntime uses it too. Near y = 1/2, where the formula loses digits under its root, it is
@@ -196,7 +196,7 @@ def _probit(op: Any, y: ir.Value) -> ir.Value:
 @lowering("Scaler", domain="ai.onnx.ml")
 def scaler(op: Any, node: Any) -> list[ir.Value]:
     """y = (x - offset) scale, in float64 when x is."""
-    x, offset, scale = (*node.inputs, None, None)[:3]
+    x, offset, scale = optional_inputs(node.inputs, 3)
     dtype = DOUBLE if x.dtype == DOUBLE else FLOAT
     y = op.Cast(x, to=dtype)
     if offset is not None:
@@ -210,7 +210,7 @@ def scaler(op: Any, node: Any) -> list[ir.Value]:
 def normalizer(op: Any, node: ir.Node) -> list[ir.Value]:
     """y = x / norm of the row: its largest element (MAX), sum of |x| (L1), or Euclidean norm (L2).
 
-    A row of norm zero stays as it is.
+    A row of norm zero does not change.
     """
     x = op.Cast(node.inputs[0], to=FLOAT)
     norm = string_attribute(node, "norm")
@@ -223,9 +223,9 @@ def normalizer(op: Any, node: ir.Node) -> list[ir.Value]:
 def imputer(op: Any, node: Any) -> list[ir.Value] | None:
     """y = v where x is the replaced value, else x; v one value, or one for each feature.
 
-    If the number of values is not that of the features, the first value is used for all.
+    If there are more or fewer values than features, the first value is used for all.
     """
-    x, values = (*node.inputs, None)[:2]
+    x, values = optional_inputs(node.inputs, 2)
     if values is None:  # integers: no gradient
         _set_types(node, (x.dtype, dims(x)))
         return None
@@ -235,16 +235,16 @@ def imputer(op: Any, node: Any) -> list[ir.Value] | None:
     shape = dims(x)
     features = shape[min(len(shape), 2) - 1] if shape else None
     if n == 1 or (isinstance(features, int) and features != n):
-        return [_imputed(op, node, x, op.Slice(values, [0], [1]))]
+        return [_replace_by(op, node, x, op.Slice(values, [0], [1]))]
     if features == n and len(shape or ()) <= 2:
-        return [_imputed(op, node, x, values)]
+        return [_replace_by(op, node, x, values)]
     columns = op.Gather(op.Shape(x, end=2), [-1], axis=0)
     values = op.Slice(values, [0], op.Where(op.Equal(columns, [n]), op.const([n]), [1]))
     table = op.Reshape(x, op.Concat([-1], op.Shape(values), axis=0))
-    return [op.Reshape(_imputed(op, node, table, values), op.Shape(x), allowzero=1)]
+    return [op.Reshape(_replace_by(op, node, table, values), op.Shape(x), allowzero=1)]
 
 
-def _imputed(op: Any, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value:
+def _replace_by(op: Any, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value:
     replaced = float_attribute(node, "replaced_value_float")
     return op.Where(op.IsNaN(x) if isnan(replaced) else op.Equal(x, replaced), values, x)
 
@@ -255,11 +255,11 @@ def feature_vectorizer(op: Any, node: ir.Node) -> list[ir.Value]:
     widths = node.attributes.get_ints("inputdimensions", ())
     if len(widths) != len(node.inputs):
         raise refused(node, "inputdimensions must state a number for each input; correct it")
-    parts = [_columns(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
+    parts = [_matrix_of_width(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
     return [op.Concat(*parts, axis=1)]
 
 
-def _columns(op: Any, x: Any, n: int) -> ir.Value:
+def _matrix_of_width(op: Any, x: Any, n: int) -> ir.Value:
     """Return `x` as a matrix of `n` columns; a vector is one row."""
     x = op.Cast(x, to=FLOAT)
     if (rank(x) or 0) < 2:
@@ -292,7 +292,7 @@ def _set_types(node: ir.Node, *types: tuple[ir.DataType | None, Dims | None]) ->
             y.shape = ir.Shape(shape)
 
 
-def _rows(x: Any) -> Dim:
+def _row_count(x: Any) -> Dim:
     return 1 if rank(x) == 1 else (dims(x) or (None,))[0]
 
 
@@ -302,7 +302,7 @@ def tree_ensemble(op: Any, node: Any) -> None:
     [x] = node.inputs
     targets = node.attributes.get_int("n_targets", 0) or None
     dtype = x.dtype if node.op_type == "TreeEnsemble" else FLOAT
-    _set_types(node, (dtype, (_rows(x), targets)))
+    _set_types(node, (dtype, (_row_count(x), targets)))
 
 
 @lowering("TreeEnsembleClassifier", domain="ai.onnx.ml")
@@ -310,14 +310,14 @@ def tree_ensemble_classifier(op: Any, node: Any) -> None:
     """A label, and one column per class."""
     strings = node.attributes.get_strings("classlabels_strings", ())
     classes = len(strings or node.attributes.get_ints("classlabels_int64s", ()))
-    rows = _rows(node.inputs[0])
+    rows = _row_count(node.inputs[0])
     label = ir.DataType.STRING if strings else INT64
     _set_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
 
 
 @lowering("LabelEncoder", domain="ai.onnx.ml")
 def label_encoder(op: Any, node: Any) -> None:
-    """The shape of x: onnx does not infer that of the first version."""
+    """The shape of x, which onnx does not infer for the first version."""
     _set_types(node, (None, dims(node.inputs[0])))
 
 
@@ -330,32 +330,32 @@ def svm_regressor(op: Any, node: Any) -> list[ir.Value]:
 
     `post_transform` is not read, as there is one score.
     """
-    x, coefficients, rho, vectors, *_ = _operands(node)
+    x, coefficients, rho, vectors, *_ = _svm_operands(node)
     count = int_attribute(node, "n_supports")
     if count > 0:
-        features = _kernel(op, node, matrix(op, x, vectors, count), vectors, count)
-        coefficients = _first(op, coefficients, count)
+        features = _kernel_values(op, node, matrix(op, x, vectors, count), vectors, count)
+        coefficients = _first_elements(op, coefficients, count)
     else:
         features = matrix(op, x, coefficients, 1)
-    y = op.MatMul(features, op.Reshape(coefficients, [-1, 1])) + _first(op, rho, 1)
+    y = op.MatMul(features, op.Reshape(coefficients, [-1, 1])) + _first_elements(op, rho, 1)
     if int_attribute(node, "one_class"):
         y = op.Where(op.Greater(y, 0.0), op.const(1.0, FLOAT), -1.0)
     return [y]
 
 
-def _operands(node: ir.Node) -> Any:
-    operands = (*node.inputs, *[None] * 5)[:6]
+def _svm_operands(node: ir.Node) -> Any:
+    operands = optional_inputs(node.inputs, 6)
     if None in operands[:3]:
         raise refused(node, "it has no coefficients or no rho; add them")
     return operands
 
 
-def _first(op: Any, values: ir.Value, n: int) -> ir.Value:
+def _first_elements(op: Any, values: ir.Value, n: int) -> ir.Value:
     """Return the first `n` of `values`; onnxruntime ignores the others."""
     return values if dims(values) == (n,) else op.Slice(values, [0], [n])
 
 
-def _kernel(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
+def _kernel_values(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
     """Return k(x, s): x sT, or (c x sT + d)^e, or tanh(c x sT + d), or e^(-c |x - s|^2).
 
     |x - s|^2 is computed as |x|^2 - 2 x sT + |s|^2, which takes less memory than all differences,
@@ -387,23 +387,23 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
 
     The label is the class of the largest score, or the class that wins the most pairs.
     """
-    x, coefficients, rho, vectors, prob_a, prob_b = _operands(node)
+    x, coefficients, rho, vectors, prob_a, prob_b = _svm_operands(node)
     classes = len(class_labels(node))
     sizes = node.attributes.get_ints("vectors_per_class", ())
     if sum(sizes) == 0:
-        raw = linear(op, x, coefficients, classes) + _first(op, rho, 1)
-        winner = _largest(op, raw, coefficients, classes, prob_a is not None)
+        raw = linear(op, x, coefficients, classes) + _first_elements(op, rho, 1)
+        winner = _top_class(op, raw, coefficients, classes, prob_a is not None)
         return [label_of(op, node, winner), post_transform(op, node, raw, classes)]
     if classes < 2:
         raise refused(node, "one class has no scores; use a regressor with one_class")
     x = matrix(op, x, vectors, sum(sizes))
-    k = _kernel(op, node, x, vectors, sum(sizes))
+    k = _kernel_values(op, node, x, vectors, sum(sizes))
     pairs = list(combinations(range(classes), 2))
-    raw = _pairwise(op, k, coefficients, rho, sizes, pairs)
+    raw = _pair_scores(op, k, coefficients, rho, sizes, pairs)
     label = label_of(op, node, _most_votes(op, raw, pairs, classes))
     if prob_a is not None:
-        a, b = _first(op, prob_a, len(pairs)), _first(op, prob_b, len(pairs))
-        scores = _coupled(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
+        a, b = _first_elements(op, prob_a, len(pairs)), _first_elements(op, prob_b, len(pairs))
+        scores = _couple_pairs(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
         return [label, post_transform(op, node, scores, classes)]
     if classes > 2:
         scores = post_transform(op, node, raw, len(pairs))
@@ -414,7 +414,7 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
 
 
 def _why_not_classes(node: ir.Node, classes: int) -> str:
-    """Return what the columns of scores of pairs are, and what to do about it."""
+    """Return the error text for scores per pair of classes: their meaning, and the remedy."""
     where, export = f"SVMClassifier (node {node.name!r})", "export the SVC with probability=True"
     if classes > 2:
         return (
@@ -429,7 +429,7 @@ def _why_not_classes(node: ir.Node, classes: int) -> str:
     )
 
 
-def _largest(op: Any, raw: ir.Value, coefficients: Any, classes: int, proba: bool) -> ir.Value:
+def _top_class(op: Any, raw: ir.Value, coefficients: Any, classes: int, proba: bool) -> ir.Value:
     """Return the class of the largest score; of two classes, the second above a threshold."""
     winner = op.ArgMax(raw, axis=1, keepdims=0)
     if classes != 2 or proba:
@@ -441,7 +441,7 @@ def _largest(op: Any, raw: ir.Value, coefficients: Any, classes: int, proba: boo
     return op.Where(second, np.int64(1), winner)
 
 
-def _pairwise(op: Any, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: list) -> ir.Value:
+def _pair_scores(op: Any, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: list) -> ir.Value:
     """Return a score for each pair i < j, summed over the vectors of both classes.
 
     A vector has one coefficient for each other class, in the order of classes. As in onnxruntime,
@@ -456,7 +456,7 @@ def _pairwise(op: Any, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: l
     scores = op.Concat(*map(op.MatMul, parts, tables), axis=1)
     of_first = op.Gather(scores, [i * others + j - 1 for i, j in pairs], axis=1)
     of_second = op.Gather(scores, [j * others + i for i, j in pairs], axis=1)
-    rho = op.Cast(_first(op, rho, len(pairs)), to=DOUBLE)
+    rho = op.Cast(_first_elements(op, rho, len(pairs)), to=DOUBLE)
     return op.Cast(of_first + of_second + rho, to=FLOAT)
 
 
@@ -469,8 +469,8 @@ def _most_votes(op: Any, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
     return op.ArgMax(votes, axis=1, keepdims=0)
 
 
-def _coupled(op: Any, r: ir.Value, pairs: list, classes: int) -> ir.Value:
-    """Return the probabilities p of the classes from r, those of class i in the pairs i < j.
+def _couple_pairs(op: Any, r: ir.Value, pairs: list, classes: int) -> ir.Value:
+    """Return the probabilities p of the classes from r, of class i against j for pairs i < j.
 
     Wu, Lin & Weng 2004, section 2.3: p minimizes sum (r_ji p_i - r_ij p_j)^2 = 2 pT Q p subject to
     sum(p) = 1, so that all elements of (Q + 1) p are equal. onnxruntime, like libsvm, iterates and
@@ -486,11 +486,11 @@ def _coupled(op: Any, r: ir.Value, pairs: list, classes: int) -> ir.Value:
     r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns.ravel(), axis=1)
     r = op.Reshape(r, [-1, classes, classes]) * (1 - one)
     q = op.ReduceSum(r * r, [1], keepdims=1) * one - r * op.Transpose(r, perm=[0, 2, 1])
-    p = op.Max(_solved(op, q + 1.0, classes), 0.0)  # up to rounding, they are positive
+    p = op.Max(_solve_for_ones(op, q + 1.0, classes), 0.0)  # up to rounding, they are positive
     return p / op.ReduceSum(p, [1], keepdims=1)
 
 
-def _solved(op: Any, a: ir.Value, n: int) -> ir.Value:
+def _solve_for_ones(op: Any, a: ir.Value, n: int) -> ir.Value:
     """Return y with a y = 1, a positive definite, by Gauss-Jordan elimination without pivots."""
     a = op.Pad(a, [0, 0, 0, 0, 0, 1], 1.0)
     for i, one in enumerate(np.eye(n, dtype=np.float32)[..., None]):

@@ -13,13 +13,11 @@ import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import (
-    Answer,
-)
+from onnxgrad.operators.axes import Answer
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import Operand
-from onnxgrad.operators.shapes import Dim, Dims, constant, dims
+from onnxgrad.operators.rule_nodes import Operand, optional_inputs
+from onnxgrad.operators.shapes import Dim, Dims, constant, dims, known_shape
 
 
 def _recurrent_axis(node: Any, operand: int, axis: int) -> Answer:
@@ -40,7 +38,8 @@ declare_operators("LSTM", roles="xffbchhf")
 
 Function = Callable[[Any, ir.Value], ir.Value]
 
-# the function, and the defaults of those of alpha and beta that it takes, None for no default
+# by the values of the attribute `activations`: the function, and a default for each of the numbers
+# alpha and beta that it takes, None if the number must be stated
 ACTIVATIONS: dict[str, tuple[Callable[..., Any], *tuple[float | None, ...]]] = {
     "relu": (lambda op, x: op.Relu(x),),
     "tanh": (lambda op, x: op.Tanh(x),),
@@ -61,27 +60,26 @@ def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Itera
 
     A number that is not stated has the default of onnxruntime.
     """
-    names = list(node.attributes.get_strings("activations", ())) or list(default) * n
-    if len(names) != len(default) * n:
-        raise _error(
-            node, f"it has {len(default) * n} activations, not {len(names)}; correct the list"
-        )
+    names, count = list(node.attributes.get_strings("activations", ())), len(default) * n
+    if len(names) not in (0, count):
+        raise _error_at(node, f"it has {count} activations, not {len(names)}; correct the list")
     stated = [iter(node.attributes.get_floats(f"activation_{k}", ())) for k in ("alpha", "beta")]
-    for name in (name.lower() for name in names):
+    for name in map(str.lower, names or [*default] * n):
         if name not in ACTIVATIONS:
-            raise _error(node, f"no activation {name!r}; valid are {', '.join(ACTIVATIONS)}")
+            raise _error_at(node, f"no activation {name!r}; valid are {', '.join(ACTIVATIONS)}")
         function, *defaults = ACTIVATIONS[name]
         numbers = [next(given, n) for given, n in zip(stated, defaults, strict=False)]
         if None in numbers:
-            raise _error(node, f"{name} without activation_alpha or activation_beta: write them")
-        yield partial(_apply, function, numbers)
+            raise _error_at(node, f"{name} without activation_alpha or activation_beta: write them")
+        yield partial(_apply_activation, function, numbers)
 
 
-def _apply(function: Callable[..., Any], numbers: list, op: Any, x: ir.Value) -> ir.Value:
+def _apply_activation(function: Callable, numbers: list, op: Any, x: ir.Value) -> ir.Value:
     return op.set_type_like(function(op, x, *numbers), x)
 
 
-def _error(node: ir.Node, reason: str) -> NoGradientRule:
+def _error_at(node: ir.Node, reason: str) -> NoGradientRule:
+    """Return the error for a node that cannot be lowered."""
     where = f"{node.op_type} {node.name!r} (output {node.outputs[0].name!r})"
     return NoGradientRule(f"{where}: {reason}")
 
@@ -113,11 +111,11 @@ class _Direction:
 Cell = Callable[[Any, ir.Node, _Direction, ir.Value], tuple[list[ir.Value], Step]]
 
 
-def _recurrent(op_type: str, states: int, activations: Sequence[str]) -> Callable[[Cell], Cell]:
+def _scan_lowering(op_type: str, states: int, activations: Sequence[str]) -> Callable[[Cell], Cell]:
     """Register a cell as the lowering of its operator: a Scan over time for each direction."""
 
     def register(cell: Cell) -> Cell:
-        lowered = wraps(cell)(lambda op, node: _scanned(op, node, cell, states, activations))
+        lowered = wraps(cell)(lambda op, node: _write_scans(op, node, cell, states, activations))
         lowering(op_type, on_demand=True)(lowered)
         return cell
 
@@ -127,7 +125,7 @@ def _recurrent(op_type: str, states: int, activations: Sequence[str]) -> Callabl
 # -- cells: the inputs of all time steps, computed outside of the Scan, and the step ---------------
 
 
-@_recurrent("RNN", states=1, activations=("Tanh",))
+@_scan_lowering("RNN", states=1, activations=("Tanh",))
 def rnn(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """H = f(X WT + H RT + b)."""
     r, [f] = op.Transpose(weights.r, perm=[1, 0]), weights.functions
@@ -136,10 +134,10 @@ def rnn(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[
         [h], [xw] = states, elements
         return [f(op, weights.clipped(op, op.MatMul(h, r) + xw))]
 
-    return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
+    return [_gates_of_input(op, x, weights.w, _sum_of_biases(weights.wb, weights.rb))], step
 
 
-@_recurrent("GRU", states=1, activations=("Sigmoid", "Tanh"))
+@_scan_lowering("GRU", states=1, activations=("Sigmoid", "Tanh"))
 def gru(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """z, r = f(X WT + H RT + b),  h = g(X WT + (r H) RT + b),  H = (1 - z) h + z H.
 
@@ -151,8 +149,8 @@ def gru(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[
     (wb_zr, wb_h), (rb_zr, rb_h) = (
         (None, None) if b is None else op.split(b, sizes, 0) for b in (weights.wb, weights.rb)
     )
-    bias_h = wb_h if linear else _sum_of_biases(op, wb_h, rb_h)
-    gates = _of_input(op, x, w_zr, _sum_of_biases(op, wb_zr, rb_zr))
+    bias_h = wb_h if linear else _sum_of_biases(wb_h, rb_h)
+    gates = _gates_of_input(op, x, w_zr, _sum_of_biases(wb_zr, rb_zr))
     r_zr, r_h = (op.Transpose(r, perm=[1, 0]) for r in (r_zr, r_h))
 
     def step(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
@@ -166,10 +164,10 @@ def gru(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[
         new = g(op, weights.clipped(op, candidate + x_h))
         return [new + z * (h - new)]
 
-    return [gates, _of_input(op, x, w_h, bias_h)], step
+    return [gates, _gates_of_input(op, x, w_h, bias_h)], step
 
 
-@_recurrent("LSTM", states=2, activations=("Sigmoid", "Tanh", "Tanh"))
+@_scan_lowering("LSTM", states=2, activations=("Sigmoid", "Tanh", "Tanh"))
 def lstm(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """i, o, f, c = f, f, f, g(X WT + H RT + P C + b),  C = f C + i c,  H = o h(C).
 
@@ -198,26 +196,26 @@ def lstm(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list
             o = gate(op, o, p_o, c)
         return [o * activate(op, c), c]
 
-    return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
+    return [_gates_of_input(op, x, weights.w, _sum_of_biases(weights.wb, weights.rb))], step
 
 
-def _of_input(op: Any, x: ir.Value, w: ir.Value, b: Operand) -> ir.Value:
+def _gates_of_input(op: Any, x: ir.Value, w: ir.Value, b: Operand) -> ir.Value:
     """Return X WT + b for all time steps: (time, batch, input) -> (time, batch, gates hidden)."""
-    (time, batch, _), (wide, _) = _dims(x), _dims(w)
+    (time, batch, _), (wide, _) = known_shape(x), known_shape(w)
     flat = op.Reshape(x, op.vector(-1, op.dim(w, 1)))
     product = op.emit("Gemm", [flat, w] if b is None else [flat, w, b], {"transB": 1})
     whole = op.Reshape(product, op.vector(op.dim(x, 0), op.dim(x, 1), op.dim(w, 0)))
-    return _shaped(whole, time, batch, wide)
+    return _set_dims(whole, time, batch, wide)
 
 
-def _sum_of_biases(op: Any, a: Operand, b: Operand) -> Operand:
+def _sum_of_biases(a: Operand, b: Operand) -> Operand:
     return None if a is None or b is None else a + b
 
 
 # -- inputs and outputs ---------------------------------------------------------------------------
 
 
-def _scanned(
+def _write_scans(
     op: Any, node: ir.Node, cell: Cell, states: int, activations: Sequence[str]
 ) -> list[ir.Value]:
     """Return the outputs of the node, by one Scan for each direction."""
@@ -225,18 +223,18 @@ def _scanned(
     x = node.inputs[0]
     assert x is not None
     if x.shape is None:
-        x = _shaped(op.copy_of(x), None, None, None)
+        x = _set_dims(op.copy_of(x), None, None, None)
     if by_rows:
         x = op.Transpose(x, perm=[1, 0, 2])
     ends = lengths(node)
-    mask = None if ends is None else _mask(op, x, ends)
+    mask = None if ends is None else _steps_within_ends(op, x, ends)
     results = []
-    for i, weights in enumerate(_directions(op, node, x, states, activations)):
+    for i, weights in enumerate(_split_directions(op, node, x, states, activations)):
         elements, step = cell(op, node, weights, x)
         if mask is not None:
-            elements, step = [*elements, mask], _masked(step)
+            elements, step = [*elements, mask], _keep_ended_states(step)
         reverse = direction == "reverse" or i == 1
-        results.append(_scan(op, node.op_type, weights.states, elements, step, reverse))
+        results.append(_write_scan(op, node.op_type, weights.states, elements, step, reverse))
     if ends is not None:
         results = [_zero_beyond_ends(op, values, mask, ends) for values in results]
     joined = []
@@ -248,13 +246,13 @@ def _scanned(
     return joined[: len(node.outputs)]
 
 
-def _directions(
+def _split_directions(
     op: Any, node: ir.Node, x: ir.Value, states: int, activations: Sequence[str]
 ) -> Iterator[_Direction]:
     """Yield the inputs of each direction."""
-    get, (_, batch, size) = node.attributes, _dims(x)
+    get, (_, batch, size) = node.attributes, known_shape(x)
     n, k = 1 + (string_attribute(node, "direction") == "bidirectional"), len(activations)
-    w, r, b, _, *initial, p = (*node.inputs[1:], *[None] * 6)[:7]
+    w, r, b, _, *initial, p = optional_inputs(node.inputs[1:], 7)
     hidden = get.get_int("hidden_size") if "hidden_size" in get else (dims(r) or (None,))[-1]
     if int_attribute(node, "layout"):
         initial = [None if v is None else op.Transpose(v, perm=[1, 0, 2]) for v in initial]
@@ -270,7 +268,7 @@ def _directions(
     clip = get.get_float("clip") if "clip" in get else None
     for i, (w_i, r_i, b_i, p_i, *initial_i) in enumerate(parts):
         wb, rb = (None, None) if b_i is None else op.split(b_i, 2, 0)
-        starts = [_zeros(op, x, r_i) if v is None else v for v in initial_i]
+        starts = [_zero_state(op, x, r_i) if v is None else v for v in initial_i]
         yield _Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip)
 
 
@@ -279,14 +277,14 @@ def _by_direction(op: Any, v: Operand, n: int, *shape: Dim) -> list[Any]:
     if v is None:
         return [None] * n
     parts = op.split(v, n, 0) if n > 1 else [v]
-    return [_shaped(op.Squeeze(part, [0]), *shape) for part in parts]
+    return [_set_dims(op.Squeeze(part, [0]), *shape) for part in parts]
 
 
-def _zeros(op: Any, x: ir.Value, r: ir.Value) -> ir.Value:
+def _zero_state(op: Any, x: ir.Value, r: ir.Value) -> ir.Value:
     """Return the default of an initial state."""
     assert x.dtype is not None
-    shape = op.vector(op.dim(x, 1), op.dim(r, 1))
-    return _shaped(op.Expand(np.zeros((), x.dtype.numpy()), shape), _dims(x)[1], _dims(r)[1])
+    state = op.Expand(np.zeros((), x.dtype.numpy()), op.vector(op.dim(x, 1), op.dim(r, 1)))
+    return _set_dims(state, known_shape(x)[1], known_shape(r)[1])
 
 
 # -- sequences of different lengths ---------------------------------------------------------------
@@ -300,22 +298,22 @@ def lengths(node: ir.Node) -> Operand:
     return None if full else v
 
 
-def _mask(op: Any, x: ir.Value, lengths: ir.Value) -> ir.Value:
+def _steps_within_ends(op: Any, x: ir.Value, lengths: ir.Value) -> ir.Value:
     """Return which time steps are within the sequences: booleans (time, batch, 1)."""
     steps, n = op.dim(x, 0), op.Cast(lengths, to=ir.DataType.INT64)
     if isinstance(steps, int):
         t = op.const(np.arange(steps).reshape(-1, 1))
     else:
         t = op.Unsqueeze(op.arange(steps), [1])
-    time, batch, _ = _dims(x)
-    return _shaped(op.Unsqueeze(op.Less(t, n), [2]), time, batch, 1)
+    time, batch, _ = known_shape(x)
+    return _set_dims(op.Unsqueeze(op.Less(t, n), [2]), time, batch, 1)
 
 
 def _zero_beyond_ends(
     op: Any, results: list[ir.Value], mask: Operand, lengths: ir.Value
 ) -> list[ir.Value]:
     """Return the results, with zeros beyond the end of sequences and for sequences of length 0."""
-    any_step = _shaped(op.Greater(op.Unsqueeze(lengths, [1]), op.const(np.int32(0))), None, 1)
+    any_step = _set_dims(op.Greater(op.Unsqueeze(lengths, [1]), op.const(np.int32(0))), None, 1)
     return [
         op.set_type_like(op.Where(any_step if i else mask, v, op.const(0.0, v.dtype)), v)
         for i, v in enumerate(results)
@@ -325,7 +323,7 @@ def _zero_beyond_ends(
 # -- the Scan -------------------------------------------------------------------------------------
 
 
-def _masked(step: Step) -> Step:
+def _keep_ended_states(step: Step) -> Step:
     """Return `step` for elements with a mask behind them: where it is false, states stay.
 
     In reverse, a row keeps its initial state until its sequence begins.
@@ -339,16 +337,18 @@ def _masked(step: Step) -> Step:
     return masked
 
 
-def _scan(
+def _write_scan(
     op: Any, op_type: str, starts: list, stacks: list, step: Step, reverse: bool
 ) -> list[ir.Value]:
     """Return the outputs of all time steps (time, batch, hidden), then the final states."""
     body = ir.Graph([], [], nodes=[], name=op.name(f"{op_type.lower()}_step"))
     inner = op.inside(body)
-    states, slices = (
-        [ir.Value(name=inner.name(name), type=v.type, shape=ir.Shape(_dims(v)[axis:])) for v in vs]
-        for vs, name, axis in ((starts, "state", 0), (stacks, "element", 1))
-    )
+
+    def inner_value(name: str, shape: Dims, v: ir.Value) -> ir.Value:
+        return ir.Value(name=inner.name(name), type=v.type, shape=ir.Shape(shape))
+
+    states = [inner_value("state", known_shape(v), v) for v in starts]
+    slices = [inner_value("element", known_shape(v)[1:], v) for v in stacks]
     body.inputs.extend([*states, *slices])
     with inner:
         pairs = zip(step(inner, states, slices), states, strict=True)
@@ -363,17 +363,10 @@ def _scan(
     *finals, y = op.emit_many("Scan", inputs, attributes, outputs=len(states) + 1, fresh=True)
     for final, state in zip(finals, states, strict=True):
         final.shape = state.shape
-    return [_shaped(y, _dims(stacks[0])[0], *_dims(states[0])), *finals]
+    return [_set_dims(y, known_shape(stacks[0])[0], *known_shape(states[0])), *finals]
 
 
-def _dims(v: ir.Value) -> Dims:
-    """Return the dimensions of a value of static rank."""
-    shape = dims(v)
-    assert shape is not None
-    return shape
-
-
-def _shaped(v: ir.Value, *shape: Dim) -> ir.Value:
+def _set_dims(v: ir.Value, *shape: Dim) -> ir.Value:
     """Set the dimensions of `v` that are unknown, and return it."""
     before = dims(v) or (None,) * len(shape)
     v.shape = ir.Shape([b if a is None else a for a, b in zip(before, shape, strict=True)])
