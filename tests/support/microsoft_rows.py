@@ -517,6 +517,22 @@ add_kernel(
     "GatedRMSNorm heads", "y = GatedRMSNorm(x, s, g)",
     {"x": (2, 3, 8), "s": (4,), "g": (2, 3, 8)}, half=True)  # fmt: skip
 
+THREE = {"p": RNG.integers(0, 7, (3, 2, 3))}  # times, heights and widths
+for layout, interleaved, sections, how, x in (
+    (0, 0, [3, 1, 2], "num_heads=2, ", (2, 3, 24)),
+    (0, 1, [2, 0, 4], "", (2, 2, 3, 12)),
+    (1, 0, [2, 2, 2], "", (2, 2, 3, 12)),
+    (1, 1, [3, 2, 1], "num_heads=2, rotary_embedding_dim=12, ", (2, 3, 32)),
+):
+    add_kernel(
+        f"MRotaryEmbedding {layout} {interleaved}",
+        f"y = MRotaryEmbedding<{how}mrope_section={sections}, mrope_layout={layout}, "
+        f"interleaved={interleaved}>(x, p, c, s)",
+        {"x": x, "c": (7, 6), "s": (7, 6)},
+        THREE,
+        half=True,
+    )
+
 # -- models --------------------------------------------------------------------------------------
 
 TYPES = {"f2": "float16", "f4": "float", "i4": "int32", "i8": "int64"}

@@ -5,7 +5,7 @@ Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -58,7 +58,11 @@ def gemma_rotary_embedding(op: Any, node: Any) -> list[ir.Value]:
 
 
 declare_contrib(
-    "RotaryEmbedding", traits="real_settings", shape=like_first, roles="xck", settings=(2, 3)
+    "RotaryEmbedding MRotaryEmbedding",
+    traits="real_settings",
+    shape=like_first,
+    roles="xck",
+    settings=(2, 3),
 )
 
 
@@ -69,19 +73,46 @@ def rotary_embedding(op: Any, node: Any) -> list[ir.Value] | None:
     The kernels do not read `scale` either, and `is_packed_batching` changes no number.
     """
     x, position, cos, sin = node.inputs
-    get = node.attributes
     if rank(x) is None or rank(position) is None:
         return None
-    rows_axis = 1 if rank(x) == 3 else _ROWS
     if rank(position) == 1:  # the position of the first row
-        position = op.Unsqueeze(position + op.arange(op.dim(x, rows_axis)), [0])
-    cos, sin = (op.Unsqueeze(op.Gather(c, position), [3 - rows_axis]) for c in (cos, sin))
+        position = op.Unsqueeze(position + op.arange(op.dim(x, 1 if rank(x) == 3 else _ROWS)), [0])
+    return [_rotate_heads(op, node, (op.Gather(c, position) for c in (cos, sin)))]
+
+
+@lowering("MRotaryEmbedding", domain=DOMAIN)
+def multimodal_rotary_embedding(op: Any, node: Any) -> list[ir.Value] | None:
+    """y = R(p) x as by RotaryEmbedding, where p is a time, a height or a width for each angle.
+
+    `mrope_section` counts the angles of times, heights and widths. These follow each other, or take
+    turns in layout 1, where times have the angles that heights and widths leave. Wang et al. 2024,
+    Qwen2-VL, arXiv:2409.12191.
+    """
+    x, positions, cos, sin = node.inputs
+    if rank(x) is None:
+        return None
+    counts = node.attributes.get_ints("mrope_section")
+    streams = np.repeat(np.arange(3), counts)
+    if int_attribute(node, "mrope_layout") == 1:
+        streams[:] = 0
+        for i in (1, 2):
+            streams[i : 3 * counts[i] : 3] = i
+    by_angle = op.Gather(op.Transpose(positions, perm=[1, 2, 0]), streams, axis=2)
+    flat = op.Reshape(by_angle, [-1, len(streams)])
+    tables = (op.GatherElements(c, flat, axis=0) for c in (cos, sin))
+    return [_rotate_heads(op, node, (op.Reshape(v, op.shape_of(by_angle)) for v in tables))]
+
+
+def _rotate_heads(op: Any, node: Any, tables: Iterable[ir.Value]) -> ir.Value:
+    """Return the first input with each head rotated, by cos and sin (batch, rows, angles)."""
+    x, get = node.inputs[0], node.attributes
+    cos, sin = (op.Unsqueeze(v, [2 if rank(x) == 3 else 1]) for v in tables)
     if rank(x) == 4:
-        return [rotated(op, x, cos, sin, get.get_int("interleaved", 0))]
+        return rotated(op, x, cos, sin, get.get_int("interleaved", 0))
     heads = get.get_int("num_heads", 0)
     apart = [0, 0, heads, -1] if heads else op.vector(0, 0, -1, op.dim(cos, 3) * 2)
     y = rotated(op, op.Reshape(x, apart), cos, sin, get.get_int("interleaved", 0))
-    return [op.reshape_like(y, x)]
+    return op.reshape_like(y, x)
 
 
 def rotated(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int) -> ir.Value:
