@@ -92,6 +92,11 @@ def like_first_twice(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[D
     return [dims(inputs[0])] * 2
 
 
+def multiply_static(length: Dim, factor: Dim) -> Dim:
+    """Return the product of two lengths, None if one is not static."""
+    return length * factor if isinstance(length, int) and isinstance(factor, int) else None
+
+
 def divide_length(length: Dim, parts: int) -> Dim:
     """Return the length of one of equal parts of an axis, None if it is not static."""
     return length // parts if isinstance(length, int) else None

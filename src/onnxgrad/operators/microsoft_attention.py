@@ -20,8 +20,13 @@ from onnxgrad.operators.attention import (
     heads_together,
     within_window,
 )
-from onnxgrad.operators.elements import multiply_lengths
-from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, divide_length, has_output
+from onnxgrad.operators.microsoft import (
+    DOMAIN,
+    declare_contrib,
+    divide_length,
+    has_output,
+    multiply_static,
+)
 from onnxgrad.operators.microsoft_grouped import attend_visible, is_empty_past
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.registry import lowering
@@ -101,18 +106,11 @@ def _shapes_of_heads(
         q, k, v = known_shape(operands[0]), dims(operands[1]), dims(operands[2])
         packed = next((s for s in (q, k) if s is not None and len(s) == 5), None)
         source = q if len(q) == 5 else k  # (batch, rows, ...), or (batch, heads, rows, size)
-        if packed is not None:
-            width = multiply_lengths(packed[-1], heads)
-        elif v is not None:
-            width = multiply_lengths(v[-1], heads) if len(v) == 4 else v[-1]
-        else:
-            width = None
+        sized = packed or v or (None,)
+        width = sized[-1] if len(sized) == 3 else multiply_static(sized[-1], heads)
         before, is_shared = dims(operands[past]), operands[buffer] is not None
-        keys = None
-        if is_shared and before is not None:
-            keys = before[2]
-        elif operands[past] is None and source is not None:
-            keys = source[2 if len(source) == 4 else 1]
+        held = before if is_shared else source if operands[past] is None else None
+        keys = None if held is None else held[2 if len(held) == 4 else 1]
         size = before[3] if before and isinstance(before[3], int) else divide_length(width, heads)
         cache = (q[0], heads, keys, size)
         return [(*q[:2], width), cache, cache, (q[0], heads, q[1], None if is_shared else keys)]

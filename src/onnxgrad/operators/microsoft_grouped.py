@@ -22,8 +22,13 @@ from onnxgrad.operators.attention import (
     within_window,
 )
 from onnxgrad.operators.attributes import float_attribute, int_attribute
-from onnxgrad.operators.elements import multiply_lengths
-from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, divide_length, has_output
+from onnxgrad.operators.microsoft import (
+    DOMAIN,
+    declare_contrib,
+    divide_length,
+    has_output,
+    multiply_static,
+)
 from onnxgrad.operators.microsoft_norms import rms_normalized
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.registry import lowering
@@ -150,16 +155,15 @@ def _shapes_of_grouped_heads(inputs: Sequence, attributes: Mapping[str, Any]) ->
     Heads of queries share the heads of keys and values; all may be packed into the first operand.
     """
     q, _, v, past = optional_inputs(inputs, 4)
-    batch, rows, width = known_shape(q)
+    batch, rows, _ = known_shape(q)
     heads, shared = attributes["num_heads"], attributes["kv_num_heads"]
+    packed, parts = (q, heads + 2 * shared) if v is None else (v, shared)
     size = (dims(past) or (None,))[-1]
-    if not isinstance(size, int) and v is None:
-        size = divide_length(width, heads + 2 * shared)
-    elif not isinstance(size, int):
-        size = divide_length((dims(v) or (None,))[-1], shared)
+    if not isinstance(size, int):
+        size = divide_length((dims(packed) or (None,))[-1], parts)
     keys = rows if past is None else None
     cache = (batch, shared, keys, size)
-    return [(batch, rows, multiply_lengths(size, heads)), cache, cache, (batch, heads, rows, keys)]
+    return [(batch, rows, multiply_static(size, heads)), cache, cache, (batch, heads, rows, keys)]
 
 
 def _remedy_of_grouped(node: ir.Node) -> str | None:

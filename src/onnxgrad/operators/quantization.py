@@ -13,8 +13,7 @@ import onnx_ir as ir
 
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.elements import multiply_lengths
-from onnxgrad.operators.microsoft import DOMAIN, declare_contrib
+from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, multiply_static
 from onnxgrad.operators.microsoft_quantized import shape_by_columns
 from onnxgrad.operators.records import INTEGER, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
@@ -186,7 +185,7 @@ def _shape_of_gathered_blocks(inputs: Sequence, attributes: Mapping[str, Any]) -
     """Return the shape of rows of a table of few bits, of which bytes hold several."""
     (*lengths, last), rows = known_shape(inputs[0]), known_shape(inputs[1])
     is_packed = inputs[0].dtype == ir.DataType.UINT8
-    shape = (*lengths, multiply_lengths(last, 8 // attributes.get("bits", 4) if is_packed else 1))
+    shape = (*lengths, multiply_static(last, 8 // attributes.get("bits", 4) if is_packed else 1))
     axis = attributes.get("gather_axis", 0) % len(shape)
     return (*shape[:axis], *rows, *shape[axis + 1 :])
 
