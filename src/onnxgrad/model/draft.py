@@ -17,6 +17,7 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
+from onnxgrad.model.validate_parts import checker_context
 from onnxgrad.operators.shapes import constant
 
 OLDEST_OPSET = 14
@@ -93,10 +94,8 @@ class Draft:
             _axes_as_attributes(self.graph)
         proto = to_proto(model)
         try:
-            context = onnx.checker.DEFAULT_CONTEXT.__class__()
-            context.opset_imports, context.ir_version = {"": opset}, proto.ir_version
             for node in proto.graph.node:
-                onnx.checker.check_node(node, context)
+                onnx.checker.check_node(node, checker_context("", opset))
         except onnx.checker.ValidationError as e:
             raise ValueError(
                 f"{printable(self.graph.name)} cannot be written in opset {opset}, "

@@ -32,7 +32,7 @@ from onnxgrad.model.validate_parts import (
 )
 
 _DEEPEST = 30  # levels of nested subgraphs; protobuf does not write more
-_USE_NEWEST = "export the model at that, or upgrade onnx"
+_USE_NEWEST = "export the model at one it has, or upgrade onnx"
 _METADATA: Mapping[str, type[list] | type[dict]] = {CONSTANTS: list, LOSS: dict}  # ours, as JSON
 
 
@@ -56,14 +56,14 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
     for function in _callees_first(checked.functions):
         _check_function(function, checked)
     scope = _Scope(checked, opset_versions(model.opset_import), None)
-    if scope.check(model.graph, "the graph", promised).late:
+    unsorted = bool(scope.check(model.graph, "the graph", promised).late)
+    if unsorted:
         _sorted_order(model.graph.node)  # raises for a cycle
-        checked.unsorted = True
     check_limit("nodes", scope.size, "the model has too many nodes")
     for entry in model.metadata_props:
         if entry.key in _METADATA and not _is_json(entry.value, _METADATA[entry.key]):
             raise ModelError(f"its metadata {entry.key!r} is damaged: remove the entry")
-    return checked.unsorted or checked.negative
+    return unsorted or checked.negative
 
 
 def repair(model: ModelProto) -> None:
@@ -91,24 +91,21 @@ class _Checked:
 
     functions: dict[CallKey, FunctionProto]
     scopes: dict[CallKey, _Scope] = field(default_factory=dict)  # of the functions checked so far
-    unsorted: bool = False
-    negative: bool = False
+    negative: bool = False  # whether a declared length is
 
 
 def _check_versions(model: ModelProto) -> None:
-    newest = {"": defs.onnx_opset_version()}
-    newest |= {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
+    """Raise for an opset or IR version that onnx does not have, or a domain that is not text."""
+    newest = {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
     for holder in (model, *model.functions):
         for entry in holder.opset_import:
             if type(entry.domain) is not str:
                 raise ModelError("it imports a domain that is not UTF-8: export it again")
-            domain = standard(entry.domain)
-            opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
-            if entry.version < (domain in newest):
-                raise ModelError(f"it imports {opset}: versions start at 1, correct it")
-            if entry.version > newest.get(domain, entry.version):
-                last = f"the newest of onnx {onnx.__version__} is {newest[domain]}"
-                raise ModelError(f"it imports {opset}, and {last}: {_USE_NEWEST}")
+            last = newest.get(standard(entry.domain))
+            if last is not None and not 1 <= entry.version <= last:
+                opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
+                has = f"onnx {onnx.__version__} has 1 to {last}"
+                raise ModelError(f"it imports {opset}, and {has}: {_USE_NEWEST}")
     if not 0 <= model.ir_version <= onnx.IR_VERSION:
         newest_ir = f"the newest of onnx {onnx.__version__} is {onnx.IR_VERSION}: {_USE_NEWEST}"
         raise ModelError(f"its IR version is {model.ir_version}, and {newest_ir}")
@@ -149,9 +146,8 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
     subject = f"the function {shown(function.name)}"
     if not function.name:
         raise ModelError("a function has no name: name it, or remove it")
-    for kind, names in (("input", function.input), ("output", function.output)):
-        if len(set(names)) < len(names) or "" in names:
-            raise ModelError(f"{subject} has an {kind} twice, or without a name: rename it")
+    if len(set(function.output)) < len(function.output):
+        raise ModelError(f"{subject} has an output twice: rename it")
     scope = _Scope(checked, opset_versions(function.opset_import), set())
     scope.check(function, subject).refuse_unsorted(subject)
     scope.needed = (scope.needed or set()) - {a.name for a in function.attribute_proto}
@@ -293,20 +289,16 @@ class _Scope:
 
     def _check_declared(self, graph: GraphLike) -> dict[str, None]:
         """Check inputs, constants and types; return the names of the inputs and constants."""
-        defined: dict[str, None] = {}
-        for name in names_in(graph.input):
-            _declare_name(name, "input", defined)
+        defined = _unique_names(names_in(graph.input), "input")
         if isinstance(graph, GraphProto):
-            constants: dict[str, None] = {}
             for tensor in graph.initializer:
-                _declare_name(tensor.name, "initializer", constants)
                 check_tensor(tensor, lambda t=tensor: f"initializer {shown(t.name)}")  # type: ignore
             for sparse in graph.sparse_initializer:
-                _declare_name(sparse.values.name, "initializer", constants)
                 check_sparse(sparse, f"sparse initializer {shown(sparse.values.name)}")
+            constants = (*graph.initializer, *(s.values for s in graph.sparse_initializer))
+            defined |= _unique_names(names_in(constants), "initializer")
             for kind, values in (("input", graph.input), ("output", graph.output)):
                 self.checked.negative |= check_values(values, kind)
-            defined |= constants
         self.checked.negative |= check_values(graph.value_info, "the value")
         return defined
 
@@ -322,10 +314,15 @@ class _Scope:
         return called.size
 
 
-def _declare_name(name: str, kind: str, names: dict[str, None]) -> None:
-    """Add a name to `names`, or raise if it is empty, damaged or there already."""
-    if not name or type(name) is not str:
-        raise ModelError(f"an {kind} has no name, or one that is not UTF-8: name it, or remove it")
-    if name in names:
-        raise ModelError(f"{kind} {shown(name)} is declared twice: remove one, or rename it")
-    names[name] = None
+def _unique_names(names: Iterable[str], kind: str) -> dict[str, None]:
+    """Return the names of inputs or initializers, or raise if one is empty, damaged or repeated."""
+    unique: dict[str, None] = {}
+    for name in names:
+        if not name or type(name) is not str:
+            raise ModelError(
+                f"an {kind} has no name, or one that is not UTF-8: name it, or remove it"
+            )
+        if name in unique:
+            raise ModelError(f"{kind} {shown(name)} is declared twice: remove one, or rename it")
+        unique[name] = None
+    return unique

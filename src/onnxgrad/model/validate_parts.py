@@ -2,14 +2,18 @@
 
 A node has the operands, attributes and subgraphs that its operator requires; the data of a constant
 match its shape and type.
+
+The checker of onnx compares nodes with their operators. It is not asked about the rest: it accepts
+tensors with more data than their shape says, unknown element types of inputs, calls of functions
+with too many operands, and subgraphs of a wrong number of inputs; and it refuses sparse tensors
+that onnxruntime runs, with indices of int32 or unsorted ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -22,30 +26,27 @@ from onnx import (
     TensorProto,
     TypeProto,
     ValueInfoProto,
-    defs,
+    checker,
     numpy_helper,
 )
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, printable
 from onnxgrad.limits import check_limit
 from onnxgrad.model.constants import standard
 from onnxgrad.model.external import nbytes
 from onnxgrad.model.opsets import operator_schema
 from onnxgrad.operators import WITH_SUBGRAPHS
 
-_KINDS = AttributeProto.AttributeType
-_FIELD = {  # the field of AttributeProto that holds the value, if it is one message
-    AttributeProto.TENSOR: "t",
-    AttributeProto.GRAPH: "g",
-    AttributeProto.SPARSE_TENSOR: "sparse_tensor",
-    AttributeProto.TYPE_PROTO: "tp",
-}
-_TYPES = frozenset(_KINDS.values()) - {AttributeProto.UNDEFINED}
-_PLAIN = frozenset(map(_KINDS.Value, "FLOAT INT STRING FLOATS INTS STRINGS".split()))
-STANDARD = ("", "ai.onnx")
+_TENSORS_AND_GRAPHS = frozenset(  # types of attributes whose parts have own checks
+    AttributeProto.AttributeType.Value(f"{part}{plural}")
+    for part in ("TENSOR", "SPARSE_TENSOR", "GRAPH")
+    for plural in ("", "S")
+)
 CallKey = tuple[str, str, str]  # domain, name and overload of a local function
 
+_NO_SCHEMA = "onnxgrad.unknown"  # domain in which onnx checks nodes that it has no schema for
 _SHOWN = 100  # characters of a name, or lengths of a shape, in a message
+_LONGEST = 400  # characters of a message of onnx
 _MOST = (1 << 63) - 1  # the greatest size in bytes
 _DTYPES = {d.value for d in ir.DataType if d != ir.DataType.UNDEFINED}
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
@@ -59,32 +60,21 @@ def shown(name: str | bytes) -> str:
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-class _Requirements(NamedTuple):
-    """The operands and attributes that nodes of an operator, or of a local function, must have."""
-
-    inputs: tuple[int, int]  # the least and the greatest number
-    outputs: tuple[int, int]
-    single_inputs: tuple[int, ...]  # indices of the inputs that cannot be left out
-    single_outputs: tuple[int, ...]
-    types: Mapping[str, int]  # of attributes
-    required: frozenset[str]
-
-
 @lru_cache(maxsize=4096)
-def _operator_requirements(domain: str, op_type: str, opset: int) -> _Requirements | None:
-    """Return what an operator requires of its nodes; None if onnx has no schema for it."""
-    schema = operator_schema(op_type, opset, standard(domain))
+def _required_attributes(domain: str, op_type: str, opset: int) -> frozenset[str] | None:
+    """Return the attributes that an operator requires; None if onnx has no schema for it."""
+    schema = operator_schema(op_type, opset, domain)
     if schema is None:
         return None
-    single = defs.OpSchema.FormalParameterOption.Single
-    return _Requirements(
-        (schema.min_input, schema.max_input),
-        (schema.min_output, schema.max_output),
-        tuple(i for i, p in enumerate(schema.inputs) if p.option == single),
-        tuple(i for i, p in enumerate(schema.outputs) if p.option == single),
-        {name: int(a.type.value) for name, a in schema.attributes.items()},
-        frozenset(name for name, a in schema.attributes.items() if a.required),
-    )
+    return frozenset(name for name, a in schema.attributes.items() if a.required)
+
+
+@lru_cache(maxsize=256)
+def checker_context(domain: str, opset: int) -> checker.C.CheckerContext:
+    """Return the context in which onnx checks the nodes of a domain."""
+    context = checker.C.CheckerContext()
+    context.ir_version, context.opset_imports = onnx.IR_VERSION, {domain: opset}
+    return context
 
 
 def called_key(node: NodeProto) -> CallKey:
@@ -94,8 +84,8 @@ def called_key(node: NodeProto) -> CallKey:
 
 def title(node: NodeProto) -> str:
     """Return the operator, the name and the first output of `node`, for messages."""
-    domain = "" if node.domain in STANDARD else f"{node.domain!s}::"
-    name = f"{domain}{node.op_type!s}"
+    domain = standard(node.domain)
+    name = f"{domain!s}::{node.op_type!s}" if domain else str(node.op_type)
     output = next((y for y in node.output if y), "")
     plain = name.replace("::", "").replace(".", "").isidentifier()
     operator = name if plain and len(name) < 100 else shown(name)
@@ -114,108 +104,79 @@ def check_node(
         needed: the attributes that the node requires of the local function that it is in are added
             to it; None: it is in none, to whose attributes it could refer.
     """
-    _check_header(node)
-    if function is None:
-        requirements = _operator_requirements(node.domain, node.op_type, opset)
-    else:
-        most = (0, len(function.input)), (0, len(function.output))
-        requirements = _Requirements(*most, (), (), {}, frozenset())
-    _check_attributes(node, requirements, needed)
-    if requirements is not None:
-        called = "its operator" if function is None else "the function that it calls"
-        _check_operands(node, requirements, called)
-        if function is None:
-            _check_required(node, requirements, opset)
-    elif opset < 1 and node.domain in STANDARD:
-        raise ModelError(f"{title(node)} is of a domain without an opset: import one")
-    elif not (node.op_type.isprintable() and node.domain.isprintable()):
-        raise ModelError(f"{title(node)} is no operator: correct its name")
-
-
-def _check_header(node: NodeProto) -> None:
-    """Raise unless `node` has an operator type in valid text, and an output."""
     # protobuf returns bytes for text that is not UTF-8
-    if type(node.op_type) is not str or type(node.domain) is not str:
-        raise ModelError("an operator is not UTF-8: the model is damaged, export it again")
-    if not node.op_type:
-        raise ModelError(f"{title(node)} has no operator type: it is damaged, export it again")
+    texts = (node.op_type, node.domain, *(a.name for a in node.attribute))
+    if any(type(text) is not str for text in texts):
+        raise ModelError(
+            f"{title(node)} has text that is not UTF-8: it is damaged, export it again"
+        )
     if not node.output:
         raise ModelError(f"{title(node)} has no output: remove the node")
-
-
-def _check_attributes(
-    node: NodeProto, requirements: _Requirements | None, needed: set[str] | None
-) -> None:
-    """Raise unless each attribute of `node` is valid and there once."""
-    names: set[str] = set()
-    types = requirements.types if requirements is not None else {}
+    domain, required = standard(node.domain), None
+    if function is None:
+        required = _required_attributes(domain, node.op_type, opset)
+        if required is None and opset < 1 and not domain:
+            raise ModelError(f"{title(node)} is of a domain without an opset: import one")
+        if required is None and not (node.op_type.isprintable() and domain.isprintable()):
+            raise ModelError(f"{title(node)} is no operator: correct its name")
+    else:
+        _check_call(node, function)
+    _check_by_onnx(node, *((_NO_SCHEMA, 1) if required is None else (domain, opset)))
     for attribute in node.attribute:
-        name, kind = attribute.name, attribute.type
-        names.add(name)
-        if type(name) is not str:
-            raise ModelError(f"{title(node)} has an attribute that is not UTF-8: export it again")
-        if kind not in _PLAIN:
-            _check_value(attribute, node)
-        if attribute.ref_attr_name:
-            if needed is None:
-                own, other = shown(name), shown(attribute.ref_attr_name)
-                raise ModelError(
-                    f"the attribute {own} of {title(node)} refers to the attribute {other} of a "
-                    "function, but is outside of one: write its value"
-                )
-            if requirements is not None and name in requirements.required:
-                needed.add(attribute.ref_attr_name)
-        if kind != types.get(name, kind):
-            actual, right = _KINDS.Name(kind), _KINDS.Name(types[name])
-            raise ModelError(
-                f"{title(node)} has the attribute {name!r} as {actual}, not {right}: change it"
-            )
-    if len(names) < len(node.attribute) or "" in names:
-        raise ModelError(f"{title(node)} has an attribute twice, or without a name: remove it")
-
-
-def _check_required(node: NodeProto, requirements: _Requirements, opset: int) -> None:
-    """Raise unless `node` has the attributes and subgraphs that its operator requires."""
-    names = {a.name for a in node.attribute}
-    if not requirements.required <= names:
-        missing = min(requirements.required - names)
-        raise ModelError(f"{title(node)} lacks the attribute {missing!r}: add it")
-    if node.domain in STANDARD:
-        if node.op_type == "Constant" and not names:
+        _check_attribute(attribute, node, required or (), needed)
+    if function is None and not domain:
+        if node.op_type == "Constant" and not node.attribute:
             raise ModelError(f"{title(node)} has no value: it is damaged, export it again")
         if node.op_type in WITH_SUBGRAPHS:
             _check_bodies(node, opset)
 
 
-def _check_value(attribute: AttributeProto, node: NodeProto) -> None:
-    """Raise unless an attribute of tensors, graphs or types has a value, and its tensors agree."""
-    kind, known = attribute.type, attribute.type in _TYPES
-    if known and attribute.ref_attr_name:
+def _check_call(node: NodeProto, function: FunctionProto) -> None:
+    """Raise if the call of a function has more inputs or outputs than the function."""
+    for kind in ("input", "output"):
+        n, most = len(getattr(node, kind)), len(getattr(function, kind))
+        if n > most:
+            raise ModelError(
+                f"{title(node)} has {n} {kind}s, and the function that it calls at most {most}: "
+                "correct it"
+            )
+
+
+def _check_by_onnx(node: NodeProto, domain: str, opset: int) -> None:
+    """Raise unless the checker of onnx accepts the node, without its tensors and graphs."""
+    bare = NodeProto(op_type=node.op_type, domain=domain, input=node.input, output=node.output)
+    for a in node.attribute:
+        if a.type in _TENSORS_AND_GRAPHS:  # a reference has a name and a type only
+            bare.attribute.add(name=a.name, type=a.type, ref_attr_name=a.name)
+        else:
+            bare.attribute.append(a)
+    try:
+        checker.check_node(bare, checker_context(domain, opset))
+    except checker.ValidationError as e:
+        found = printable(str(e)[:_LONGEST]).rstrip(".")
+        raise ModelError(
+            f"{title(node)} has operands or attributes that onnx refuses: {found}; correct it"
+        ) from None
+
+
+def _check_attribute(
+    attribute: AttributeProto, node: NodeProto, required: Collection[str], needed: set[str] | None
+) -> None:
+    """Raise unless an attribute of `node` refers to one of a function, or its tensors are valid."""
+    if attribute.ref_attr_name:
+        if needed is None:
+            own, other = shown(attribute.name), shown(attribute.ref_attr_name)
+            raise ModelError(
+                f"the attribute {own} of {title(node)} refers to the attribute {other} of a "
+                "function, but is outside of one: write its value"
+            )
+        if attribute.name in required:
+            needed.add(attribute.ref_attr_name)
         return
-    if not known or (kind in _FIELD and not attribute.HasField(_FIELD[kind])):
-        problem = "is empty: it is damaged" if known else "has a type that ONNX lacks"
-        what = f"the attribute {shown(attribute.name)} of {title(node)}"
-        raise ModelError(f"{what} {problem}: export it again")
-    for tensor in (attribute.t,) if kind == AttributeProto.TENSOR else attribute.tensors:
+    for tensor in (attribute.t,) if attribute.type == AttributeProto.TENSOR else attribute.tensors:
         check_tensor(tensor, lambda: f"the tensor of {title(node)}")
-    if kind == AttributeProto.SPARSE_TENSOR:
+    if attribute.type == AttributeProto.SPARSE_TENSOR:
         check_sparse(attribute.sparse_tensor, f"the sparse tensor of {title(node)}")
-
-
-def _check_operands(node: NodeProto, requirements: _Requirements, owner: str) -> None:
-    """Raise unless `node` has as many inputs and outputs as `owner`, its operator, allows."""
-    for kind, names, (least, most), single in (
-        ("input", node.input, requirements.inputs, requirements.single_inputs),
-        ("output", node.output, requirements.outputs, requirements.single_outputs),
-    ):
-        n = len(names)
-        if not least <= n <= most:
-            allowed = f"at least {least}" if n < least else f"at most {most}"
-            raise ModelError(f"{title(node)} has {n} {kind}s, and {owner} {allowed}: correct it")
-        if "" in names:
-            for i in single:
-                if i < n and not names[i]:
-                    raise ModelError(f"{title(node)} leaves out {kind} {i}: name it")
 
 
 def _check_bodies(node: NodeProto, opset: int) -> None:
@@ -232,7 +193,7 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
                 f"{outputs} outputs do not allow: write the number of scanned inputs"
             )
     for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH and attribute.HasField("g"):
+        if attribute.type == AttributeProto.GRAPH:
             actual = len(attribute.g.input), len(attribute.g.output)
             for kind, count, required in zip(("inputs", "outputs"), actual, counts, strict=True):
                 if count != required:
@@ -257,13 +218,12 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
     The message starts with `subject()`, "initializer 'w'". Data in external files are not read.
     """
     kind, dims = tensor.data_type, tensor.dims
-    if kind not in _DTYPES:
-        raise ModelError(f"{subject()} has the unknown data type {kind}: use a type of ONNX")
     count = prod(dims)
-    if min(dims, default=0) < 0:
-        raise ModelError(f"{subject()} has the negative length {min(dims)}: correct its shape")
-    if count * 16 > _MOST:
-        raise ModelError(f"{subject()} has a shape of {_shown_count(count)} elements: correct it")
+    if kind not in _DTYPES or min(dims, default=0) < 0 or count * 16 > _MOST:
+        raise ModelError(
+            f"{subject()} has the data type {kind} and the shape {_shown_shape(dims)}, which no "
+            "tensor has: correct them, or export the model again"
+        )
     if tensor.data_location == TensorProto.EXTERNAL:
         return
     field, expected = "raw_data", nbytes(tensor)
@@ -341,18 +301,9 @@ def forget_negative(values: Iterable[ValueInfoProto]) -> None:
 
 def innermost(kind: TypeProto) -> TypeProto.Tensor | TypeProto.SparseTensor:
     """Return the tensor type inside a type of sequences, Optionals or maps, or itself."""
-    while True:
-        field = kind.WhichOneof("value")
-        if field in ("sequence_type", "optional_type"):
-            kind = getattr(kind, field).elem_type
-        elif field == "map_type":
-            kind = kind.map_type.value_type
-        elif field == "sparse_tensor_type":
-            return kind.sparse_tensor_type
-        else:
-            return kind.tensor_type
-
-
-def _shown_count(count: int) -> str:
-    """Return a number of elements for messages: by its magnitude if it has many digits."""
-    return str(count) if count < 10**18 else f"more than 10^{len(str(count)) - 1}"
+    field = kind.WhichOneof("value")
+    if field in ("sequence_type", "optional_type"):
+        return innermost(getattr(kind, field).elem_type)
+    if field == "map_type":
+        return innermost(kind.map_type.value_type)
+    return kind.sparse_tensor_type if field == "sparse_tensor_type" else kind.tensor_type
