@@ -9,7 +9,6 @@ that all functions work on such a model; `write.save` and sessions make the path
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
@@ -205,15 +204,15 @@ def written_out(
     return result
 
 
-def _bytes_to_write(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> Any:
+def _bytes_to_write(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the elements of a tensor in the byte order of files."""
     if not is_empty(tensor):
         return ir.serde.deserialize_tensor(tensor).tobytes()
-    array = np.ascontiguousarray(arrays[tensor.name], ir.DataType(tensor.data_type).numpy())
+    dtype = ir.DataType(tensor.data_type)
+    array = np.asarray(arrays[tensor.name], dtype.numpy())
     if array.shape != tuple(tensor.dims):
         raise ValueError(f"{tensor.name!r} has shape {tuple(tensor.dims)}, not {array.shape}")
-    array = array if sys.byteorder == "little" else array.byteswap()
-    return array.reshape(-1).view(np.uint8).data
+    return ir.Tensor(array, dtype).tobytes()
 
 
 def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]) -> None:

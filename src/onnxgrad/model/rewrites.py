@@ -87,22 +87,18 @@ def own_results(model: ModelProto, reserved: Iterable[str] = ()) -> None:
     for holder in (model.graph, *model.functions):
         taken = {*names(holder), *reserved}
         for graph in list(all_graphs(holder)):
-            if graph is not model.graph:
-                _own_results(graph, taken)
-
-
-def _own_results(graph: GraphLike, taken: set[str]) -> None:
-    """Add an Identity for outputs of `graph` that are not its results, or that are repeated."""
-    own = {y for node in graph.node for y in node.output}
-    for i, name in enumerate(names_in(graph.output)):
-        if name not in own:
-            copy = unused(name, taken)
-            graph.node.add(op_type="Identity", input=[name], output=[copy])
-            if isinstance(graph, GraphProto):
-                graph.output[i].name = copy
-            else:
-                graph.output[i] = copy
-        own.discard(name)
+            if graph is model.graph:
+                continue
+            own = {y for node in graph.node for y in node.output}
+            for i, name in enumerate(names_in(graph.output)):
+                if name not in own:
+                    copy = unused(name, taken)
+                    graph.node.add(op_type="Identity", input=[name], output=[copy])
+                    if isinstance(graph, GraphProto):
+                        graph.output[i].name = copy
+                    else:
+                        graph.output[i] = copy
+                own.discard(name)
 
 
 def densify(model: ModelProto) -> None:
