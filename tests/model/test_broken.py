@@ -64,7 +64,8 @@ BROKEN = {  # model, the message
         "If .*attribute 'else_branch' is missing"
     ),
     LOOP % ("(int64 i, bool c)", "(bool k, float[2] o)"): "body.* has 2 inputs.* requires 3",
-    LOOP % ("(int64 i, bool c, float[2] x)", "(bool k)"): "body.* has 1 outputs.* requires 2",
+    LOOP
+    % ("(int64 i, bool c, float[2] x)", "(bool k)"): "body.* 1 outputs.* requires .* 2 outputs",
     SCAN % ("num_scan_inputs = 5,", "(float x)"): "has num_scan_inputs=5",
     SCAN % ("num_scan_inputs = 1,", "(float x, float z)"): "has 2 inputs.* requires 1",
     SCAN % ("", "(float x)"): "Scan .*attribute 'num_scan_inputs' is missing",

@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, defs
@@ -129,16 +130,15 @@ def _function_key(function: FunctionProto) -> CallKey:
 
 def _callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[FunctionProto]:
     """Return the functions sorted so that callees come before their callers."""
-    numbers = {key: i for i, key in enumerate(functions)}
     callees = {
-        numbers[key]: [numbers[k] for n in all_nodes(f.node) if (k := called_key(n)) in functions]
+        key: [called for node in all_nodes(f.node) if (called := called_key(node)) in functions]
         for key, f in functions.items()
     }
-    in_order = list(functions.values())
     try:
-        return [in_order[i] for i in TopologicalSorter(callees).static_order()]
+        return [functions[key] for key in TopologicalSorter(callees).static_order()]
     except CycleError as e:
-        cycle = " -> ".join(shown(in_order[i].name) for i in reversed(_cycle_from_smallest(e)))
+        keys = reversed(_cycle_from_first(e, functions))
+        cycle = " -> ".join(shown(name) for _, name, _ in keys)
         raise ModelError(f"its functions call each other without end: {cycle}; break it") from None
 
 
@@ -210,7 +210,7 @@ def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
     try:
         sorter.prepare()
     except CycleError as e:
-        chain = [shown(next(filter(None, nodes[i].output))) for i in _cycle_from_smallest(e)]
+        chain = [shown(next(filter(None, nodes[i].output))) for i in _cycle_from_first(e, waits)]
         if len(chain) > 12:
             chain = [*chain[:6], f"({len(chain) - 11} more)", *chain[-5:]]
         raise ModelError(
@@ -225,10 +225,11 @@ def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
     return order
 
 
-def _cycle_from_smallest(error: CycleError) -> list[int]:
-    """Return the numbers of a cycle, first and last the smallest."""
-    cycle: list[int] = error.args[1][1:]
-    start = cycle.index(min(cycle))
+def _cycle_from_first(error: CycleError, entries: Iterable[Any]) -> list[Any]:
+    """Return the entries of a cycle, first and last the one that comes first in `entries`."""
+    cycle: list[Any] = error.args[1][1:]
+    members = set(cycle)
+    start = cycle.index(next(entry for entry in entries if entry in members))
     return [*cycle[start:], *cycle[: start + 1]]
 
 

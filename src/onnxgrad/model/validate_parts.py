@@ -195,12 +195,12 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             actual = len(attribute.g.input), len(attribute.g.output)
-            for kind, count, required in zip(("inputs", "outputs"), actual, counts, strict=True):
-                if count != required:
-                    raise ModelError(
-                        f"the {attribute.name!r} of {title(node)} has {count} {kind}, and the "
-                        f"node requires {required}: make their numbers match"
-                    )
+            if actual != counts:
+                has, required = (f"{n} inputs and {m} outputs" for n, m in (actual, counts))
+                raise ModelError(
+                    f"the {attribute.name!r} of {title(node)} has {has}, and the node requires "
+                    f"{required}: make their numbers match"
+                )
 
 
 # -- constants and types --------------------------------------------------------------------------
@@ -274,8 +274,6 @@ def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
     """Raise for a declared type that ONNX does not have; return whether a length is negative."""
     negative = False
     for value in values:
-        if not value.HasField("type"):
-            continue
         tensor = innermost(value.type)
         if tensor.elem_type not in _DTYPES and tensor.elem_type:
             raise ModelError(
