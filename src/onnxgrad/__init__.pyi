@@ -24,12 +24,12 @@ from .artifacts import (
     generate_artifacts as generate_artifacts,
     merge_artifacts as merge_artifacts,
 )
-from .autodiff.check.gradients import (
-    check_gradient as check_gradient,
-)
-from .autodiff.check.report import (
+from .autodiff.check.comparison import (
     GradientReport as GradientReport,
     GradientRow as GradientRow,
+)
+from .autodiff.check.gradients import (
+    check_gradient as check_gradient,
 )
 from .autodiff.derivative import (
     DerivativeOptions as DerivativeOptions,

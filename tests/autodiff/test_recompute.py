@@ -10,7 +10,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.autodiff.cuts import Lifetime, cuts
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.runtime.device import CPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.operators.distinct import distinct_along, distinct_positions, distinct_rows
+from onnxgrad.operators.rule_nodes import distinct_along, distinct_positions, distinct_rows
 from tests.support.models import parse_model
 
 RANGE = "z = Constant<value_int=0>()  o = Constant<value_int=1>()  r = Range(z, n, o)"

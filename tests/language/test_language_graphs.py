@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir
 from onnxgrad.operators.shapes import dims
 from tests.support.errors import naming

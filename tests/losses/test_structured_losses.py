@@ -11,7 +11,7 @@ import pytest
 from onnxgrad import LOSSES, Trainer, by_length
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.objectives import training_loss

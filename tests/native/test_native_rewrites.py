@@ -14,7 +14,7 @@ from onnxgrad.autodiff.forms import GRADIENT
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_ir, to_proto

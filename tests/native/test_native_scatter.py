@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.device import Device

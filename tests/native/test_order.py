@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.native.order import Lives, Memory, depth_first, eager, nbytes, order, peak
 from onnxgrad.runtime.session import ordered_session
 from onnxgrad.training.run import sessions

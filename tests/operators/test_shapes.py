@@ -12,8 +12,8 @@ import pytest
 
 from onnxgrad import ModelError, NoGradientRule
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.graph.inference.infer import infer, name_rows
-from onnxgrad.graph.inference.walk import Walk
+from onnxgrad.graph.infer import infer, name_rows
+from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.outputs import output_shape, output_types
 from onnxgrad.operators.shapes import broadcast, dims, equal, rank, static as lengths
 from tests.support.cases import Row, row_feed, row_model

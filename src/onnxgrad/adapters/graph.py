@@ -18,7 +18,7 @@ from onnx import GraphProto, ModelProto, NodeProto
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Use, attributes
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.model import external
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_ir

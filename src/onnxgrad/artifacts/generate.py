@@ -19,7 +19,7 @@ from onnxgrad.artifacts.manifest import FILES, MANIFEST, Manifest, manifest_of
 from onnxgrad.artifacts.models import Models, build_models
 from onnxgrad.artifacts.ort_format import write_ort
 from onnxgrad.artifacts.versions import at_opset, with_ir_version
-from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike, read

@@ -9,7 +9,7 @@ from onnxgrad.autodiff.primal.bodies import function_body
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.rewrite import rewrite
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.constants import standard

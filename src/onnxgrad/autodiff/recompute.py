@@ -17,7 +17,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.cuts import Lifetime, cheapest, cuts
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import (
     all_nodes,
     captured,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.quantized import described, refuse_quantized
+from onnxgrad.autodiff.straight_through import described, refuse_quantized
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads

@@ -17,9 +17,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.inference.walk import fold_sizes
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
+from onnxgrad.graph.walk import fold_sizes
 from onnxgrad.operators import ARITHMETIC, RANDOM, VIEWS, operator_of
 from onnxgrad.operators.axes import SUMMED, follow, named_axes, places
 from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, is_real, rank, static

@@ -10,7 +10,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.cli.loss_note import loss_of
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.losses.applied_to import is_probability
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.model.class_labels import Labels, stored_labels

@@ -24,10 +24,9 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.write import write_models
 from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.reporting import logger, reporting
-from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
-from onnxgrad.runtime.values import owned, shape_of, to_numpy, wrapped
+from onnxgrad.runtime.values import Binding, owned, shape_of, to_numpy, wrapped
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 

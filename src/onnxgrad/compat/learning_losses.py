@@ -21,7 +21,7 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_outputs
 from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
 from onnxgrad.errors import unknown
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.losses import formulas
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.classification import softplus

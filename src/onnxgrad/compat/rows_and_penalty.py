@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Written

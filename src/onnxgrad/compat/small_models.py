@@ -14,10 +14,9 @@ from onnxgrad.autodiff.forms import finish
 from onnxgrad.errors import EvaluationError, check_options, escaping
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model.draft import Draft
-from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session
-from onnxgrad.runtime.values import to_numpy, to_ortvalue
+from onnxgrad.runtime.values import Binding, to_numpy, to_ortvalue
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from onnxgrad.finetune.heads import Request
 from onnxgrad.finetune.layers import initializer
 from onnxgrad.finetune.new_weights import fresh
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.convert import to_ir, to_proto

@@ -11,7 +11,7 @@ from onnx import ModelProto, defs
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.finetune.file_shapes import Stated, all_values, restore, stated_types
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
 from onnxgrad.model.notes import HEAD, LISTS, read_note, rename_notes, write_note

@@ -7,7 +7,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.finetune.heads import find_layer
 from onnxgrad.finetune.label_outputs import without_zipmaps
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs

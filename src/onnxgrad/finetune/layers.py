@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import named, node_text
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.constants import standard
 from onnxgrad.operators import operator_of

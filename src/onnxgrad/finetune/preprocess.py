@@ -19,7 +19,7 @@ from onnxgrad.data.image_transforms import IMAGES, Normalize, check_order
 from onnxgrad.data.images import ImageFolder, layout_of
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_proto

@@ -10,7 +10,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read

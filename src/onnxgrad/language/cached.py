@@ -10,7 +10,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.feeds import caches
 from onnxgrad.operators.shapes import dims, rank

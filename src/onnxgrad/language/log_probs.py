@@ -7,7 +7,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.causal import causal_terms
 from onnxgrad.losses.formula_nodes import wide

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, unknown
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.logits import (
     of_log_softmax,

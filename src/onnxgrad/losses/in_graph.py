@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer, infer_file
+from onnxgrad.graph.infer import infer, infer_file
 from onnxgrad.graph.tidy import rename_unused_results, tidy
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.formulas import loss_spec

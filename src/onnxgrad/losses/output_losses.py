@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import check_options, unknown
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.formula_nodes import at_index
 from onnxgrad.losses.in_graph import choose_output

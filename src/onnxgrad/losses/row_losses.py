@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import dependents
 from onnxgrad.losses.info import METADATA, loss_info

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.spec import Terms
 from onnxgrad.operators.shapes import Dims, dims, rank

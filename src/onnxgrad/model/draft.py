@@ -13,11 +13,11 @@ from onnx import ModelProto
 
 from onnxgrad.errors import printable, printable_lines
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
-from onnxgrad.model.validate_parts import checker_context
+from onnxgrad.model.validate import checker_context
 from onnxgrad.operators.shapes import constant
 
 OLDEST_OPSET = 14

@@ -20,7 +20,7 @@ from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.external import restore_data, without_data, without_elements
 from onnxgrad.model.scopes import rename_values, unused
 from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subgraphs, walk
-from onnxgrad.operators.kernels import cpu_kernels
+from onnxgrad.operators.attributes import cpu_kernels
 
 # onnxruntime has these in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")

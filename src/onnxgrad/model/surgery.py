@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto

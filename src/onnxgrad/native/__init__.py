@@ -13,7 +13,6 @@ from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.native import (
     blocked,
     blocked_pointwise,
-    cubic,
     epochs,
     max_pools,
     scans,

@@ -1,13 +1,4 @@
-"""Attributes of nodes, with the defaults that the schemas of the operators state.
-
-The schemas are those of onnx, and those that onnxruntime lists for the operators that it adds. The
-newest version of a schema is read, as no default has changed since opset 18, the oldest opset of a
-prepared graph, but for GridSample: its `mode` "bilinear" has been named "linear" since opset 20.
-
-An attribute whose absence means something, such as `axis` of Compress, has no default in the
-schema. It is read from `node.attributes`, and so is an attribute that not all operators have which
-the same code takes.
-"""
+"""Attributes of nodes with the defaults of their schemas, and the kernels of onnxruntime."""
 
 from __future__ import annotations
 
@@ -16,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import onnx_ir as ir
+import onnxruntime as ort
 from onnx import AttributeProto, defs
 
 
@@ -75,3 +67,24 @@ def schemas_of_onnxruntime() -> dict[tuple[str, str], Any]:
 
     every = sorted(state.get_all_operator_schema(), key=lambda schema: schema.since_version)
     return {(schema.domain, schema.name): schema for schema in every}
+
+
+_CPU = ort.get_available_providers()[-1]  # sorted from the fastest
+
+
+@cache
+def cpu_kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """Return the first and last opset of each kernel of the CPU, by domain and operator."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for kernel in state.get_all_opkernel_def():
+        if kernel.provider == _CPU:
+            key = kernel.domain, kernel.op_name
+            found.setdefault(key, []).append(kernel.version_range)
+    return found
+
+
+def has_kernel(domain: str, op_type: str) -> bool:
+    """Return whether onnxruntime runs a version of the operator on the CPU."""
+    return (domain, op_type) in cpu_kernels()

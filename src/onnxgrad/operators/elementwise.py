@@ -16,16 +16,17 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import broadcast_axis
-from onnxgrad.operators.elements import (
+from onnxgrad.operators.outputs import (
     INTEGERS,
     Elements,
+    first_dtype,
+    like_first,
     multiply_lengths,
     number_or_none,
     of_each,
     of_known,
     of_numbers,
 )
-from onnxgrad.operators.outputs import first_dtype, like_first
 from onnxgrad.operators.records import PIECEWISE, declare_operators
 from onnxgrad.operators.registry import elementwise, lowering, rule
 from onnxgrad.operators.shapes import Dims, broadcast, dims

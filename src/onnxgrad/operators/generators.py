@@ -10,14 +10,14 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import Place, first_operand
-from onnxgrad.operators.elements import (
+from onnxgrad.operators.layouts import nonnegative_lengths
+from onnxgrad.operators.outputs import (
     INTEGERS,
     MOST_ELEMENTS,
     Elements,
     of_known,
     product_of_lengths,
 )
-from onnxgrad.operators.layouts import nonnegative_lengths
 from onnxgrad.operators.records import INDEX, OF_SETTINGS, OF_SHAPE, declare_operators
 from onnxgrad.operators.registry import members_of, rule
 from onnxgrad.operators.shapes import Dims, dims, rank

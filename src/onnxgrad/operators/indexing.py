@@ -12,11 +12,10 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axis_unless_named, first_operand, named_axes
-from onnxgrad.operators.elements import Elements, of_known
 from onnxgrad.operators.layouts import FIRST, moved, scatter_flat
 from onnxgrad.operators.member_forms import shift_axes_of_all, shift_named_axes
 from onnxgrad.operators.normalizations import LAST
-from onnxgrad.operators.outputs import first_dtype, like_first
+from onnxgrad.operators.outputs import Elements, first_dtype, like_first, of_known
 from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.registry import members_of, rule
 from onnxgrad.operators.rule_nodes import (

@@ -23,9 +23,8 @@ from onnxgrad.operators.axes import (
     reshaped_axis,
     row_axis,
 )
-from onnxgrad.operators.elements import Elements, of_known
 from onnxgrad.operators.member_forms import one_by_one, shift_axes_of_all, shift_named_axes
-from onnxgrad.operators.outputs import like_first, type_of_first
+from onnxgrad.operators.outputs import Elements, like_first, of_known, type_of_first
 from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.registry import lowering, members_of, rule
 from onnxgrad.operators.rule_nodes import attributes_of, positions_of, wide

@@ -83,11 +83,11 @@ KEEPS_NOTHING = "onnxgrad.keeps_nothing"
 
 # -- of graphs -------------------------------------------------------------------------------------
 
-# declared ranks of the outputs of a Scan's body: graph/inference/infer writes it,
-# graph/inference/walk reads it
+# declared ranks of the outputs of a Scan's body: graph/infer writes it,
+# graph/walk reads it
 DECLARED_RANKS = "onnxgrad.declared_ranks"
 
-# symbols that `name_rows` replaced: graph/inference/infer writes, training/fields reads it
+# symbols that `name_rows` replaced: graph/infer writes, training/fields reads it
 ROW_SYMBOLS = "onnxgrad.row_symbols"
 
 # title of a BatchNormalization that trains on one value a channel for each row:

@@ -15,8 +15,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import NodeProto, defs
 
-from onnxgrad.operators.attributes import schemas_of_onnxruntime
-from onnxgrad.operators.kernels import has_kernel
+from onnxgrad.operators.attributes import has_kernel, schemas_of_onnxruntime
 from onnxgrad.operators.records import DOMAIN_REMEDIES, declare_operators, operator_of
 from onnxgrad.operators.shapes import Dim, Dims, dims
 

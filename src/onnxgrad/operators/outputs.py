@@ -1,15 +1,20 @@
-"""The types and shapes of the outputs of a node, from its operator, operands and attributes."""
+"""The types, shapes and elements of the outputs of a node, from its record and its operands.
+
+Elements are known of short vectors of lengths, from which shapes are computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
 from onnxgrad.operators.records import standard_operator
-from onnxgrad.operators.shapes import Dims, dims
+from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, static
 
 
 def output_types(
@@ -72,3 +77,97 @@ def type_of_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypePr
 def like_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
     """Return the shape of the first operand."""
     return dims(inputs[0]) if inputs else None
+
+
+INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
+MOST_ELEMENTS = 1024  # of a vector
+
+Elements = np.ndarray  # of objects: int, bool, a symbolic dimension, or None if unknown
+
+
+def result_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements | None:
+    """Return the elements of the result, of rank 0 or 1; None if none can be told."""
+    function = standard_operator(node.op_type).elements
+    if len(node.outputs) != 1 or function is None:
+        return None
+    try:
+        result = function(node, [elements_of(x, elements) for x in node.inputs])
+    except (IndexError, ValueError, TypeError, ZeroDivisionError):  # the node would fail as well
+        return None
+    if result is None or result.ndim > 1 or result.size > MOST_ELEMENTS:
+        return None
+    bits = 32 if node.outputs[0].dtype == ir.DataType.INT32 else 64
+    limit = 1 << (bits - 1)
+    beyond = any(isinstance(e, int) and not -limit <= e < limit for e in result.flat)
+    return None if beyond or (result.size and all(e is None for e in result.flat)) else result
+
+
+def shape_by_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Dims | None:
+    """Return the shape of the result, if elements of an operand are its lengths."""
+    function = standard_operator(node.op_type).lengths
+    if function is None:
+        return None
+    return function(node, [elements_of(x, elements) for x in node.inputs])
+
+
+def elements_of(x: ir.Value | None, elements: Mapping[ir.Value, Elements]) -> Elements | None:
+    """Return the elements of an operand; each is unknown where only their number is known."""
+    if x is None or x in elements:
+        return None if x is None else elements[x]
+    if x.dtype not in INTEGERS:
+        return None
+    tensor = None if x.is_graph_input() else ir.convenience.get_const_tensor(x)
+    shape = static(dims(x)) if tensor is None else tensor.shape.numpy()
+    if shape is None or len(shape) > 1 or prod(shape) > MOST_ELEMENTS:
+        return None
+    return np.full(shape, None) if tensor is None else tensor.numpy().astype(object)
+
+
+# -- functions from which families make their own -------------------------------------------------
+
+
+def of_known(function: Callable[..., Elements | None]) -> Callable[..., Elements | None]:
+    """Return a function of a node and all of its operands, none of which may be unknown."""
+
+    def call(node: ir.Node, operands: Sequence[Elements | None]) -> Elements | None:
+        pairs = zip(operands, node.inputs, strict=True)
+        unknown = any(v is None and x is not None for v, x in pairs)
+        return None if unknown else function(node, *operands)
+
+    return call
+
+
+def of_each(function: Callable[..., Any]) -> Callable[..., Elements | None]:
+    """Return the elementwise function of operands that broadcast."""
+    vectorized = np.vectorize(function, [object])
+    return of_known(lambda node, *operands: vectorized(*operands))
+
+
+def of_numbers(function: Callable[..., Any]) -> Callable[..., Elements | None]:
+    """Return an elementwise function of numbers: None where an operand is no number."""
+    return of_each(number_or_none(function))
+
+
+def number_or_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is None where an operand is no number."""
+    return lambda *v: function(*v) if all(isinstance(each, int) for each in v) else None
+
+
+def product_of_lengths(shape: Iterable[Dim]) -> Elements:
+    """Return the product of lengths, of rank 0."""
+    result: Dim = 1
+    for d in shape:
+        result = multiply_lengths(result, d)
+    return np.array(result, object)
+
+
+def multiply_lengths(a: Dim, b: Dim) -> Dim:
+    """Return the product of two lengths: `"8*N"` of 8 and `"N"`."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    if isinstance(a, int) and isinstance(b, str):
+        a, b = b, a
+    if not isinstance(a, str) or not isinstance(b, int) or b < 1:
+        return None
+    times, symbol = coefficient(a)
+    return a if b == 1 else f"{b * times}*{symbol}"

@@ -12,11 +12,10 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import Answer, first_operand
-from onnxgrad.operators.distinct import distinct_positions
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering, rule
-from onnxgrad.operators.rule_nodes import attributes_of, last_writes, output
+from onnxgrad.operators.rule_nodes import attributes_of, distinct_positions, last_writes, output
 from onnxgrad.operators.shapes import Dims, dims, static
 from onnxgrad.operators.windows import (
     Windows,

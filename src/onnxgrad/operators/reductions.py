@@ -19,9 +19,8 @@ from onnxgrad.operators.axes import (
     first_operand,
     named_axes,
 )
-from onnxgrad.operators.elements import Elements, of_known, product_of_lengths
 from onnxgrad.operators.layouts import FIRST
-from onnxgrad.operators.outputs import like_first
+from onnxgrad.operators.outputs import Elements, like_first, of_known, product_of_lengths
 from onnxgrad.operators.records import INDEX, Naming, declare_operators
 from onnxgrad.operators.registry import elementwise, rule
 from onnxgrad.operators.rule_nodes import product_of_others

@@ -19,7 +19,7 @@ from onnx import (
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.errors import ModelError, printable
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir

@@ -13,9 +13,9 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.defaults import close_defaults
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import printable, unknown
-from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.inference.walk import fold_sizes
+from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.walk import fold_sizes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike

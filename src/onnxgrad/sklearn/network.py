@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from onnxgrad.data.columns import Names, column_names
 from onnxgrad.data.field import Field
-from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs

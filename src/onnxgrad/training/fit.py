@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.errors import argument
 from onnxgrad.losses.info import LossInfo

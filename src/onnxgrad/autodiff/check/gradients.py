@@ -11,8 +11,14 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.autodiff.check.comparison import COARSE, METHODS, Method, Problem, compare
-from onnxgrad.autodiff.check.report import GradientReport
+from onnxgrad.autodiff.check.comparison import (
+    COARSE,
+    METHODS,
+    GradientReport,
+    Method,
+    Problem,
+    compare,
+)
 from onnxgrad.autodiff.check.runtimes import (
     Feed,
     NoKernelError,

@@ -26,12 +26,12 @@ from onnxgrad.autodiff.primal.final_states import FINAL_STATES
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer, infer_file, name_rows, note_ranks
-from onnxgrad.graph.inference.walk import Walk, fold_node
+from onnxgrad.graph.infer import infer, infer_file, name_rows, note_ranks
 from onnxgrad.graph.precision import widen
 from onnxgrad.graph.rewrite import ANY, GROUPS, Rewrite, Table, rewrite
 from onnxgrad.graph.tidy import current, tidy
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.graph.walk import Walk, fold_node
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.opsets import WORKING_OPSET, exists, is_same, newest_opset, runs

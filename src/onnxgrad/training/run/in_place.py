@@ -22,10 +22,9 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators import made_by
 from onnxgrad.operators.shapes import dims, static
-from onnxgrad.runtime.binding import Binding, bind_output
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
-from onnxgrad.runtime.values import array_of, is_finite
+from onnxgrad.runtime.values import Binding, array_of, bind_output, is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.run.runner import Losses, Now, Runner

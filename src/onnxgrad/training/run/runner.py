@@ -14,9 +14,8 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
-from onnxgrad.runtime.binding import bind_output
 from onnxgrad.runtime.device import CPU, Device
-from onnxgrad.runtime.values import array_of, is_finite
+from onnxgrad.runtime.values import array_of, bind_output, is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes

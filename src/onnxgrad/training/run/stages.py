@@ -16,9 +16,8 @@ import onnxruntime as ort
 
 from onnxgrad.graph.traversal import reads
 from onnxgrad.parallel import Exchange, Group, Piece, exchanges
-from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import CPU, Device
-from onnxgrad.runtime.values import array_of
+from onnxgrad.runtime.values import Binding, array_of
 from onnxgrad.training.run.runner import Asked
 from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.step.build import Step

@@ -18,10 +18,9 @@ from onnxgrad.autodiff.attention_blocks import attention_by_blocks
 from onnxgrad.autodiff.derivative import as_constants
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.primal.local_functions import replace_calls
-from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.straight_through import StraightThrough
+from onnxgrad.autodiff.straight_through import StraightThrough, refuse_quantized
 from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto

@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.members import MemberAxis
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.traversal import attribute_key
+from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.objective import Objective

@@ -17,9 +17,9 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.inference.by_onnx import complete
-from onnxgrad.graph.inference.walk import Walk
+from onnxgrad.graph.by_onnx import complete
 from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
+from onnxgrad.graph.walk import Walk
 from onnxgrad.limits import check_limit, limit
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated, lengths, rank, static

@@ -9,19 +9,25 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.by_onnx import (
+from onnxgrad.graph.by_onnx import (
     complete,
     complete_types,
     correct,
     infer_node,
     spell_out,
 )
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
 from onnxgrad.limits import check_limit
 from onnxgrad.operators import marks, operator_of
-from onnxgrad.operators.elements import INTEGERS, Elements, result_elements, shape_by_elements
-from onnxgrad.operators.outputs import output_shape, output_types
+from onnxgrad.operators.outputs import (
+    INTEGERS,
+    Elements,
+    output_shape,
+    output_types,
+    result_elements,
+    shape_by_elements,
+)
 from onnxgrad.operators.sequences import is_empty, note_empty, shared_dims
 from onnxgrad.operators.shapes import Dims, dims, is_stated, static
 

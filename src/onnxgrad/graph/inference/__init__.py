@@ -1,1 +1,0 @@
-"""Inference of the shapes and types of a graph."""
