@@ -499,7 +499,7 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
                 f"{outputs} outputs do not allow: write the number of scanned inputs"
             )
     for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
+        if attribute.type == AttributeProto.GRAPH and not attribute.ref_attr_name:
             actual = len(attribute.g.input), len(attribute.g.output)
             if actual != counts:
                 has, required = (f"{n} inputs and {m} outputs" for n, m in (actual, counts))

@@ -44,7 +44,7 @@ GRADIENT_OF = "onnxgrad.gradient_of"
 # autodiff/forms/correlation writes, native/blocked reads it
 WEIGHT_GRADIENT = "onnxgrad.weight_gradient"
 
-# gradient of the input of a MaxPool, and its cotangent: autodiff/forms/pools writes,
+# gradient of the input of a MaxPool, and its cotangent: autodiff/forms/scatters writes,
 # native/max_pools reads it
 POOL_GRADIENT = "onnxgrad.pool_gradient"
 
@@ -66,8 +66,8 @@ PLAIN_SUM = "onnxgrad.plain_sum"
 # the emitter that wrote a node or a constant, as a token: graph/emit writes and reads it
 EMITTER = "onnxgrad.emitter"
 
-# the node whose gradient this node helps to compute: graph/emit writes it, graph/rewrite,
-# autodiff/derivative and autodiff/forms/softmax read it
+# the node whose gradient this node helps to compute: graph/emit writes it, graph/rewrite
+# and autodiff/derivative read it
 PRIMAL = "onnxgrad.primal"
 
 # returns the node that a user's rule of another operator reads: training/modes/dropouts writes,
@@ -78,13 +78,13 @@ RULED_AS = "onnxgrad.ruled_as"
 UNPACKED = "onnxgrad.unpacked"
 
 # True for a Scan that the backward pass computes again: autodiff/attention_blocks writes,
-# autodiff/control/scan reads it
+# autodiff/control/subgraph_rules reads it
 KEEPS_NOTHING = "onnxgrad.keeps_nothing"
 
 # -- of graphs -------------------------------------------------------------------------------------
 
-# declared ranks of the outputs of a Scan's body: graph/infer writes it,
-# graph/walk reads it
+# declared ranks of the outputs of a Scan's body: graph/infer writes, graph/walk
+# reads it
 DECLARED_RANKS = "onnxgrad.declared_ranks"
 
 # symbols that `name_rows` replaced: graph/infer writes, training/fields reads it

@@ -196,8 +196,8 @@ def _sum_windows_adjoint(op, g, windows: Windows, x):
     ones = op.const(np.ones((1, 1, *windows.kernel), x.dtype.numpy()))
     rows = op.ReduceProd(op.Shape(g, start=0, end=2), [0], keepdims=1)
     flat = op.Reshape(g, op.Concat(rows, [1], op.Shape(g, start=2), axis=0), allowzero=1)
-    if shape is not None:
-        flat.shape = ir.Shape([None, 1, *(dims(g) or ())[2:]])
+    if (counts := dims(g)) is not None:
+        flat.shape = ir.Shape([None, 1, *counts[2:]])
     return op.reshape_like(scatter_windows(op, flat, ones, windows, x), x)
 
 

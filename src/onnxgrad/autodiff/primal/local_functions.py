@@ -16,7 +16,7 @@ from onnxgrad.model.convert import note_constants
 from onnxgrad.model.opsets import WORKING_OPSET, convert
 from onnxgrad.model.rewrites import declare_once, own_results, use_standard_domain
 from onnxgrad.model.scopes import unshadow
-from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of, walk
+from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of, subgraphs, walk
 from onnxgrad.model.weights import constant_refs, lift, take_out
 from onnxgrad.operators import OPERATORS
 
@@ -50,8 +50,9 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
         lift(model, refs)
     tensors = _mark_constants(refs)
     names = {ref.name for ref in refs}
-    unshadow(model, names)
-    own_results(model, names)
+    if model.functions or any(True for node in model.graph.node for _ in subgraphs(node)):
+        unshadow(model, names)
+        own_results(model, names)
     if model.functions:
         model.graph.initializer.extend(tensors)
         ruled = _bind(model)
