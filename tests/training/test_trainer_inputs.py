@@ -174,6 +174,19 @@ def test_a_label_is_not_broadcast_to_a_prediction_of_another_length():
         trainer.evaluate(np.ones((1, 1, 3), "f"), np.float32([0.5]))
 
 
+def test_a_label_is_not_broadcast_along_a_length_that_the_model_computes():
+    """The prediction has as many columns as x has positive elements."""
+    text = """f (float[N,3] x) => (float[N,M] y) { a = MatMul(x, w)
+        zero = Constant<value_ints = [0]>()  one = Constant<value_ints = [1]>()
+        positive = Greater(x, nought)  c = Cast<to = 7>(positive)
+        n = ReduceSum<keepdims = 0>(c)  e = Reshape(n, one)  y = Slice(a, zero, e, one) }"""
+    trainer = og.Trainer(parse_model(text, w=W, nought=np.float32(0)), "mse")
+    x = np.float32([[1, 1, -1]])
+    assert trainer.predict(x).shape == (1, 2)
+    with pytest.raises(Exception, match="reshape"):
+        trainer.evaluate(x, np.float32([[0.5]]))
+
+
 PROBABILITY = {
     "If": """c = Constant<value = bool {1}>() e = Identity(c)
         y = If(e) <then_branch = g () => (float[N,1] p) { p = Sigmoid(a) },

@@ -254,8 +254,8 @@ def label_input(
 ) -> ir.Value:
     """Return the label input of a loss, which is not yet an input of the graph.
 
-    A length of the prediction that inference has named is unknown in the label: nothing proves that
-    users feed as many, and a label of length one would be broadcast.
+    A length of the prediction that no input has is unknown in the label: nothing compares it with
+    what users feed, and a label of length one would be broadcast.
 
     Raises:
         ValueError: the prediction does not hold floats, or not in a shape that the loss takes.
@@ -267,7 +267,8 @@ def label_input(
         raise ValueError(f"loss {loss_name!r} needs {kind.needs}, not {shape}")
     shape = kind.shape(shape)
     if shape is not None:
-        shape = tuple(d if shapes.is_stated(d) else None for d in shape)
+        fed = {d for x in op.root.graph.inputs for d in shapes.dims(x) or ()}
+        shape = tuple(d if isinstance(d, int) or d in fed else None for d in shape)
     return ir.Value(
         name=op.name(name),
         type=ir.TensorType(kind.dtype or dtype),
