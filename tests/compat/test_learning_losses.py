@@ -442,7 +442,8 @@ def test_what_trainers_check():
     assert NegLogLearningLoss().info(f) == LossInfo(classes=2, threshold=0.0)
     assert NegLogLearningLoss(1e-5, "softmax").info(f) == LossInfo(classes=3)
     assert FunctionLearningLoss("cross_entropy").info(f).ignore_index == -100
-    op = Emit(ir.Graph([], [], nodes=[]))
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 2]))
+    op = Emit(ir.Graph([x], [], nodes=[]))
     for kind, dtype, shape in (
         (SquareLearningLoss(), ir.DataType.FLOAT, ["N", 3]),
         (NegLogLearningLoss(), ir.DataType.INT64, ["N", 3]),
