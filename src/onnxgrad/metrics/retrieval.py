@@ -73,7 +73,7 @@ class Retrieval(EmbeddingMetric):
         >>> metric.begin(PredictionInfo())
         >>> metric.update(np.array([[1, 0], [0, 1], [1, 0.1], [0.9, 0.2]]), np.array([0, 1, 0, 1]))
         >>> metric.name, metric.compute()
-        ('recall_at_1', 0.25)
+        ('recall_at_1', 0.75)
     """
 
     k: int = 1
