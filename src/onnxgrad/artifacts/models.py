@@ -121,7 +121,7 @@ class _Names:
                 self.slots[f"{weight}.{slot}"] = value
                 self.slot_weights[f"{weight}.{slot}"] = weight
         self.buffers = {str(b.name): b for b in step.inputs.buffers}
-        self.scalars = step.inputs.scalars
+        self.scalars = step.inputs.feeds
 
     @property
     def states(self) -> dict[str, ir.Value]:

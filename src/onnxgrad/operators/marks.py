@@ -61,6 +61,9 @@ LEAST_SIDES = "onnxgrad.least_sides"
 # training/run/selection and training/run/row_parts read it
 PLAIN_SUM = "onnxgrad.plain_sum"
 
+# the feed of an input, whose values follow from the call: training/step/inputs writes and reads it
+FEED = "onnxgrad.feed"
+
 # -- of nodes --------------------------------------------------------------------------------------
 
 # the emitter that wrote a node or a constant, as a token: graph/emit writes and reads it

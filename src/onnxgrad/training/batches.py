@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,66 +17,13 @@ from onnxgrad.parallel import Part
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import fitted
 from onnxgrad.training.row_axes import Axes, count_rows
+from onnxgrad.training.step.inputs import WHOLE, Slice
 
 SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
 JOINED_BYTES = 1 << 21  # of those of several epochs, which stay in the cache
 PREFETCHED = 2  # slices that wait for the session
 
 Budget = Callable[[int], int]
-WHOLE = Part(0, 1)
-
-
-class Batch(NamedTuple):
-    """Arrays by input, the numbers of their rows, and what has rows of these numbers."""
-
-    arrays: Mapping[str, np.ndarray]
-    rows: Sequence[int]
-    of: str = ""
-
-
-@dataclass
-class Slice:
-    """Batches of one shape for one call of the runtime: each array is [batches, ...].
-
-    `rows` counts those of one batch. The arrays may have only a `part` of them: `own` rows, of
-    which the first `counted` count; if none does, they have another one, as a model needs a row.
-    `numbers` are those of all own rows in the data, if these are in memory. `begins` says which
-    batches begin a sequence; None: none beside the first of an epoch.
-    """
-
-    arrays: dict[str, np.ndarray]
-    batches: int
-    rows: int
-    part: Part = WHOLE
-    own: int = -1
-    counted: int = -1
-    numbers: np.ndarray | None = None
-    begins: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        if self.own < 0:
-            self.own = len(range(self.rows)[self.part.fed(self.rows)])
-        if self.counted < 0:
-            self.counted = len(range(self.rows)[self.part.rows(self.rows)])
-
-    def part_of(self, first: int, batches: int) -> Slice:
-        """Return so many of the batches, the first of which has the number `first` here."""
-        taken = slice(first, first + batches)
-        numbers = self.numbers
-        if numbers is not None:
-            numbers = numbers[first * self.own : (first + batches) * self.own]
-        begins = None if self.begins is None else self.begins[taken]
-        arrays = {name: array[taken] for name, array in self.arrays.items()}
-        return replace(self, arrays=arrays, batches=batches, numbers=numbers, begins=begins)
-
-    def each(self, first: int) -> Iterator[Batch]:
-        """Yield the batches, the first of which has the number `first` in its epoch."""
-        for i in range(self.batches):
-            arrays = {name: stack[i] for name, stack in self.arrays.items()}
-            if self.numbers is None:
-                yield Batch(arrays, range(self.own), f" of batch {first + i}")
-            else:
-                yield Batch(arrays, self.numbers[i * self.own : (i + 1) * self.own].tolist())
 
 
 class BatchSource:

@@ -16,11 +16,11 @@ from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.runtime.session import session
-from onnxgrad.training.batches import Batch
 from onnxgrad.training.callbacks.nan_watch import NanWatch
 from onnxgrad.training.failure import FailedStep
 from onnxgrad.training.magnitudes import large_numbers
 from onnxgrad.training.progress import shown
+from onnxgrad.training.step.inputs import Batch
 
 Arrays = Mapping[str, np.ndarray]
 _RATE = "Lower the learning rate, or scale the data"

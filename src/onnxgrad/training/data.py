@@ -34,11 +34,11 @@ from onnxgrad.training.batches import (
     ArraySource,
     BatchSource,
     ReaderSource,
-    Slice,
     Split,
 )
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
+from onnxgrad.training.step.inputs import Slice
 
 _ROWS = 1024  # of a batch that is only concatenated with others
 

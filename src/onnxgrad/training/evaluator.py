@@ -25,12 +25,13 @@ from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
-from onnxgrad.training.batches import Batch, BatchSource, ReaderSource, Slice, rows_of
+from onnxgrad.training.batches import BatchSource, ReaderSource, rows_of
 from onnxgrad.training.causes import cause_in_evaluation
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
 from onnxgrad.training.objective import Objective, Plan, build_objective
 from onnxgrad.training.progress import Totals
+from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.members import evaluated_members
 
 Arrays = Mapping[str, np.ndarray]

@@ -14,8 +14,8 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
-from onnxgrad.training.batches import Batch
 from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.inputs import RATE, Batch
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
 Arrays = dict[str, np.ndarray]
@@ -98,8 +98,9 @@ def _at_start(step: Step, file: ModelProto) -> Arrays:
     refs = (ref for ref in constants.constant_refs(file) if ref.name in trained)
     weights = {ref.name: ref.array() for ref in refs}
     states = [array for group in step.groups for array in group.initial(weights, {})]
-    rate = {str(step.rate.name): np.zeros((), numpy_dtype(step.rate))}
-    return dict(zip((str(v.name) for v in step.states), states, strict=True)) | rate
+    rate = step.inputs.feeds[RATE.name]
+    fed = {str(rate.name): np.zeros((), numpy_dtype(rate))}
+    return dict(zip((str(v.name) for v in step.states), states, strict=True)) | fed
 
 
 def sample_step(recipe: Any, loop: Any) -> Sample | None:

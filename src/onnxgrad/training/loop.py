@@ -13,7 +13,7 @@ import numpy as np
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.reporting import logger
 from onnxgrad.schedules.rates import Rates
-from onnxgrad.training.batches import ArraySource, BatchSource, Slice
+from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.base import Control
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import warn_of_no_label
@@ -22,6 +22,7 @@ from onnxgrad.training.loop_reports import Reported
 from onnxgrad.training.progress import Totals, over_members, shown
 from onnxgrad.training.run.runner import Asked, Losses, Runner
 from onnxgrad.training.state import TrainState
+from onnxgrad.training.step.inputs import Slice
 from onnxgrad.training.step.loss_scale import SCALE, SKIPPED
 from onnxgrad.training.unseen import unseen_epochs
 

@@ -6,9 +6,10 @@ step, so that a resumed training mixes the same rows by the same shares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +19,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.mixed_rows import MixedRows
 from onnxgrad.losses.objectives import TrainingLoss
 from onnxgrad.operators.shapes import dims, rank
+from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
 
 _STREAM = 3  # of random numbers; others of a trainer begin with the seed and 1, or 2
 _FEW = 4  # channels of an image that has them last
@@ -226,97 +228,78 @@ def cutmix(
     return CutMix(alpha, input, chosen)
 
 
-@dataclass(frozen=True)
-class Mixing:
-    """The mixing of rows in the graph of a step: its inputs, and what is fed to them.
+def mix_rows_by_plan(op: Emit, plan: Any, data: Sequence[ir.Value], rows: Any) -> MixedRows | None:
+    """Mix inputs as the `Plan` of an objective says; return how, or None if it says nothing.
 
-    - `partners`: the row that each row is mixed with, int64 (N,).
-    - `numbers`: those that `mix` draws for a batch, float64.
+    Raises:
+        ValueError: inputs that cannot be mixed, or a plan that does not fit.
     """
-
-    mix: Mix
-    seed: int
-    partners: ir.Value
-    numbers: ir.Value
-    rows: MixedRows
-    names: ClassVar[tuple[str, ...]] = ("partners", "mix_numbers")
-
-    @classmethod
-    def of(cls, op: Emit, plan: Any, data: Sequence[ir.Value], rows: Any) -> Mixing | None:
-        """Mix inputs as the `Plan` of an objective says; return how, or None if it says nothing.
-
-        Raises:
-            ValueError: inputs that cannot be mixed, or a plan that does not fit.
-        """
-        if plan.mix is None:
-            return None
-        if not isinstance(plan.loss, TrainingLoss):
-            kind = "computed by a model" if plan.loss is None else f"a {type(plan.loss).__name__}"
+    if plan.mix is None:
+        return None
+    if not isinstance(plan.loss, TrainingLoss):
+        kind = "computed by a model" if plan.loss is None else f"a {type(plan.loss).__name__}"
+        raise ValueError(
+            f"mix takes losses of onnxgrad.LOSSES, not one that is {kind}: leave it out"
+        )
+    for name, given in (("carry", plan.carry), ("batch_axes", sorted(plan.exempt))):
+        if given:
             raise ValueError(
-                f"mix takes losses of onnxgrad.LOSSES, not one that is {kind}: leave it out"
+                f"mix and {name} for {list(given)}: batches are mixed one by one, along the "
+                "first axis. Leave mix out"
             )
-        for name, given in (("carry", plan.carry), ("batch_axes", sorted(plan.exempt))):
-            if given:
-                raise ValueError(
-                    f"mix and {name} for {list(given)}: batches are mixed one by one, along the "
-                    "first axis. Leave mix out"
-                )
-        return cls.write(op, plan.mix, plan.seed, data, rows)
+    return mix_rows(op, plan.mix, plan.seed, data, rows)
 
-    @classmethod
-    def write(cls, op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any) -> Mixing:
-        """Mix inputs of a graph, and let its nodes read them in their place.
 
-        Args:
-            op: writes into the graph.
-            mix: how.
-            seed: of what is drawn.
-            data: the inputs of a batch, without labels.
-            rows: the symbol of their rows.
+def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any) -> MixedRows:
+    """Mix inputs of a graph, and let its nodes read them in their place; return how.
 
-        Raises:
-            ValueError: inputs that cannot be mixed.
-        """
-        inputs = {str(x.name): x for x in data}
-        chosen = []
-        for name in mix.names(list(inputs)):
-            if name not in inputs:
-                raise unknown("input of mix", name, inputs)
-            chosen.append(inputs[name])
-        length = _rows(chosen, rows)
-        uses = {x: list(x.uses()) for x in chosen}
-        count = len(mix.numbers(np.random.default_rng(0)))
-        partners = _input(op, cls.names[0], ir.DataType.INT64, length)
-        numbers = _input(op, cls.names[1], ir.DataType.DOUBLE, count)
-        with op.at(next(iter(op.graph), None)):
-            values, mixed = mix.write(op, chosen, partners, numbers)
-        for x, value in zip(chosen, values, strict=True):
-            for node, index in uses[x]:
-                node.replace_input_with(index, value)
-        return cls(mix, seed, partners, numbers, mixed)
+    The graph gets the inputs `partners`, the row that each row is mixed with, int64 (N,), and
+    `mix_numbers`, what `mix` draws for a batch, float64.
 
-    @property
-    def inputs(self) -> list[ir.Value]:
-        """The inputs of the graph."""
-        return [self.partners, self.numbers]
+    Args:
+        op: writes into the graph.
+        mix: how.
+        seed: of what is drawn.
+        data: the inputs of a batch, without labels.
+        rows: the symbol of their rows.
 
-    def stacked(self, stacks: Mapping[ir.Value, ir.Value]) -> Mixing:
-        """Return the mixing whose inputs are those of all micro-batches."""
-        own = stacks[self.partners], stacks[self.numbers]
-        return Mixing(self.mix, self.seed, *own, self.rows)
+    Raises:
+        ValueError: inputs that cannot be mixed.
+    """
+    inputs = {str(x.name): x for x in data}
+    chosen = []
+    for name in mix.names(list(inputs)):
+        if name not in inputs:
+            raise unknown("input of mix", name, inputs)
+        chosen.append(inputs[name])
+    length = _rows(chosen, rows)
+    uses = {x: list(x.uses()) for x in chosen}
+    count = len(mix.numbers(np.random.default_rng(0)))
 
-    def fed(self, draws: np.ndarray, rows: int) -> dict[str, np.ndarray]:
-        """Return what is fed for draws of these numbers, each of which has so many rows."""
-        partners, numbers = [], []
+    def drawn(call: Call, partners: bool) -> np.ndarray:
+        """Return what is drawn for each batch: first its numbers, then the partners of its rows."""
+        draws, every = draw_numbers(call), []
         for draw in draws.ravel().tolist():
-            rng = np.random.default_rng([self.seed, _STREAM, draw])
-            numbers.append(self.mix.numbers(rng))
-            partners.append(rng.permutation(rows))
-        return {
-            str(v.name): np.array(drawn, v.dtype.numpy()).reshape(*draws.shape, -1)
-            for v, drawn in zip(self.inputs, (partners, numbers), strict=True)
-            if v.dtype is not None
-        }
+            rng = np.random.default_rng([seed, _STREAM, draw])
+            numbers = mix.numbers(rng)
+            of_part = call.piece.own // (call.micro_batches or 1)
+            every.append(rng.permutation(of_part) if partners else numbers)
+        return np.array(every).reshape(*draws.shape, -1)
+
+    of_partners, of_numbers = partial(drawn, partners=True), partial(drawn, partners=False)
+    partners, numbers = (
+        Feed(name, dtype, values, shape, of_rows=True).input(op)
+        for name, dtype, values, shape in (
+            ("partners", ir.DataType.INT64, of_partners, (length,)),
+            ("mix_numbers", ir.DataType.DOUBLE, of_numbers, (count,)),
+        )
+    )
+    with op.at(next(iter(op.graph), None)):
+        values, mixed = mix.write(op, chosen, partners, numbers)
+    for x, value in zip(chosen, values, strict=True):
+        for node, index in uses[x]:
+            node.replace_input_with(index, value)
+    return mixed
 
 
 def _rows(inputs: Sequence[ir.Value], rows: Any) -> Any:
@@ -328,10 +311,6 @@ def _rows(inputs: Sequence[ir.Value], rows: Any) -> Any:
         if length != lengths[0] or (not isinstance(length, int) and length != rows):
             raise ValueError(f"mix needs the rows of {x.name!r} on its first axis: leave mix out")
     return lengths[0]
-
-
-def _input(op: Emit, name: str, dtype: ir.DataType, length: Any) -> ir.Value:
-    return ir.Value(name=op.name(name), type=ir.TensorType(dtype), shape=ir.Shape([length]))
 
 
 def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:

@@ -31,10 +31,11 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators import shapes
 from onnxgrad.parallel import Part
 from onnxgrad.training.filled import fill
-from onnxgrad.training.mixing import Mix, Mixing
+from onnxgrad.training.mixing import Mix, mix_rows_by_plan
 from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.replacement import walk
+from onnxgrad.training.step.inputs import DRAW, FIRST, remove_unread_feeds
 
 _TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}
 
@@ -109,15 +110,12 @@ class Objective:
         names: the names of the columns in an earlier training.
         stored: masks of the stored elements of sparse weights: only these are trained.
         buffers: inputs and their new values after a batch.
-        draw: the number of the draw of random numbers, an input if it is used.
-        first: whether the batch is the first of an epoch, an input if it is used.
         states: the values that inputs get in the next batch, by the input.
         carried: the data input of a buffer, by its name.
         beside: the values that the plan asks for, by name.
         stop_gradient: values through which no gradient flows.
         straight_through: whether the gradient passes through the rounding of quantized layers;
             otherwise such models are refused.
-        mixing: how rows are mixed; None: they are not.
         scales: whether a step scales the loss, so that gradients of 16 bits do not vanish.
         freed: the number of rows that the file takes, if the graph takes any number; otherwise 0.
     """
@@ -131,14 +129,11 @@ class Objective:
     names: Names
     stored: Mapping[str, np.ndarray]
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    draw: ir.Value | None = None
-    first: ir.Value | None = None
     states: dict[str, ir.Value] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     beside: dict[str, ir.Value] = field(default_factory=dict)
     stop_gradient: Collection[ir.Value] = frozenset()
     straight_through: bool = False
-    mixing: Mixing | None = None
     scales: bool = False
     freed: int = 0
 
@@ -267,13 +262,10 @@ def build_objective(
         stored=constants.stored(proto, weights),
         states=states,
         buffers=form.buffers,
-        draw=form.draw,
-        first=form.first,
         stop_gradient=stopped,
         carried=form.carried,
         beside=beside,
         straight_through=plan.straight_through,
-        mixing=form.mixing,
         scales=plan.precision == "mixed",
         freed=freed,
     )
@@ -327,23 +319,16 @@ def _prepared(
 class _Form:
     """What the form of a graph that trains has beside the inputs of the model."""
 
-    draw: ir.Value | None = None
-    first: ir.Value | None = None
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
-    mixing: Mixing | None = None
-
-    @property
-    def mixed(self) -> MixedRows | None:
-        """How rows are mixed; None: they are not."""
-        return None if self.mixing is None else self.mixing.rows
+    mixed: MixedRows | None = None  # how rows are mixed; None: they are not
 
     @classmethod
     def of(
         cls, op: Emit, plan: Plan, data: Sequence[ir.Value], results: dict[str, ir.Value]
     ) -> _Form:
         """Bring a graph into that form; `results` are updated where outputs are replaced."""
-        draw, first = _scalar(op, "draw", ir.DataType.INT64), _scalar(op, "first", ir.DataType.BOOL)
+        draw, first = DRAW.input(op), FIRST.input(op)
         buffers = training_form(
             op,
             batch_norm=plan.batch_norm,
@@ -356,11 +341,8 @@ class _Form:
         carried = _carry(op, data, results, plan.carry, first)
         buffers |= {before: y for before, (_, y) in carried.items()}
         names = {str(before.name): name for before, (name, _) in carried.items()}
-        return cls(draw, first, buffers, names, Mixing.of(op, plan, data, BATCH))
-
-
-def _scalar(op: Emit, name: str, dtype: ir.DataType) -> ir.Value:
-    return ir.Value(name=op.name(name), type=ir.TensorType(dtype), shape=ir.Shape([]))
+        remove_unread_feeds(op.graph)
+        return cls(buffers, names, mix_rows_by_plan(op, plan, data, BATCH))
 
 
 def _carry(

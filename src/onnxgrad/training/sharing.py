@@ -15,7 +15,7 @@ import numpy as np
 from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.arguments import attributes_where
-from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
+from onnxgrad.training.batches import ArraySource, BatchSource, Budget, rows_of
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import describe, options_of
 from onnxgrad.training.objective import Objective
@@ -23,6 +23,7 @@ from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.inputs import Slice
 
 _SHOWN = 80  # characters of a value in a message
 AxesOf = Callable[[Mapping[str, np.ndarray]], Axes]  # of the arrays of a batch

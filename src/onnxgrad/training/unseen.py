@@ -21,7 +21,7 @@ def unseen_epochs(loop: Any) -> int:
     if type(runner) is not Runner or not isinstance(source, ArraySource):
         return 1  # what freezes members, updates in place, or exchanges values, looks
     step, begun = runner.step, state.position or state.pending
-    if begun or step.scaled or FIRST.name in step.inputs.scalars or not loop.rates.steady:
+    if begun or step.scaled or FIRST.name in step.inputs.feeds or not loop.rates.steady:
         return 1
     most = min(source.joins, runner.budget() // source.batches)
     return min(most, loop.last_epoch - state.epoch)

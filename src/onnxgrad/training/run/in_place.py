@@ -25,13 +25,12 @@ from onnxgrad.operators.shapes import dims, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import Binding, array_of, bind_output, is_finite
-from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
-from onnxgrad.training.step.inputs import RATE, STEP, Call
+from onnxgrad.training.step.inputs import FEEDS, Call, Slice
 from onnxgrad.training.step.update import is_divided
 from onnxgrad.training.step.weight_groups import Group
 
@@ -111,16 +110,14 @@ class InPlace(Runner):
         buffers, losses = self._half(call)
         if not np.isfinite(losses.sums).all() or not all(map(is_finite, buffers)):
             return None
-        scalars = {RATE: self.step.rate, STEP: self.step.number}
-        numbers = {scalar.name: np.asarray(scalar.fed(call, v)[0]) for scalar, v in scalars.items()}
         jobs = zip(self.updates, self.by_group(), self.gradients, strict=True)
         pairs = [(update, own, g) for update, own, g in jobs if update is not None]
-        finite = all(update.run(own, g, numbers, write=False) for update, own, g in pairs)
+        finite = all(update.run(own, g, call, write=False) for update, own, g in pairs)
         if any(self.agree([not finite])):
             return None
         try:
             for update, own, g in pairs:
-                update.run(own, g, numbers, write=True)
+                update.run(own, g, call, write=True)
             self.exchange()
         except BaseException:
             for array in now.arrays:  # half of them are those of the next step
@@ -173,27 +170,31 @@ class GroupUpdate:
 
     def __init__(self, group: Group, model: ModelProto, work: float) -> None:
         self.session, self.divided = session(model, CPU, work), is_divided(group)
-        self.names = [x.name for x in model.graph.input]
+        count = len(group.inputs) + 1
+        self.names = [x.name for x in model.graph.input[:count]]
+        self.feeds = {
+            x.name: ir.DataType(x.type.tensor_type.elem_type) for x in model.graph.input[count:]
+        }
         self.outputs = [y.name for y in model.graph.output]
 
     def run(
         self,
         states: Sequence[np.ndarray],
         gradient: np.ndarray,
-        numbers: Mapping[str, np.ndarray],
+        call: Call,
         write: bool,
     ) -> bool:
         """Compute the new weights and slots; return whether they are finite, or write them."""
         whole, size = [*states, gradient], gradient.size
         divided = [self.divided and array.shape == gradient.shape for array in whole]
         binding, length = self.session.io_binding(), PART if self.divided else size
-        for name in self.names[len(whole) :]:
-            binding.bind_cpu_input(name, numbers[name])
+        for name, dtype in self.feeds.items():
+            binding.bind_cpu_input(name, np.asarray(FEEDS[name].arrays(call, dtype)[0]))
         results: list[np.ndarray] = []
         for i in range(0, size, length):
             pairs = zip(whole, divided, strict=True)
             parts = [a.reshape(-1)[i : i + length] if d else a for a, d in pairs]
-            for name, array in zip(self.names, parts, strict=False):
+            for name, array in zip(self.names, parts, strict=True):
                 binding.bind_input(
                     name, CPU.kind, CPU.index, array.dtype, array.shape, array.ctypes.data
                 )

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.training.batches import Slice
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.state import Values
+from onnxgrad.training.step.inputs import Slice
 from onnxgrad.training.step.weight_groups import Group
 
 Slots = dict[str, dict[str, np.ndarray]]

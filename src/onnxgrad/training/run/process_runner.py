@@ -16,7 +16,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.parallel import MESSAGES, DataParallel, Group, Part, cut
 from onnxgrad.runtime.values import array_of, is_finite
-from onnxgrad.training.batches import Slice, rows_of
+from onnxgrad.training.batches import rows_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
 from onnxgrad.training.run.in_place import InPlace
@@ -26,7 +26,7 @@ from onnxgrad.training.run.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
-from onnxgrad.training.step.inputs import Call
+from onnxgrad.training.step.inputs import Call, Slice
 
 LARGE = 1 << 23  # bytes of a message, from which it pays to send half of it earlier
 

@@ -21,6 +21,7 @@ from onnxgrad.reporting import logger
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
+from onnxgrad.training.step.inputs import feed_inputs, feed_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 FORWARD_BYTES = 1 << 27  # of the values of a forward pass at once, in a batch that is divided
@@ -127,8 +128,8 @@ def micro_batch_effect(
 
 def mixes_no_rows(objective: Objective) -> bool:
     """Return whether there are neither statistics of a batch nor random numbers."""
-    random = objective.draw is not None and objective.draw.uses()
-    return not objective.buffers and not random and objective.mixing is None
+    feeds = map(feed_of, feed_inputs(objective.model.graph).values())
+    return not objective.buffers and not any(feed and feed.of_rows for feed in feeds)
 
 
 def _with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model:

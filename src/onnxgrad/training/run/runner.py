@@ -16,13 +16,12 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of, bind_output, is_finite
-from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.inputs import Call
+from onnxgrad.training.step.inputs import Call, Slice
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
 LARGE_STATE = 1 << 20  # elements of a state

@@ -11,7 +11,7 @@ from onnxgrad.native import Target
 from onnxgrad.operators import marks
 from onnxgrad.parallel import Alone, DataParallel
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
-from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
+from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
@@ -29,6 +29,7 @@ from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.inputs import WHOLE
 from onnxgrad.training.step.members import Members
 
 _FEW = 8  # rows for which shapes that are unknown are not inferred

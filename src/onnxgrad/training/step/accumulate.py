@@ -1,12 +1,12 @@
-"""Accumulation: a step whose gradient is that of several micro-batches, summed by a `Scan`."""
+"""Accumulation: a step that sums the gradients of several micro-batches, by a `Scan`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms import finish
 from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
@@ -17,6 +17,7 @@ from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.build import Gradients, Step, StepOptions, write_gradients, write_step
 from onnxgrad.training.step.epoch import stacked_input, stacked_shape
+from onnxgrad.training.step.inputs import feed_inputs, feed_of
 from onnxgrad.training.step.loss_scale import LossScale
 
 
@@ -31,8 +32,8 @@ def build_accumulating_step(
 
     Its data have another first axis, of that length. The counts of all micro-batches are computed
     first, so that the sum is the gradient of the one large batch, whatever the counts are. With
-    `adds_losses`, the loss of the batch is the sum of those of its micro-batches, of equal numbers
-    of rows, and not their mean.
+    `adds_losses`, the loss of the batch is the sum of the losses of its micro-batches, of equal
+    numbers of rows, and not their mean.
 
     Raises:
         ValueError: the loss depends on none of the weights.
@@ -40,98 +41,110 @@ def build_accumulating_step(
     """
     one = objective()
     body, multiply_adds = one.model.graph, work(one.model.graph)
-    inner, graph = (
-        Emit(body),
-        ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="step"),
-    )
+    inner = Emit(body)
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="step")
     inverses = [
         ir.Value(name=inner.name("inverse_count"), type=n.type, shape=ir.Shape([]))
         for n in one.written.counts
     ]
     seeds = one.scaled(inner, inverses)
-    parts, unreached = write_gradients(inner, one, seeds, options.recompute)
+    parts = write_gradients(inner, one, seeds, options.recompute)
     op = Emit(graph, all_names(body))
-    stacks = {x: stacked_input(x, "micro_batches") for x in _scanned(parts)}
-    totals = _counted(op, objective(), stacks)
+    stacks = _stack_inputs(parts, graph)
+    totals = _write_counts(op, objective(), stacks)
     if options.across is not None:
         totals = [all_reduce(op, total) for total in totals]
     scale = LossScale.new(op) if one.scales else None
     factor = None if scale is None else scale.scale
-    number = _micro_batches(op, stacks, totals[0]) if adds_losses else None
+    number = _count_micro_batches(op, stacks, totals[0]) if adds_losses else None
     with op:
         for placeholder, total in zip(inverses, totals, strict=True):
             scaled = inverse(op, total, factor)
             scaled = scaled if number is None else scaled * number
             ir.convenience.replace_all_uses_with(placeholder, scaled)
-        summed = _summed(op, parts, stacks)
-        summed.scale = scale
-        losses = [_total(op, s) for s in summed.reported[: len(inverses)]]
+        summed = _write_sums(op, parts, stacks)
+        losses = [_sum_stack(op, s) for s in summed.reported[: len(inverses)]]
         losses = losses if number is None else [loss * number for loss in losses]
-    summed.reported = [*losses, *totals]
+    summed.scale, summed.reported = scale, [*losses, *totals]
     step = write_step(op, summed, optimizer, options, micro_batches)
-    step.model = ir.Model(graph, ir_version=one.model.ir_version)
-    finish(step.model)
-    step.work, step.unreached = multiply_adds * micro_batches, unreached
-    step.recomputes, step.factors = options.recompute != "none", tuple(one.written.factors)
+    step.work = multiply_adds * micro_batches
     return step
 
 
-def _scanned(parts: Gradients) -> list[ir.Value]:
-    """Return what differs from micro-batch to micro-batch."""
-    used = parts.draw is not None and parts.draw.uses()
-    draw = [parts.draw] if parts.draw is not None and used else []
-    return [*parts.data.values(), *draw, *(parts.mixing.inputs if parts.mixing else [])]
+def _stack_inputs(parts: Gradients, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
+    """Return the inputs of `graph` that hold all micro-batches, by the inputs of one.
+
+    Feeds that are the same for all micro-batches become inputs of `graph`.
+    """
+    stacks = {x: stacked_input(x, "micro_batches") for x in parts.data.values()}
+    for value in feed_inputs(parts.model.graph).values():
+        feed = feed_of(value)
+        if feed is None or not value.uses():
+            continue
+        if feed.of_rows:
+            stacks[value] = feed.mark(stacked_input(value, "micro_batches"))
+            graph.inputs.append(stacks[value])
+        else:
+            parts.model.graph.inputs.remove(value)
+            graph.inputs.append(value)
+    return stacks
 
 
-def _micro_batches(op: Emit, stacks: dict[ir.Value, ir.Value], like: ir.Value) -> ir.Value:
+def _count_micro_batches(op: Emit, stacks: dict[ir.Value, ir.Value], like: ir.Value) -> ir.Value:
     """Return the number of micro-batches, a scalar of the dtype of `like`."""
     length = op.Shape(next(iter(stacks.values())), start=0, end=1)
     return op.Cast(op.Reshape(length, []), to=like.dtype)
 
 
-def _counted(op: Emit, again: Objective, stacks: dict[ir.Value, ir.Value]) -> list[ir.Value]:
-    """Write the counts of all micro-batches together, by a Scan over labels and weights only."""
-    body, by_name = again.model.graph, {str(x.name): stack for x, stack in stacks.items()}
-    body.outputs[:] = again.written.counts
-    tidy(again.model)
-    data = [x for x in again.data if x.uses() or x in again.written.counts] or again.data[-1:]
+def _write_counts(
+    op: Emit, objective: Objective, stacks: dict[ir.Value, ir.Value]
+) -> list[ir.Value]:
+    """Write the counts of all micro-batches together, by a Scan over labels and weights only.
+
+    The Scan takes over the graph of `objective`.
+    """
+    body, counts = objective.model.graph, objective.written.counts
+    stack_by_name = {str(x.name): stack for x, stack in stacks.items()}
+    body.outputs[:] = counts
+    tidy(objective.model)
+    data = [x for x in objective.data if x.uses() or x in counts] or objective.data[-1:]
     if unknown := [x.name for x in body.inputs if x.uses() and x not in data]:
         raise ValueError(
             f"the number of terms of the loss depends on {unknown}: use {argument('accumulate', 1)}"
         )
     body.inputs[:] = data
     attributes = {"body": body, "num_scan_inputs": len(data)}
-    stacked = [by_name[str(x.name)] for x in data]
-    counts = op.emit_many("Scan", stacked, attributes, outputs=len(again.written.counts))
-    return [
-        _total(op, _typed(all_counts, one))
-        for all_counts, one in zip(counts, again.written.counts, strict=True)
-    ]
+    stacked = [stack_by_name[str(x.name)] for x in data]
+    stacked_counts = op.emit_many("Scan", stacked, attributes, outputs=len(counts))
+    pairs = zip(stacked_counts, counts, strict=True)
+    return [_sum_stack(op, _set_stacked_type(stack, one)) for stack, one in pairs]
 
 
-def _typed(stacked: ir.Value, one: ir.Value) -> ir.Value:
-    stacked.type, stacked.shape = one.type, stacked_shape(one, "micro_batches")
-    return stacked
+def _set_stacked_type(stack: ir.Value, one: ir.Value) -> ir.Value:
+    """Set the type and shape of a `stack` of values like `one`; return it."""
+    stack.type, stack.shape = one.type, stacked_shape(one, "micro_batches")
+    return stack
 
 
-def _total(op: Emit, stacked: ir.Value) -> ir.Value:
-    return op.ReduceSum(stacked, [0], keepdims=0)
+def _sum_stack(op: Emit, stack: ir.Value) -> ir.Value:
+    """Return the sum over micro-batches."""
+    return op.ReduceSum(stack, [0], keepdims=0)
 
 
-def _summed(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gradients:
+def _write_sums(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gradients:
     """Make the graph of `parts` the body of a Scan that sums the gradients; return its results."""
-    body, graph, inner = parts.graph, op.graph, Emit(parts.graph, outer=op)
-    weights, buffers = list(parts.of), list(parts.buffers)
+    body, graph = parts.model.graph, op.graph
+    inner, weights = Emit(body, outer=op), list(parts.gradients)
     sums, results = [], []
     for w in weights:
         body.inputs.remove(w)
         graph.inputs.append(w)
         before = ir.Value(name=inner.name(f"{w.name}_sum"), type=w.type, shape=w.shape)
         sums.append(before)
-        results.append(inner.Add(before, parts.of[w]))
-    before_buffers = [_outside(inner, b) for b in buffers]
+        results.append(inner.Add(before, parts.gradients[w]))
+    before_buffers = [_take_over_name(inner, b) for b in parts.buffers]
     after = [*results, *parts.buffers.values(), *parts.reported]
-    body.inputs[:] = [*sums, *buffers, *stacks]
+    body.inputs[:] = [*sums, *parts.buffers, *stacks]
     body.outputs[:] = []
     inner.give(after)
     carried = [op.zeros_like(w) for w in weights] + before_buffers
@@ -139,24 +152,19 @@ def _summed(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gra
     outputs = op.emit_many("Scan", [*carried, *stacks.values()], attributes, outputs=len(after))
     for outer, result in zip(outputs, after, strict=True):
         outer.type, outer.shape = result.type, result.shape
-    reported = [_typed(y, r) for y, r in zip(outputs[len(carried) :], parts.reported, strict=True)]
-    new_buffers = outputs[len(weights) : len(carried)]
-    data = {name: stacks[x] for name, x in parts.data.items()}
-    return Gradients(
-        graph,
-        dict(zip(weights, outputs, strict=False)),
-        data,
-        dict(zip(before_buffers, new_buffers, strict=True)),
-        None if parts.draw is None else stacks.get(parts.draw),
-        None,
-        reported,
-        parts.rounding,
-        mixing=None if parts.mixing is None else parts.mixing.stacked(stacks),
+    reported = zip(outputs[len(carried) :], parts.reported, strict=True)
+    return replace(
+        parts,
+        model=ir.Model(graph, ir_version=parts.model.ir_version),
+        gradients=dict(zip(weights, outputs, strict=False)),
+        data={name: stacks[x] for name, x in parts.data.items()},
+        buffers=dict(zip(before_buffers, outputs[len(weights) : len(carried)], strict=True)),
+        reported=[_set_stacked_type(stack, one) for stack, one in reported],
     )
 
 
-def _outside(inner: Emit, buffer: ir.Value) -> ir.Value:
-    """Return a value with the name of `buffer`, which gets another one, as it is in the body."""
+def _take_over_name(inner: Emit, buffer: ir.Value) -> ir.Value:
+    """Return a value with the name of `buffer`, which gets another name in the body."""
     outside = ir.Value(
         name=buffer.name, type=buffer.type, shape=buffer.shape, const_value=buffer.const_value
     )

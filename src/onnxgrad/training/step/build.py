@@ -26,7 +26,6 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
-from onnxgrad.training.mixing import Mixing
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.exchange import (
     Across,
@@ -37,8 +36,8 @@ from onnxgrad.training.step.exchange import (
     sharded,
     summed_across,
 )
-from onnxgrad.training.step.inputs import DRAW, FIRST, RATE, ROWS, SHARE, STEP, StepInputs
-from onnxgrad.training.step.loss_scale import LossScale
+from onnxgrad.training.step.inputs import RATE, SHARE, StepInputs, feed_inputs, remove_unread_feeds
+from onnxgrad.training.step.loss_scale import SCALE, LossScale
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import Update, may_be_in_place, write_update
 from onnxgrad.training.step.weight_groups import Group, numpy_dtype
@@ -46,32 +45,34 @@ from onnxgrad.training.step.weight_groups import Group, numpy_dtype
 
 @dataclass
 class Step:
-    """The step's graph: what its `inputs` say in; new states, new buffers, loss out.
+    """The graph of a step: from its `inputs` to new states, new buffers and the loss.
 
     With `updates`, the graph is the first half of a step, whose states are the weights, and returns
-    the gradient of each group instead of new ones. They are the second half, a model for each
-    group.
+    the gradient of each group instead of new states. The updates are the second half, a model for
+    each group.
     """
 
     model: ir.Model
     groups: list[Group]
     inputs: StepInputs
-    rate: ir.Value  # the negative learning rate, which the update of a group reads
-    number: ir.Value  # that of the step, which it may read
-    unreached: list[str] = field(default_factory=list)  # weights without a gradient: they stay
-    work: float = 0.0  # multiply-adds of the forward pass, per row
-    factors: tuple[float, ...] = ()  # of the sums and counts that it reports
+    unreached: list[str]  # weights without a gradient, which a step does not change
+    factors: tuple[float, ...]  # of the sums and counts that it reports
     accumulate: int = 1  # micro-batches of a step
-    fixed_rows: int | None = None  # rows of a micro-batch, if the model states them
     norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
     rounding: list[str] = field(default_factory=list)  # operators that gradients pass through
     recomputes: bool = False  # whether the order of its nodes saves memory
     # of the groups, if they are not part of the graph; None for one that another process updates
     updates: Sequence[ModelProto | None] | None = None
     owners: list[int] = field(default_factory=list)  # the processes that update the groups
-    warned: bool = False  # of weights in 16 bits
     members: Members | None = None  # of a stack, whose axis all states have
-    scaled: bool = False  # whether buffers hold a loss scale
+    work: float = 0.0  # multiply-adds of the forward pass, per row
+    fixed_rows: int | None = None  # rows of a micro-batch, if the model states them
+    warned: bool = False  # of weights in 16 bits
+
+    @property
+    def scaled(self) -> bool:
+        """Whether buffers hold a loss scale."""
+        return any(b.name == SCALE for b in self.inputs.buffers)
 
     @property
     def weights(self) -> list[str]:
@@ -90,7 +91,7 @@ class Step:
                 raise ValueError(f"a learning rate of {lost[0]:g} is zero in {dtype}: raise it")
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of weights that stay as they are, and once of those that train in 16 bits."""
+        """Warn of weights without a gradient, and once of weights that train in 16 bits."""
         if self.unreached:
             text = f"the loss does not depend on {self.unreached}: they stay as they are"
             warnings.warn(text, stacklevel=stacklevel + 1)
@@ -113,11 +114,11 @@ class StepOptions:
 
     - `norms`: it also returns the 2-norm of the gradient of every weight.
     - `blocks`: large weights are updated in parts that stay in the cache of a CPU.
-    - `recompute`: as that of `Trainer`.
+    - `recompute`: the argument of `Trainer`.
     - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
     - `across`: several processes share the step; its graph has nodes that exchange values.
     - `packed`: elements up to which weights are small, and parts of one input; None is the default.
-    - `members`: those of a stack, of which some share the step; None: it is that of one model.
+    - `members`: the members of a stack, of which some share the step; None: it trains one model.
     """
 
     norms: bool = False
@@ -133,23 +134,26 @@ class StepOptions:
 class Gradients:
     """The first half of a step: the graph that computes the gradients of one batch.
 
-    `graph` has the weights of `of` among its inputs, and `data` are the batch. A batch changes the
-    values of `buffers`; `reported` are the losses. The gradient passes straight through the
-    rounding of the operators `rounding`, one for each node. With a `scale`, the gradients are those
-    of the loss times that. `mixing` says how rows are mixed. `expected` is the number of terms that
-    the loss is divided by; None: it is divided by their count.
+    - `model`: its graph has the weights of `gradients`, the `data` and feeds among its inputs.
+    - `gradients`: by weight; with a `scale`, of the loss times this scale.
+    - `data`: the inputs of a batch, by name.
+    - `buffers`: states with their new values after the batch.
+    - `reported`: the sums of the losses, then as many counts.
+    - `factors`: the factor of each sum.
+    - `unreached`: the names of weights without a gradient.
+    - `rounding`: operators whose rounding gradients pass straight through, one for each node.
+    - `expected`: the number of terms that the loss is divided by; None: it is their count.
     """
 
-    graph: ir.Graph
-    of: dict[ir.Value, ir.Value]
+    model: ir.Model
+    gradients: dict[ir.Value, ir.Value]
     data: dict[str, ir.Value]
     buffers: dict[ir.Value, ir.Value]
-    draw: ir.Value | None
-    first: ir.Value | None
     reported: list[ir.Value]
-    rounding: list[str] = field(default_factory=list)
+    factors: tuple[float, ...]
+    unreached: list[str]
+    rounding: list[str]
     scale: LossScale | None = None
-    mixing: Mixing | None = None
     expected: Expected | None = None
 
 
@@ -170,20 +174,17 @@ def build_step(
         seeds = objective.cotangents(op, factor)
     else:
         objective, seeds, expected = counted_across(op, objective, factor)
-    gradients, unreached = write_gradients(op, objective, seeds, options.recompute)
-    gradients.scale, gradients.expected = scale, expected
-    step = write_step(op, gradients, optimizer, options)
-    finish(objective.model)
-    step.model, step.work, step.unreached = objective.model, multiply_adds, unreached
-    step.recomputes, step.factors = options.recompute != "none", tuple(objective.written.factors)
+    parts = write_gradients(op, objective, seeds, options.recompute)
+    parts.scale, parts.expected = scale, expected
+    step = write_step(op, parts, optimizer, options)
+    step.work = multiply_adds
     return step
 
 
 def build_gradients(objective: Objective) -> ModelProto:
-    """Return the first half of a step as a model of its own; `build_update` is the second half.
+    """Return the first half of a step as a model; `build_update` returns the second half.
 
-    Inputs: the weights, the buffers, the data, `draw` if there is dropout, and if rows are mixed
-    `partners`, the row that each is mixed with, and `mix_numbers`, what `Mix.numbers` draws.
+    Inputs: the weights, the buffers, the data, then the feeds, such as `draw` if there is dropout.
     Outputs: the gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what
     the objective reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
 
@@ -192,16 +193,15 @@ def build_gradients(objective: Objective) -> ModelProto:
         NoGradientRule: an operator on the way has no rule.
     """
     op, graph = Emit(objective.model.graph), objective.model.graph
-    parts, _ = write_gradients(op, objective, objective.cotangents(op))
-    scalars = [v for v in (_if_used(parts.draw), _if_used(parts.first)) if v is not None]
-    scalars += [] if parts.mixing is None else parts.mixing.inputs
-    graph.inputs[:] = [*parts.of, *parts.buffers, *parts.data.values(), *scalars]
-    reported = _separate(op, parts.reported)
+    parts = write_gradients(op, objective, objective.cotangents(op))
+    feeds = feed_inputs(graph).values()
+    graph.inputs[:] = [*parts.gradients, *parts.buffers, *parts.data.values(), *feeds]
+    reported = _copy_repeated(op, parts.reported)
     for i, value in enumerate(reported):  # sums, then as many counts
         value.name = op.name("loss_sum" if 2 * i < len(reported) else "loss_count")
     protected = {*graph.inputs, *reported}
     graph.outputs[:] = [
-        *(op.name_output(g, f"{w.name}_grad", w, protected) for w, g in parts.of.items()),
+        *(op.name_output(g, f"{w.name}_grad", w, protected) for w, g in parts.gradients.items()),
         *(op.name_output(y, f"{b.name}.new", b, protected) for b, y in parts.buffers.items()),
         *reported,
     ]
@@ -214,8 +214,8 @@ def write_gradients(
     objective: Objective,
     seeds: Mapping[ir.Value, ir.Value],
     recompute: str = "none",
-) -> tuple[Gradients, list[str]]:
-    """Write the gradients of one batch; return them, and the weights that have none.
+) -> Gradients:
+    """Write the gradients of one batch.
 
     Raises:
         ValueError: the loss depends on none of the weights.
@@ -241,18 +241,16 @@ def write_gradients(
     replace_calls(op, objective.model)
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
-    parts = Gradients(
-        graph,
+    return Gradients(
+        objective.model,
         gradients,
         {str(x.name): x for x in objective.data},
         objective.buffers,
-        objective.draw,
-        objective.first,
         objective.reported,
+        tuple(objective.written.factors),
+        [str(w.name) for w in unreached],
         [node.op_type for node in quantized.rounding],
-        mixing=objective.mixing,
     )
-    return parts, [str(w.name) for w in unreached]
 
 
 def write_step(
@@ -263,35 +261,26 @@ def write_step(
     accumulate: int = 1,
 ) -> Step:
     """Write the update behind the gradients, and set the inputs and outputs of the graph."""
-    graph, across = parts.graph, options.across
+    graph, across, members = parts.model.graph, options.across, options.members
     if parts.scale is not None:
-        parts.of = parts.scale.unscaled(op, parts.of)
-    scalars = {DRAW.name: parts.draw, FIRST.name: parts.first}
+        parts.gradients = parts.scale.unscaled(op, parts.gradients)
     if across is not None:
-        expected = parts.expected
-        parts.of, parts.reported = summed_across(op, parts.of, parts.reported, expected)
-        scalars[ROWS.name] = None if expected is None else expected.rows
+        parts.gradients, parts.reported = summed_across(
+            op, parts.gradients, parts.reported, parts.expected
+        )
         if parts.buffers and not across.same_buffers:
-            scalars[SHARE.name] = share = SHARE.input(op)
-            parts.buffers = averaged_across(op, parts.buffers, share)
-    named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
-    returned = [_norms(op, list(named.values()))] if named else []
-    update, members = _written_update(op, parts, optimizer, options), options.members
+            parts.buffers = averaged_across(op, parts.buffers, SHARE.input(op))
+    named = {str(w.name): g for w, g in parts.gradients.items()} if options.norms else {}
+    returned = [_write_norms(op, list(named.values()))] if named else []
+    update = _write_update(op, parts, optimizer, options)
     owners: list[int] = []
     if across is not None and across.shards:
         owners = owners_of(update.groups, across.part.size)
         update = sharded(op, update, across.part.rank, owners)
-    in_place = update.models is not None
-    read = {RATE.name: None if in_place else update.rate, STEP.name: update.step} | scalars
-    inputs = StepInputs(
-        update.read,
-        list(parts.buffers),
-        parts.data,
-        {n: v for n, v in read.items() if v is not None and (v.uses() or v is update.rate)},
-        parts.mixing,
-    )
+    remove_unread_feeds(graph, but=RATE)
+    inputs = StepInputs(update.read, list(parts.buffers), parts.data, feed_inputs(graph))
     graph.inputs[:] = inputs.all
-    reported = _separate(op, [*parts.reported, *returned])
+    reported = _copy_repeated(op, [*parts.reported, *returned])
     protected = {*graph.inputs, *reported}
     new = [*update.new, *parts.buffers.values()]
     graph.outputs[:] = [
@@ -300,50 +289,45 @@ def write_step(
     ] + reported
     if members is not None:
         inputs = members.push(op, inputs)
+    finish(parts.model)
     return Step(
-        model=ir.Model(graph, ir_version=10),  # the caller's
-        groups=update.groups,
-        inputs=inputs,
-        rate=inputs.scalars.get(RATE.name, update.rate),
-        number=update.step,
+        parts.model,
+        update.groups,
+        inputs,
+        parts.unreached,
+        parts.factors,
         accumulate=accumulate,
         norms=list(named),
         rounding=parts.rounding,
+        recomputes=options.recompute != "none",
         updates=update.models,
         owners=owners,
         members=members,
-        scaled=parts.scale is not None,
     )
 
 
-def _written_update(
-    op: Emit, parts: Gradients, optimizer: Optimizer, options: StepOptions
-) -> Update:
+def _write_update(op: Emit, parts: Gradients, optimizer: Optimizer, options: StepOptions) -> Update:
     """Write the update of the weights by the gradients of all rows."""
-    members, scale = options.members, parts.scale
-    if members is not None:
-        update = members.write_update(op, parts.of, options.packed)
+    gradients, scale = parts.gradients, parts.scale
+    if options.members is not None:
+        update = options.members.write_update(op, gradients, options.packed)
     else:
-        in_place = options.in_place and scale is None and may_be_in_place(parts.of, optimizer)
-        update = write_update(op, parts.of, optimizer, options.packed, options.blocks, in_place)
+        in_place = options.in_place and scale is None and may_be_in_place(gradients, optimizer)
+        update = write_update(op, gradients, optimizer, options.packed, options.blocks, in_place)
     if scale is not None:
-        parts.buffers = scale.guard(op, parts.of, update, parts.buffers)
+        parts.buffers = scale.guard(op, gradients, update, parts.buffers)
     return update
 
 
-def _separate(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
-    """Return values that a Scan can return: no inputs, and none twice."""
+def _copy_repeated(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
+    """Return values that a Scan can return: with copies of inputs, and of repeated values."""
     separate: list[ir.Value] = []
     for v in values:
         separate.append(op.copy_of(v) if v.producer() is None or v in separate else v)
     return separate
 
 
-def _if_used(value: ir.Value | None) -> ir.Value | None:
-    return value if value is not None and value.uses() else None
-
-
-def _norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
+def _write_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
     """Return the 2-norms of tensors as one vector, float32 of shape [tensors]."""
     with op:
         norms = [

@@ -46,7 +46,6 @@ class Expected:
     of this process.
     """
 
-    rows: ir.Value
     terms: ir.Value
     own: ir.Value
 
@@ -64,7 +63,7 @@ class Expected:
         rows = ROWS.input(op, wide=n.dtype == ir.DataType.DOUBLE)
         with op:
             terms = rows if each == 1 else op.Mul(rows, op.const(float(each), n.dtype))
-        return cls(rows, op.set_type_like(terms, n), n)
+        return cls(op.set_type_like(terms, n), n)
 
 
 def counted_across(
@@ -88,7 +87,7 @@ def summed_across(
 ) -> tuple[dict[ir.Value, ir.Value], list[ir.Value]]:
     """Return the gradients and the losses of all processes.
 
-    `reported` are sums, and then as many counts, which are those of all processes already.
+    `reported` are sums, and then as many counts, which are the counts of all processes already.
     """
     half = len(reported) // 2
     ratio = () if expected is None else (expected.terms, expected.own)

@@ -1,22 +1,78 @@
-"""What a step reads beside the weights and slots that it updates, each input declared once.
+"""What a step reads beside the weights and slots that it updates.
 
-A scalar has an entry of `SCALARS`: its dtype, and its values for the steps of a call. Nodes read it
-as the value that `Scalar.input` returns; what runs a step feeds all that its graph reads, by name.
+An input whose values follow from the call, such as the learning rate, is declared once, by its
+`Feed`: name, dtype, and the values for the steps of a call. A graph reads it as `Feed.input`, which
+carries the `Feed` in its `meta`; what runs the step feeds all such inputs of its graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.training.batches import Slice
-from onnxgrad.training.mixing import Mixing
+from onnxgrad.operators import marks
+from onnxgrad.parallel import Part
 
 Arrays = dict[str, np.ndarray]
+WHOLE = Part(0, 1)
+
+
+class Batch(NamedTuple):
+    """Arrays by input, the numbers of their rows, and what has rows of these numbers."""
+
+    arrays: Mapping[str, np.ndarray]
+    rows: Sequence[int]
+    of: str = ""
+
+
+@dataclass
+class Slice:
+    """Batches of one shape for one call of the runtime: each array is [batches, ...].
+
+    `rows` counts those of one batch. The arrays may have only a `part` of them: `own` rows, of
+    which the first `counted` count; if none does, they have another one, as a model needs a row.
+    `numbers` are those of all own rows in the data, if these are in memory. `begins` says which
+    batches begin a sequence; None: none beside the first of an epoch.
+    """
+
+    arrays: dict[str, np.ndarray]
+    batches: int
+    rows: int
+    part: Part = WHOLE
+    own: int = -1
+    counted: int = -1
+    numbers: np.ndarray | None = None
+    begins: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.own < 0:
+            self.own = len(range(self.rows)[self.part.fed(self.rows)])
+        if self.counted < 0:
+            self.counted = len(range(self.rows)[self.part.rows(self.rows)])
+
+    def part_of(self, first: int, batches: int) -> Slice:
+        """Return so many of the batches, the first of which has the number `first` here."""
+        taken = slice(first, first + batches)
+        numbers = self.numbers
+        if numbers is not None:
+            numbers = numbers[first * self.own : (first + batches) * self.own]
+        begins = None if self.begins is None else self.begins[taken]
+        arrays = {name: array[taken] for name, array in self.arrays.items()}
+        return replace(self, arrays=arrays, batches=batches, numbers=numbers, begins=begins)
+
+    def each(self, first: int) -> Iterator[Batch]:
+        """Yield the batches, the first of which has the number `first` in its epoch."""
+        for i in range(self.batches):
+            arrays = {name: stack[i] for name, stack in self.arrays.items()}
+            if self.numbers is None:
+                yield Batch(arrays, range(self.own), f" of batch {first + i}")
+            else:
+                yield Batch(arrays, self.numbers[i * self.own : (i + 1) * self.own].tolist())
 
 
 @dataclass(frozen=True)
@@ -42,33 +98,80 @@ class Call:
         return self.done + np.arange(self.piece.batches)
 
 
-@dataclass(frozen=True)
-class Scalar:
-    """An input with one value a step, or one a micro-batch.
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """An input whose values follow from the call: one for each step, or for each micro-batch.
 
     - `values`: returns the values for the steps of a call, along the first axis.
-    - `of_rows`: whether each part of the rows of a batch may read its own.
+    - `shape`: of one value.
+    - `of_rows`: whether each part of the rows of a batch may read another value.
+    - `of_members`: whether each member of a stack reads another value.
     """
 
     name: str
     dtype: ir.DataType
     values: Callable[[Call], np.ndarray]
+    shape: tuple[Any, ...] = ()
     of_rows: bool = False
+    of_members: bool = False
 
-    def input(self, op: Emit, shape: Sequence[int] = (), wide: bool = False) -> ir.Value:
-        """Return a new value for it, in float64 if it is `wide`; not yet an input of the graph."""
-        dtype = ir.DataType.DOUBLE if wide else self.dtype
-        return ir.Value(
-            name=op.name(self.name), type=ir.TensorType(dtype), shape=ir.Shape(list(shape))
+    def input(self, op: Emit, wide: bool = False) -> ir.Value:
+        """Return the input of the graph of `op` with these values, a new one unless there is one.
+
+        Floats of a new input are float64 if it is `wide`.
+        """
+        if (known := feed_inputs(op.graph).get(self.name)) is not None:
+            return known
+        dtype = ir.DataType.DOUBLE if wide and self.dtype == ir.DataType.FLOAT else self.dtype
+        value = ir.Value(
+            name=op.name(self.name), type=ir.TensorType(dtype), shape=ir.Shape(self.shape)
         )
+        op.graph.inputs.append(self.mark(value))
+        return value
 
-    def fed(self, call: Call, value: ir.Value) -> np.ndarray:
-        """Return the values for the steps of a call, in the dtype of the input `value`."""
-        assert value.dtype is not None
-        return self.values(call).astype(value.dtype.numpy())
+    def mark(self, value: ir.Value) -> ir.Value:
+        """Let what runs a graph feed its input `value` with these values; return `value`."""
+        value.meta[marks.FEED] = self
+        return value
+
+    def arrays(self, call: Call, dtype: ir.DataType | None) -> np.ndarray:
+        """Return the values for the steps of a call, in the dtype of an input."""
+        assert dtype is not None
+        return self.values(call).astype(dtype.numpy())
 
 
-def _draws(call: Call) -> np.ndarray:
+FEEDS: dict[str, Feed] = {}  # by name, in the order in which inputs of a step are
+
+
+def declare_feed(feed: Feed) -> Feed:
+    """Add a feed to `FEEDS`; return it.
+
+    The updates of optimizers read it if `optimizers.Inputs` has a field of its name.
+    """
+    FEEDS[feed.name] = feed
+    return feed
+
+
+def feed_of(value: ir.Value) -> Feed | None:
+    """Return the feed of an input; None for weights, slots, buffers and data."""
+    return value.meta.get(marks.FEED)
+
+
+def feed_inputs(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Return the inputs of a graph that are fed, by the names of their feeds, in one order."""
+    feeds = ((feed_of(v), v) for v in graph.inputs)
+    found = {feed.name: v for feed, v in feeds if feed is not None}
+    return {name: found[name] for name in (*FEEDS, *found) if name in found}
+
+
+def remove_unread_feeds(graph: ir.Graph, but: Feed | None = None) -> None:
+    """Remove the inputs that are fed, and that no node reads, `but` the input of one feed."""
+    for value in feed_inputs(graph).values():
+        if not value.uses() and feed_of(value) is not but:
+            graph.inputs.remove(value)
+
+
+def draw_numbers(call: Call) -> np.ndarray:
     """Return numbers that differ between steps, micro-batches, and processes that share a batch."""
     part = call.piece.part
     numbers = call.numbers * part.size + part.rank
@@ -77,29 +180,30 @@ def _draws(call: Call) -> np.ndarray:
     return (numbers[:, None] << 20) + np.arange(call.micro_batches)
 
 
-def _shares(call: Call) -> np.ndarray:
-    """Return the share of the rows of a batch that this process has."""
-    return np.full(call.piece.batches, call.piece.counted / call.piece.rows)
-
-
-def _firsts(call: Call) -> np.ndarray:
+def _begins_sequence(call: Call) -> np.ndarray:
     """Return which batches begin an epoch or a sequence."""
     first = call.numbers == call.done - call.position
     return first if call.piece.begins is None else first | call.piece.begins
 
 
-def _rows(call: Call) -> np.ndarray:
-    """Return the number of rows of a batch, in all processes."""
+def _rows_of_batch(call: Call) -> np.ndarray:
+    """Return the number of rows of each batch, in all processes."""
     return np.full(call.piece.batches, call.piece.rows)
 
 
-RATE = Scalar("minus_learning_rate", ir.DataType.FLOAT, lambda call: -call.rates)
-STEP = Scalar("step", ir.DataType.INT64, lambda call: call.numbers + 1)
-DRAW = Scalar("draw", ir.DataType.INT64, _draws, of_rows=True)
-FIRST = Scalar("first", ir.DataType.BOOL, _firsts)
-SHARE = Scalar("share", ir.DataType.DOUBLE, _shares, of_rows=True)
-ROWS = Scalar("rows", ir.DataType.FLOAT, _rows)
-SCALARS = {scalar.name: scalar for scalar in (RATE, STEP, DRAW, FIRST, SHARE, ROWS)}
+def _share_of_rows(call: Call) -> np.ndarray:
+    """Return the share of the rows of each batch that this process computes."""
+    return np.full(call.piece.batches, call.piece.counted / call.piece.rows)
+
+
+RATE = declare_feed(
+    Feed("minus_learning_rate", ir.DataType.FLOAT, lambda call: -call.rates, of_members=True)
+)
+STEP = declare_feed(Feed("step", ir.DataType.INT64, lambda call: call.numbers + 1))
+DRAW = declare_feed(Feed("draw", ir.DataType.INT64, draw_numbers, of_rows=True))
+FIRST = declare_feed(Feed("first", ir.DataType.BOOL, _begins_sequence))
+ROWS = declare_feed(Feed("rows", ir.DataType.FLOAT, _rows_of_batch))
+SHARE = declare_feed(Feed("share", ir.DataType.DOUBLE, _share_of_rows, of_rows=True))
 
 
 @dataclass
@@ -108,16 +212,14 @@ class StepInputs:
 
     - `states`: the weights and slots of groups, which the graph replaces.
     - `buffers`: other states that it replaces.
-    - `data`: those of a batch, by their names in the objective.
-    - `scalars`: those of `SCALARS` that it reads, by their names there.
-    - `mixing`: how rows are mixed, with inputs of its own; None: they are not.
+    - `data`: the inputs of a batch, by their names in the objective.
+    - `feeds`: the inputs that are fed, by the names of their feeds.
     """
 
     states: list[ir.Value]
     buffers: list[ir.Value]
     data: dict[str, ir.Value]
-    scalars: dict[str, ir.Value]
-    mixing: Mixing | None = None
+    feeds: dict[str, ir.Value]
 
     @property
     def carried(self) -> list[ir.Value]:
@@ -127,20 +229,18 @@ class StepInputs:
     @property
     def all(self) -> list[ir.Value]:
         """All inputs, in their order."""
-        mixed = [] if self.mixing is None else self.mixing.inputs
-        return [*self.carried, *self.data.values(), *self.scalars.values(), *mixed]
+        return [*self.carried, *self.data.values(), *self.feeds.values()]
 
     @property
     def of_rows(self) -> list[ir.Value]:
-        """The inputs of which each part of the rows of a batch has its own."""
-        scalars = [v for name, v in self.scalars.items() if SCALARS[name].of_rows]
-        return [*self.data.values(), *scalars]
+        """The inputs of which each part of the rows of a batch may have another value."""
+        feeds = ((feed_of(v), v) for v in self.feeds.values())
+        return [*self.data.values(), *(v for feed, v in feeds if feed and feed.of_rows)]
 
     def fed(self, call: Call, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Return data and scalars for the steps of a call, by the names of the inputs."""
+        """Return the values of data and feeds for the steps of a call, by the names of inputs."""
         fed = {str(x.name): arrays[name] for name, x in self.data.items()}
-        fed |= {str(v.name): SCALARS[n].fed(call, v) for n, v in self.scalars.items()}
-        if self.mixing is not None:
-            rows = call.piece.own // (call.micro_batches or 1)
-            fed |= self.mixing.fed(_draws(call), rows)
+        for value in self.feeds.values():
+            if (feed := feed_of(value)) is not None:
+                fed[str(value.name)] = feed.arrays(call, value.dtype)
         return fed

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.training.step.inputs import STEP
 from onnxgrad.training.step.update import Update
 
 SCALE, SKIPPED = "onnxgrad.loss_scale", "onnxgrad.skipped_steps"  # names that no model uses
@@ -86,11 +87,12 @@ class LossScale:
                 self.skipped: op.Where(bad, op.Add(self.skipped, one), self.skipped),
             }
             result |= {old: op.set_type_like(value, old) for old, value in new.items()}
-        self._leave_out_skipped(op, update.step)
+        self._leave_out_skipped(op)
         return result
 
-    def _leave_out_skipped(self, op: Emit, number: ir.Value) -> None:
+    def _leave_out_skipped(self, op: Emit) -> None:
         """Let the update read the number of the steps that were not skipped."""
+        number = STEP.input(op)
         readers = list(number.uses())
         if not readers:
             return

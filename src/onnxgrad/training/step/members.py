@@ -19,10 +19,11 @@ from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.step.inputs import RATE, STEP, StepInputs
+from onnxgrad.training.step.inputs import FEEDS, StepInputs, feed_inputs, feed_of
 from onnxgrad.training.step.update import Update, update_groups
 from onnxgrad.training.step.weight_groups import Group, graph_input, write_groups
 
+_DOUBLE = ir.DataType.DOUBLE
 Places = dict[tuple[int, int], np.ndarray]  # constants that operands are, by node and operand
 
 
@@ -95,8 +96,11 @@ class Members:
         """
         graph, axis = op.graph, MemberAxis(op, len(self.sharing), {})
         Walk(graph).infer(graph)  # a node whose operands have unknown ranks is written for each
-        for v in (*inputs.carried, inputs.scalars[RATE.name]):
+        own = {v: feed for v in inputs.feeds.values() if (feed := feed_of(v)) and feed.of_members}
+        for v in (*inputs.carried, *own):
             axis.let(v, axis.typed(ir.Value(name=v.name), v))
+        for v, feed in own.items():
+            feed.mark(axis.of(v))
         for v, array in self.constants.items():
             axis.let(v, op.const(array))
         for name in [name for name in graph.initializers if name in self.weights]:
@@ -109,8 +113,7 @@ class Members:
             axis.all_of(inputs.states),
             axis.all_of(inputs.buffers),
             inputs.data,
-            {name: axis.of(v) for name, v in inputs.scalars.items()},
-            inputs.mixing,
+            {name: axis.of(v) for name, v in inputs.feeds.items()},
         )
 
 
@@ -134,7 +137,8 @@ class _Sketch:
         update = update_groups(inner, copies, own, optimizer)
         self.groups, self.gradients, self.update = groups, gradients, update
         self.nodes = list(graph)
-        self.inputs = [*update.states, *own, update.rate, update.step]
+        self.feeds = feed_inputs(graph)
+        self.inputs = [*update.states, *own, *self.feeds.values()]
 
     def differences(self, other: _Sketch) -> Places | None:
         """Return the constants of another sketch that differ; None if other things do."""
@@ -162,19 +166,18 @@ class _Sketch:
 
     def write(self, op: Emit, constants: Mapping[tuple[int, int], ir.Value]) -> Update:
         """Write the nodes into the graph of `op`, with values in the place of some constants."""
-        update, like = self.update, self.update.rate
-        rate = RATE.input(op, wide=like.dtype == ir.DataType.DOUBLE)
-        number = STEP.input(op)
+        update, wide = self.update, any(v.dtype == _DOUBLE for v in self.feeds.values())
+        feeds = [FEEDS[name].input(op, wide) for name in self.feeds]
         states = [v for group in self.groups for v in group.inputs]
         new: dict[ir.Value, ir.Value] = {}
-        new.update(zip(self.inputs, [*states, *self.gradients, rate, number], strict=True))
+        new.update(zip(self.inputs, [*states, *self.gradients, *feeds], strict=True))
         for i, node in enumerate(self.nodes):
             inputs = [
                 constants[i, j] if (i, j) in constants else _of_graph(op, new, x)
                 for j, x in enumerate(node.inputs)
             ]
             new.update(zip(node.outputs, op.again(node, inputs), strict=True))
-        return Update(self.groups, [new[y] for y in update.new], rate, number, self.gradients)
+        return Update(self.groups, [new[y] for y in update.new], self.gradients)
 
 
 def _of_graph(op: Emit, new: Mapping, x: ir.Value | None) -> ir.Value | None:

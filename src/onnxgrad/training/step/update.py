@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 import numpy as np
@@ -18,7 +18,7 @@ from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.training.step.blocks import update_in_blocks
-from onnxgrad.training.step.inputs import RATE, STEP
+from onnxgrad.training.step.inputs import FEEDS, STEP, feed_inputs, remove_unread_feeds
 from onnxgrad.training.step.weight_groups import (
     Group,
     Shape,
@@ -34,10 +34,10 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class Update:
-    """Nodes that update weights: what they read and write.
+    """The nodes that update weights, by the values that they read and write.
 
-    `new` are the new values of the inputs of all groups, in their order, and `gradients` what the
-    update of each group reads; `rate` is the negative learning rate.
+    `new` are the new values of the inputs of all groups, in their order, and `gradients` the
+    gradient that the update of each group reads.
 
     With `models`, one for each group, these update the weights, and `new` are the gradients of the
     groups; a group that another process updates has None.
@@ -45,8 +45,6 @@ class Update:
 
     groups: list[Group]
     new: list[ir.Value]
-    rate: ir.Value
-    step: ir.Value
     gradients: list[ir.Value]
     models: Sequence[ModelProto | None] | None = None
 
@@ -71,8 +69,8 @@ def write_update(
 ) -> Update:
     """Write the nodes that update weights by their gradients, `{weight: gradient}`.
 
-    With `in_place`, they are models of their own. Other arguments and errors are those of
-    `write_groups`.
+    With `in_place`, each group has a model that updates it. `write_groups` describes the other
+    arguments, and the errors.
     """
     groups = write_groups(op, gradients, optimizer, packed, blocks and not in_place)
     return update_groups(
@@ -89,34 +87,32 @@ def update_groups(
 ) -> Update:
     """Write the nodes that update the states of `groups`, each by its gradient."""
     wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
-    rate, number = RATE.input(op, wide=wide), STEP.input(op)
     if optimizer.joint:
-        gradients = [
-            _begun(op, g, group, number) for group, g in zip(groups, gradients, strict=True)
-        ]
+        pairs = zip(groups, gradients, strict=True)
+        gradients = [_zeros_before_first_step(op, g, group) for group, g in pairs]
     cotangents = optimizer.across(op, gradients)
     if in_place:
         models = [update_of(group, wide, op.opset) for group in groups]
-        return Update(groups, cotangents, rate, number, cotangents, models)
+        return Update(groups, cotangents, cotangents, models)
     updated = []
     with op:
         for group, g in zip(groups, cotangents, strict=True):
-            inputs = _inputs(op, group.state, rate, number)
+            inputs = _optimizer_inputs(op, group.state, wide)
             if group.in_blocks:
                 updated += update_in_blocks(op, g, group.optimizer, group.slots, inputs)
             else:
                 u, new = group.optimizer.update(op, g, group.slots, inputs)
                 updated += [op.Add(group.state, u), *(new[slot] for slot in group.slots)]
-    _forget_unread(number)
-    return Update(groups, updated, rate, number, cotangents)
+    _remove_unread_casts(op.graph)
+    return Update(groups, updated, cotangents)
 
 
-def _begun(op: Emit, gradient: ir.Value, group: Group, number: ir.Value) -> ir.Value:
+def _zeros_before_first_step(op: Emit, gradient: ir.Value, group: Group) -> ir.Value:
     """Return a gradient, or zeros before the first step of its group."""
     first = group.optimizer.first_step
     if first == 0:
         return gradient
-    begun = op.Greater(number, np.int64(first))
+    begun = op.Greater(STEP.input(op), np.int64(first))
     zero = op.const(0.0, gradient.dtype)
     return op.set_type_like(op.Where(begun, gradient, zero), gradient)
 
@@ -142,7 +138,7 @@ def update_of(group: Group, wide: bool, opset: int) -> ModelProto:
 
     The learning rate is float64 if it is `wide`.
 
-    Inputs: `weight`, the slots, `gradient`, `minus_learning_rate`, and `step` if it is read.
+    Inputs: `weight`, the slots, `gradient`, and the feeds that the optimizer reads.
     Outputs: the new weight and slots.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="update")
@@ -153,15 +149,13 @@ def update_of(group: Group, wide: bool, opset: int) -> ModelProto:
         slot: graph_input(op, slot, like, part if dims(value) == dims(like) else value.shape)
         for slot, value in group.slots.items()
     }
-    rate, number = RATE.input(op, wide=wide), STEP.input(op)
-    graph.inputs.extend([weight, *slots.values(), gradient, rate])
+    graph.inputs.extend([weight, *slots.values(), gradient])
     with op:
-        inputs = _inputs(op, weight, rate, number)
+        inputs = _optimizer_inputs(op, weight, wide)
         u, new = optimizer.update(op, gradient, slots, inputs)
         results = {weight: op.Add(weight, u), **{slots[slot]: new[slot] for slot in slots}}
-    _forget_unread(number)
-    if number.uses():
-        graph.inputs.append(number)
+    _remove_unread_casts(graph)
+    remove_unread_feeds(graph)
     protected = set(graph.inputs)
     graph.outputs.extend(
         op.name_output(after, f"{before.name}.new", before, protected)
@@ -172,16 +166,19 @@ def update_of(group: Group, wide: bool, opset: int) -> ModelProto:
     return to_proto(model)
 
 
-def _inputs(op: Emit, weight: ir.Value, rate: ir.Value, number: ir.Value) -> Inputs:
-    """Return what an optimizer reads beside gradient and slots, in the dtype of the weight."""
-    return Inputs(weight, *(op.Cast(v, to=weight.dtype) for v in (rate, number)))
+def _optimizer_inputs(op: Emit, weight: ir.Value, wide: bool) -> Inputs:
+    """Return the inputs of the update of a weight: the feeds of `Inputs`, in the weight's dtype."""
+    feeds = {f.name: FEEDS[f.name].input(op, wide) for f in fields(Inputs) if f.name in FEEDS}
+    return Inputs(weight, **{name: op.Cast(v, to=weight.dtype) for name, v in feeds.items()})
 
 
-def _forget_unread(number: ir.Value) -> None:
-    """Remove the casts of the step number that no optimizer reads."""
-    for cast in list(number.consumers()):
-        if not any(y.uses() for y in cast.outputs) and cast.graph is not None:
-            cast.graph.remove(cast, safe=True)
+def _remove_unread_casts(graph: ir.Graph) -> None:
+    """Remove the casts of feeds that no optimizer reads."""
+    for value in feed_inputs(graph).values():
+        for cast in list(value.consumers()):
+            unread = cast.op_type == "Cast" and not any(y.uses() for y in cast.outputs)
+            if unread and cast.graph is not None:
+                cast.graph.remove(cast, safe=True)
 
 
 def is_divided(group: Group) -> bool:
@@ -194,7 +191,7 @@ def build_update(
     optimizer: Optimizer,
     opset: int = WORKING_OPSET,
 ) -> ModelProto:
-    """Return the update as a model of its own, with the numbers of the update inside of a step.
+    """Return the update as a model that computes the same numbers as the update inside of a step.
 
     Inputs, in order: the weights by name; slots, named `<weight>.<slot>`; gradients, named
     `<weight>_grad`; the scalars `minus_learning_rate`, float32 or float64 as the widest weight, and
@@ -237,7 +234,7 @@ def build_update(
             _undo_blocks(op, group, new)
     states = [group.state for group in update.groups]
     slots = [slot for group in update.groups for slot in group.slots.values()]
-    graph.inputs[:] = [*states, *slots, *graph.inputs, update.rate, update.step]
+    graph.inputs[:] = [*states, *slots, *graph.inputs]
     protected = set(graph.inputs)
     graph.outputs.extend(
         op.name_output(new[old], f"{old.name}.new", old, protected) for old in (*states, *slots)
