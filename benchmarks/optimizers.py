@@ -26,6 +26,7 @@ from onnx import ModelProto
 from onnxgrad import optimizers
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
+from onnxgrad.training.step.inputs import feed_inputs
 from onnxgrad.training.step.update import build_update, write_update
 from onnxgrad.training.step.weight_groups import Group
 
@@ -45,7 +46,7 @@ def step(name: str, size: int, blocks: bool) -> tuple[ir.Graph, Group, ir.Value]
     op, weight, gradient = Emit(graph), tensor("w", size, size), tensor("g", size, size)
     optimizer = optimizers.select(name)
     update = write_update(op, {weight: gradient}, optimizer, blocks=blocks)
-    graph.inputs[:] = [*update.states, update.rate, update.step]
+    graph.inputs[:] = [*update.states, *feed_inputs(graph).values()]
     op.give(update.new)
     for old, new in zip(update.states, graph.outputs, strict=True):
         op.set_type_like(new, old)

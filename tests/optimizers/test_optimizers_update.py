@@ -16,6 +16,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Chain, Optimizer, ParamGroup
 from onnxgrad.training.step import blocks
+from onnxgrad.training.step.inputs import feed_inputs
 from onnxgrad.training.step.update import build_update, evaluated, write_update
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
@@ -44,7 +45,7 @@ def update_model(optimizer: Optimizer, shapes=SHAPES, dtype=np.float64, **option
         pairs[w] = g
     grads = list(pairs.values())
     written = write_update(op, pairs, optimizer, **options)
-    graph.inputs[:] = [*written.states, *grads, written.rate, written.step]
+    graph.inputs[:] = [*written.states, *grads, *feed_inputs(graph).values()]
     op.give(written.new)
     return to_proto(ir.Model(graph, ir_version=9)), written.groups
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from onnxgrad.losses.objectives import TrainingLoss
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
 
+_DOUBLE = ir.DataType.DOUBLE
 _STREAM = 3  # of random numbers; others of a trainer begin with the seed and 1, or 2
 _FEW = 4  # channels of an image that has them last
 
@@ -276,23 +277,22 @@ def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any)
     uses = {x: list(x.uses()) for x in chosen}
     count = len(mix.numbers(np.random.default_rng(0)))
 
-    def drawn(call: Call, partners: bool) -> np.ndarray:
-        """Return what is drawn for each batch: first its numbers, then the partners of its rows."""
-        draws, every = draw_numbers(call), []
-        for draw in draws.ravel().tolist():
-            rng = np.random.default_rng([seed, _STREAM, draw])
-            numbers = mix.numbers(rng)
-            of_part = call.piece.own // (call.micro_batches or 1)
-            every.append(rng.permutation(of_part) if partners else numbers)
-        return np.array(every).reshape(*draws.shape, -1)
+    @lru_cache(maxsize=1)  # both inputs of a call are drawn together
+    def draw_batches(draws: tuple[int, ...], rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the partners and the numbers of the batches with these numbers of draws."""
+        generators = [np.random.default_rng([seed, _STREAM, draw]) for draw in draws]
+        numbers = np.array([mix.numbers(rng) for rng in generators])
+        return np.array([rng.permutation(rows) for rng in generators]), numbers
 
-    of_partners, of_numbers = partial(drawn, partners=True), partial(drawn, partners=False)
+    def drawn_values(call: Call, index: int) -> np.ndarray:
+        """Return the partners, or the numbers, of each batch of a call."""
+        draws, rows = draw_numbers(call), call.piece.own // (call.micro_batches or 1)
+        return draw_batches(tuple(draws.ravel().tolist()), rows)[index].reshape(*draws.shape, -1)
+
+    inputs_of_mix = ("partners", ir.DataType.INT64, length), ("mix_numbers", _DOUBLE, count)
     partners, numbers = (
-        Feed(name, dtype, values, shape, of_rows=True).input(op)
-        for name, dtype, values, shape in (
-            ("partners", ir.DataType.INT64, of_partners, (length,)),
-            ("mix_numbers", ir.DataType.DOUBLE, of_numbers, (count,)),
-        )
+        Feed(name, dtype, partial(drawn_values, index=i), (n,), of_rows=True).input(op)
+        for i, (name, dtype, n) in enumerate(inputs_of_mix)
     )
     with op.at(next(iter(op.graph), None)):
         values, mixed = mix.write(op, chosen, partners, numbers)

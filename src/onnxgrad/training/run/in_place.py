@@ -2,8 +2,8 @@
 
 A step is two models: the first computes all gradients, and the second updates one group of weights
 by its gradient. The update runs twice: the first time, its results are only checked to be finite,
-so that a step which is not finite leaves the states as they are; the second time, they replace
-the states, part by part. Beside the states, there is nothing but the gradients.
+so that a step which is not finite changes no state; the second time, they replace the states, part
+by part. Beside the states, there is nothing but the gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def new_runner(
     fields: Fields | None = None,
     carried: Mapping[str, str] | None = None,
 ) -> Runner:
-    """Return the runner of a step, which it takes over; arguments are those of `Runner`."""
+    """Return the runner of a step, which takes over its graph; `Runner` has the arguments."""
     kind, build = (Runner, build_epoch) if step.updates is None else (InPlace, build_half)
     return kind(build(step, target), step, target.device, work, fields, carried)
 
@@ -81,21 +81,18 @@ class InPlace(Runner):
             None if model is None else GroupUpdate(g, model, work)
             for g, model in zip(step.groups, models, strict=True)
         ]
-        # of the groups; onnxruntime would let memory of its own grow to more than they take
+        # of the groups; memory that onnxruntime allocates would grow to more than they take
         self.gradients: list[np.ndarray] = []
 
     def load(self, values: Values) -> None:
         """Set the states, which are copies."""
-        self.now = Now([], values.steps)  # before there are others
-        arrays: list[np.ndarray] = []
-        for group in self.step.groups:
-            arrays += group.initial(values.weights, values.slots)
-        buffers = [values.buffers.get(str(b.name)) for b in self.step.inputs.buffers]
-        states = [None if a is None else self.device.ortvalue(a) for a in (*arrays, *buffers)]
-        self.now = Now(states, values.steps, arrays)
+        self.now = Now([], values.steps)  # which frees the states before there are new ones
+        states = self.initial_states(values, copies=True)
+        arrays = [a for a in states[: len(self.step.states)] if a is not None]
+        self.now = Now(self.on_device(states), values.steps, arrays)
 
     def arrays_of(self, now: Now) -> list[Any]:
-        """Return the states and buffers as arrays; those of the groups keep the memory alive."""
+        """Return the states and buffers as arrays; the states keep their memory alive."""
         return [*now.arrays, *super().arrays_of(now)[len(now.arrays) :]]
 
     def budget(self) -> int:
@@ -107,7 +104,7 @@ class InPlace(Runner):
         assert piece.batches == 1
         start, now = time.perf_counter(), self.now
         call = self.call(piece, rates, position)
-        buffers, losses = self._half(call)
+        buffers, losses = self._run_first_half(call)
         if not np.isfinite(losses.sums).all() or not all(map(is_finite, buffers)):
             return None
         jobs = zip(self.updates, self.by_group(), self.gradients, strict=True)
@@ -120,7 +117,7 @@ class InPlace(Runner):
                 update.run(own, g, call, write=True)
             self.exchange()
         except BaseException:
-            for array in now.arrays:  # half of them are those of the next step
+            for array in now.arrays:  # some of which the next step has replaced
                 array.fill(np.nan)
             raise
         self.now = Now(
@@ -129,14 +126,14 @@ class InPlace(Runner):
         self.seconds_per_batch = time.perf_counter() - start
         return losses
 
-    def _half(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
+    def _run_first_half(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
         """Compute the gradients; return the new buffers and the losses."""
         own, states = self.step.inputs, self.states(call.piece)
         fed = own.fed(call, self.data(call))
         inputs = {str(v.name): states[str(v.name)] for v in own.carried}
         inputs |= {name: np.asarray(array[0], order="C") for name, array in fed.items()}
         results, count = self.half(inputs, call.piece), len(own.carried)
-        losses = self._losses([array_of(y)[None] for y in results[count:]], call.piece)
+        losses = self.read_losses([array_of(y)[None] for y in results[count:]], call.piece)
         return results[len(own.states) : count], losses
 
     def half(
@@ -155,7 +152,7 @@ class InPlace(Runner):
         self.gradients = []
 
     def exchange(self) -> None:
-        """Give weights that this process has updated to those that have not."""
+        """Give weights that this process has updated to the other processes."""
 
     def by_group(self) -> Iterator[Sequence[np.ndarray]]:
         """Yield the arrays of each group: the weights, then the slots."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,12 +11,10 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxgrad.training.row_axes import Axes
-from onnxgrad.training.run.runner import Losses, Now, Runner
-from onnxgrad.training.state import Values
+from onnxgrad.training.run.runner import Losses, Now, Runner, WeightsAndSlots
+from onnxgrad.training.state import Slots, Values
 from onnxgrad.training.step.inputs import Slice
 from onnxgrad.training.step.weight_groups import Group
-
-Slots = dict[str, dict[str, np.ndarray]]
 
 
 class MemberRunner(Runner):
@@ -26,12 +23,13 @@ class MemberRunner(Runner):
     Args:
         ids: the numbers of these members among all.
         members: the number of all.
-        arguments: those of `Runner`.
+        arguments: the arguments of `Runner`.
     """
 
     def __init__(self, ids: Sequence[int], members: int, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.ids, self.members = np.asarray(ids), members
+        self.member_shape = (len(ids),)
         shared = self.step.members
         assert shared is not None
         self.optimizers = [shared.optimizers[k] for k in shared.sharing]
@@ -45,69 +43,49 @@ class MemberRunner(Runner):
 
     # -- states -------------------------------------------------------------------------------
 
-    @property
-    def holds_all(self) -> bool:
-        """Not: values that are read are copies."""
-        return False
-
     def load(self, values: Values) -> None:
         """Set the states of its members; a slot that is missing gets its initial value."""
-        states: list[np.ndarray | None] = []
-        for group in self.step.groups:
-            members = (self._initial(group, i, values) for i in range(len(self.ids)))
-            states += [np.stack(arrays) for arrays in zip(*members, strict=True)]
-        for b in self.step.inputs.buffers:
-            own = values.buffers.get(str(b.name))
-            states.append(None if own is None else own[self.ids])
-        loaded = [None if state is None else self.device.ortvalue(state) for state in states]
-        self.now = Now(loaded, values.steps, frozen=dict(values.frozen))
+        super().load(values)
         self.not_finite = {k: n for k, n in self.not_finite.items() if k in values.frozen}
 
-    def _initial(self, group: Group, i: int, values: Values) -> list[np.ndarray]:
+    def initial_states(self, values: Values, copies: bool) -> list[np.ndarray | None]:
+        """Return the states and buffers of its members, None for a buffer without a value."""
+        states: list[np.ndarray | None] = []
+        for group in self.step.groups:
+            members = (self._initial_of_member(group, i, values) for i in range(len(self.ids)))
+            states += [np.stack(arrays) for arrays in zip(*members, strict=True)]
+        buffers = (values.buffers.get(str(b.name)) for b in self.step.inputs.buffers)
+        return [*states, *(None if array is None else array[self.ids] for array in buffers)]
+
+    def _initial_of_member(self, group: Group, i: int, values: Values) -> list[np.ndarray]:
         """Return the arrays of a group of the member `i`."""
-        group, k = self._group_of(group, i), self.ids[i]
-        names = group.optimizer.slots
-        own = {
-            name: {slot: a[k] for slot, a in values.slots.get(name, {}).items() if slot in names}
+        name, shape = next(iter(group.shapes.items()))
+        optimizer, k = self.optimizers[i].for_weight(name, shape), self.ids[i]
+        slots = {
+            name: {s: a[k] for s, a in values.slots.get(name, {}).items() if s in optimizer.slots}
             for name in group.shapes
         }
-        return group.initial({name: values.weights[name][k] for name in group.shapes}, own)
+        weights = {name: values.weights[name][k] for name in group.shapes}
+        return replace(group, optimizer=optimizer).initial(weights, slots)
 
-    def _group_of(self, group: Group, i: int) -> Group:
-        """Return a group with the optimizer of the member `i`."""
-        name, shape = next(iter(group.shapes.items()))
-        return replace(group, optimizer=self.optimizers[i].for_weight(name, shape))
-
-    def unpacked(self, now: Now, copies: bool = True) -> Values:
-        """Return the values of `now`, of its members."""
-        weights: dict[str, np.ndarray] = {}
-        slots: Slots = {}
-        arrays = self.arrays_of(now)
-        for group in self.step.groups:
-            size = len(group.inputs)
-            rows = [group.split([a[i] for a in arrays[:size]], False) for i in range(len(self.ids))]
-            arrays = arrays[size:]
-            for name in group.shapes:
-                weights[name] = np.stack([own[name] for own, _ in rows])
-                slots[name] = {s: np.stack([own[name][s] for _, own in rows]) for s in group.slots}
-        names = [str(b.name) for b in self.step.inputs.buffers]
-        pairs = zip(names, arrays, strict=True)
-        buffers = {n: np.array(a) for n, a in pairs if a is not None}
-        return Values(weights, slots, now.steps, buffers, dict(now.frozen))
-
-    def empty(self, array: np.ndarray) -> np.ndarray:
-        """Return the value of a buffer that the first batch sets, from the data there."""
-        return np.zeros((len(self.ids), *array.shape), array.dtype)
+    def split_group(self, group: Group, arrays: list[Any], copies: bool) -> WeightsAndSlots:
+        """Return weights and slots of all its members by name, from the arrays of a group."""
+        members = [group.split([a[i] for a in arrays], False) for i in range(len(self.ids))]
+        weights = {name: np.stack([own[name] for own, _ in members]) for name in group.shapes}
+        slots = {
+            name: {slot: np.stack([own[name][slot] for _, own in members]) for slot in group.slots}
+            for name in group.shapes
+        }
+        return weights, slots
 
     # -- steps --------------------------------------------------------------------------------
 
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
         """Train on the batches of `piece` at the rates (batches, members of the stack).
 
-        The losses are (batches, parts, members that share the step), NaN for those that are frozen.
-        A member whose loss or weights become NaN or infinite is frozen where it was before that
-        step, and the steps of the others are those that they would be without it. Return None if
-        no member is left.
+        The losses are (batches, parts, members that share the step), NaN for frozen members. A
+        member whose loss or weights become NaN or infinite is frozen where it was before that
+        step, and does not change the steps of other members. Return None if no member is left.
         """
         losses = None
         if self.living.any():
@@ -141,10 +119,10 @@ class MemberRunner(Runner):
         self.now = replace(self.now, frozen={**self.now.frozen, **new})
         self.not_finite |= new if not_finite else {}
 
-    def finished(
-        self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
-    ) -> Losses | None:
-        """Keep the new states; return None, and keep the old ones, if a member has NaN in them."""
+    def finite_states(
+        self, new: list[ort.OrtValue], losses: Losses
+    ) -> Sequence[ort.OrtValue | None] | None:
+        """Return the states to keep after a call; None if a living member has NaN in them."""
         living, arrays = self.living, self.arrays_of(Now(new, 0))
         fine = np.isfinite(losses.sums).all(axis=(0, 1))
         for array in arrays:
@@ -152,42 +130,25 @@ class MemberRunner(Runner):
         self._bad = self.ids[living & ~fine].tolist()
         if self._bad:
             return None
-        if not living.all():
-            new = [
-                self._restored(*pair) for pair in zip(arrays, self.arrays_of(self.now), strict=True)
-            ]
-        self.now = replace(self.now, states=new, steps=self.now.steps + piece.batches, arrays=())
-        self.last = piece.batches
-        self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
-        return losses
+        if living.all():
+            return new
+        pairs = zip(arrays, self.arrays_of(self.now), strict=True)
+        return self.on_device([self._restore_frozen(*pair) for pair in pairs])
 
-    def _restored(self, new: np.ndarray, old: np.ndarray | None) -> ort.OrtValue:
-        """Return a new state with that of frozen members as it was."""
+    def _restore_frozen(self, new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
+        """Return a new state with the old values of frozen members."""
         array = np.array(new)
         if old is not None:
             array[~self.living] = old[~self.living]
-        return self.device.ortvalue(array)
-
-    def _losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
-        if self.step.norms:
-            *reported, norms = reported  # (batches, members, weights)
-            self.norms = dict(zip(self.step.norms, norms[-1].T, strict=True))
-        shape = piece.batches, len(self.ids)
-        columns = [
-            np.array(np.broadcast_to(y.astype(np.float64).reshape(piece.batches, -1), shape))
-            for y in reported
-        ]
-        half = len(columns) // 2
-        return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
+        return array
 
 
 class StackRunner(Runner):
     """Runs members of a stack that do not share one step: several runners, one after the other."""
 
-    holds_all = MemberRunner.holds_all
-
     def __init__(self, parts: Sequence[MemberRunner]) -> None:
         self.parts, self.members, first = parts, parts[0].members, parts[0]
+        self.member_shape = (self.members,)
         self.step, self.device, self.fields = first.step, first.device, first.fields
         self.now, self.norms = Now([], 0), {}
 
@@ -201,8 +162,8 @@ class StackRunner(Runner):
         return nows
 
     @contextmanager
-    def _distributed(self) -> Iterator[None]:
-        """Let each part have its states, and take over what they are after the block."""
+    def _distribute_states(self) -> Iterator[None]:
+        """Let each part have its states, and take over its new states after the block."""
         for part, now in zip(self.parts, self._of_parts(self.now), strict=True):
             part.now = now
         yield
@@ -224,7 +185,7 @@ class StackRunner(Runner):
     def load(self, values: Values) -> None:
         """Set the states of all members."""
         self.now = Now([None] * sum(len(part.step.inputs.carried) for part in self.parts), 0)
-        with self._distributed():
+        with self._distribute_states():
             for part in self.parts:
                 part.load(values)
 
@@ -245,7 +206,7 @@ class StackRunner(Runner):
 
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
         """Train on the batches of `piece`; see `MemberRunner.run`."""
-        with self._distributed():
+        with self._distribute_states():
             results = [part.run(piece, rates, position) for part in self.parts]
         if all(losses is None for losses in results):
             return None
@@ -259,7 +220,7 @@ class StackRunner(Runner):
 
     def freeze(self, ids: Sequence[int], not_finite: bool = False) -> None:
         """Let members keep their state from now on; `not_finite`: since they have NaN."""
-        with self._distributed():
+        with self._distribute_states():
             for part in self.parts:
                 part.freeze([k for k in ids if k in part.ids], not_finite)
 

@@ -80,10 +80,10 @@ class Together(Runner):
         for i in range(piece.batches):
             arrays = {name: np.asarray(stack[i], order="C") for name, stack in fed.items()}
             results = self.results({**states, **arrays}, piece.counted > 0)
-            states = {name: self._kept(y) for name, y in zip(states, results, strict=False)}
+            states = {name: self._keep_state(y) for name, y in zip(states, results, strict=False)}
             every.append([np.array(as_array(y)) for y in results[len(states) :]])
         reported = [np.stack(column) for column in zip(*every, strict=True)]
-        return list(states.values()), self._losses(reported, piece)
+        return list(states.values()), self.read_losses(reported, piece)
 
     def finished(
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
@@ -99,10 +99,10 @@ class Together(Runner):
         """Return the outputs of the step; `counts`: whether the rows of this process count."""
         names = [str(v.name) for v in self.step.inputs.data.values()]
         data = {name: as_array(inputs.pop(name)) for name in names}
-        values = self.stages.run(inputs, self._parts(data), counts)
+        values = self.stages.run(inputs, self._split_rows(data), counts)
         return [values[name] for name in self.outputs]
 
-    def _parts(self, data: Arrays) -> list[Arrays]:
+    def _split_rows(self, data: Arrays) -> list[Arrays]:
         """Return the rows in parts, which are computed one after the other."""
         if self.part_rows is None or self.fields is None:
             return [data]
@@ -115,24 +115,20 @@ class Together(Runner):
             for rows in cuts
         ]
 
-    def _kept(self, value: Value) -> ort.OrtValue:
-        """Return a state; what is in the buffer of an exchange is copied."""
+    def _keep_state(self, value: Value) -> ort.OrtValue:
+        """Return a state; an array, which is in the buffer of an exchange, is copied."""
         return self.device.ortvalue(value.copy()) if isinstance(value, np.ndarray) else value
 
     # -- what processes have in common --------------------------------------------------------
 
-    def agree(self, requests: Sequence[bool]) -> list[bool]:
-        """Return which requests any of the processes has."""
-        return agreed(self.group, requests)
-
     def ask(self, requests: Sequence[bool]) -> bool:
-        """Send requests with the next step; return whether it can tell those of all."""
+        """Send requests with the next step; return whether it can tell the requests of all."""
         return self.of_several and self.stages.ask(requests)
 
     @property
     def whole(self) -> bool:
         """Whether the states of this process are all that there are."""
-        return not self.step.owners or self._known() is not None
+        return not self.step.owners or self._collected_slots() is not None
 
     def collect(self) -> None:
         """Let every process have the slots of all weights."""
@@ -143,14 +139,15 @@ class Together(Runner):
         self.now = replace(self.now)  # who has read the values of this one lacks these slots
         self._collected = self.now, {n: s for slots in every for n, s in slots.items()}
 
-    def _known(self) -> Slots | None:
+    def _collected_slots(self) -> Slots | None:
+        """Return the slots of all weights; None if they are not collected since the last step."""
         now, slots = self._collected or (None, None)
         return slots if now is self.now else None
 
     def unpacked(self, now: Now, copies: bool = True) -> Values:
         """Return the values of `now`, with all slots if they are collected."""
         values = super().unpacked(now, copies)
-        if self.step.owners and (slots := self._known()) is not None and now is self.now:
+        if self.step.owners and (slots := self._collected_slots()) is not None and now is self.now:
             values.slots.update({name: dict(own) for name, own in slots.items()})
         return values
 
@@ -167,7 +164,7 @@ class TogetherInPlace(Together, InPlace):
         results = self.results(dict(inputs), piece.counted > 0)
         count = len(self.step.groups)
         self.gradients = [as_array(y) for y in results[:count]]
-        return [*results[:count], *(self._kept(y) for y in results[count:])]
+        return [*results[:count], *(self._keep_state(y) for y in results[count:])]
 
     def exchange(self) -> None:
         """Give each process the weights that others have updated."""
@@ -186,10 +183,6 @@ class Local(Runner):
         self.group, self.steps, self.part = group, steps, Part(group.rank, group.size)
         self._averaged: Now | None = None
 
-    def agree(self, requests: Sequence[bool]) -> list[bool]:
-        """Return which requests any of the processes has."""
-        return agreed(self.group, requests)
-
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
         """Announce the shapes of most batches, if they are known, and the axes of their rows."""
         super().expect(part_shapes(shapes, axes, self.part), axes)
@@ -199,7 +192,7 @@ class Local(Runner):
         return 1
 
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
-        """Train on the batch of `piece`; the losses are those of all processes."""
+        """Train on the batch of `piece`; return the losses of all processes."""
         start = time.perf_counter()
         new, losses = self.now.states, None
         if piece.counted:
@@ -222,10 +215,10 @@ class Local(Runner):
         """Average the states of all processes."""
         if self._averaged is self.now:
             return
-        kept = [None if s is None else self._average(array_of(s)) for s in self.now.states]
+        kept = [None if s is None else self._average_state(array_of(s)) for s in self.now.states]
         self.now = self._averaged = Now(kept, self.now.steps)
 
-    def _average(self, state: np.ndarray) -> ort.OrtValue:
+    def _average_state(self, state: np.ndarray) -> ort.OrtValue:
         """Return the mean of the processes, computed in float32 for 16 bits."""
         total = np.array(state, np.float32 if state.dtype.itemsize < 4 else state.dtype)
         self.group.sum(total)()
@@ -248,10 +241,3 @@ def shared_runner(
         return Local(*arguments, group=group, steps=options.local_steps)
     kind = Together if step.updates is None else TogetherInPlace
     return kind(step, target, work, fields, group, part_rows)
-
-
-def agreed(group: Group, requests: Sequence[bool]) -> list[bool]:
-    """Return which requests any process of the group has."""
-    counts = np.array(requests, np.float32)
-    group.sum(counts)()
-    return [bool(count > 0) for count in counts]

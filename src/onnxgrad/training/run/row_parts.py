@@ -1,4 +1,4 @@
-"""Batches that are divided: the gradients of parts of the rows add up to that of the batch.
+"""Batches that are divided: the gradients of parts of the rows add up to the gradient of all.
 
 Where the loss is a sum over rows, parts of a batch need nothing of each other but the number of
 terms of the whole batch.
@@ -32,9 +32,9 @@ _STATES = {"LSTM": 7, "GRU": 5, "RNN": 2}  # results with the gates, which gradi
 
 
 class Footprint:
-    """What a forward pass takes, by which the rows of a large batch are computed in parts.
+    """The memory and work of a forward pass, which say how many rows of a batch to compute at once.
 
-    - `graph`: that of an objective, with inputs of the names `data` and `weights`.
+    - `graph`: the graph of an objective, with inputs of the names `data` and `weights`.
     - `unknown`: whether it has values of unknown shapes.
     """
 
@@ -47,10 +47,11 @@ class Footprint:
         self.unknown = False
         for node in graph:
             for y in node.outputs if node.op_type not in VIEWS else ():
-                self._count(y, _STATES.get(node.op_type, 1))
+                self._add_bytes(y, _STATES.get(node.op_type, 1))
         self._bytes.pop((), None)
 
-    def _count(self, value: ir.Value, times: int) -> None:
+    def _add_bytes(self, value: ir.Value, times: int) -> None:
+        """Add the bytes of a value, as often as its node keeps results of its shape."""
         shape = dims(value)
         if shape is None or value.dtype is None or not all(map(is_stated, shape)):
             self.unknown |= bool(value.uses())
@@ -75,28 +76,28 @@ class Footprint:
 
 
 def sized(objective: Objective, axes: Axes, shapes: Shapes) -> Footprint | None:
-    """Return the footprint by shapes that these of the data lead to, if `splits` is true."""
-    proven = _proven(objective, axes, shapes)
+    """Return the footprint for data of these `shapes`; None unless `splits` is true."""
+    proven = _prove_sums(objective, axes, shapes)
     names = [[str(x.name) for x in own] for own in (objective.data, objective.weights)]
     return None if proven is None else Footprint(proven.graph, *names)
 
 
 def splits(objective: Objective, axes: Axes, lengths: Shapes) -> bool:
-    """Return whether the gradient of a batch is proven to be the sum of those of its parts.
+    """Return whether the gradient of a batch is proven to be the sum of the gradients of its parts.
 
     Args:
-        objective: what is minimized.
+        objective: the loss to minimize.
         axes: the axis of the rows of each input of data, None for one without.
         lengths: the shapes of these inputs.
     """
-    return _proven(objective, axes, lengths) is not None
+    return _prove_sums(objective, axes, lengths) is not None
 
 
-def _proven(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | None:
+def _prove_sums(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | None:
     """Return a copy of the model with the shapes of the proof, None if there is no proof."""
     if not mixes_no_rows(objective):
         return None
-    again = _with_outputs(objective, [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported])
+    again = _copy_with_outputs(objective, _reported_sums(objective))
     try:
         require_sums(again, axes, lengths, list(again.graph.outputs))
     except (UnprovenRows, ModelError) as e:
@@ -108,15 +109,15 @@ def _proven(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | Non
 def micro_batch_effect(
     objective: Objective, axes: Axes, lengths: Shapes
 ) -> tuple[Literal["sum", "mean"], str]:
-    """Return what the loss of a batch is of the losses of its micro-batches, and what speaks
-    against it: the node that may mix rows; empty if nothing does.
+    """Return whether the loss of a batch is the sum or mean of the losses of its micro-batches.
+
+    Also return the reason why it may be neither: the node that may mix rows; empty if none does.
 
     A loss with a sum and a count is the "mean" by counts, also one that a model computes as one
     number of the batch, unless it is proven to be a "sum" over rows.
     """
     own = objective.written.batch_loss
-    reported = [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]
-    again = _with_outputs(objective, reported if own is None else [own])
+    again = _copy_with_outputs(objective, _reported_sums(objective) if own is None else [own])
     try:
         if own is not None:
             return reduction_over_rows(again, axes, lengths, again.graph.outputs[0]), ""
@@ -132,7 +133,12 @@ def mixes_no_rows(objective: Objective) -> bool:
     return not objective.buffers and not any(feed and feed.of_rows for feed in feeds)
 
 
-def _with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model:
+def _reported_sums(objective: Objective) -> list[ir.Value]:
+    """Return the sums and counts that a step reports, by formulas without blocks."""
+    return [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]
+
+
+def _copy_with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model:
     """Return a copy of the model of an objective that returns `outputs`."""
     graph = objective.model.graph
     before = list(graph.outputs)

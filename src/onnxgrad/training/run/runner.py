@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -14,17 +14,20 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
+from onnxgrad.parallel import Alone, Group
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of, bind_output, is_finite
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.sessions import Sessions
-from onnxgrad.training.state import Values
+from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import Call, Slice
+from onnxgrad.training.step.weight_groups import Group as WeightGroup
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
 LARGE_STATE = 1 << 20  # elements of a state
+WeightsAndSlots = tuple[Arrays, Slots]
 _DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
 
 
@@ -35,14 +38,14 @@ class Now:
     states: Sequence[ort.OrtValue | None]  # None: a buffer that the first batch sets
     steps: int
     arrays: Sequence[np.ndarray] = ()  # the first states, with the same memory, if it is theirs
-    frozen: Mapping[int, int] = field(default_factory=dict)  # as those of `Values`
+    frozen: Mapping[int, int] = field(default_factory=dict)  # members, and their steps
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of batches: those of a part k are `sums[:, k]` / `counts[:, k]`.
+    """The losses of batches: the loss of part k is `sums[:, k]` / `counts[:, k]`.
 
-    Those of a stack have a last axis of members.
+    The losses of a stack have a last axis of members.
     """
 
     sums: np.ndarray
@@ -67,7 +70,9 @@ class Runner:
     """
 
     in_place = False
+    group: Group = Alone()  # the processes that share the training
     of_several = False  # whether other processes run parts of its batches
+    member_shape: tuple[int, ...] = ()  # of the members of a stack, one axis of states and losses
     not_finite: Mapping[int, int] = {}  # members of a stack that a step froze, and their steps
 
     def __init__(
@@ -96,17 +101,24 @@ class Runner:
 
         They may share the memory of the values: steps replace states, and modify none.
         """
+        states = self.initial_states(values, copies=False)
+        self.now = Now(self.on_device(states), values.steps, frozen=dict(values.frozen))
+
+    def initial_states(self, values: Values, copies: bool) -> list[np.ndarray | None]:
+        """Return the states and buffers as arrays, None for a buffer without a value."""
         states: list[np.ndarray | None] = []
         for group in self.step.groups:
-            states += group.initial(values.weights, values.slots, copies=False)
-        states += [values.buffers.get(str(b.name)) for b in self.step.inputs.buffers]
-        loaded = [None if state is None else self.device.ortvalue(state) for state in states]
-        self.now = Now(loaded, values.steps)
+            states += group.initial(values.weights, values.slots, copies)
+        return [*states, *(values.buffers.get(str(b.name)) for b in self.step.inputs.buffers)]
+
+    def on_device(self, states: Sequence[np.ndarray | None]) -> list[ort.OrtValue | None]:
+        """Return the states as values of the device."""
+        return [None if state is None else self.device.ortvalue(state) for state in states]
 
     @property
     def holds_all(self) -> bool:
-        """Whether its states are all that is needed to read them again, at hardly any cost."""
-        return self.device == CPU
+        """Whether states alone give values at hardly any cost, which are copies for a stack."""
+        return self.device == CPU and not self.member_shape
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
         """Announce the shapes of most batches, if they are known, and the axes of their rows."""
@@ -131,7 +143,7 @@ class Runner:
         return self.finished(piece, new, losses, start)
 
     def call(self, piece: Slice, rates: np.ndarray, position: int) -> Call:
-        """Return the steps that follow those that are done; arguments are those of `run`.
+        """Return the next steps of the training, for the arguments of `run`.
 
         Raises:
             ValueError: a learning rate that is zero in the dtype of a weight.
@@ -159,8 +171,8 @@ class Runner:
             binding.bind_ortvalue_input(self.names[name], state)
         for name, array in self.step.inputs.fed(call, self.data(call)).items():
             binding.bind_cpu_input(self.names[name], array)
-        own = map(self._memory_for, states, states.values())
-        memory = dict(zip(self.outputs, own, strict=False))
+        arrays = map(self._memory_for, states, states.values())
+        memory = dict(zip(self.outputs, arrays, strict=False))
         for name in self.outputs:
             target = memory.get(name)
             if target is None:
@@ -174,19 +186,19 @@ class Runner:
             y if target is None else self.device.ortvalue(target)
             for y, target in zip(results, memory.values(), strict=False)
         ]
-        return new, self._losses([y.numpy() for y in results[len(states) :]], piece)
+        return new, self.read_losses([y.numpy() for y in results[len(states) :]], piece)
 
     def _memory_for(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
         """Return an array that a call writes a new state into; None: onnxruntime allocates one.
 
-        Large states get that of an earlier one, unless anybody still reads it. What onnxruntime
-        frees, it divides between smaller values, and then takes more for the next state.
+        Large states get the array of an earlier state, unless anybody still reads it. onnxruntime
+        divides memory that it frees between smaller values, and takes more for the next state.
         """
         dtype = _DTYPES.get(state.data_type())
         if self.device != CPU or dtype is None or prod(state.shape()) < LARGE_STATE:
             return None
         arrays = self._memory.setdefault(name, [])
-        unread = next((i for i, n in enumerate(_references(arrays)) if n == _UNREAD), None)
+        unread = next((i for i, n in enumerate(_count_references(arrays)) if n == _UNREAD), None)
         if unread is not None:
             return arrays[unread]
         arrays[:] = [*arrays[-1:], np.empty(state.shape(), dtype)]
@@ -199,17 +211,24 @@ class Runner:
 
         `start` is the time when the call began.
         """
-        finite = np.isfinite(losses.sums).all()
-        if not finite or not all(map(is_finite, new)):
+        kept = self.finite_states(new, losses)
+        if kept is None:
             return None
         # in one assignment, which cannot be interrupted
-        self.now = Now(new, self.now.steps + piece.batches)
+        self.now = replace(self.now, states=kept, steps=self.now.steps + piece.batches)
         self.last = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses
 
+    def finite_states(
+        self, new: list[ort.OrtValue], losses: Losses
+    ) -> Sequence[ort.OrtValue | None] | None:
+        """Return the states to keep after a call; None if they or the losses are not finite."""
+        finite = np.isfinite(losses.sums).all() and all(map(is_finite, new))
+        return new if finite else None
+
     def data(self, call: Call) -> Mapping[str, np.ndarray]:
-        """Return the data of the steps of a call, split into micro-batches if they have such."""
+        """Return the data of the steps of a call, split into micro-batches if there are any."""
         arrays, count = call.piece.arrays, call.micro_batches
         if count is None:
             return arrays
@@ -222,45 +241,50 @@ class Runner:
         """Return states and buffers; one without a value gets zeros of the shape of its input."""
         names = [str(v.name) for v in (*self.step.states, *self.step.inputs.buffers)]
         return {
-            name: self.device.ortvalue(self.empty(piece.arrays[self.carried[name]][0]))
+            name: self.device.ortvalue(self.zeros_like_data(piece.arrays[self.carried[name]][0]))
             if state is None
             else state
             for name, state in zip(names, self.now.states, strict=True)
         }
 
-    def empty(self, array: np.ndarray) -> np.ndarray:
-        """Return the value of a buffer that the first batch sets, from the data there."""
-        return np.zeros_like(array)
+    def zeros_like_data(self, array: np.ndarray) -> np.ndarray:
+        """Return the value of a buffer before the first batch, which has `array` as data."""
+        return np.zeros((*self.member_shape, *array.shape), array.dtype)
 
-    def _losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
+    def read_losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
+        """Return the losses from the outputs of a step, and keep the norms of its gradients."""
         if self.step.norms:
-            *reported, norms = reported
-            self.norms = dict(zip(self.step.norms, norms[-1].tolist(), strict=True))
-        columns = [y.astype(np.float64).reshape(piece.batches) for y in reported]
+            *reported, norms = reported  # (batches, members, weights), or without members
+            last = norms[-1].T if self.member_shape else norms[-1].tolist()
+            self.norms = dict(zip(self.step.norms, last, strict=True))
+        shape = piece.batches, *self.member_shape
+        each = piece.batches, *(-1 for _ in self.member_shape)
+        columns = [np.broadcast_to(y.astype(np.float64).reshape(each), shape) for y in reported]
         half = len(columns) // 2
         return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
 
     def unpacked(self, now: Now, copies: bool = True) -> Values:
         """Return the values of `now`, by name.
 
-        Those of a group of one weight share its memory, as steps replace states, unless they are
-        `in_place`; without `copies`, all may share it.
+        The values of a group of one weight share the memory of the states, which steps replace,
+        unless they are updated `in_place`; without `copies`, all values may share it.
         """
-        weights: dict[str, np.ndarray] = {}
-        slots: dict[str, dict[str, np.ndarray]] = {}
+        weights: Arrays = {}
+        slots: Slots = {}
         arrays = self.arrays_of(now)
         for group in self.step.groups:
             size = len(group.inputs)
-            separate = copies and (self.in_place or len(group.shapes) > 1)
-            own, own_slots = group.split(arrays[:size], separate)
+            own, own_slots = self.split_group(group, arrays[:size], copies)
             arrays = arrays[size:]
             weights |= own
             slots |= own_slots
-        names = [str(b.name) for b in self.step.inputs.buffers]
-        pairs = zip(names, arrays, strict=True)
-        return Values(
-            weights, slots, now.steps, {n: np.array(a) for n, a in pairs if a is not None}
-        )
+        pairs = zip(self.step.inputs.buffers, arrays, strict=True)
+        buffers = {str(b.name): np.array(a) for b, a in pairs if a is not None}
+        return Values(weights, slots, now.steps, buffers, dict(now.frozen))
+
+    def split_group(self, group: WeightGroup, arrays: list[Any], copies: bool) -> WeightsAndSlots:
+        """Return weights and slots by name, from the arrays of a group."""
+        return group.split(arrays, copies and (self.in_place or len(group.shapes) > 1))
 
     def freeze(self, ids: Sequence[int], not_finite: bool = False) -> None:
         """Let members of a stack keep their state from now on."""
@@ -277,7 +301,9 @@ class Runner:
 
     def agree(self, requests: Sequence[bool]) -> list[bool]:
         """Return which requests any of the processes has that share the training."""
-        return list(requests)
+        counts = np.array(requests, np.float32)
+        self.group.sum(counts)()
+        return [bool(count > 0) for count in counts]
 
     def ask(self, requests: Sequence[bool]) -> bool:
         """Let the next step tell the requests of all processes; return whether it can."""
@@ -291,20 +317,20 @@ class Runner:
         return [None if state is None else array_of(state) for state in now.states]
 
 
-def _references(items: list[Any]) -> list[int]:
-    """Return how many references there are to each item, those of this function included."""
+def _count_references(items: list[Any]) -> list[int]:
+    """Return how many references there are to each item, also from this function."""
     return [sys.getrefcount(items[i]) for i in range(len(items))]
 
 
 # of an item to which nothing but its list refers; versions of Python count differently
-(_UNREAD,) = _references([object()])
+(_UNREAD,) = _count_references([object()])
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:
     """Return in how many equal micro-batches to split `rows`, none larger than rows / `parts`.
 
     If a step computes `statistics` of each, which a single row lacks, rows stay together that no
-    number divides, and those that are fewer than `parts`.
+    number divides, and rows that are fewer than `parts`.
     """
     largest = -(-rows // parts)
     count = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= largest)
@@ -317,13 +343,3 @@ def split_batches(array: np.ndarray, count: int, axis: int | None) -> np.ndarray
         return np.repeat(array[:, None], count, axis=1)
     axis %= array.ndim - 1
     return np.stack(np.split(array, count, axis=axis + 1), axis=1)
-
-
-def pieces(
-    arrays: Mapping[str, np.ndarray], size: int
-) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """Yield the arrays in pieces of `size` rows, the last one shorter, and the rows of a piece."""
-    count = len(next(iter(arrays.values())))
-    for start in range(0, count, size):
-        rows = min(size, count - start)
-        yield {name: array[start : start + rows] for name, array in arrays.items()}, rows

@@ -50,7 +50,7 @@ class Compiled:
         self.step: Step | None = None
         self.adds_losses = False  # whether a batch has the sum of the losses of micro-batches
         self.running: Runner | None = None
-        self._key: Any = None  # what the runner depends on, beside the objective
+        self._key: Any = None  # the facts that the runner depends on, beside the objective
 
     def runner(
         self,
@@ -67,15 +67,15 @@ class Compiled:
         work = self.work * source.batch_size * recipe.trainer.accumulate
         size = 1 if sharing is None else sharing.part.size
         work /= size
-        most = self._part_rows(recipe, sharing, source, fields)
+        rows = _fixed_rows(recipe, source, fields)
+        most = self._part_rows(recipe, sharing, source, rows)
         key = threads(work), work >= WORK_PER_THREAD, most
-        parts = _fixed_rows(recipe, source, fields)
-        lacks = self.step is not None and parts is not None and self.step.fixed_rows is None
+        lacks = self.step is not None and rows is not None and self.step.fixed_rows is None
         if self.running is None or lacks or (fixed and self._key != key):
             if self.step is not None:  # it has taken the graph of the objective
                 self.objective = recipe.objective()
-            self.adds_losses = self._adds_losses(recipe, source, parts)
-            self.running = self._runner(recipe, sharing, source, fields, work, most)
+            self.adds_losses = self._adds_losses(recipe, source, rows)
+            self.running = self._build_runner(recipe, sharing, source, fields, rows, work, most)
             self._key = key
         self.running.fields = fields
         if isinstance(source, ArraySource):
@@ -84,24 +84,28 @@ class Compiled:
             self.running.expect({}, {})
         return self.running
 
-    def _runner(
+    def _build_runner(
         self,
         recipe: Recipe,
         shared: Sharing | None,
         source: BatchSource,
         fields: Fields,
+        fixed: int | None,
         work: float,
-        most: int | None = None,
+        most: int | None,
     ) -> Runner:
-        """Build the step and its runner, of which `most` rows run at once; None: all."""
+        """Build the step and its runner, of which `most` rows run at once; None: all.
+
+        `fixed` is the number of rows that the model takes of a batch; None: it takes all.
+        """
         objective, rows, device = self.objective, source.batch_size, recipe.trainer.device
         if recipe.trainer.members is not None:
-            return self._stack_runner(recipe, source, fields, Target.of(device, work, rows), work)
+            target = Target.of(device, work, rows)
+            return self._build_stack_runner(recipe, fields, fixed, rows, target, work)
         if shared is not None:
             shared.warn(objective, source)
             rows //= shared.part.size
         across = None if shared is None else shared.across
-        fixed = _fixed_rows(recipe, source, fields)
         if isinstance(source, ArraySource) and most is not None:
             most = most if splits(objective, source.axes, source.batch_shapes()) else None
         if most is not None:
@@ -111,14 +115,13 @@ class Compiled:
         )
         target = Target.of(device, work, rows)
         if shared is not None:
-            arguments = step, target, work, fields, shared.group, shared.options
-            return shared_runner(*arguments)
+            return shared_runner(step, target, work, fields, shared.group, shared.options)
         if most is not None:
             return shared_runner(step, target, work, fields, Alone(), DataParallel(), most)
         return new_runner(step, target, work, fields, objective.carried)
 
     def _adds_losses(self, recipe: Recipe, source: BatchSource, fixed: int | None) -> bool:
-        """Return whether the loss of a batch is the sum of those of its micro-batches.
+        """Return whether the loss of a batch is the sum of the losses of its micro-batches.
 
         Otherwise it is their mean. Warn if neither is proven of micro-batches that a user asks for.
         """
@@ -147,15 +150,15 @@ class Compiled:
         return effect == "sum"
 
     def _part_rows(
-        self, recipe: Recipe, sharing: Sharing | None, source: BatchSource, fields: Fields
+        self, recipe: Recipe, sharing: Sharing | None, source: BatchSource, fixed: int | None
     ) -> int | None:
         """Return how many rows of a batch to compute at once if their gradients add up; None: all.
 
-        What else divides a batch, or needs all of its rows, does so instead.
+        All, where anything else divides a batch, or needs all of its rows.
         """
         trainer = recipe.trainer
         whole = sharing is not None or trainer.members is not None or trainer.accumulate > 1
-        whole |= trainer.device.kind != "cpu" or _fixed_rows(recipe, source, fields) is not None
+        whole |= trainer.device.kind != "cpu" or fixed is not None
         # the loss in blocks divides the rows itself
         whole |= any(marks.PLAIN_SUM in value.meta for value in self.objective.reported)
         if whole or not isinstance(source, ArraySource):
@@ -167,12 +170,17 @@ class Compiled:
         most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
         return most if most is not None and most < source.rows else None
 
-    def _stack_runner(
-        self, recipe: Recipe, source: BatchSource, fields: Fields, target: Target, work: float
+    def _build_stack_runner(
+        self,
+        recipe: Recipe,
+        fields: Fields,
+        fixed: int | None,
+        rows: int,
+        target: Target,
+        work: float,
     ) -> MemberRunner | StackRunner:
-        """Build the steps of the members of a stack, one for those that share it."""
+        """Build the steps of the members of a stack, of which several may share one."""
         every, runners = recipe.members, list[MemberRunner]()
-        fixed, rows = _fixed_rows(recipe, source, fields), source.batch_size
         assert every is not None
         left, count = list(range(len(every.optimizers))), len(every.optimizers)
         while left:

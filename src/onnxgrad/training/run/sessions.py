@@ -46,7 +46,7 @@ class Sessions:
 
         Where calls announce other shapes each time, these get no session of their own.
         """
-        lengths = self._lengths(arrays) if self._small and arrays else {}
+        lengths = self._symbol_lengths(arrays) if self._small and arrays else {}
         again = self._own is None or lengths in (self._own[0], self._announced)
         self.expected = lengths if again else {}
         self._announced = lengths or self._announced
@@ -54,12 +54,12 @@ class Sessions:
     def of(self, arrays: Mapping[str, np.ndarray]) -> ort.InferenceSession:
         """Return the session for these stacked batches."""
         lengths = self.expected
-        if lengths and self._lengths({n: a.shape[1:] for n, a in arrays.items()}) == lengths:
+        if lengths and self._symbol_lengths({n: a.shape[1:] for n, a in arrays.items()}) == lengths:
             if self._own is not None and self._own[0] == lengths:
                 return self._own[1]
             self._own = None  # before there are two of them
             try:
-                self._own = lengths, self._created(lengths)
+                self._own = lengths, self._new_session(lengths)
                 return self._own[1]
             except Exception:  # what else is wrong, raises below
                 logger.debug("no session for %s", lengths, exc_info=True)
@@ -71,7 +71,7 @@ class Sessions:
         return self._any
 
     @garbage_kept()
-    def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:
+    def _new_session(self, lengths: dict[str, int]) -> ort.InferenceSession:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
             try:
                 return ordered_session(self.model, self.device, self.work, lengths, order_all)
@@ -79,7 +79,7 @@ class Sessions:
                 logger.debug("the nodes of the step keep their order", exc_info=True)
         return session(self.model, self.device, self.work, self.step.recomputes, lengths)
 
-    def _lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    def _symbol_lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Return the lengths of the symbolic dimensions of the data."""
         lengths: dict[str, int] = {}
         for name, value in self.step.inputs.data.items():

@@ -1,4 +1,4 @@
-"""Runs the pieces of a step that processes share, and adds up what they compute.
+"""Runs the pieces of a step that processes share, and adds up their gradients and losses.
 
 A process may compute its rows in parts, too, whose sums it adds up before it sends them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -46,7 +47,7 @@ class Stages:
     ) -> None:
         self.device, self.group = device, group
         self._pieces = [_Running(piece, step, device, work) for piece in pieces]
-        self._of_rows = _of_rows(step)
+        self._row_values = _names_of_row_values(step)
         given = {name for piece in self._pieces for name in (*piece.inputs, *piece.outputs)}
         for piece in self._pieces:
             piece.last = [name for name in piece.last if name in given]
@@ -83,17 +84,17 @@ class Stages:
             for name in piece.reads:
                 if name in waiting:
                     waiting.pop(name)()
-            self._obey(waiting)
-            repeated = own[: None if piece.reads & self._of_rows else 1]
+            self._raise_if_asked(waiting)
+            repeated = own[: None if piece.reads & self._row_values else 1]
             for i, (part, data) in enumerate(zip(repeated, parts, strict=False)):
                 for name, value in piece.run(ChainMap(part, values), data).items():
-                    (part if name in self._of_rows else values)[name] = value
+                    (part if name in self._row_values else values)[name] = value
                 for sent in piece.sums:
                     sent.add(ChainMap(part, values), i, len(repeated))
             for sent in piece.sums:
                 received, wait = sent.start(values, self.group, counts, waiting)
                 values.update(received)
-                waiting.update(dict.fromkeys(received, _once(wait)))
+                waiting.update(dict.fromkeys(received, cache(wait)))
             for exchange in piece.broadcasts:
                 array = np.array(as_array(values[exchange.sent]))
                 self.group.broadcast(array, exchange.root or 0)
@@ -103,10 +104,10 @@ class Stages:
                     known.pop(name, None)
         for wait in waiting.values():
             wait()
-        self._obey({})
+        self._raise_if_asked({})
         return ChainMap(values, own[0])
 
-    def _obey(self, waiting: Mapping[str, Wait]) -> None:
+    def _raise_if_asked(self, waiting: Mapping[str, Wait]) -> None:
         """Break the step off, once it is known that a process has requests."""
         if self._telling is None or not any(requests := self._telling.told()):
             return
@@ -155,7 +156,7 @@ class _Running:
         return {**dict(zip(self.outputs, results, strict=True)), **own}
 
 
-def _of_rows(step: Step) -> set[str]:
+def _names_of_row_values(step: Step) -> set[str]:
     """Return the names of the values that depend on the rows of a part."""
     found = set(step.inputs.of_rows)
     for node in step.model.graph:
@@ -165,7 +166,7 @@ def _of_rows(step: Step) -> set[str]:
 
 
 class _Sum:
-    """Values of one dtype that are added up, in one buffer; those of 16 bits in float32.
+    """Values of one dtype that are added up, in one buffer; 16 bits in float32.
 
     Behind them, the buffer has room for the `requests` of this process, and then of all.
     """
@@ -180,18 +181,18 @@ class _Sum:
         self.buffer: _Buffer | None = None
         self._total: np.ndarray | None = None  # of several parts
         if all(e.shape is not None for e in exchanges):
-            self.buffer = self._buffer([e.shape or () for e in self.exchanges])
+            self.buffer = self._new_buffer([e.shape or () for e in self.exchanges])
 
-    def _buffer(self, shapes: Iterable[tuple[int, ...]]) -> _Buffer:
+    def _new_buffer(self, shapes: Iterable[tuple[int, ...]]) -> _Buffer:
         return _Buffer([e.sent for e in self.exchanges], shapes, self.wide)
 
     def places(self) -> dict[str, np.ndarray]:
-        """Return where sessions write what they send, by name."""
+        """Return the arrays into which sessions write values that are sent, by name."""
         return {} if self.buffer is None or self.wide != self.dtype else self.buffer.views
 
     def add(self, values: Mapping[str, Value], part: int, count: int) -> None:
-        """Take what part number `part` of `count` sends, and add what those before it sent."""
-        own = self._filled(values).whole
+        """Take the values that part number `part` of `count` sends, added to earlier parts."""
+        own = self._fill_buffer(values).whole
         if part == 0:
             self._total = own.copy() if count > 1 else None
         elif self._total is not None:
@@ -207,9 +208,9 @@ class _Sum:
         counts: bool,
         waiting: Mapping[str, Wait],
     ) -> tuple[dict[str, Any], Wait]:
-        """Begin to add up; return the values received, by name, and what waits for them.
+        """Begin to add up; return the values received, by name, and a function that waits for them.
 
-        `waiting` has what waits for values of earlier messages.
+        `waiting` has such functions for values of earlier messages.
         """
         own = self.buffer
         assert own is not None  # it has what `add` took
@@ -218,7 +219,7 @@ class _Sum:
         own.requests[:], self.requests = self.requests, [False] * REQUESTS
         summed = group.sum(own.whole)
         received = {e.received: own.views[e.sent] for e in self.exchanges}
-        scale = self._scaling(own, {**values, **received}, waiting)
+        scale = self._ratio_scaling(own, {**values, **received}, waiting)
         narrow = received
         if self.wide != self.dtype:
             narrow = {n: np.empty(array.shape, self.dtype) for n, array in received.items()}
@@ -233,10 +234,10 @@ class _Sum:
 
         return narrow, wait
 
-    def _scaling(
+    def _ratio_scaling(
         self, own: _Buffer, values: Mapping[str, Value], waiting: Mapping[str, Wait]
     ) -> Callable[[], None]:
-        """Return what multiplies sums by their ratio, the same for all; it is often 1."""
+        """Return a function that multiplies sums by their ratio, which is often 1."""
         scaled = [e for e in self.exchanges if e.ratio]
         if not scaled:
             return lambda: None
@@ -257,12 +258,12 @@ class _Sum:
         told, self._told = self._told, None
         return [] if told is None else [number > 0 for number in told.tolist()]
 
-    def _filled(self, values: Mapping[str, Value]) -> _Buffer:
-        """Return the buffer with what is sent, which the session may have written there."""
+    def _fill_buffer(self, values: Mapping[str, Value]) -> _Buffer:
+        """Return the buffer with the values to send, which the session may have written there."""
         arrays = [as_array(values[e.sent]) for e in self.exchanges]
         buffer, shapes = self.buffer, [array.shape for array in arrays]
         if buffer is None or [view.shape for view in buffer.views.values()] != shapes:
-            buffer = self.buffer = self._buffer(shapes)
+            buffer = self.buffer = self._new_buffer(shapes)
         for array, view in zip(arrays, buffer.views.values(), strict=True):
             if array is not view:
                 np.copyto(view, array)
@@ -291,16 +292,3 @@ class _Buffer:
 def as_array(value: Value) -> np.ndarray:
     """Return a value as an array; on the CPU it shares the memory."""
     return value if isinstance(value, np.ndarray) else array_of(value)
-
-
-def _once(action: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that does `action` when it is first called."""
-    done = False
-
-    def act() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            action()
-
-    return act

@@ -46,7 +46,7 @@ def update_in_blocks(
     inner = Emit(body, outer=op)
     sliced = [slot for slot in slots if shapes.dims(slots[slot])]
     outer = [inputs.weight, g, *(slots[slot] for slot in sliced)]
-    body.inputs.extend(_row(inner, value) for value in outer)
+    body.inputs.extend(_block_input(inner, value) for value in outer)
     weight, gradient, *rows = body.inputs
     with inner:
         u, new = optimizer.update(
@@ -71,8 +71,8 @@ def update_in_blocks(
     return [outputs[0], *(whole.get(slot, new[slot]) for slot in slots)]
 
 
-def _row(op: Emit, value: ir.Value) -> ir.Value:
+def _block_input(op: Emit, value: ir.Value) -> ir.Value:
     """Return an input of the body: one block of `value`."""
-    length = shapes.static(shapes.dims(value))
-    assert length is not None
-    return ir.Value(name=op.name("block"), type=value.type, shape=ir.Shape(length[1:]))
+    return ir.Value(
+        name=op.name("block"), type=value.type, shape=ir.Shape(shapes.known_shape(value)[1:])
+    )

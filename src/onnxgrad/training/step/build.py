@@ -116,7 +116,7 @@ class StepOptions:
     - `blocks`: large weights are updated in parts that stay in the cache of a CPU.
     - `recompute`: the argument of `Trainer`.
     - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
-    - `across`: several processes share the step; its graph has nodes that exchange values.
+    - `across`: how processes share the step, whose graph has nodes that exchange values.
     - `packed`: elements up to which weights are small, and parts of one input; None is the default.
     - `members`: the members of a stack, of which some share the step; None: it trains one model.
     """

@@ -22,9 +22,9 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     With a `target`, the step is in the native form of sessions there; otherwise, all operators are
     standard ones.
 
-    Its inputs are those of the step, in their order, and as long as there are batches but for the
-    states and buffers. Outputs: the states and buffers after the last batch, then what the step
-    reports of every batch, the loss first.
+    Its inputs are the inputs of the step, in their order; all but the states and buffers are
+    stacked over the batches. Outputs: the states and buffers after the last batch, then the losses
+    and other reports of every batch.
     """
     body = step.model.graph
     if target is not None:
@@ -45,7 +45,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
     outputs = iter(op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs)))
     for i, inner in enumerate(results):
-        outer = _repeated(op, inner, inputs[-1]) if fixed[i] else next(outputs)
+        outer = _repeat_value(op, inner, inputs[-1]) if fixed[i] else next(outputs)
         outer.name = f"{inner.name}/last"
         outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
         graph.outputs.append(outer)
@@ -61,8 +61,8 @@ def _is_fixed(value: ir.Value, body: ir.Graph) -> bool:
     return value not in body.inputs and (node is None or node.graph is not body)
 
 
-def _repeated(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
-    """Return a value of no iteration for each of them: [T, ...], as long as what is `scanned`."""
+def _repeat_value(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
+    """Return a value from outside of the body, repeated for each iteration over `scanned`."""
     if value.is_initializer() and value.const_value is not None:
         value = op.const(value.const_value.numpy())
     length = op.vector(op.dim(scanned, 0), *[1] * (rank(value) or 0))
@@ -72,8 +72,9 @@ def _repeated(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
 def _move_integers(body: ir.Graph, graph: ir.Graph) -> None:
     """Let `graph` hold large quantized weights of a body.
 
-    onnxruntime also keeps a body as it is given. It packs constants for the nodes that read them
-    one graph further in, and no deeper; floats stay, as it fuses and blocks those of one graph.
+    onnxruntime also keeps the body that it is given. It packs constants for the nodes that read
+    them one graph further in, and no deeper; floats stay, as it fuses and blocks floats of one
+    graph.
     """
     for name, value in list(body.initializers.items()):
         tensor = value.const_value

@@ -1,7 +1,7 @@
-"""A step of several processes: what each of them computes of its rows becomes that of all rows.
+"""A step of several processes: results of the rows of each become results of all rows.
 
 Counts of terms, gradients and sums of losses are added up over the processes, inside of the graph:
-what follows, such as clipping by the norm of all gradients, sees those of the whole batch. Most
+later nodes, such as clipping by the norm of all gradients, read the sums of the whole batch. Most
 steps need one message.
 """
 
@@ -19,7 +19,7 @@ from onnxgrad.parallel import Part, all_reduce, broadcast
 from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.inputs import ROWS
 from onnxgrad.training.step.update import Update
-from onnxgrad.training.step.weight_groups import Group
+from onnxgrad.training.step.weight_groups import Group, stated_shape
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Across:
 class Expected:
     """How many terms the loss of a batch has, unless some are ignored or weighted.
 
-    All processes know this number before they exchange anything: the gradients are those of the
-    sum of terms over it, and their sum is multiplied by its ratio to the count of all processes. So
-    that count is in the same message. `terms` is computed of the input `rows`; `own` is the count
-    of this process.
+    All processes know this number before they exchange anything: each divides its gradients by it,
+    and their sum is multiplied by its ratio to the count of all processes. So this count is in the
+    same message. `terms` is the number, computed from the feed `ROWS`; `own` is the count of this
+    process.
     """
 
     terms: ir.Value
@@ -51,7 +51,7 @@ class Expected:
 
     @classmethod
     def of(cls, op: Emit, objective: Objective) -> Expected | None:
-        """Return that of an objective; None where the count must be known before the gradients."""
+        """Return it for an objective; None where the count must be known before the gradients."""
         counts, labels = objective.written.counts, objective.written.labels
         n, wide = counts[0], (ir.DataType.FLOAT, ir.DataType.DOUBLE)
         if len(counts) > 1 or objective.scales or n.dtype not in wide:
@@ -134,13 +134,9 @@ def sharded(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> Updat
 
 def owners_of(groups: Sequence[Group], size: int) -> list[int]:
     """Return the process that updates each group, so that all have about as many elements."""
-    elements = [sum(map(_size, group.inputs)) for group in groups]
+    elements = [sum(prod(stated_shape(v)) for v in group.inputs) for group in groups]
     loads, owners = [0] * size, [0] * len(groups)
     for i in sorted(range(len(groups)), key=lambda i: -elements[i]):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += elements[i]
     return owners
-
-
-def _size(value: ir.Value) -> int:
-    return prod(static(dims(value)) or ())

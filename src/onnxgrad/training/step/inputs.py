@@ -34,10 +34,10 @@ class Batch(NamedTuple):
 class Slice:
     """Batches of one shape for one call of the runtime: each array is [batches, ...].
 
-    `rows` counts those of one batch. The arrays may have only a `part` of them: `own` rows, of
-    which the first `counted` count; if none does, they have another one, as a model needs a row.
-    `numbers` are those of all own rows in the data, if these are in memory. `begins` says which
-    batches begin a sequence; None: none beside the first of an epoch.
+    A batch has `rows` rows. The arrays may have only a `part` of them: `own` rows, of which the
+    first `counted` count; if none does, there is another row, as a model needs one. `numbers` says
+    where all own rows are in the data, if these are in memory. `begins` says which batches begin a
+    sequence; None: none beside the first of an epoch.
     """
 
     arrays: dict[str, np.ndarray]

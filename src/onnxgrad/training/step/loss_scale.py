@@ -2,8 +2,8 @@
 
 The cotangent of the loss is multiplied by a scale, and the gradients are divided by it. A step
 whose gradients are not finite is skipped, and halves the scale; it is doubled after many steps
-without one (Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740; the numbers are
-those of `torch.amp.GradScaler`, but for the first scale, which float16 holds).
+without one (Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740; with the
+numbers of `torch.amp.GradScaler`, but for the first scale, which float16 holds).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LossScale:
     ) -> dict[ir.Value, ir.Value]:
         """Let a step whose gradients are not finite change nothing but the scale.
 
-        Return the buffers with their new values, and those of the scale. The update does not count
-        skipped steps. With the least scale, a step is not skipped: then it is the model that is not
+        Return the new values of the buffers, and of the scale. The update does not count skipped
+        steps. With the least scale, a step is not skipped: then it is the model that is not
         finite.
         """
         with op:

@@ -1,6 +1,6 @@
-"""The step of the members of a stack: that of one, through which the axis of members is pushed.
+"""The step of the members of a stack: the axis of members is pushed through the step of one.
 
-Members may have optimizers of their own. Those whose updates are the same nodes, and differ in
+Each member may have another optimizer. Members whose updates are the same nodes, and differ in
 constants only, such as rates of decay, share a step, in which these constants have the axis, too.
 """
 
@@ -24,7 +24,7 @@ from onnxgrad.training.step.update import Update, update_groups
 from onnxgrad.training.step.weight_groups import Group, graph_input, write_groups
 
 _DOUBLE = ir.DataType.DOUBLE
-Places = dict[tuple[int, int], np.ndarray]  # constants that operands are, by node and operand
+Places = dict[tuple[int, int], np.ndarray]  # constants by the node and operand that read them
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Members:
     """The members of a stack that are to share a step.
 
     Attributes:
-        optimizers: of each.
-        weights: (members, ...), by name; a step reads those that the loss does not train.
+        optimizers: the optimizer of each member.
+        weights: (members, ...), by name; a step reads the weights that the loss does not train.
         sharing: the indices of the members that do share it, known when it is written.
-        constants: values that stand for constants of the update, and what they are for those
+        constants: values that stand for constants of the update, and the constants of these
             members, along the first axis.
     """
 
@@ -47,7 +47,7 @@ class Members:
     def write_update(
         self, op: Emit, gradients: dict[ir.Value, ir.Value], packed: int | None = None
     ) -> Update:
-        """Write the update of one member, as `write_update`; it decides which members share it."""
+        """Write the update of one member, as `write_update`; decide which members share it."""
         first, *_ = self.optimizers
         pairs = write_groups(op, gradients, first, packed, blocks=False)
         groups, own = [group for group, _ in pairs], [g for _, g in pairs]
@@ -59,15 +59,15 @@ class Members:
             )
             if index == len(known):
                 optimizer.check_names([str(w.name) for w in gradients])
-                alike = _groups_of(groups, optimizer)
+                alike = _groups_with_optimizer(groups, optimizer)
                 other = None if alike is None else _Sketch(op, alike, own, optimizer)
                 known.append((optimizer, None if other is None else sketch.differences(other)))
             if (found := known[index][1]) is not None:
                 places[k] = found
         self.sharing = list(places)
-        return sketch.write(op, self._constants(op, sketch, list(places.values())))
+        return sketch.write(op, self._write_constants(op, sketch, list(places.values())))
 
-    def _constants(
+    def _write_constants(
         self, op: Emit, sketch: _Sketch, places: list[Places]
     ) -> dict[tuple[int, int], ir.Value]:
         """Return values for the constants that differ between members, by their places."""
@@ -87,9 +87,9 @@ class Members:
         return values
 
     def push(self, op: Emit, inputs: StepInputs) -> StepInputs:
-        """Push the axis of the sharing members through a step; return what it reads then.
+        """Push the axis of the sharing members through a step; return its inputs with the axis.
 
-        The axis is that of weights, slots, buffers and rates; data have none.
+        Weights, slots, buffers and rates have the axis; data have none.
 
         Raises:
             ValueError: a node that cannot be written for all members.
@@ -118,7 +118,7 @@ class Members:
 
 
 class _Sketch:
-    """The update of groups by an optimizer, in a graph of its own."""
+    """The update of groups by an optimizer, in a separate graph."""
 
     def __init__(
         self, op: Emit, groups: list[Group], gradients: list[ir.Value], optimizer: Optimizer
@@ -141,14 +141,14 @@ class _Sketch:
         self.inputs = [*update.states, *own, *self.feeds.values()]
 
     def differences(self, other: _Sketch) -> Places | None:
-        """Return the constants of another sketch that differ; None if other things do."""
+        """Return the constants of another sketch that differ; None if anything else differs."""
         if len(self.nodes) != len(other.nodes):
             return None
         same: dict[ir.Value | None, ir.Value | None] = {None: None}
         same.update(zip(self.inputs, other.inputs, strict=True))
         places: Places = {}
         for i, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=True)):
-            if _kind(a) != _kind(b):
+            if _node_key(a) != _node_key(b):
                 return None
             for j, (x, y) in enumerate(zip(a.inputs, b.inputs, strict=True)):
                 if x in same:
@@ -172,26 +172,21 @@ class _Sketch:
         new: dict[ir.Value, ir.Value] = {}
         new.update(zip(self.inputs, [*states, *self.gradients, *feeds], strict=True))
         for i, node in enumerate(self.nodes):
-            inputs = [
-                constants[i, j] if (i, j) in constants else _of_graph(op, new, x)
-                for j, x in enumerate(node.inputs)
-            ]
+            inputs = []
+            for j, x in enumerate(node.inputs):
+                value = constants.get((i, j)) or (None if x is None else new.get(x))
+                inputs.append(op.const(constant(x)) if value is None else value)
             new.update(zip(node.outputs, op.again(node, inputs), strict=True))
         return Update(self.groups, [new[y] for y in update.new], self.gradients)
 
 
-def _of_graph(op: Emit, new: Mapping, x: ir.Value | None) -> ir.Value | None:
-    """Return the value for an operand of a sketch: of its inputs and nodes, or a constant."""
-    return new[x] if x in new else op.const(constant(x))
-
-
-def _kind(node: ir.Node) -> tuple:
-    """Return what two nodes have in common that compute the same of their operands."""
+def _node_key(node: ir.Node) -> tuple:
+    """Return a key that is equal for nodes that compute the same from the same operands."""
     keys = sorted(map(attribute_key, node.attributes.values()))
     return node.domain, node.op_type, len(node.inputs), len(node.outputs), keys
 
 
-def _groups_of(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
+def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
     """Return groups with the optimizers of another member; None if it has other groups or slots."""
     new = []
     for group in groups:
@@ -208,7 +203,7 @@ def _groups_of(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
 def evaluated_members(objective: Objective, members: int) -> Objective:
     """Return the objective of the members of a stack, to evaluate, written into the graph of one.
 
-    Their axis is that of weights, and of inputs that get an output of the batch before.
+    Weights have their axis, and inputs that get an output of the batch before.
 
     Raises:
         ValueError: a node that cannot be written for all members.

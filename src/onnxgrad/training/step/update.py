@@ -156,12 +156,17 @@ def update_of(group: Group, wide: bool, opset: int) -> ModelProto:
         results = {weight: op.Add(weight, u), **{slots[slot]: new[slot] for slot in slots}}
     _remove_unread_casts(graph)
     remove_unread_feeds(graph)
-    protected = set(graph.inputs)
-    graph.outputs.extend(
+    return _update_model(op, results)
+
+
+def _update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> ModelProto:
+    """Return the graph of `op` as a model that returns the new values of inputs."""
+    protected = set(op.graph.inputs)
+    op.graph.outputs.extend(
         op.name_output(after, f"{before.name}.new", before, protected)
         for before, after in results.items()
     )
-    model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
+    model = ir.Model(op.graph, ir_version=8, producer_name="onnxgrad")
     finish(model)
     return to_proto(model)
 
@@ -235,13 +240,7 @@ def build_update(
     states = [group.state for group in update.groups]
     slots = [slot for group in update.groups for slot in group.slots.values()]
     graph.inputs[:] = [*states, *slots, *graph.inputs]
-    protected = set(graph.inputs)
-    graph.outputs.extend(
-        op.name_output(new[old], f"{old.name}.new", old, protected) for old in (*states, *slots)
-    )
-    model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
-    finish(model)
-    return to_proto(model)
+    return _update_model(op, {old: new[old] for old in (*states, *slots)})
 
 
 def evaluated(

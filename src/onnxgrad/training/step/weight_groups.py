@@ -16,7 +16,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.step.blocks import block_shape
 
 _ALIGNED = 16  # bytes, as what numpy allocates
-PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
+PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its update
 
 Arrays = dict[str, np.ndarray]
 Shape = tuple[int, ...]
@@ -31,7 +31,7 @@ class Group:
         state: the input that holds the weights: of the shape of the only one, or two axes if it is
             updated in blocks, or flat.
         slots: an input for each slot.
-        optimizer: that of each weight of the group, as `for_weight` returns it.
+        optimizer: what `for_weight` returns for each weight of the group.
         in_blocks: whether the state consists of blocks, which are updated one after the other.
     """
 
@@ -65,7 +65,7 @@ class Group:
         """
         arrays = [self.pack(weights, copies=copies)]
         for slot in self.slots:
-            if (constant := self._constant(slot, weights, slots)) is not None:
+            if (constant := self._constant_slot(slot, weights, slots)) is not None:
                 arrays.append(constant)
                 continue
             values = {}
@@ -78,7 +78,7 @@ class Group:
             arrays.append(self.pack(values, slot, copies))
         return arrays
 
-    def _constant(
+    def _constant_slot(
         self, slot: str, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping]
     ) -> np.ndarray | None:
         """Return the array of a slot that starts at one number; None if there is another value.
@@ -91,7 +91,7 @@ class Group:
         if any(np.ndim(value) or value != initial[0] for value in initial):
             return None
         like = self.slots[slot]
-        shape, dtype = shapes.static(shapes.dims(like)) or (), numpy_dtype(like)
+        shape, dtype = stated_shape(like), numpy_dtype(like)
         return np.full(shape, initial[0], dtype) if initial[0] else np.zeros(shape, dtype)
 
     def split(
@@ -108,13 +108,13 @@ class Group:
     def pack(
         self, arrays: Mapping[str, np.ndarray], slot: str | None = None, copies: bool = True
     ) -> np.ndarray:
-        """Return the weights, or one slot of each, as one array: that of an input.
+        """Return the weights, or one slot of each, as the array of an input.
 
-        Without `copies`, that of one weight alone shares its memory, if it can.
+        Without `copies`, the array of a single weight shares its memory, if it can.
         """
         like = self.state if slot is None else self.slots[slot]
         parts = []
-        for name, shape in self._shapes(slot).items():
+        for name, shape in self._part_shapes(slot).items():
             part = np.asarray(arrays[name], numpy_dtype(like), order="C")
             if copies or part.ctypes.data % _ALIGNED:
                 part = np.array(part)
@@ -122,7 +122,7 @@ class Group:
                 what = "" if slot is None else f"the slot {slot!r} of "
                 raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
             parts.append(part)
-        if slot is not None and self._shared(slot):
+        if slot is not None and self._is_shared(slot):
             if any(part != parts[0] for part in parts):
                 raise ValueError(
                     f"the slot {slot!r} is shared by {', '.join(map(printable, self.shapes))}, "
@@ -130,12 +130,12 @@ class Group:
                 )
             parts = parts[:1]
         joined = np.concatenate([p.ravel() for p in parts]) if len(parts) > 1 else parts[0]
-        return joined.reshape(shapes.static(shapes.dims(like)) or ())
+        return joined.reshape(stated_shape(like))
 
     def unpack(self, array: np.ndarray, slot: str | None = None, copies: bool = True) -> Arrays:
         """Return the array of an input as one array per weight, `copies` or views of it."""
-        wanted = self._shapes(slot)
-        if slot is not None and self._shared(slot):
+        wanted = self._part_shapes(slot)
+        if slot is not None and self._is_shared(slot):
             return {name: array.copy() for name in wanted}
         parts = np.split(array.ravel(), np.cumsum([prod(s) for s in wanted.values()])[:-1])
         return {
@@ -143,13 +143,14 @@ class Group:
             for (name, shape), part in zip(wanted.items(), parts, strict=True)
         }
 
-    def _shapes(self, slot: str | None) -> dict[str, Shape]:
+    def _part_shapes(self, slot: str | None) -> dict[str, Shape]:
+        """Return the shapes of the weights, or of one slot of each, by name."""
         if slot is None:
             return self.shapes
         return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
 
-    def _shared(self, slot: str) -> bool:
-        """Return whether the weights of the group, all elementwise, have one number in common."""
+    def _is_shared(self, slot: str) -> bool:
+        """Return whether all weights of the group share a slot, which is one number."""
         return len(self.shapes) > 1 and not shapes.dims(self.slots[slot])
 
 
@@ -165,8 +166,8 @@ def write_groups(
     Args:
         op: writes into the graph of the gradients.
         gradients: `{weight: gradient}`. Small weights become parts of one flat input, and large
-            ones have two axes, which the graph turns into what it reads; these replace the weights.
-        optimizer: of the step; `for_weight` chooses that of each weight.
+            ones an input of two axes; the graph computes the weights from these inputs.
+        optimizer: of the step; `for_weight` chooses the optimizer of each weight.
         packed: elements up to which a weight is small; None is `PACKED`.
         blocks: whether large weights are updated in blocks that stay in the cache of the CPU.
 
@@ -176,9 +177,10 @@ def write_groups(
     """
     optimizer.check_names([str(w.name) for w in gradients])
     pieces: dict[ir.Value, ir.Value] = {}
+    limit = PACKED if packed is None else packed
     groups = [
-        _pack(op, members, gradients, own, blocks, pieces)
-        for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
+        _write_group(op, members, gradients, own, blocks, pieces)
+        for own, members in _partition_weights(gradients, optimizer, limit)
     ]
     return [(group, pieces.get(g, g)) for group, g in groups]
 
@@ -196,15 +198,15 @@ def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = No
     )
 
 
-def _partition(
+def _partition_weights(
     weights: Iterable[ir.Value], optimizer: Optimizer, limit: int
 ) -> list[tuple[Optimizer, list[ir.Value]]]:
-    """Return the weights in groups of one optimizer: small ones by dtype, others alone."""
+    """Return groups of weights with one optimizer: small weights by dtype, large ones alone."""
     groups: list[tuple[Optimizer, list[ir.Value]]] = []
     packed: list[tuple[Optimizer, list[ir.Value]]] = []
     for w in weights:
-        own = optimizer.for_weight(str(w.name), _static(w))
-        small = own.elementwise and 0 < prod(_static(w)) <= limit
+        own = optimizer.for_weight(str(w.name), stated_shape(w))
+        small = own.elementwise and 0 < prod(stated_shape(w)) <= limit
         same = (g for g in packed if small and g[1][0].dtype == w.dtype and g[0] == own)
         if (group := next(same, None)) is not None:
             group[1].append(w)
@@ -215,11 +217,12 @@ def _partition(
     return groups
 
 
-def _static(w: ir.Value) -> Shape:
-    return shapes.static(shapes.dims(w)) or ()
+def stated_shape(value: ir.Value) -> Shape:
+    """Return the shape of a value; () if a length is unknown."""
+    return shapes.static(shapes.dims(value)) or ()
 
 
-def _pack(
+def _write_group(
     op: Emit,
     members: list[ir.Value],
     gradients: Mapping[ir.Value, ir.Value],
@@ -231,9 +234,9 @@ def _pack(
 
     Several weights become one input, which the graph splits, so that their update is written once.
     A weight that is updated in blocks becomes an input whose first axis counts the blocks. `pieces`
-    gets what the graph reads instead of each weight.
+    gets the value that the graph reads instead of each weight.
     """
-    sizes = [prod(_static(w)) for w in members]
+    sizes = [prod(stated_shape(w)) for w in members]
     w = members[0]
 
     def gradient(w: ir.Value) -> ir.Value:
@@ -246,7 +249,7 @@ def _pack(
     elif shape is not None:
         state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
         with op.at(next(iter(op.graph), None)):
-            _replace(w, op.reshape_like(state, w), pieces)
+            _replace_weight(w, op.reshape_like(state, w), pieces)
         g = op.set_type_like(op.Reshape(gradient(w), list(shape)), state)
     else:
         state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
@@ -255,18 +258,20 @@ def _pack(
             for w, part, size in zip(members, parts, sizes, strict=True):
                 part.shape = ir.Shape([size])
                 piece = part if _only_broadcast(w) else op.reshape_like(part, w)
-                _replace(w, piece, pieces)
+                _replace_weight(w, piece, pieces)
         flat = [op.Reshape(gradient(w), [size]) for w, size in zip(members, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
-    inner = {slot: ir.Shape(optimizer.slot_shape(slot, _static(state))) for slot in optimizer.slots}
     prefix = state.name if len(members) > 1 else w.name
-    slots = {slot: graph_input(op, f"{prefix}.{slot}", state, s) for slot, s in inner.items()}
-    names = {str(w.name): _static(w) for w in members}
+    slots = {}
+    for slot in optimizer.slots:
+        lengths = optimizer.slot_shape(slot, stated_shape(state))
+        slots[slot] = graph_input(op, f"{prefix}.{slot}", state, ir.Shape(lengths))
+    names = {str(w.name): stated_shape(w) for w in members}
     return Group(names, state, slots, optimizer, shape is not None), g
 
 
-def _replace(w: ir.Value, piece: ir.Value, pieces: dict[ir.Value, ir.Value]) -> None:
-    """Replace a weight by what the graph makes of the state, also where it is a gradient."""
+def _replace_weight(w: ir.Value, piece: ir.Value, pieces: dict[ir.Value, ir.Value]) -> None:
+    """Replace a weight by a piece of the state of its group, also where it is a gradient."""
     ir.convenience.replace_all_uses_with(w, piece)
     pieces[w] = piece
 
