@@ -45,7 +45,7 @@ def new_runner(
     carried: Mapping[str, str] | None = None,
 ) -> Runner:
     """Return the runner of a step, which takes over its graph; `Runner` has the arguments."""
-    kind, build = (Runner, build_epoch) if step.updates is None else (InPlace, build_half)
+    kind, build = (Runner, build_epoch) if step.updates is None else (InPlaceRunner, build_half)
     return kind(build(step, target), step, target.device, work, fields, carried)
 
 
@@ -65,7 +65,7 @@ def build_half(step: Step, target: Target) -> ModelProto:
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
-class InPlace(Runner):
+class InPlaceRunner(Runner):
     """A `Runner` of one batch a call, which updates the states where they are."""
 
     in_place = True

@@ -19,7 +19,7 @@ from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import rows_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
-from onnxgrad.training.run.in_place import InPlace
+from onnxgrad.training.run.in_place import InPlaceRunner
 from onnxgrad.training.run.row_parts import part_shapes, rows_at_once
 from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.run.stages import Stages, Value, as_array
@@ -31,7 +31,7 @@ from onnxgrad.training.step.inputs import Call, Slice
 LARGE = 1 << 23  # bytes of a message, from which it pays to send half of it earlier
 
 
-class Together(Runner):
+class PieceRunner(Runner):
     """A `Runner` of one of several processes, each of which computes the gradient of some rows.
 
     A process that is alone may compute the rows in parts, so that few of them need memory at once.
@@ -152,12 +152,12 @@ class Together(Runner):
         return values
 
 
-class TogetherInPlace(Together, InPlace):
-    """A `Together` whose states are in memory once."""
+class InPlacePieceRunner(PieceRunner, InPlaceRunner):
+    """A `PieceRunner` whose states are in memory once."""
 
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
         """Train on the batch of `piece`."""
-        return InPlace.run(self, piece, rates, position)
+        return InPlaceRunner.run(self, piece, rates, position)
 
     def half(self, inputs: Mapping[str, Value], piece: Slice) -> list[Any]:
         """Return the outputs of the first half; the gradients are also in `self.gradients`."""
@@ -173,7 +173,7 @@ class TogetherInPlace(Together, InPlace):
             self.group.broadcast(weights.reshape(-1), owner)
 
 
-class Local(Runner):
+class LocalSgdRunner(Runner):
     """A `Runner` that trains on its rows alone, and averages the states every `steps` steps."""
 
     of_several = True
@@ -238,6 +238,6 @@ def shared_runner(
     if options.local_steps > 1:
         model = build_epoch(step, target)
         arguments = model, step, target.device, work, fields
-        return Local(*arguments, group=group, steps=options.local_steps)
-    kind = Together if step.updates is None else TogetherInPlace
+        return LocalSgdRunner(*arguments, group=group, steps=options.local_steps)
+    kind = PieceRunner if step.updates is None else InPlacePieceRunner
     return kind(step, target, work, fields, group, part_rows)

@@ -21,19 +21,14 @@ from onnxgrad.training.step.build import Step
 class Sessions:
     """The sessions that run an epoch.
 
-    Batches of the lengths that `expect` announces get a session of their own, in which shapes are
-    constants: it has fewer nodes, and on a CPU these run in an order that saves memory. Others,
-    such as a shorter last batch, share one. Each is created when it is first used. Lengths that do
-    not fit a branch of an If get none: onnxruntime refuses the branch, which may never run.
+    Batches of the lengths that `expect` announces have a session in which shapes are constants: it
+    has fewer nodes, and on a CPU these run in an order that saves memory. All other batches, such
+    as a shorter last one, share a session. Each session is created when it is first used. Lengths
+    that do not fit a branch of an If have none: onnxruntime refuses the branch, which may never
+    run.
     """
 
-    def __init__(
-        self,
-        model: ModelProto,
-        step: Step,
-        device: Device,
-        work: float,
-    ) -> None:
+    def __init__(self, model: ModelProto, step: Step, device: Device, work: float) -> None:
         self.model, self.step, self.device, self.work = model, step, device, work
         self.expected: dict[str, int] = {}
         self._announced: dict[str, int] = {}
@@ -44,7 +39,7 @@ class Sessions:
     def expect(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
         """Announce the shapes of most batches; an empty mapping announces none.
 
-        Where calls announce other shapes each time, these get no session of their own.
+        Where calls announce other shapes each time, these shapes have no session.
         """
         lengths = self._symbol_lengths(arrays) if self._small and arrays else {}
         again = self._own is None or lengths in (self._own[0], self._announced)

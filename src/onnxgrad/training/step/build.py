@@ -184,7 +184,8 @@ def build_step(
 def build_gradients(objective: Objective) -> ModelProto:
     """Return the first half of a step as a model; `build_update` returns the second half.
 
-    Inputs: the weights, the buffers, the data, then the feeds, such as `draw` if there is dropout.
+    Inputs: the weights, the buffers, the data, then the feeds: `draw` if there is dropout, and if
+    rows are mixed `partners` and `mix_numbers` (see `mixing.mix_rows`).
     Outputs: the gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what
     the objective reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
 
