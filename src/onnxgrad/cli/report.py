@@ -20,7 +20,7 @@ from onnxgrad.cli.job import Job
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import better_if
-from onnxgrad.training.ending import Kept, reason
+from onnxgrad.training.diagnose import Kept, end_reason
 from onnxgrad.training.parameters.defaults import names_and_reasons, trainable
 from onnxgrad.training.parameters.table import Tensor
 from onnxgrad.training.precision import rounding_text
@@ -107,7 +107,7 @@ class Report:
         return {
             "files": [str(file) for file in self.files],
             "stopped": broken or ("early" if trainer.state.stop_reason == "callback" else "done"),
-            "reason": broken or reason(trainer),
+            "reason": broken or end_reason(trainer),
             "epochs": trainer.state.epoch,
             "steps": trainer.state.step,
             "rows": self.job.training.rows,
@@ -134,7 +134,7 @@ class Report:
                 console.print(_table(shown))
             console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
         if self.job.trainer.state.stop_reason in ("max_iter", "callback"):
-            say(f"{reason(self.job.trainer)}; the model has {self.kept}", console)
+            say(f"{end_reason(self.job.trainer)}; the model has {self.kept}", console)
         for prompt, text in self.samples:
             say(f"{prompt} \u2192 {text}", console)
         for file in self.files:

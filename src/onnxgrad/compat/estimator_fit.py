@@ -23,10 +23,9 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.diagnose import cause_in_fit, rerun_failed_call
 from onnxgrad.training.evaluator import Evaluator
-from onnxgrad.training.failure import run_again
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.glorot import glorot
 from onnxgrad.training.loop import Loop
@@ -162,7 +161,7 @@ class EstimatorFit:
     def _explain(self, loop: Loop, state: EstimatorState, evaluator: Evaluator) -> str:
         """Return why the loop ended."""
         file = read(self.trainer.model_onnx)
-        failed = lambda: run_again(self._step()[0], loop, self.device, file)  # noqa: E731
+        failed = lambda: rerun_failed_call(self._step()[0], loop, self.device, file)  # noqa: E731
         outputs = evaluator.plan.read_outputs(file)
         return cause_in_fit(loop, file, outputs, failed, evaluator, state.weights_to_evaluate())
 

@@ -19,7 +19,7 @@ from onnxgrad.model.files import check_writable, replacing
 from onnxgrad.report.environment import environment
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.tracker import parameters_of
-from onnxgrad.training.ending import Kept, reason
+from onnxgrad.training.diagnose import Kept, end_reason
 
 CARD = "README.md"
 UNKNOWN = "unknown"
@@ -134,7 +134,7 @@ def _sections(
         "weights are those of epoch": kept.epoch if kept.whole else f"{kept.epoch}, in part",
         "rows of a batch": identity.get("batch_size", UNKNOWN),
         "shuffled": identity.get("shuffle", UNKNOWN),
-        "ended because": reason(trainer) or UNKNOWN,
+        "ended because": end_reason(trainer) or UNKNOWN,
         **_trained(trainer),
         **json_value(parameters_of(trainer)),
     }

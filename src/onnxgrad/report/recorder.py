@@ -27,8 +27,7 @@ from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.sparklines import StepLosses
 from onnxgrad.training.callbacks.tracker import parameters_of
-from onnxgrad.training.ending import Kept, reason
-from onnxgrad.training.failure import sample_step
+from onnxgrad.training.diagnose import Kept, end_reason, sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 _STEPS = 1000  # points of the loss by step: then neighbors are joined
@@ -173,7 +172,7 @@ class Recorder(Callback):
             "seconds": self._before + time.perf_counter() - self._clock,
             "after": histograms(state.weights),
             "stop_reason": state.stop_reason,
-            "reason": reason(trainer),
+            "reason": end_reason(trainer),
             "kept": {"epoch": kept.epoch, "step": kept.step, "whole": kept.whole},
             "epochs": state.epoch,
             "step": state.step,

@@ -36,9 +36,9 @@ from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
+from onnxgrad.training.diagnose import find_failed_step
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluate import evaluate, predict
-from onnxgrad.training.failure import failed_step
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
@@ -299,7 +299,8 @@ class TrainerBase(Settings):
         """
         if self.setup is None or self.members is not None:
             return None
-        return failed_step(self.setup.recipe, self._loop)
+        step = find_failed_step(self.setup.recipe, self._loop)
+        return None if step is None else (step.model, step.inputs)
 
     # -- results ------------------------------------------------------------------------------
 

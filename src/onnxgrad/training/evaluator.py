@@ -26,7 +26,7 @@ from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.batches import BatchSource, ReaderSource, rows_of
-from onnxgrad.training.causes import cause_in_evaluation
+from onnxgrad.training.diagnose import cause_in_evaluation
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
 from onnxgrad.training.objective import Objective, Plan, build_objective

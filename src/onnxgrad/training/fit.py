@@ -19,11 +19,10 @@ from onnxgrad.schedules.rates import OfMembers, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.diagnose import cause_in_fit, find_failed_step
 from onnxgrad.training.evaluate import check_weights, evaluator_of
 from onnxgrad.training.evaluator import Evaluator
-from onnxgrad.training.failure import find_failed_step
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.label_facts import balanced_weights

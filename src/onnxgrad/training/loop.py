@@ -16,10 +16,9 @@ from onnxgrad.schedules.rates import Rates
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.base import Control
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.causes import warn_of_no_label
+from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
-from onnxgrad.training.loop_reports import Reported
-from onnxgrad.training.progress import Totals, over_members, shown
+from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
 from onnxgrad.training.run.runner import Asked, Losses, Runner
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.inputs import Slice
@@ -32,7 +31,7 @@ INTERRUPTED, ERROR = "interrupted", "error"
 
 
 @dataclass
-class Loop(Reported):
+class Loop:
     """The epochs of one call of `fit`, whose arguments are checked already.
 
     - `trainer`: what callbacks are shown.
@@ -79,6 +78,36 @@ class Loop(Reported):
     def _resumed_totals(self) -> Totals:
         state = self.state
         return Totals.of(self.runner.step.factors, state.running, state.members)
+
+    @property
+    def _learning_rate(self) -> Any:
+        """The rate of the last step; of a stack (members,)."""
+        rate = self.state.learning_rate
+        return rate if self.state.members is None else np.array(rate)
+
+    @property
+    def _epochs_done(self) -> int:
+        """The number of finished epochs of this `fit`."""
+        return self.state.epoch - self._first_epoch
+
+    def _progress(self, seconds: float) -> FitProgress:
+        """Return the progress of training after so many seconds of this epoch."""
+        state, totals, source = self.state, self._totals, self.source
+        steps = None
+        if isinstance(source.batches, int):
+            steps = state.step - state.position + (self.last_epoch - state.epoch) * source.batches
+        return FitProgress(
+            self._epochs_done,
+            self.last_epoch - self._first_epoch,
+            totals.rows,
+            source.rows,
+            over_members(totals.mean),
+            self._validated,
+            totals.rows / max(seconds, 1e-9),
+            state.step,
+            steps,
+            *self._seconds,
+        )
 
     def let_go(self) -> None:
         """Let go of the data, and of what refers to this loop, once training has ended.
@@ -282,7 +311,8 @@ class Loop(Reported):
         self._seconds[1] += time.perf_counter() - start
         if losses is None:
             state.learning_rate, self.failed = rates[-1].tolist(), arguments
-            raise self._diverged("the loss or a weight", "the state before it is kept")
+            kept = "the state before it is kept"
+            raise divergence_error(self, "the loss or a weight", self._epochs_done + 1, kept)
         self._count(piece.batches, piece.rows, rates, losses)
 
     def _count(self, batches: int, rows: int, rates: np.ndarray, losses: Losses) -> None:
@@ -298,7 +328,7 @@ class Loop(Reported):
         self.runner.collect()
         self._record()
         entry = self.state.history[-1]
-        due = self._number % self.evaluate_every == 0 or self.control.evaluate
+        due = self._epochs_done % self.evaluate_every == 0 or self.control.evaluate
         if self.evaluate is not None and due:
             self._evaluate(entry)
         self.rates.observe(entry)
@@ -324,7 +354,8 @@ class Loop(Reported):
             state.history.append(entry)
         warn_of_no_label(loss, state.epoch)
         if self.log_epochs:
-            logger.info("epoch %d/%d loss %s", self._number, self._epochs, shown(loss, "g"))
+            epochs = self.last_epoch - self._first_epoch
+            logger.info("epoch %d/%d loss %s", self._epochs_done, epochs, shown(loss, "g"))
 
     def _evaluate(self, entry: dict[str, Any]) -> None:
         """Evaluate, and add the results to an entry, which becomes the last one of the history."""
@@ -333,7 +364,8 @@ class Loop(Reported):
         results, history = self.evaluate(), self.state.history
         fine = np.isfinite(results["validation_loss"])
         if not fine.any():
-            raise self._diverged("the validation loss", "the state after that epoch is kept")
+            kept = "the state after that epoch is kept"
+            raise divergence_error(self, "the validation loss", self._epochs_done, kept)
         if not fine.all():
             self.runner.freeze(np.flatnonzero(~fine).tolist(), not_finite=True)
         entry.update(results)

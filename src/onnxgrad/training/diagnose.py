@@ -1,0 +1,396 @@
+"""Why a training ended, and why a loss or a weight is not finite: rows, and node of file or step.
+
+The steps that this needs alone are here, too: the one that gave NaN or infinity, and a sample.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.errors import ConvergenceError, argument, first_line, named
+from onnxgrad.graph.precision import HALVES
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.native import Target, to_native
+from onnxgrad.reporting import frames_inside
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.not_finite import first_not_finite
+from onnxgrad.runtime.session import session
+from onnxgrad.runtime.values import to_numpy
+from onnxgrad.training.callbacks.early_stopping import EarlyStopping
+from onnxgrad.training.callbacks.nan_watch import NanWatch
+from onnxgrad.training.progress import shown
+from onnxgrad.training.state import TrainState
+from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.inputs import RATE, Batch
+from onnxgrad.training.step.weight_groups import numpy_dtype
+
+Arrays = Mapping[str, np.ndarray]
+_NO_TERM = "no label counts: all are ignored, or have the weight zero"
+_NOT_THE_RATE = "This is no matter of the learning rate: with the weights of the file"
+_LARGE = 100.0  # in size: numbers that nobody has standardized
+_ENDS = {  # by `state.stop_reason`
+    "max_iter": "all epochs were trained",
+    "callback": "a callback ended it",
+    "not finite": "the loss or a weight became NaN or infinite",
+    "interrupted": "it was interrupted",
+    "error": "an error ended it",
+}
+
+# -- the end of a training -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where in a training the weights of its state are from.
+
+    - `step`: the number of steps behind them.
+    - `epoch`: the number of the epoch of the last of these, from 1; 0 without any.
+    - `whole`: whether they are the weights at the end of that epoch.
+    - `record`: the entry of the history that has their losses and metrics; {} without.
+    """
+
+    step: int
+    epoch: int
+    whole: bool
+    record: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: TrainState) -> Kept:
+        """Return it for the state of one model: the last step, or the one that was restored."""
+        restored = [entry.get("restored") for entry in state.callbacks.values()]
+        step = next((s for s in restored[::-1] if s is not None), state.step)
+        found = [entry for entry in state.history if entry["step"] == step]
+        record = found[-1] if found else {}
+        whole = "loss" in record
+        epoch = record.get("epoch", state.epoch) + (not whole) if step else 0
+        return cls(step, epoch, whole, record)
+
+    def __str__(self) -> str:
+        if self.whole:
+            return f"the weights of epoch {self.epoch}"
+        if not self.step:
+            return "the weights as they were: no step was finished"
+        return f"the weights of epoch {self.epoch} in part, after {self.step} steps"
+
+
+def end_reason(trainer: Any) -> str:
+    """Return why the last training of a trainer ended, as a clause; "" before its end."""
+    state = trainer.state
+    stopped = [c for c in trainer.callbacks.callbacks if isinstance(c, EarlyStopping)]
+    if state.stop_reason == "callback":
+        return next(filter(None, (c.reason(state) for c in stopped)), _ENDS["callback"])
+    return _ENDS.get(state.stop_reason, "")
+
+
+def warn_of_no_label(loss: Any, epoch: int) -> None:
+    """Warn if the loss of an epoch, all of whose steps were finite, is NaN."""
+    if np.isnan(loss).all():
+        message = f"the loss of epoch {epoch} is nan: {_NO_TERM}"
+        warnings.warn(message, stacklevel=frames_inside() + 1)
+
+
+def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> ConvergenceError:
+    """Return the error of a `Loop` in which a number became NaN or infinite.
+
+    Args:
+        loop: the loop, which explains why.
+        what: the number, such as "the validation loss".
+        epoch: the number of the epoch, from 1.
+        kept: which state is kept, as a clause, where no callback restores the best weights.
+    """
+    state = loop.state
+    recent = ", ".join(shown(v, ".6g") for v in state.losses[-5:]) or "none"
+    watched = loop.callbacks.on_not_finite(loop.trainer, state, loop.control)
+    restoring = (c.key for c in loop.callbacks.all if getattr(c, "restore", False))
+    if any(state.kept.get(key) for key in restoring):
+        kept = "the best weights so far are kept"
+    if state.members is not None:
+        what += " of all members"
+    return ConvergenceError(
+        f"{what} became NaN or infinite in epoch {epoch} at learning rate "
+        f"{shown(state.learning_rate, 'g')} (losses of the epochs before: {recent}); {kept}. "
+        f"{loop.explain(loop)}{'. ' if watched else ''}{watched}"
+    )
+
+
+# -- causes ----------------------------------------------------------------------------------------
+
+
+def cause_in_fit(
+    loop: Any,
+    file: ModelProto | None,
+    outputs: Sequence[str],
+    failed_step: Callable[[], FailedStep | None],
+    evaluator: Any,
+    values: Arrays,
+    columns: Mapping[str, Sequence[str]] = {},
+    weight: str | None = None,
+) -> str:
+    """Return sentences that say why a `Loop` ended, in a step or a validation, and what helps.
+
+    Args:
+        loop: the loop.
+        file: the model with its own weights, None if only their trained values are in memory.
+        outputs: the tensors of the model that the loss reads.
+        failed_step: returns the step that failed, as `find_failed_step`. It is not called for a
+            step of large weights, of which memory may not hold another copy.
+        evaluator: the `Evaluator` of the validation data.
+        values: the weights that it evaluates.
+        columns: the names of the columns of tables, by input.
+        weight: the input of sample weights.
+    """
+    batches = [] if evaluator.failed is None else [evaluator.failed]
+    if loop.failed is not None:
+        piece, _, position = loop.failed
+        batches = list(piece.each(position))
+    seen = [getattr(loop.source, "arrays", {}), *(batch.arrays for batch in batches)]
+    texts = (largest_number(arrays, columns, weight) for arrays in seen)
+    data, rate = next(filter(None, texts), None), loop.state.learning_rate
+    remedy = "ower the learning rate" + ("" if rate is None else f", {shown(rate, 'g')}")
+    remedy = f"L{remedy}" if data is None else f"{_as_sentence(data)}: scale the data, or l{remedy}"
+    in_place = loop.runner.in_place
+    if loop.failed is None and evaluator.failed is None and loop.runner.of_several:
+        return f"Another process has the rows at fault, and names them. {remedy}"
+    watched = any(isinstance(c, NanWatch) for c in loop.callbacks.all)
+    if loop.failed is not None and in_place and not watched:
+        remedy += "; NanWatch() names the node, which needs memory for the step once more"
+    try:
+        for batch in batches:
+            if file is not None and (text := cause_in_file(file, outputs, batch)):
+                return f"{_NOT_THE_RATE}, {text}. Leave these rows out, or change that node"
+        if loop.failed is None:
+            return _with_remedy(evaluator.cause(values), remedy)
+        return remedy if in_place else cause_in_step(failed_step(), remedy, data) or remedy
+    except Exception as e:
+        return f"{remedy} (looking for the node at fault failed: {first_line(e)})"
+
+
+def cause_in_file(file: ModelProto, outputs: Sequence[str], batch: Batch) -> str | None:
+    """Return which node of a file computes NaN or infinity for a batch, None if none does."""
+    if {y.name for y in file.graph.output} != set(outputs):
+        file = select_model_inputs_outputs(file, outputs, infer_shapes=False)
+    feed = {x.name: batch.arrays[x.name] for x in file.graph.input if x.name in batch.arrays}
+    return first_not_finite(file, feed, batch.rows, batch.of)
+
+
+def cause_in_step(step: FailedStep | None, remedy: str, data: str | None) -> str | None:
+    """Return which node of a step computes NaN or infinity, and what helps; None if none does.
+
+    Args:
+        step: the step, None if it is not known.
+        remedy: what helps against numbers that grow too large.
+        data: a clause that names a large number of the data, None without any.
+    """
+    if step is None:
+        return None
+    arrays, rows, of = step.batch
+    losses = ModelProto()
+    losses.CopyFrom(step.model)
+    del losses.graph.output[:]
+    losses.graph.output.extend(y for y in step.model.graph.output if y.name in step.losses)
+    text, where = first_not_finite(losses, step.inputs, rows, of), "in the loss"
+    if text is None:
+        where = "in the gradient or the update, where the loss is finite"
+        text = first_not_finite(step.model, step.inputs, rows, of)
+    if text is None:
+        return None
+    if step.at_start is None or _is_finite_at_start(step.model, step.at_start):
+        return _with_remedy(f"{where}, {text}", remedy)
+    states = (a.dtype for name, a in step.inputs.items() if name not in arrays)
+    half = any(dtype.itemsize == 2 and dtype.kind in "fV" for dtype in states)
+    half |= any(n.op_type == "Cast" and n.attribute[0].i in HALVES for n in losses.graph.node)
+    given = argument("precision", "float32")
+    more = f". It computes in 16 bits: {given} does not" if half else ""
+    more += f". {_as_sentence(data)}" if data is not None else ""
+    where = _as_sentence(where)
+    return f"{_NOT_THE_RATE} and a rate of zero, it is the same. {where}, {text}{more}"
+
+
+def cause_in_evaluation(
+    file: ModelProto,
+    outputs: Sequence[str],
+    losses: Callable[[], ModelProto],
+    values: Arrays,
+    batch: Batch | None,
+) -> str:
+    """Return a clause that says why the loss of an evaluation is not finite.
+
+    Args:
+        file: the model with the weights that were evaluated.
+        outputs: the tensors of the model that the loss reads.
+        losses: returns the model of the losses, whose weights are inputs.
+        values: the weights.
+        batch: the first one whose loss is not finite; None if no label counts.
+    """
+    if batch is None:
+        return _NO_TERM
+    try:
+        if text := cause_in_file(file, outputs, batch):
+            return text
+        text = first_not_finite(losses(), {**values, **batch.arrays}, batch.rows, batch.of)
+        return f"in the loss, {text}" if text else "the sum over the rows overflows"
+    except Exception as e:
+        return f"looking for the node at fault failed: {first_line(e)}"
+
+
+def largest_number(
+    arrays: Arrays, columns: Mapping[str, Sequence[str]], weight: str | None = None
+) -> str | None:
+    """Return a clause that names the largest number of the data, None if it is not large.
+
+    Args:
+        arrays: the data, by input.
+        columns: the names of columns, by input.
+        weight: the input of sample weights, of which only differences count.
+    """
+    found: list[tuple[float, str]] = []
+    for name, array in arrays.items():
+        if array.dtype.kind != "f" or not array.size:
+            continue
+        names = columns.get(name, ())
+        by_column = len(names) == array.shape[-1] if array.ndim else False
+        flat = array.reshape(-1, len(names) if by_column else 1)
+        ends = np.fmin.reduce(flat), np.fmax.reduce(flat)  # NaN is a label that does not count
+        sizes = np.abs(np.stack(ends).astype(np.float64)).max(axis=0)
+        largest = float(sizes.max())
+        clause = f"the input {name!r} reaches {largest:.3g}"
+        if name == weight:
+            usual = float(np.median(array[array > 0])) if largest else 1.0
+            what = f"the largest {named('sample_weight')}"
+            clause = f"{what} is {largest:.3g}, and the median {usual:.3g}"
+            largest /= usual
+        elif by_column:
+            clause = f"the column {names[int(sizes.argmax())]!r} reaches {largest:.3g}"
+        if largest > _LARGE:
+            found.append((largest, clause))
+    return max(found)[1] if found else None
+
+
+def _is_finite_at_start(model: ModelProto, inputs: Arrays) -> bool:
+    """Return whether a step computes finite numbers with the weights of the file."""
+    running = session(model, CPU, 0.0)
+    results = running.run(None, {x.name: inputs[x.name] for x in running.get_inputs()})
+    return all(np.isfinite(y.astype(np.float64)).all() for y in results)
+
+
+def _with_remedy(clause: str, remedy: str) -> str:
+    """Return a clause as a sentence, with what helps against it where the rate matters."""
+    return _as_sentence(clause) if clause == _NO_TERM else f"{_as_sentence(clause)}. {remedy}"
+
+
+def _as_sentence(clause: str) -> str:
+    """Return a clause with a capital at its beginning."""
+    return clause[0].upper() + clause[1:]
+
+
+# -- one step alone --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The model of one step, its inputs, and the arguments of `session` for it."""
+
+    model: ModelProto
+    inputs: dict[str, np.ndarray]
+    work: float
+    in_order: bool
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """The model of a step that was not finite, its inputs, its batch, and names of its losses.
+
+    `at_start` are the inputs with the weights of the file, first slots and a learning rate of zero;
+    None if the weights of the file are not in memory.
+    """
+
+    model: ModelProto
+    inputs: dict[str, np.ndarray]
+    batch: Batch
+    losses: Sequence[str]
+    at_start: dict[str, np.ndarray] | None
+
+
+def find_failed_step(recipe: Any, loop: Any) -> FailedStep | None:
+    """Return the step of a `Recipe` in which its `Loop` failed; None if none did.
+
+    Of several processes that share the step, each returns the step of its own rows; None if it does
+    not have all slots, if its statistics are over all rows, or if its own step is finite.
+    """
+    if loop.failed is None or _is_shared(recipe, loop):
+        return None
+    blocks, trainer = not loop.runner.in_place, recipe.trainer
+    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
+    return rerun_failed_call(step, loop, trainer.device, trainer.file)
+
+
+def rerun_failed_call(
+    step: Step, loop: Any, device: Any, file: ModelProto | None
+) -> FailedStep | None:
+    """Run the steps of the call that failed; return the one that is not finite, None if none is."""
+    (piece, rates, position), runner = loop.failed, loop.runner
+    model = to_proto(step.model)
+    running = session(model, device, step.work, step.recomputes)
+    states, fed = _states_and_feeds(step, runner, piece, rates, position)
+    for number, batch in enumerate(piece.each(position)):
+        inputs = states | {name: np.asarray(stack[number]) for name, stack in fed.items()}
+        results = running.run(None, inputs)
+        if not all(np.isfinite(y).all() for y in results):
+            losses = [y.name for y in model.graph.output[len(states) :]]
+            at_start = None if file is None else inputs | _states_at_start(step, file)
+            return FailedStep(model, inputs, batch, losses, at_start)
+        states = dict(zip(states, results, strict=False))
+    return None
+
+
+def sample_step(recipe: Any, loop: Any) -> Sample | None:
+    """Return the step of a `Recipe` with the states and a full batch of its `Loop`, while it runs.
+
+    It is one graph in the native form, also where the training runs it in parts. None without a
+    step, and where processes share it.
+    """
+    if loop.sample is None or _is_shared(recipe, loop):
+        return None
+    piece, rates, position = loop.sample
+    runner, device = loop.runner, recipe.trainer.device
+    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=not runner.in_place)
+    work = step.work * piece.rows
+    to_native(step.model.graph, Target.of(device, work, piece.rows))
+    model = to_proto(step.model)
+    states, fed = _states_and_feeds(step, runner, piece, rates, position)
+    inputs = states | {name: np.asarray(stack[0]) for name, stack in fed.items()}
+    return Sample(model, inputs, work, step.recomputes)
+
+
+def _states_and_feeds(
+    step: Step, runner: Any, piece: Any, rates: np.ndarray, position: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the states of a runner, and data and scalars of a call, for the inputs of `step`."""
+    call = runner.call(piece, rates, position)
+    names = [str(v.name) for v in step.inputs.carried]
+    states = dict(zip(names, map(to_numpy, runner.states(piece).values()), strict=True))
+    return states, step.inputs.fed(call, runner.data(call))
+
+
+def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
+    """Return states of the weights of a file, and a learning rate of zero."""
+    trained = {*step.weights}
+    refs = (ref for ref in constants.constant_refs(file) if ref.name in trained)
+    weights = {ref.name: ref.array() for ref in refs}
+    states = [array for group in step.groups for array in group.initial(weights, {})]
+    rate = step.inputs.feeds[RATE.name]
+    fed = {str(rate.name): np.zeros((), numpy_dtype(rate))}
+    return dict(zip((str(v.name) for v in step.states), states, strict=True)) | fed
+
+
+def _is_shared(recipe: Any, loop: Any) -> bool:
+    """Return whether this process lacks slots, or statistics of all rows."""
+    return bool(loop.runner.step.owners) or recipe.plan.across is not None
