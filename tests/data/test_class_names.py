@@ -6,6 +6,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.data.class_numbers import class_numbers
+from onnxgrad.training.class_weights import weights_by_number
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep
@@ -196,6 +197,33 @@ def test_readers_tell_the_names_of_their_classes(tmp_path):
         other.evaluate(reader)
     turned = og.image_folder(tmp_path, 8, classes=["c", "b", "a"])
     assert np.isfinite(other.evaluate(turned)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "classes", "count", "expected"),
+    [
+        ({"cat": 2.0, 0: 3.0}, ["emu", "cat"], None, {1: 2.0, 0: 3.0}),
+        ({5: 2.0, "8": 3.0}, [3, 5, 8], None, {1: 2.0, 2: 3.0}),
+        ({3.0: 2.0}, [3, 5, 8], None, {0: 2.0}),
+        ({"kind": {"cat": 2.0}, "size": "balanced"}, ["emu", "cat"], None,
+         {"kind": {1: 2.0}, "size": "balanced"}),
+        ({"1": 2.0}, [], 2, {1: 2.0}),
+        ({"1": 2.0, "emu": 3.0}, ["emu", "cat"], 2, {1: 2.0, 0: 3.0}),
+        ({"a": 2.0}, [], None, {"a": 2.0}),
+        ([1.0, 2.0], ["emu", "cat"], None, [1.0, 2.0]),
+    ],
+)  # fmt: skip
+def test_weights_of_classes_are_by_number(weights, classes, count, expected):
+    assert weights_by_number(weights, classes, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "classes", "count"),
+    [({"cow": 1.0}, ["emu", "cat"], None), ({4: 1.0}, [3, 5, 8], None), ({"2": 1.0}, [], 2)],
+)
+def test_weights_of_unknown_classes_are_refused(weights, classes, count):
+    with pytest.raises(ValueError, match=naming("class_weight=", repr(str(*weights)))):
+        weights_by_number(weights, classes, count)
 
 
 # -- names of classes and losses ------------------------------------------------------------------

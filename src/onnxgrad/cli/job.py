@@ -26,6 +26,7 @@ from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.notes import CLASSES, write_note
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.class_weights import weights_by_number
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
@@ -351,22 +352,9 @@ def _share(text: str | None) -> float | None:
 
 def _class_weight(arguments: dict[str, Any], objective: Objective, classes: Labels | None) -> Any:
     """Return the weights of classes by their numbers, as a `Trainer` takes them."""
-    weight = arguments["class_weight"]
-    if weight is None or weight == "balanced":
-        return weight
-    keys = list(map(str, classes or ()))
     counts = [i.classes for i in objective.labels.values() if isinstance(i.classes, int)]
-    numbers = range(next(iter(counts), max(2, len(keys))))
-    weight = {class_number(name, keys, numbers): w for name, w in weight.items()}
-    if isinstance(arguments["loss"], dict):
+    count = next(iter(counts), max(2, len(classes or ())))
+    weight = weights_by_number(arguments["class_weight"], classes or (), count)
+    if isinstance(weight, dict) and isinstance(arguments["loss"], dict):
         return dict.fromkeys(arguments["loss"], weight)
     return weight
-
-
-def class_number(name: str, keys: list[str], numbers: range) -> int:
-    """Return the number of a class that an option calls by its name or its number."""
-    if name in keys:
-        return keys.index(name)
-    if not name.isdigit() or int(name) not in numbers:
-        raise unknown("class (--class-weight)", name, keys or map(str, numbers))
-    return int(name)

@@ -19,7 +19,7 @@ from onnxgrad.cli.label_columns import (
 )
 from onnxgrad.cli.sources import ArrowSource, ImageSource, TextSource
 from onnxgrad.data.arrays import DataError, fit_shape
-from onnxgrad.data.class_numbers import check_count, first_names
+from onnxgrad.data.class_numbers import check_class_count, first_names
 from onnxgrad.data.columns import Names, Part
 from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable
@@ -136,8 +136,7 @@ def map_images(source: ImageSource, objective: Objective, classes: Labels | None
     assert reader.labels is not None
     [info] = objective.labels.values()
     if isinstance(info.classes, int):
-        most = int(reader.labels.max()) + 1
-        check_count(reader.class_names or most, reader.labels, info.classes)
+        check_class_count(reader.class_names, reader.labels, info.classes)
     counts = np.bincount(reader.labels, minlength=len(reader.classes))
     named = [f"{k}: {n} ({c})" for k, (n, c) in enumerate(zip(reader.classes, counts, strict=True))]
     if not reader.class_names:

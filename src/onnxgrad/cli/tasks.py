@@ -15,7 +15,7 @@ from onnxgrad.cli.command_options import EvalOptions, PredictOptions
 from onnxgrad.cli.console import note, print_json
 from onnxgrad.cli.data_options import DataOptions, InputOptions
 from onnxgrad.cli.image_source import image_size, normalization_of
-from onnxgrad.cli.job import Job, check_monitor, class_number, fine_tune, parts, prepare
+from onnxgrad.cli.job import Job, check_monitor, fine_tune, parts, prepare
 from onnxgrad.cli.model_files import STDIN, read_model
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.task import Task as Data
@@ -24,6 +24,7 @@ from onnxgrad.data.columns import Names
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.tasks import Task
 from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.class_weights import weights_by_number
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.trainer import Trainer
 
@@ -113,10 +114,9 @@ def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callb
     for name in ("loss", "loss_options", "loss_weights", *["metrics"] * (not options.metrics)):
         arguments.pop(name)
     task.model = fine_tune(task.model, options)
-    if isinstance(weight := arguments["class_weight"], dict):
-        keys = list(task.classes)
-        numbers = range(len(keys))
-        arguments["class_weight"] = {class_number(n, keys, numbers): w for n, w in weight.items()}
+    classes = list(task.classes)
+    weight = weights_by_number(arguments["class_weight"], classes, len(classes))
+    arguments["class_weight"] = weight
     if not options.train and "train" in task.arguments:
         arguments.pop("train")
     trainer = task.trainer(callbacks=callbacks, **arguments)
@@ -125,7 +125,7 @@ def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callb
     own = None if task.validation is None else _rows(task.validation)
     training, validation = parts(options, data, own, lambda path: _rows(task.read(path)))
     check_monitor(options, trainer, validation is not None)
-    job = Job(trainer, task.model, data, training, validation, classes=list(task.classes) or None)
+    job = Job(trainer, task.model, data, training, validation, classes=classes or None)
     job.finish = task.finished
     return job
 

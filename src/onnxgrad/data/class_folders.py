@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.class_numbers import first_names
+from onnxgrad.data.class_numbers import ClassNames, first_names
 from onnxgrad.data.image_files import SUFFIXES, is_image
 from onnxgrad.errors import argument
 
@@ -50,9 +50,10 @@ def number_classes(
     if len({*own}) < len(own):
         raise ValueError(f"{source!r}: two classes are the same number: {', '.join(folders)}")
     if classes is not None:
-        order = list(map(str, classes))
-        if {*folders} <= {*order}:
-            return [order.index(name) for name in folders], order
+        known = ClassNames(classes)
+        order = known.texts
+        if {*folders} <= {*known.numbers}:
+            return [known.numbers[name] for name in folders], order
         if own and max(own) < len(order):
             return own, order
         other = next(name for name in folders if name not in order)

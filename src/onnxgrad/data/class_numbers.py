@@ -37,18 +37,19 @@ def class_numbers(
     Raises:
         DataError: texts without classes, or a label that is none of these.
     """
-    array = _labels(labels)
+    array, known = _label_array(labels), ClassNames(classes)
     if array is None:
         return labels
-    if not array.size or (array.dtype.kind != "U" and not are_labels(classes)):
+    if not array.size or (array.dtype.kind != "U" and not known.are_other_numbers):
         return labels
     if not classes:
         values = array.ravel().tolist()
         raise DataError(
             f"{name!r} is text, first {values[0]!r}: if these are names of classes, pass them in "
-            f"the order of the model's output, as {argument('classes', _some(values))}, or numbers"
+            f"the order of the model's output, as {argument('classes', _some_names(values))}, or "
+            "numbers"
         )
-    numbers, wrong = numbers_of(array, classes, ignored, ignores_nan)
+    numbers, wrong = known.encode(array, ignored, ignores_nan)
     if wrong.any():
         at = int(wrong.argmax())
         row = at // max(1, array[:1].size) + first_number()
@@ -60,54 +61,78 @@ def class_numbers(
     return numbers
 
 
-def numbers_of(
-    labels: np.ndarray, classes: Sequence[Any], ignored: int | None = None, nan: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of labels, and which of them are none of the classes.
+class ClassNames:
+    """The classes of a model in the order of its output; the number of a class is its place.
 
-    A label that is the number `ignored`, and with `nan` one that is NaN, does not count, and stays.
+    Names are compared as texts: 3, 3.0 and "3" are one class.
     """
-    index: dict[str, float] = {} if ignored is None else {key(ignored): ignored}
-    index |= {str(label): number for number, label in enumerate(classes)}
-    own, places = np.unique(labels, return_inverse=True)
-    found = [index.get(key(value)) for value in own.tolist()]
-    if nan and (own != own).any():
-        found = [np.nan if value != value else f for f, value in zip(found, own, strict=True)]
-    wrong = np.array([number is None for number in found], bool)[places]
-    dtype = np.float64 if np.nan in found else np.int64
-    numbers = np.array([0 if number is None else number for number in found], dtype)[places]
-    return numbers.reshape(labels.shape), wrong.reshape(labels.shape)
+
+    def __init__(self, classes: Sequence[Any]) -> None:
+        self.classes, self.texts = classes, list(map(str, classes))
+        self.numbers = {label_text(label): number for number, label in enumerate(classes)}
+        self.are_places = self.texts == list(map(str, range(len(self.texts))))
+
+    @property
+    def are_other_numbers(self) -> bool:
+        """Whether classes are called by whole numbers other than their places."""
+        whole = bool(self.texts) and all(name.lstrip("-").isdecimal() for name in self.texts)
+        return whole and not self.are_places
+
+    def encode(
+        self, labels: np.ndarray, ignored: int | None = None, ignores_nan: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of labels, and which of them are none of the classes.
+
+        A label that is the number `ignored`, and with `ignores_nan` one that is NaN, does not
+        count, and stays.
+        """
+        index: dict[str, float] = {} if ignored is None else {label_text(ignored): ignored}
+        index |= self.numbers
+        own, places = np.unique(labels, return_inverse=True)
+        found = [index.get(label_text(value)) for value in own.tolist()]
+        if ignores_nan and (own != own).any():
+            found = [np.nan if value != value else f for f, value in zip(found, own, strict=True)]
+        wrong = np.array([number is None for number in found], bool)[places]
+        dtype = np.float64 if np.nan in found else np.int64
+        numbers = np.array([0 if number is None else number for number in found], dtype)[places]
+        return numbers.reshape(labels.shape), wrong.reshape(labels.shape)
 
 
-def are_labels(classes: Sequence[Any]) -> bool:
-    """Return whether classes are called by whole numbers other than their places."""
-    names = [str(label) for label in classes]
-    whole = bool(names) and all(name.lstrip("-").isdecimal() for name in names)
-    return whole and names != list(map(str, range(len(names))))
+def labels_outside(labels: np.ndarray, count: int | None = None) -> np.ndarray:
+    """Return which labels are no numbers of classes: below 0, or not below `count`, or no integers.
+
+    NaN is none of these.
+    """
+    wrong = labels < 0
+    if count is not None:
+        wrong |= labels >= count
+    if labels.dtype.kind == "f":
+        wrong |= labels % 1 > 0
+    return wrong
 
 
-def check_count(classes: Sequence[str] | int, labels: np.ndarray, count: int) -> None:
+def check_class_count(names: Sequence[str], labels: np.ndarray, count: int) -> None:
     """Raise `DataError` if a model has another number of classes than data, before it trains.
 
     Args:
-        classes: the names of those of the data, all of which the model must have; or their number,
-            which the model may exceed.
-        labels: their numbers in the rows, int64.
-        count: that of the model.
+        names: the names of the classes of the data, all of which the model must have; empty if
+            labels are called by their numbers, of which the model may have more.
+        labels: the numbers of the classes in the rows, int64.
+        count: the number of classes of the model.
     """
-    names = [] if isinstance(classes, int) else classes
-    if len(names) == count or (isinstance(classes, int) and classes <= count):
+    own = len(names) or int(labels.max()) + 1
+    if own == count or (not names and own <= count):
         return
     listed = f" ({first_names(names)})" if names else ""
-    wanted = argument("units", names or classes)
-    remedy = f"train a new last layer with {wanted} ({named('replace_head')})"
+    remedy = (
+        f"train a new last layer with {argument('units', names or own)} ({named('replace_head')})"
+    )
     if not names and len(np.unique(labels)) <= count:
-        remedy = outside(labels, count)
+        remedy = remedy_outside(labels, count)
     elif names and len(names) < count:
         remedy += f"; or name all {count} in the order of its output with {argument('classes')}"
     raise DataError(
-        f"there are {len(names) or classes} classes{listed}, and the output of the model has "
-        f"{count}: {remedy}"
+        f"there are {own} classes{listed}, and the output of the model has {count}: {remedy}"
     )
 
 
@@ -117,32 +142,34 @@ def first_names(names: Sequence[Any]) -> str:
     return ", ".join(map(str, names[:_SHOWN])) + more
 
 
-def outside(labels: np.ndarray, count: int) -> str:
+def remedy_outside(labels: np.ndarray, count: int) -> str:
     """Return what to do about labels that are not among the numbers of `count` classes."""
     own = np.unique(labels)
     remedy = f"{named('replace_head')} gives the model another number of classes"
     if len(own) > count or not (own == np.trunc(own)).all():
         return remedy
-    names = argument("classes", _some(own.tolist()))
+    names = argument("classes", _some_names(own.tolist()))
     return f"if they are names of the classes, pass {names} (all of them); otherwise {remedy}"
 
 
-def _some(labels: list[Any]) -> list[str]:
+def _some_names(labels: list[Any]) -> list[str]:
     """Return the first of the labels that occur, in order."""
     own = sorted({*labels})
-    return [*map(key, own[:_SHOWN]), *["..."] * (len(own) > _SHOWN)]
+    return [*map(label_text, own[:_SHOWN]), *["..."] * (len(own) > _SHOWN)]
 
 
-def key(label: Any) -> str:
+def label_text(label: Any) -> str:
     """Return a label as text; 3.0 and 3 are the same."""
+    if isinstance(label, bytes):
+        return label.decode(errors="replace")
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
-def _labels(labels: Any) -> np.ndarray | None:
+def _label_array(labels: Any) -> np.ndarray | None:
     """Return texts or numbers as an array, columns side by side; None for what is neither."""
     names = labels.columns if isinstance(labels, Part) else column_names(labels)
     if names is not None:
-        columns = [_labels(labels[name]) for name in names]
+        columns = [_label_array(labels[name]) for name in names]
         if len(columns) == 1:
             return columns[0]
         arrays = [column for column in columns if column is not None]
@@ -157,10 +184,11 @@ def _labels(labels: Any) -> np.ndarray | None:
         if not any(map(is_text, values)):
             array = np.array(values).reshape(array.shape) if _are_numbers(values) else array
         elif _are_numbers([v for v in values if not is_text(v)]):
-            texts = [v.decode(errors="replace") if isinstance(v, bytes) else key(v) for v in values]
+            texts = list(map(label_text, values))
             array = np.array(texts, str).reshape(array.shape)
     return array if array.dtype.kind in "biufU" else None
 
 
 def _are_numbers(values: list[Any]) -> bool:
+    """Return whether all values are numbers of Python."""
     return all(isinstance(value, (int, float)) for value in values)

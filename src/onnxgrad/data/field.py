@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
-from onnxgrad.data.class_numbers import outside
+from onnxgrad.data.class_numbers import labels_outside, remedy_outside
 from onnxgrad.data.columns import Part, column_names, is_table, stack_columns
 from onnxgrad.data.indices import Table
 from onnxgrad.data.tables import FileTable
@@ -111,12 +111,14 @@ class Field:
         if self.is_weight:
             refuse(values < 0, f"{what} must hold numbers of 0 or more", "; others")
         if self.classes is not None:
-            last = self.classes - 1 if isinstance(self.classes, int) else None
-            wrong = (values < 0) if last is None else (values < 0) | (values > last)
+            count = self.classes if isinstance(self.classes, int) else None
+            wrong = labels_outside(values, count)
             if self.ignored is not None:
                 wrong &= values != self.ignored
-            where = "below 0" if last is None else f"outside 0..{last}"
-            remedy = "" if last is None or not wrong.any() else f"; {outside(values, last + 1)}"
+            where, remedy = "below 0", ""
+            if count is not None:
+                where = f"outside 0..{count - 1}"
+                remedy = f"; {remedy_outside(values, count)}" if wrong.any() else ""
             refuse(wrong, f"{what} holds labels {where}", "", remedy)
         if self.allowed is not None:
             rule = f"{what} must hold labels {self.allowed.text}"

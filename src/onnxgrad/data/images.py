@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.class_folders import below, read_classes
+from onnxgrad.data.class_numbers import ClassNames
 from onnxgrad.data.foreign_transforms import adapted
 from onnxgrad.data.image_files import open_image, pillow
 from onnxgrad.data.image_transforms import (
@@ -158,7 +159,7 @@ class ImageFolder(IndexedReader):
     @property
     def class_names(self) -> list[str]:
         """The names of the classes; none where folders are called by the numbers of these."""
-        return [] if self.classes == list(map(str, range(len(self.classes)))) else self.classes
+        return [] if ClassNames(self.classes).are_places else self.classes
 
     @property
     def remembered(self) -> dict[str, list[Any]]:

@@ -25,7 +25,7 @@ from onnxgrad.data.cells import (
     rows_with_gaps,
     short,
 )
-from onnxgrad.data.class_numbers import first_names, key, numbers_of
+from onnxgrad.data.class_numbers import ClassNames, first_names, label_text
 from onnxgrad.errors import argument, unknown
 from onnxgrad.limits import check_limit
 from onnxgrad.model.class_labels import Labels
@@ -155,9 +155,10 @@ class FileTable(ColumnArrays):
                 raise self._text_error(column, values, numeric_loss())
         if classes is None:
             return self
-        numbers, wrong = numbers_of(np.array(list(map(key, values)), str), classes, ignored)
-        numbers, wrong = numbers.reshape(array.shape), wrong.reshape(array.shape)
-        if not texts and (wrong.any() or list(map(str, classes)) == _places(classes)):
+        known = ClassNames(classes)
+        labels = np.array(list(map(label_text, values)), str).reshape(array.shape)
+        numbers, wrong = known.encode(labels, ignored)
+        if not texts and (wrong.any() or known.are_places):
             return self
         cells.refuse(wrong, array, f"{cells.title}: the classes are {first_names(classes)}, not")
         return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
@@ -178,10 +179,6 @@ class FileTable(ColumnArrays):
             f"{argument('classes', shown)}, or train a new last layer with "
             f"{argument('units', shown)}"
         )
-
-
-def _places(classes: Labels) -> list[str]:
-    return list(map(str, range(len(classes))))
 
 
 # -- files ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onnxgrad.data.class_numbers import labels_outside
 from onnxgrad.metrics.base import PredictionInfo
 
 
@@ -125,13 +126,12 @@ class Batch:
                     f"not {found}"
                 )
             return label
-        index = label.astype(np.int64, copy=False)
-        if not ((index == label) & (index >= 0) & (index < classes)).all():
+        if labels_outside(label, classes).any():
             raise ValueError(
                 f"metric {self.name!r}: class indices must be integers from 0 to {classes - 1}, "
                 f"not {found}; ignore_index names one to leave out"
             )
-        return index
+        return label.astype(np.int64, copy=False)
 
     def _numeric(self, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
         """Return an array of numbers with rows; refuse NaN, unless it may have some."""

@@ -13,11 +13,12 @@ from sklearn.utils import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
+from onnxgrad.data.class_numbers import ClassNames
 from onnxgrad.losses.objectives import ALIASES, LOSSES
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.metrics.foreign import FunctionMetric
 from onnxgrad.sklearn.base import OnnxEstimator, other_head
-from onnxgrad.sklearn.head import Head, places
+from onnxgrad.sklearn.head import Head
 
 
 def _has_probabilities(self: Any) -> bool:
@@ -288,8 +289,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         head = self._network.head
         if self._several:
             return head.as_target(y.astype(np.float64))
-        index = places(y, self.classes_)
-        if (wrong := self.classes_[index] != y).any():
+        y = y.astype(self.classes_.dtype) if y.dtype.kind == "b" else y
+        index, wrong = ClassNames(self.classes_.tolist()).encode(y)
+        if wrong.any():
             raise ValueError(
                 f"y has the labels {np.unique(y[wrong]).tolist()}, which are not in classes: "
                 f"{self.classes_.tolist()}"

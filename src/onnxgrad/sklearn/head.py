@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
+from onnxgrad.data.class_numbers import ClassNames
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.model.class_labels import LabelNodes, own_labels
 from onnxgrad.model.convert import non_tensor
@@ -92,13 +93,7 @@ class Head:
     def index(self, labels: np.ndarray) -> np.ndarray:
         """Return the columns of labels that the file predicted."""
         assert self.classes is not None
-        return places(labels.astype(self.classes.dtype), self.classes)
-
-
-def places(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Return the place of each label in `classes`, in any order; for others, that of another."""
-    order = np.argsort(classes)
-    return order[np.searchsorted(classes, labels, sorter=order).clip(max=len(order) - 1)]
+        return ClassNames(self.classes.tolist()).encode(labels)[0]
 
 
 def read_head(proto: ModelProto, output: str | None = None) -> Head:

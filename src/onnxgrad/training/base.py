@@ -35,6 +35,7 @@ from onnxgrad.training.arguments import (
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
+from onnxgrad.training.class_weights import weights_by_number
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.diagnose import find_failed_step
 from onnxgrad.training.equality import BuildCache
@@ -42,7 +43,6 @@ from onnxgrad.training.evaluate import evaluate, predict
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
-from onnxgrad.training.label_facts import weights_by_number
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix, check_mix
 from onnxgrad.training.modes.ranges import with_ranges

@@ -12,18 +12,20 @@ from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, named
 from onnxgrad.model import weights as constants
 from onnxgrad.operators.shapes import dims
+from onnxgrad.training.class_weights import WeightedClasses
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.recipe import Facts, Recipe, balanced_outputs
+from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.settings import Settings
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
     """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
-    if balanced_outputs(recipe.trainer) is not None and recipe.facts.balanced is None:
+    needed = WeightedClasses.of(recipe.trainer).balanced is not None
+    if needed and recipe.facts.balanced is None:
         raise ValueError(
             f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
             "first, or pass the weights of the classes"

@@ -19,16 +19,16 @@ from onnxgrad.schedules.rates import OfMembers, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
+from onnxgrad.training.class_weights import WeightedClasses
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_fit, find_failed_step
 from onnxgrad.training.evaluate import check_weights, evaluator_of
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
-from onnxgrad.training.label_facts import balanced_weights
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.recipe import Facts, Recipe, balanced_outputs
+from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.remembered import training_notes
 from onnxgrad.training.run.runner import micro_batches
 from onnxgrad.training.run.selection import Compiled
@@ -81,8 +81,8 @@ class Fit:
 
     def balance(self) -> None:
         """Let the recipe have the weights that balance the classes of the rows to train on."""
-        outputs = balanced_outputs(self.trainer)
-        if outputs is None or self.further:
+        weighted = WeightedClasses.of(self.trainer)
+        if weighted.balanced is None or self.further:
             return
         plain = Recipe(self.trainer, replace(self.recipe.facts, balanced=None), self.sharing)
         described = evaluator_of(plain, self.names)
@@ -90,7 +90,7 @@ class Fit:
         if self.held_out is not None and not isinstance(self.held_out, Dataset):
             unit = described.fields.fixed_rows or 1
             source, _ = hold_out(source, source, self.held_out, self.trainer.seed, unit)
-        weights = balanced_weights(source, described.described.labels, outputs)
+        weights = weighted.balance(source, described.described.labels)
         facts = replace(self.recipe.facts, balanced=weights)
         self.recipe = Recipe(self.trainer, facts, self.sharing)
         vars(self).pop("evaluator", None)  # that of other weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.class_numbers import check_count, first_names
+from onnxgrad.data.class_numbers import check_class_count, first_names
 from onnxgrad.data.readers import Reader
 from onnxgrad.errors import argument
 from onnxgrad.training.fields import Fields
@@ -26,7 +26,7 @@ def _check_classes(reader: Reader, fields: Fields) -> None:
     own, known = list(reader.class_names), list(map(str, names.classes))
     labels, count = getattr(reader, "labels", None), _count_classes(fields)
     if labels is not None and count is not None and len(labels):
-        check_count(own or int(labels.max()) + 1, labels, count)
+        check_class_count(own, labels, count)
     if own and known and own != known:
         raise DataError(
             f"labels are numbered as the classes {first_names(own)}, and the model has "

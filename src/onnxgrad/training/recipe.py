@@ -10,17 +10,18 @@ from typing import Any
 
 from onnx import ModelProto
 
+from onnxgrad.data.columns import column_names
 from onnxgrad.errors import named
 from onnxgrad.losses.causal import is_causal
-from onnxgrad.losses.objectives import takes_class_weight, training_loss
+from onnxgrad.losses.objectives import LABEL, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.read import names_model
 from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
-from onnxgrad.training.arguments import attributes_where, check_choice
-from onnxgrad.training.data import Dataset
+from onnxgrad.training.arguments import attributes_where
+from onnxgrad.training.class_weights import WeightedClasses
+from onnxgrad.training.data import Dataset, array_shape
 from onnxgrad.training.filled import fillable, is_cache
-from onnxgrad.training.label_facts import label_shapes
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
@@ -59,7 +60,8 @@ class Facts:
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         axes = max(d.weight_axes for d in both)
         axes = 2 if axes and trainer.moved else axes
-        weights = trainer.state.balanced if balanced_outputs(trainer) is not None else None
+        weighted = WeightedClasses.of(trainer)
+        weights = None if weighted.balanced is None else trainer.state.balanced
         labeled = True
         if is_causal(trainer.loss):  # else not asked: it may read a batch, and so draw from a seed
             labeled = any(d.given is None or d.given.labeled for d in both)
@@ -234,7 +236,7 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
         loss,
         options=trainer.loss_options,
         loss_weights=trainer.loss_weights,
-        class_weight=_class_weight(trainer, facts),
+        class_weight=WeightedClasses.of(trainer).with_balanced(facts.balanced),
         label_shapes=facts.labels,
         weight_shape=(0,) * facts.weight_axes or None,
         labeled=facts.labeled,
@@ -242,35 +244,28 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
     )
 
 
-def balanced_outputs(trainer: Settings) -> list[str] | None:
-    """Return the outputs whose classes are balanced, none for all that have any; None: of none."""
-    weight = trainer.class_weight
-    if isinstance(weight, str):
-        check_choice("class_weight", weight, ["balanced"])
-        if not isinstance(trainer.loss, Mapping):
-            return []
-        weighted = [name for name, loss in trainer.loss.items() if takes_class_weight(loss)]
-        if not weighted:
-            raise ValueError(f"{named('class_weight')} has no effect on these losses: leave it out")
-        return weighted
-    if not isinstance(weight, Mapping):
-        return None
-    by_text = {name: value for name, value in weight.items() if isinstance(value, str)}
-    for name, value in by_text.items():
-        check_choice(f"class_weight[{name!r}]", value, ["balanced"])
-    return [*by_text] or None
+def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of labels by input or output, as far as they are known.
+
+    Labels in batches have the shapes of the first batch. Among features, labels are called "label",
+    or as an output of the model.
+    """
+    X, y, _ = data.first
+    outputs = [output.name for output in proto.graph.output]
+    names = {LABEL, *outputs, *(f"{LABEL}_{name}" for name in outputs)}
+    if y is None:
+        names -= {x.name for x in proto.graph.input}
+        y = {name: X[name] for name in _names_in(X) if name in names}
+    elif (columns := _names_in(y)) and (isinstance(y, Mapping) or {*columns} <= names):
+        y = {name: y[name] for name in columns}
+    labels = y if isinstance(y, Mapping) else {LABEL: y}
+    shapes = {str(name): array_shape(array) for name, array in labels.items()}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def _class_weight(trainer: Settings, facts: Facts) -> Any:
-    """Return the weights of classes by number, of several losses by output."""
-    weight, outputs = trainer.class_weight, balanced_outputs(trainer)
-    if outputs is None:
-        return weight
-    balanced = facts.balanced or {}
-    if not isinstance(trainer.loss, Mapping):
-        return next(iter(balanced.values()), None)
-    given = {} if isinstance(weight, str) else {n: w for n, w in weight.items() if n not in outputs}
-    return {**given, **balanced}
+def _names_in(X: Any) -> list[Any]:
+    """Return the names in a dict or in a table; none in an array."""
+    return [*X] if isinstance(X, Mapping) else column_names(X) or []
 
 
 def _is_model(loss: Any) -> bool:

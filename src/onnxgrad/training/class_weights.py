@@ -1,0 +1,148 @@
+"""Weights of classes in a loss: given by names or numbers of classes, or balanced by labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.class_numbers import ClassNames, label_text, labels_outside
+from onnxgrad.errors import argument, named, unknown
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.losses.objectives import takes_class_weight
+from onnxgrad.training.arguments import check_choice
+from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.settings import Settings
+
+
+def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
+    """Return weights of classes by the numbers of the classes, also where they are by output.
+
+    Args:
+        weights: of classes by name or number; others are returned unchanged.
+        classes: the names of the classes; empty if they have none.
+        count: the number of classes, if texts may be numbers, as on the command line.
+
+    Raises:
+        ValueError: a name that is none of the classes.
+    """
+    if not isinstance(weights, Mapping):
+        return weights
+    known, numbered = ClassNames(classes), {}
+    for label, weight in weights.items():
+        if not np.isscalar(weight) or isinstance(weight, str):  # the weights of an output
+            numbered[label] = weights_by_number(weight, classes, count)
+        else:
+            numbered[_class_number(label, known, count)] = weight
+    return numbered
+
+
+def _class_number(label: Any, known: ClassNames, count: int | None) -> Any:
+    """Return the number of a class that is called by its name or its number.
+
+    Where classes are called by other numbers than their places, a number is a name.
+    """
+    text, words = label_text(label), isinstance(next(iter(known.classes), ""), str)
+    by_name = bool(known.numbers) and (isinstance(label, str) or not words)
+    if by_name and text in known.numbers:
+        return known.numbers[text]
+    if count is None and not by_name:
+        return label
+    if count is not None and text.isdigit() and int(text) < count:
+        return int(text)
+    valid = [*known.numbers] or map(str, range(count or 0))
+    raise unknown(f"class ({argument('class_weight')})", text, valid)
+
+
+@dataclass(frozen=True)
+class WeightedClasses:
+    """The weights of classes that a trainer is given, some of which labels have to say.
+
+    - `given`: the weights that are known without labels, by output if losses are by output.
+    - `balanced`: the outputs whose classes are balanced, empty for all that have classes; None if
+      no classes are balanced.
+    - `by_output`: whether losses are by output.
+    """
+
+    given: Any
+    balanced: list[str] | None
+    by_output: bool
+
+    @classmethod
+    def of(cls, trainer: Settings) -> WeightedClasses:
+        """Return the weights of classes of a trainer.
+
+        Raises:
+            ValueError: another text than "balanced", or no loss that weighs classes.
+        """
+        weight, loss = trainer.class_weight, trainer.loss
+        by_output = isinstance(loss, Mapping)
+        if isinstance(weight, str):
+            check_choice("class_weight", weight, ["balanced"])
+            outputs = [name for name in loss if takes_class_weight(loss[name])] if by_output else []
+            if by_output and not outputs:
+                raise ValueError(
+                    f"{named('class_weight')} has no effect on these losses: leave it out"
+                )
+            return cls(None, outputs, by_output)
+        if not isinstance(weight, Mapping):
+            return cls(weight, None, by_output)
+        outputs = [name for name, value in weight.items() if isinstance(value, str)]
+        for name in outputs:
+            check_choice(f"class_weight[{name!r}]", weight[name], ["balanced"])
+        given = {name: value for name, value in weight.items() if name not in outputs}
+        return cls(given, outputs or None, by_output)
+
+    def with_balanced(self, balanced: Mapping[str, dict[int, float]] | None) -> Any:
+        """Return all weights by number, with the weights that `balance` returned."""
+        if self.balanced is None:
+            return self.given
+        if not self.by_output:
+            return next(iter((balanced or {}).values()), None)
+        return {**(self.given or {}), **(balanced or {})}
+
+    def balance(
+        self, source: BatchSource, labels: Mapping[str, LossInfo]
+    ) -> dict[str, dict[int, float]]:
+        """Return weights that are inversely proportional to the frequencies of classes.
+
+        The weight of a class is n / (k n_c) for n labels of k classes, n_c of them of class c, as
+        scikit-learn's `class_weight="balanced"`. Labels that are ignored or NaN do not count.
+
+        Args:
+            source: the batches to train on; unless they are arrays, all labels are read.
+            labels: what is known of each label.
+
+        Returns:
+            `{class: weight}` by output.
+
+        Raises:
+            ValueError: no label is a class, or the labels are no class indices.
+        """
+        given, outputs = argument("class_weight", "balanced"), self.balanced or []
+        infos = {
+            name: info
+            for name, info in labels.items()
+            if (info.classes, info.threshold) != (None, None)
+            and (not outputs or info.prediction in outputs)
+        }
+        if not infos or len(infos) < len(outputs):
+            raise ValueError(f"{given} needs labels that are numbers of classes: pass the weights")
+        counts: dict[str, dict[int, int]] = {name: {} for name in infos}
+        for piece in source.label_batches():
+            for name, info in infos.items():
+                array = np.asarray(piece[name])
+                counted = array[(array != info.ignore_index) & (array == array)]  # NaN is no label
+                values, numbers = np.unique(counted, return_counts=True)
+                if labels_outside(values).any():
+                    raise ValueError(f"{given} needs class indices in {name!r}: pass the weights")
+                for value, number in zip(values.tolist(), numbers.tolist(), strict=True):
+                    counts[name][int(value)] = counts[name].get(int(value), 0) + number
+        return {
+            str(infos[name].prediction): {
+                c: sum(own.values()) / (len(own) * n) for c, n in sorted(own.items())
+            }
+            for name, own in counts.items()
+        }
