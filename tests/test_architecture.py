@@ -17,7 +17,7 @@ from tests.support.source_nodes import imports_and_calls, module_files
 # from the ground up: a room imports those before it, and the public names import all but `tasks`,
 # which are above them, and `cli`
 FLOORS = (
-    "lazy_sympy errors limits reporting estimator"
+    "lazy_sympy errors checks limits reporting estimator"
     " operators graph model runtime native data autodiff parallel"
     " losses metrics optimizers schedules training quantization compat artifacts adapters finetune"
     " language explain plot report torch sklearn __init__ tasks cli __main__"
@@ -137,7 +137,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "losses": (3600, 33),
     "metrics": (1050, 14),
     "model": (2450, 20),
-    "modules": (400, 7),
+    "modules": (450, 8),
     "native": (1450, 12),
     "operators": (5800, 38),
     "optimizers": (1100, 10),
@@ -146,7 +146,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "quantization": (450, 6),
     "report": (1150, 11),
     "runtime": (750, 7),
-    "schedules": (550, 6),
+    "schedules": (500, 6),
     "sklearn": (950, 9),
     "tasks": (2150, 15),
     "torch": (550, 5),

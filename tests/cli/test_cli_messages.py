@@ -195,6 +195,11 @@ def test_the_validation_file_is_named(here):
             ["(--monitor) 'validation_mae'"],
         ),
         ((*REGRESSION[:4], "--history", "h.txt"), [".csv"]),
+        (
+            (*REGRESSION[:4], "--checkpoint", "kept", "--checkpoint-seconds", 0),
+            ["--checkpoint-seconds", "above 0", "0.0"],
+        ),
+        ((*REGRESSION[:4], "--clip-norm", 0), ["--clip-norm", "above 0", "0.0"]),
         ((*REGRESSION[:4], "--recompute", "some"), ["recompute", "some"]),
         ((*REGRESSION[:4], "--lora", "W", "--lora-dropout", 1), ["--lora-dropout 1.0"]),
         ((*REGRESSION[:4], "--loss-weight", "y=2"), ["--loss OUTPUT=LOSS"]),

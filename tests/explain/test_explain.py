@@ -472,7 +472,7 @@ def test_influence_refuses(options, named):
         (lambda: explain.fgsm(LINEAR, X, 1, 0, loss="log"), "loss 'log'"),
         (lambda: explain.pgd(LINEAR, X, 1, 1, 1, 0, norm="L3"), "norm 'L3'"),
         (lambda: explain.integrated_gradients(LINEAR, X, 0, method="best"), "method 'best'"),
-        (lambda: explain.integrated_gradients(LINEAR, X, 0, steps=0), "at least one"),
+        (lambda: explain.integrated_gradients(LINEAR, X, 0, steps=0), "steps"),
         (lambda: explain.smooth_grad(LINEAR, X, 0, samples=0), "at least one"),
         (lambda: explain.saliency(LINEAR, X, 0, wrt="v"), "tensor 'v'"),
         (lambda: explain.saliency(LINEAR, X, 0, wrt="y"), "the output"),

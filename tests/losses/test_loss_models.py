@@ -361,7 +361,7 @@ def test_distillation_with_a_hard_loss_of_options():
     ("options", "message"),
     [
         ({"temperature": 0}, "above 0"),
-        ({"alpha": 1.5}, "between 0 and 1"),
+        ({"alpha": 1.5}, "0 to 1"),
         ({"teacher_output": "z"}, "z"),
         ({"output": "z"}, "z"),
         ({"teacher": "features"}, "inputs={"),

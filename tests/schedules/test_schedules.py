@@ -375,7 +375,9 @@ def test_one_model_keeps_the_state_of_its_schedule_alone():
 
 
 WRONG = [  # a call, and what the message must name
-    (lambda: constant(-1), ["Constant", "-1"]),
+    (lambda: constant(-1), ["rate of Constant", "-1"]),
+    (lambda: exponential(-1, 0.5), ["rate of Exponential", "-1"]),
+    (lambda: plateau(-1), ["rate of Plateau", "-1"]),
     (lambda: constant(float("nan")), ["Constant", "nan"]),
     (lambda: constant(True), ["Constant", "True"]),
     (lambda: step_decay(0.1, every=0), ["every of Exponential", "1"]),

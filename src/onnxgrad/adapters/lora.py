@@ -17,6 +17,7 @@ from onnxgrad.adapters.insertion import Arrays, adopted, insert, writable
 from onnxgrad.adapters.names import module_names
 from onnxgrad.adapters.targets import chosen_targets
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, Use, targets
+from onnxgrad.checks import check_count
 from onnxgrad.errors import argument, escaping
 from onnxgrad.model.notes import ADAPTERS, read_adapters, write_note
 from onnxgrad.model.read import ModelLike
@@ -102,8 +103,7 @@ def _options(
     rank: int, alpha: float, dropout: float, use_rslora: bool, use_dora: bool
 ) -> dict[str, Any]:
     """Return the settings of an adapter as they are noted."""
-    if rank < 1:
-        raise ValueError(f"{argument('rank', rank)}: an adapter needs at least 1")
+    check_count("rank", rank)
     if not 0 <= dropout < 1:
         given = argument("add_lora.dropout", dropout)
         raise ValueError(f"{given}: give a probability of [0, 1)")

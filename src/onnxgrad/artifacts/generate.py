@@ -20,13 +20,13 @@ from onnxgrad.artifacts.models import Models, build_models
 from onnxgrad.artifacts.ort_format import write_ort
 from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.straight_through import straight_through_warning
+from onnxgrad.checks import check_choice
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.base import Schedule
-from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import describe
 from onnxgrad.training.parameters.patterns import as_list

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from onnxgrad.checks import check_number
 from onnxgrad.cli.schedule_names import SCHEDULES
 from onnxgrad.cli.train_options import (
     LossOptions,
@@ -19,7 +20,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.parallel import DataParallel, group_of
 from onnxgrad.schedules import compose
-from onnxgrad.schedules.base import Schedule, number
+from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.arguments import usual_rate
 
 
@@ -124,7 +125,7 @@ def learning_rate(options: OptimizerOptions) -> Schedule:
     if name not in SCHEDULES:
         raise unknown("schedule", name, SCHEDULES)
     if rate is not None:
-        number("--learning-rate", rate)
+        check_number("learning_rate", rate)
     else:
         rate = usual_rate(optimizer(options))
     chosen = dict(read_value("schedule-option", text) for text in options.schedule_option)

@@ -22,6 +22,7 @@ OPTIONS = {  # the option of an argument, where it has another name
     "loss_options": "loss_option",
     "loss_weights": "loss_weight",
     "budget_seconds": "budget",
+    "every_seconds": "checkpoint_seconds",
     "y": "target",
     "size": "image_size",
 }

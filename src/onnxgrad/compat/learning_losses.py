@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.checks import check_choice
 from onnxgrad.compat.loss_models import GRADIENT, LOSS, checked_feed, loss_outputs
 from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
 from onnxgrad.errors import unknown
@@ -33,7 +34,6 @@ from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, Loss
 from onnxgrad.model.draft import Shape
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.runtime.values import owned, shape_of, to_numpy
-from onnxgrad.training.arguments import check_choice
 
 
 class BaseLearningLoss(SmallFunctions):

@@ -14,13 +14,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.checks import check_choice
 from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
 from onnxgrad.errors import EvaluationError, unknown
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.runtime.values import FLOATS, shape_of, to_numpy
 from onnxgrad.schedules.base import LearningRate
-from onnxgrad.training.arguments import check_choice
 
 Update = Callable[..., dict[str, ir.Value]]  # writes the outputs into a draft
 

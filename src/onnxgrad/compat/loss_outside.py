@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.checks import check_choice
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.function_graphs import function_onnx_graph
 from onnxgrad.compat.learning_losses import BaseLearningLoss
@@ -25,7 +26,6 @@ from onnxgrad.model.write import write_models
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
-from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.objective import Plan, build_objective

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.checks import check_choice, check_count
 from onnxgrad.compat.estimator_fit import INITS, EstimatorFit, EstimatorState
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.learning_rates import BaseLearningRate, LearningRateSGDNesterov
@@ -24,7 +25,6 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.reporting import level_of, logger, reporting
-from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.equality import BuildCache, model_fingerprint
 from onnxgrad.training.loop import Loop

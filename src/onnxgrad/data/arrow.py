@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_count
 from onnxgrad.data.arrays import column_array
 from onnxgrad.data.arrow_blocks import Block, ColumnArrays
 from onnxgrad.data.arrow_files import pieces, read
@@ -75,8 +76,8 @@ def arrow_dataset(
     """
     targets = [y] if isinstance(y, str) else list(y or ())
     weights = [sample_weight] if isinstance(sample_weight, str) else list(sample_weight or ())
-    if shuffle_rows is not None and shuffle_rows < 1:
-        raise ValueError(f"shuffle_rows={shuffle_rows} must be at least 1")
+    if shuffle_rows is not None:
+        check_count("shuffle_rows", shuffle_rows)
     opened = _open_dataset(source)
     return ArrowReader(opened, targets, weights, columns, shuffle_rows, opened is source)
 

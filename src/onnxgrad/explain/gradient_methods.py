@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
+from onnxgrad.checks import check_choice, check_count
 from onnxgrad.explain.baselines import baseline_values
 from onnxgrad.explain.score_function import Attributions, ScoreFunction
 from onnxgrad.explain.targets import Target
@@ -237,10 +237,8 @@ def between(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
 def quadrature(method: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights and the points of a quadrature on [0, 1]."""
     methods = ("gausslegendre", *_SHIFTS)
-    if method not in methods:
-        raise unknown("method", method, methods)
-    if steps < 1:
-        raise ValueError(f"steps={steps}: give at least one")
+    check_choice("method", method, methods)
+    check_count("steps", steps)
     if method == "gausslegendre":
         points, weights = np.polynomial.legendre.leggauss(steps)
         return weights / 2, (points + 1) / 2

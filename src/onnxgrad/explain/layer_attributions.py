@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_count
 from onnxgrad.explain.baselines import baseline_values
 from onnxgrad.explain.gradient_methods import between, quadrature
 from onnxgrad.explain.score_function import Point, ScoreFunction
@@ -104,8 +105,7 @@ def layer_conductance(
         >>> og.explain.layer_conductance(model, x, "h", steps=500).round(2).tolist()
         [[1.0, 4.0]]
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps}: give at least one")
+    check_count("steps", steps)
     _, fractions = quadrature(method, steps + 1)
     proto = read(model)
     point = ScoreFunction(proto, wrt, layer).at(inputs)

@@ -14,6 +14,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
+from onnxgrad.checks import check_count
 from onnxgrad.errors import escaping, printable
 from onnxgrad.explain.paths import require_differentiable
 from onnxgrad.explain.user_inputs import Arrays
@@ -221,6 +222,5 @@ def checked_device(proto: ModelProto, device: Any, batch_size: int, what: str) -
             "depend on other rows, or on random numbers: export the model in inference mode, as "
             "by model.eval()"
         )
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
+    check_count("batch_size", batch_size)
     return CPU if device is None else Device.of(device).check()

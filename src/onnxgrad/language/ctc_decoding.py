@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxgrad.checks import check_count
+
 
 def ctc_decode(
     log_p: np.ndarray, blank: int = 0, beam: int | None = None
@@ -41,8 +43,7 @@ def ctc_decode(
         kept = (best != blank) & (best != np.append(-1, best)[:-1])
         sure = np.exp(log_p.max(axis=1)[kept]).mean() if kept.any() else 0.0
         return best[kept].tolist(), float(sure)
-    if beam < 1:
-        raise ValueError(f"beam={beam} must be 1 or more")
+    check_count("beam", beam)
     prefixes: list[tuple[int, ...]] = [()]
     ends = np.array([[0.0], [-np.inf]])
     for step in np.asarray(log_p, np.float64):

@@ -14,6 +14,7 @@ from onnx import ModelProto, load_model_from_string
 
 from onnxgrad.adapters.files import load_adapter
 from onnxgrad.adapters.session_files import read_arrays
+from onnxgrad.checks import check_count
 from onnxgrad.errors import argument, unknown
 from onnxgrad.language.cached import Cached
 from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
@@ -96,8 +97,7 @@ def generate(
         'tock tick tock'
     """
     choice = Choice(temperature, top_p, seed)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more")
+    check_count("max_new_tokens", max_new_tokens)
     several = isinstance(prompts, (list, tuple)) and not _is_chat(prompts)
     given = [*prompts] if several else [prompts]
     found = _generate(model, given, max_new_tokens, choice, tokenizer, adapter)

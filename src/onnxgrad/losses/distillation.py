@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.checks import check_positive, check_share
 from onnxgrad.errors import argument
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
@@ -137,10 +138,8 @@ def distillation(
         >>> loss.teacher is None, loss.temperature
         (True, 4.0)
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: it must be above 0")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha={alpha}: it must be between 0 and 1")
+    check_positive("temperature", temperature)
+    check_share("alpha", alpha)
     proto = None
     if teacher is not None:
         proto = read_output(teacher, teacher_output, "teacher_output")

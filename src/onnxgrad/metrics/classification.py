@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnxgrad.checks import check_count
 from onnxgrad.errors import unknown
 from onnxgrad.metrics.base import PredictionInfo, nothing
 from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
@@ -71,8 +72,7 @@ class TopK(Accuracy):
     k: int = 5
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, (int, np.integer)) or self.k < 1:
-            raise ValueError(f"k of TopK must be an integer of 1 or more, not {self.k!r}")
+        check_count("k of TopK", self.k)
         self.name = f"top_{self.k}_accuracy"
 
     def begin(self, prediction: PredictionInfo) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from onnxgrad.checks import check_count
 from onnxgrad.errors import unknown
 from onnxgrad.metrics.base import Metric, PredictionInfo, nothing
 
@@ -82,8 +83,7 @@ class Retrieval(EmbeddingMetric):
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"k={self.k} must be 1 or more")
+        check_count("k", self.k)
         for option, value, known in (
             ("measure", self.measure, ["recall", "hit_rate"]),
             ("queries", self.queries, ["all", "first"]),

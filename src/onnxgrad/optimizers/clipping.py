@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.checks import check_positive
 from onnxgrad.optimizers.base import Inputs, Optimizer, Slots, norm
 
 EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
@@ -20,7 +21,7 @@ class Clip(Optimizer):
     elementwise = True
 
     def __post_init__(self) -> None:
-        _check_positive("value", self.value)
+        check_positive("value", self.value, infinite=True)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the bounds."""
@@ -34,7 +35,7 @@ class ClipByNorm(Optimizer):
     norm: float
 
     def __post_init__(self) -> None:
-        _check_positive("norm", self.norm)
+        check_positive("norm", self.norm, infinite=True)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the norm and the product."""
@@ -49,7 +50,7 @@ class ClipByGlobalNorm(Optimizer):
     elementwise = True
 
     def __post_init__(self) -> None:
-        _check_positive("norm", self.norm)
+        check_positive("norm", self.norm, infinite=True)
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
         """Write the norm of all gradients, in the widest of their dtypes, and the products."""
@@ -101,8 +102,3 @@ def clip_by_global_norm(norm: float) -> Optimizer:
         True
     """
     return ClipByGlobalNorm(norm)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} must be above 0, not {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from onnxgrad.checks import check_count
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.groups import ParamGroup, param_groups
 from onnxgrad.optimizers.presets import select
@@ -38,8 +39,7 @@ def gradual_unfreezing(
     """
     if isinstance(patterns, str):  # its letters would be the patterns
         raise ValueError(f"patterns is a list: write [{patterns!r}]")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every is a number of steps, 1 or more, not {every!r}")
+    check_count("every", every)
     chosen = list(patterns)
     if not chosen or len(set(chosen)) < len(chosen):
         raise ValueError(f"patterns are one or more different ones, not {chosen}")

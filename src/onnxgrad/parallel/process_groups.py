@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from onnxgrad.checks import check_choice, check_count
 from onnxgrad.parallel.engines import (
     MpiGroup,
     TorchGroup,
@@ -63,10 +64,8 @@ class DataParallel:
     shards: bool = False
 
     def __post_init__(self) -> None:
-        if self.engine not in ("auto", "torch", "mpi"):
-            raise ValueError(f"engine is {self.engine!r}: pass 'auto', 'torch' or 'mpi'")
-        if self.local_steps < 1:
-            raise ValueError(f"local_steps is {self.local_steps}: pass 1 or more")
+        check_choice("engine", self.engine, ("auto", "torch", "mpi"))
+        check_count("local_steps", self.local_steps)
         if self.local_steps > 1 and (self.shard_optimizer or self.sync_batch_norm):
             raise ValueError(
                 "local_steps: a process that trains alone needs all slots, and has statistics of "

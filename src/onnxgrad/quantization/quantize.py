@@ -11,6 +11,7 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto
 
+from onnxgrad.checks import check_choice, check_count
 from onnxgrad.errors import ModelError, argument, printable, unknown
 from onnxgrad.model import external
 from onnxgrad.model.read import ModelLike, read
@@ -20,7 +21,6 @@ from onnxgrad.quantization.by_onnxruntime import Job, prepared
 from onnxgrad.quantization.calibration import feeds
 from onnxgrad.quantization.overflow import integer_products_overflow
 from onnxgrad.reporting import frames_inside
-from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.modes.stored_integers import as_floats, stored
 from onnxgrad.training.parameters.patterns import as_list
 

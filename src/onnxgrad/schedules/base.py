@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from functools import partial
-from math import isfinite
-from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
+from onnxgrad.checks import check_count, check_number
 from onnxgrad.errors import named
 
 if TYPE_CHECKING:
@@ -17,9 +15,12 @@ if TYPE_CHECKING:
 Check = Callable[[str, Any], Any]
 
 
-def argument(check: Check, default: Any = MISSING) -> Any:
-    """Return a field of a schedule, which `check(name, value)` validates and converts."""
-    return field(default=default, metadata={"check": check})
+def argument(check: Check, default: Any = MISSING, called: str = "") -> Any:
+    """Return a field of a schedule, which `check(name, value)` validates and converts.
+
+    `called`: the argument of the function that returns the schedule, where it has another name.
+    """
+    return field(default=default, metadata={"check": check, "called": called})
 
 
 class LearningRate:
@@ -66,7 +67,8 @@ class Schedule(LearningRate):
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
             if check := f.metadata.get("check"):
-                checked = check(f"{f.name} of {type(self).__name__}", getattr(self, f.name))
+                name = f.metadata.get("called") or f.name
+                checked = check(f"{name} of {type(self).__name__}", getattr(self, f.name))
                 object.__setattr__(self, f.name, checked)
 
     def __call__(self, step: int) -> float:
@@ -86,7 +88,7 @@ class Schedule(LearningRate):
         Raises:
             ValueError: `steps` is no integer of 1 or more.
         """
-        steps, own = count("steps", steps), vars(self)
+        steps, own = check_count("steps", steps), vars(self)
         arguments: Any = fields(self) if is_dataclass(type(self)) else ()  # type: ignore[arg-type]
         shares = [f.name for f in arguments if f.metadata.get("check") is count_or_share]
         filled: dict[str, Any] = {name: resolve(own[name], steps) for name in shares}
@@ -150,58 +152,21 @@ class Schedule(LearningRate):
         return ax
 
 
-def number(name: str, value: Any, low: float = 0.0, strict: bool = False) -> float:
-    """Return a finite number as a float; raise ValueError below `low`, if `strict` also at it."""
-    bound = f"above {low:g}" if strict else f"of {low:g} or more"
-    try:
-        if isinstance(value, (bool, str)):
-            raise TypeError
-        converted = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number {bound}, not {value!r}") from None
-    if not isfinite(converted) or converted < low or (strict and converted == low):
-        raise ValueError(f"{name} must be a finite number {bound}, not {value!r}")
-    return converted
-
-
-positive = partial(number, strict=True)
-
-
-def share(name: str, value: Any) -> float:
-    """Return a number from 0 to 1."""
-    if number(name, value) > 1:
-        raise ValueError(f"{name} must be from 0 to 1, not {value!r}")
-    return float(value)
-
-
-def count(name: str, value: Any, low: int = 1) -> int:
-    """Return an integer of at least `low`."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        value = index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, not {value!r}") from None
-    if value < low:
-        raise ValueError(f"{name} must be {low} or more, not {value}")
-    return value
-
-
 def steps_or_none(name: str, value: Any) -> int | None:
     """Return a number of steps; None is that of the whole run."""
-    return None if value is None else count(name, value)
+    return None if value is None else check_count(name, value)
 
 
 def count_or_share(name: str, value: Any) -> int | float:
     """Return a number of steps: an integer, or a share of the run, a float between 0 and 1."""
     try:
-        return count(name, value, low=0)
+        return check_count(name, value, 0)
     except ValueError:
         if isinstance(value, float) and 0 < value < 1:
             return float(value)
         raise ValueError(
-            f"{name} must be an integer of 0 or more, or a share of the run, a float between 0 "
-            f"and 1, not {value!r}"
+            f"{named(name)} must be a whole number, 0 or more, or a share of the run, a float "
+            f"between 0 and 1, not {value!r}"
         ) from None
 
 
@@ -230,7 +195,7 @@ def steps_in(schedule: Schedule, name: str) -> int:
 class Constant(Schedule):
     """The same rate in every step: see `constant`."""
 
-    value: float = argument(number)
+    value: float = argument(check_number, called="rate")
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
@@ -271,4 +236,4 @@ def select(schedule: Any) -> Schedule:
             f"a learning rate is a number or a schedule such as cosine(1e-3), not {schedule!r}; "
             "a function of the step is the method __call__ of a subclass of Schedule"
         ) from None
-    return Constant(number(named("learning_rate"), rate))
+    return Constant(check_number("learning_rate", rate))

@@ -8,16 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from onnxgrad.schedules.base import (
-    Schedule,
-    argument,
-    count,
-    count_or_share,
-    number,
-    resolve,
-    select,
-    steps_in,
-)
+from onnxgrad.checks import check_count, check_number
+from onnxgrad.schedules.base import Schedule, argument, count_or_share, resolve, select, steps_in
 
 
 @dataclass(frozen=True)
@@ -26,7 +18,7 @@ class Warmup(Schedule):
 
     schedule: Schedule = argument(lambda name, value: select(value))  # noqa: RUF009 (a field)
     warmup: int | float = argument(count_or_share)
-    start: float = argument(number, 0.0)
+    start: float = argument(check_number, 0.0)
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
@@ -48,7 +40,7 @@ class Warmup(Schedule):
 
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps, the warm-up included."""
-        warmup = resolve(self.warmup, count("steps", steps))
+        warmup = resolve(self.warmup, check_count("steps", steps))
         return replace(self, schedule=self.schedule.over(max(steps - warmup, 1)), warmup=warmup)
 
     @property
@@ -118,7 +110,7 @@ class Join(Schedule):
 
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps, which ends with the last schedule."""
-        boundaries = tuple(resolve(b, count("steps", steps)) for b in self.boundaries)
+        boundaries = tuple(resolve(b, check_count("steps", steps)) for b in self.boundaries)
         edges = [0, *boundaries, max(steps, (boundaries or (0,))[-1] + 1)]
         lengths = [end - start for start, end in pairwise(edges)]
         filled = (s.over(max(n, 1)) for s, n in zip(self.schedules, lengths, strict=True))

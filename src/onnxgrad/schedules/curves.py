@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-from onnxgrad.errors import unknown
+from onnxgrad.checks import check_choice, check_count, check_number, check_positive, check_share
 from onnxgrad.schedules.base import (
     Schedule,
     argument,
-    count,
     count_or_share,
-    number,
-    positive,
     resolve,
-    share,
     steps_in,
     steps_or_none,
 )
@@ -25,9 +21,9 @@ from onnxgrad.schedules.compose import Warmup
 class Exponential(Schedule):
     """start * factor^(step / every), the exponent rounded down if `staircase`."""
 
-    start: float = argument(number)
-    factor: float = argument(positive)
-    every: int = argument(count, 1)
+    start: float = argument(check_number, called="rate")
+    factor: float = argument(check_positive)
+    every: int = argument(check_count, 1)
     staircase: bool = False
 
     def __call__(self, step: int) -> float:
@@ -40,9 +36,9 @@ class Exponential(Schedule):
 class Polynomial(Schedule):
     """end + (start - end) (1 - step / steps)^power, then `end`."""
 
-    start: float = argument(number)
-    end: float = argument(number, 0.0)
-    power: float = argument(positive, 1.0)
+    start: float = argument(check_number)
+    end: float = argument(check_number, 0.0)
+    power: float = argument(check_positive, 1.0)
     steps: int | None = argument(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
@@ -55,8 +51,8 @@ class Polynomial(Schedule):
 class Cosine(Schedule):
     """end + (peak - end) (1 + cos(pi step / steps)) / 2, then `end`."""
 
-    peak: float = argument(number)
-    end: float = argument(number, 0.0)
+    peak: float = argument(check_number)
+    end: float = argument(check_number, 0.0)
     steps: int | None = argument(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
@@ -69,10 +65,10 @@ class Cosine(Schedule):
 class CosineRestarts(Schedule):
     """Half cosines from `peak` to `end`, one after the other, each `factor` times as long."""
 
-    peak: float = argument(number)
+    peak: float = argument(check_number)
     period: int | float = argument(count_or_share)
-    factor: int = argument(count, 1)
-    end: float = argument(number, 0.0)
+    factor: int = argument(check_count, 1)
+    end: float = argument(check_number, 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,18 +90,17 @@ class CosineRestarts(Schedule):
 class OneCycle(Schedule):
     """Up from peak / div_factor to the peak, and down to that / final_div_factor: `one_cycle`."""
 
-    peak: float = argument(number)
+    peak: float = argument(check_number)
     steps: int | None = argument(steps_or_none, None)
-    pct_start: float = argument(share, 0.3)
+    pct_start: float = argument(check_share, 0.3)
     anneal_strategy: str = "cos"
-    div_factor: float = argument(positive, 25.0)
-    final_div_factor: float = argument(positive, 1e4)
+    div_factor: float = argument(check_positive, 25.0)
+    final_div_factor: float = argument(check_positive, 1e4)
     three_phase: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.anneal_strategy not in ("cos", "linear"):
-            raise unknown("anneal_strategy", self.anneal_strategy, ["cos", "linear"])
+        check_choice("anneal_strategy", self.anneal_strategy, ("cos", "linear"))
         if self.three_phase and self.pct_start > 0.5:
             raise ValueError(
                 "pct_start of OneCycle is the share of the way up, and of the equal way down, of "
@@ -135,7 +130,7 @@ class OneCycle(Schedule):
 class InverseSqrt(Schedule):
     """peak * min(step / warmup, sqrt(warmup / step))."""
 
-    peak: float = argument(number)
+    peak: float = argument(check_number)
     warmup: int | float = argument(count_or_share)
 
     def __post_init__(self) -> None:
@@ -275,7 +270,7 @@ def cosine(
     schedule = curve if warmup == 0 else Warmup(curve, warmup)
     if steps is None:
         return schedule
-    steps = count("steps of cosine", steps)
+    steps = check_count("steps of cosine", steps)
     if isinstance(schedule, Warmup) and resolve(schedule.warmup, steps) >= steps:
         raise ValueError(f"warmup of cosine, {warmup}, leaves none of its {steps} steps")
     return schedule.over(steps)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from onnxgrad.errors import unknown
-from onnxgrad.schedules.base import Schedule, argument, count, number
+from onnxgrad.checks import check_choice, check_count, check_number
+from onnxgrad.schedules.base import Schedule, argument
 
-_zero_or_more = partial(count, low=0)
+_zero_or_more = partial(check_count, least=0)
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,18 @@ class Plateau(Schedule):
     `cooldown`, the entries for which none counts as bad.
     """
 
-    initial: float = argument(number)
-    factor: float = argument(number, 0.1)
+    initial: float = argument(check_number, called="rate")
+    factor: float = argument(check_number, 0.1)
     patience: int = argument(_zero_or_more, 10)
     monitor: str = "validation_loss"
     mode: str = "min"
-    threshold: float = argument(number, 1e-4)
+    threshold: float = argument(check_number, 1e-4)
     cooldown: int = argument(_zero_or_more, 0)
-    min_rate: float = argument(number, 0.0)
+    min_rate: float = argument(check_number, 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mode not in ("min", "max"):
-            raise unknown("mode", self.mode, ["min", "max"])
+        check_choice("mode", self.mode, ("min", "max"))
         if not 0 < self.factor < 1:
             raise ValueError(f"factor of Plateau must be between 0 and 1, not {self.factor}")
         if self.min_rate > self.initial:

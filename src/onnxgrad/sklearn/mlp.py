@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.checks import check_count
 from onnxgrad.errors import unknown
 from onnxgrad.finetune.layers import initializer
 from onnxgrad.model.draft import Draft
-from onnxgrad.training.arguments import check_count
 
 ACTIVATIONS = {"relu": "Relu", "tanh": "Tanh", "logistic": "Sigmoid", "identity": "Identity"}
 

@@ -1,14 +1,12 @@
-"""The arguments of trainers: what depends on each; checks; a learning rate and an optimizer."""
+"""The arguments of trainers: what depends on each; a learning rate and an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
-
-import numpy as np
 
 from onnxgrad.errors import named, unknown
 from onnxgrad.optimizers import Optimizer
@@ -79,21 +77,6 @@ def attributes_where(**wanted: bool) -> list[str]:
         of for of in ARGUMENTS.values() if all(bool(getattr(of, n)) == v for n, v in wanted.items())
     )
     return list(dict.fromkeys(name for of in chosen for name in of.attributes.split()))
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, or raise `ValueError` if it is no whole number of at least 0 or 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        bound = "above 0" if least else "of 0 or more"
-        raise ValueError(f"{named(name)} must be a whole number {bound}, not {value!r}")
-    return int(value)
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
-    """Return `value`, or raise `ValueError` if it is none of the choices."""
-    if value not in choices:
-        raise unknown(named(name), value, choices)
-    return value
 
 
 def usual_rate(optimizer: Optimizer) -> float:

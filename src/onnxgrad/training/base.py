@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from onnx import ModelProto
 
 from onnxgrad.autodiff.recompute import RECOMPUTE
+from onnxgrad.checks import check_choice, check_count, check_positive
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.graph.emit import garbage_kept
@@ -26,12 +27,7 @@ from onnxgrad.parallel import DataParallel
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import LearningRate
-from onnxgrad.training.arguments import (
-    check_choice,
-    check_count,
-    refuse_unknown,
-    select_rate,
-)
+from onnxgrad.training.arguments import refuse_unknown, select_rate
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
@@ -100,6 +96,8 @@ class TrainerBase(Settings):
         self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
         self.optimizer = select_optimizer(optimizer)
         self.learning_rate = select_rate(learning_rate, self.optimizer)
+        if clip_norm is not None:
+            check_positive("clip_norm", clip_norm, infinite=True)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
         self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})

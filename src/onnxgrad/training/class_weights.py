@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_choice
 from onnxgrad.data.class_numbers import ClassNames, label_text, labels_outside
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import takes_class_weight
-from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.settings import Settings
 

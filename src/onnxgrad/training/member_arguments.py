@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_choice, check_count
 from onnxgrad.errors import printable, unknown
-from onnxgrad.training.arguments import check_choice, check_count
 from onnxgrad.training.glorot import glorot
 
 Arrays = dict[str, np.ndarray]

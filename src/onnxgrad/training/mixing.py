@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.checks import check_positive
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.mixed_rows import MixedRows
@@ -33,8 +34,7 @@ class Mix:
     alpha: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.alpha, bool) or not 0 < float(self.alpha) < float("inf"):
-            raise ValueError(f"alpha must be a number above 0, not {self.alpha!r}")
+        check_positive("alpha", self.alpha)
 
     def numbers(self, rng: np.random.Generator) -> list[float]:
         """Draw the numbers of a batch."""

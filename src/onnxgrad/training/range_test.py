@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_count, check_positive
 from onnxgrad.errors import ConvergenceError
-from onnxgrad.schedules.base import Schedule, count, positive
+from onnxgrad.schedules.base import Schedule
 from onnxgrad.schedules.curves import exponential
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.events import Callbacks
@@ -85,7 +86,7 @@ class _Watch(Callback):
     every_steps = 1
 
     def __init__(self, steps: int, smoothing: float, diverges: float) -> None:
-        count("steps", steps, low=2)
+        check_count("steps", steps, 2)
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing must be at least 0 and below 1, not {smoothing!r}")
         if not diverges > 1:
@@ -174,7 +175,7 @@ def lr_range_test(
         >>> 0.01 < found.suggestion < 1
         True
     """
-    if positive("end", end) <= positive("start", start):
+    if check_positive("end", end) <= check_positive("start", start):
         raise ValueError(f"end must be above start={start!r}, not {end!r}")
     watch = _Watch(steps, smoothing, diverges)
     rates = exponential(start, end / start, every=steps - 1)

@@ -98,7 +98,7 @@ def test_what_is_no_callback():
     with pytest.raises(ValueError, match="twice"):
         Callbacks([timing, timing])
     for wrong in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="positive integer"):
+        with pytest.raises(ValueError, match=naming("every_steps", "Norms", repr(wrong))):
             Callbacks([Norms(every_steps=wrong)])
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from onnxgrad.checks import check_choice, check_count, check_positive
 from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training import saving
@@ -73,16 +74,12 @@ class Checkpoint(Callback):
         monitor: str | None = None,
         mode: str = "auto",
     ) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep is {keep!r}: pass how many checkpoints to keep, 1 or more")
-        if every_seconds is not None and not every_seconds > 0:
-            raise ValueError(f"every_seconds is {every_seconds!r}: pass a number above 0")
-        if mode not in ("auto", "min", "max"):
-            raise unknown("mode", mode, ("auto", "min", "max"))
+        if every_seconds is not None:
+            check_positive("every_seconds", every_seconds, infinite=True)
         self.folder = Path(folder)
         self.every_steps, self.every_seconds = every_steps, every_seconds
-        self.keep, self.monitor = keep, monitor
-        self.mode = mode
+        self.keep, self.monitor = check_count("keep", keep), monitor
+        self.mode = check_choice("mode", mode, ("auto", "min", "max"))
 
     @property
     def checkpoints(self) -> Path:

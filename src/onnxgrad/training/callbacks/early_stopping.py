@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_choice, check_count, check_number
 from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
@@ -79,14 +80,10 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         mode: str = "auto",
     ) -> None:
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"patience is {patience!r}: pass a positive number of evaluations")
-        if not (math.isfinite(min_delta) and min_delta >= 0):
-            raise ValueError(f"min_delta is {min_delta!r}: pass a number that is not negative")
-        if mode not in ("auto", "min", "max"):
-            raise unknown("mode", mode, ("auto", "min", "max"))
-        self.monitor, self.patience, self.restore = monitor, patience, restore
-        self.min_delta, self.mode = min_delta, mode
+        check_number("min_delta", min_delta)
+        self.monitor, self.restore, self.min_delta = monitor, restore, min_delta
+        self.patience = check_count("patience", patience)
+        self.mode = check_choice("mode", mode, ("auto", "min", "max"))
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Go on counting where training resumes, and stop again where it had stopped."""

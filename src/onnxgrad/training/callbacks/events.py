@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from onnxgrad.checks import check_count
 from onnxgrad.errors import first_line
 from onnxgrad.training.callbacks.base import Callback, Control
 
@@ -175,6 +176,5 @@ def _check(callback: Any) -> None:
             f"a callback is an instance of Callback, not {callback!r}: derive a class from "
             "onnxgrad.Callback, and override its events, such as on_step_end"
         )
-    every = callback.every_steps
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every_steps of {callback.key} is {every!r}: pass a positive integer")
+    if callback.every_steps is not None:
+        check_count(f"every_steps of {callback.key}", callback.every_steps)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_count
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.progress import by_member
 
@@ -39,9 +40,7 @@ class Norms(Callback):
     gradient_norms = True
 
     def __init__(self, every_steps: int | None = None, keep: int = 100) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep!r}: pass a positive number of records")
-        self.every_steps, self.keep = every_steps, keep
+        self.every_steps, self.keep = every_steps, check_count("keep", keep)
 
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Record the norms at every multiple of `every_steps`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from onnxgrad.checks import check_choice
 from onnxgrad.errors import unknown
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
 from onnxgrad.training.callbacks.early_stopping import better_if
@@ -46,8 +47,7 @@ class OptunaPruning(Callback):
     writes = True
 
     def __init__(self, trial: Any, monitor: str = "validation_loss", every: str = "epoch") -> None:
-        if every not in ("epoch", "evaluation"):
-            raise unknown("every", every, ("epoch", "evaluation"))
+        check_choice("every", every, ("epoch", "evaluation"))
         self.trial, self.monitor, self.every = trial, monitor, every
         optional("OptunaPruning", "optuna", "optuna")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from onnxgrad.errors import unknown
+from onnxgrad.checks import check_choice
 from onnxgrad.graph.emit import Emit
 from onnxgrad.parallel import Part
 from onnxgrad.training.modes import dropouts, statistics
@@ -57,7 +57,6 @@ def training_form(
             no BatchNormalization, one in a subgraph, or statistics that are computed, or merged
             with another tensor (see `separate_statistics`).
     """
-    if batch_norm not in BATCH_NORM:
-        raise unknown("batch_norm", batch_norm, BATCH_NORM)
+    check_choice("batch_norm", batch_norm, BATCH_NORM)
     dropouts.write(op, dropouts.sites(op.graph, dropout), draw, seed)
     return statistics.train(op, across) if batch_norm == "train" else statistics.freeze(op)
