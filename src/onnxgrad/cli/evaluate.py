@@ -15,7 +15,7 @@ from onnxgrad.cli.loss_note import with_loss_of
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.cli.tasks import evaluate_task, has_task
-from onnxgrad.training.judges import select_metrics
+from onnxgrad.training.output_metrics import select_metrics
 
 
 def evaluate(options: EvalOptions) -> None:

@@ -15,9 +15,9 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import evaluate
-from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.objective import Objective, build_objective
+from onnxgrad.training.output_metrics import select_metrics
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.settings import Settings
 

@@ -22,7 +22,7 @@ def class_numbers(
     ignored: int | None = None,
     ignores_nan: bool = False,
 ) -> Any:
-    """Return the numbers of labels that are texts; numbers are returned as they are.
+    """Return the numbers of labels that are texts; numbers are returned unchanged.
 
     Where all `classes` are whole numbers, and others than their places 0, 1, 2, ..., labels are
     always some of these: 5 is the second of 3, 5, 8.
@@ -166,7 +166,7 @@ def label_text(label: Any) -> str:
 
 
 def _label_array(labels: Any) -> np.ndarray | None:
-    """Return texts or numbers as an array, columns side by side; None for what is neither."""
+    """Return texts or numbers as an array, columns side by side; None for other data."""
     names = labels.columns if isinstance(labels, Part) else column_names(labels)
     if names is not None:
         columns = [_label_array(labels[name]) for name in names]

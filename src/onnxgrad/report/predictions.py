@@ -17,7 +17,7 @@ from onnxgrad.metrics.metric_batch import Batch
 from onnxgrad.report.measures import histogram
 from onnxgrad.report.row_files import describe_row
 from onnxgrad.training.batches import ArraySource, BatchSource, ReaderSource
-from onnxgrad.training.judges import prediction_info
+from onnxgrad.training.output_metrics import prediction_info
 
 WORST = 20  # rows
 POINTS = 1000  # of a scatter of predictions

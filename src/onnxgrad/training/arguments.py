@@ -19,7 +19,7 @@ class Argument:
 
     Args:
         attributes: the attributes of `Settings` that follow from it. None where it belongs to the
-            call of `fit`, or is read in a way of its own: `identity_of`.
+            call of `fit`, or `identity_of` reads it by other means.
         in_step: whether the compiled step or evaluation depends on it.
         free: why a resumed training may have another value; empty: it must have an equal one, and
             so must all processes of a group.
@@ -98,7 +98,7 @@ R = TypeVar("R")
 
 
 def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function say what is meant by arguments that it lacks, as other libraries have them."""
+    """Let a function name its arguments where users pass arguments of other libraries."""
     known = [name for name in signature(function).parameters if name != "self"]
     of_fit = ("batch_size", "epochs", "shuffle", "validation")
     meant = {

@@ -38,12 +38,12 @@ from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluate import evaluate, predict
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.identity import without_weights
-from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix, check_mix
 from onnxgrad.training.modes.ranges import with_ranges
 from onnxgrad.training.modes.stored_integers import pairs
 from onnxgrad.training.objective import TrainingLoss
+from onnxgrad.training.output_metrics import select_metrics
 from onnxgrad.training.parameters.choice import separated_choice
 from onnxgrad.training.parameters.patterns import as_list
 from onnxgrad.training.precision import PRECISIONS, narrow_dtypes, resolved, rounding_text

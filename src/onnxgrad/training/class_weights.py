@@ -113,7 +113,7 @@ class WeightedClasses:
 
         Args:
             source: the batches to train on; unless they are arrays, all labels are read.
-            labels: what is known of each label.
+            labels: the facts of the loss, by label input.
 
         Returns:
             `{class: weight}` by output.

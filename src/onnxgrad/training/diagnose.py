@@ -322,8 +322,8 @@ class FailedStep:
 def find_failed_step(recipe: Any, loop: Any) -> FailedStep | None:
     """Return the step of a `Recipe` in which its `Loop` failed; None if none did.
 
-    Of several processes that share the step, each returns the step of its own rows; None if it does
-    not have all slots, if its statistics are over all rows, or if its own step is finite.
+    Where processes share the step, each one returns the step with its rows; None if it does not
+    have all slots, if its statistics are over all rows, or if that step is finite.
     """
     if loop.failed is None or _is_shared(recipe, loop):
         return None

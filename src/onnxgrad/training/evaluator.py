@@ -28,8 +28,8 @@ from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.batches import BatchSource, ReaderSource, rows_of
 from onnxgrad.training.diagnose import cause_in_evaluation
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.judges import ByOutput, Judge, judges
 from onnxgrad.training.objective import Objective, Plan, build_objective
+from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of_outputs
 from onnxgrad.training.progress import Totals
 from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.members import evaluated_members
@@ -220,13 +220,15 @@ class Evaluator:
             if shape and (info.classes is None or isinstance(shape[axis], int)):
                 judge.begin(np.empty([d if isinstance(d, int) else 0 for d in shape]))
 
-    def _judges(self, metrics: ByOutput) -> list[list[Judge]]:
-        """Return the judges of each model."""
+    def _judges(self, metrics: ByOutput) -> list[list[OutputMetrics]]:
+        """Return the metrics of the outputs of each model."""
         labels = self.described.labels
-        return [judges(labels, metrics, self.row_axes) for _ in range(self.members or 1)]
+        return [
+            metrics_of_outputs(labels, metrics, self.row_axes) for _ in range(self.members or 1)
+        ]
 
     def _judge(
-        self, judging: list[list[Judge]], arrays: Arrays, outputs: list, finite: np.ndarray
+        self, judging: list[list[OutputMetrics]], arrays: Arrays, outputs: list, finite: np.ndarray
     ) -> None:
         """Let the metrics of each model take a batch; `finite`: whether its losses are so far."""
         one = self.described

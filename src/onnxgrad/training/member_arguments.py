@@ -14,7 +14,8 @@ from onnxgrad.training.glorot import glorot
 Arrays = dict[str, np.ndarray]
 
 
-def _redrawn(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
+def _redraw_weight(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
+    """Return a matrix drawn from the normal distribution of its elements; others unchanged."""
     if w.ndim < 2:
         return w
     values = np.asarray(w, np.float64)
@@ -23,7 +24,7 @@ def _redrawn(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
 
 _INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "model": lambda rng, w: w,
-    "redrawn": _redrawn,
+    "redrawn": _redraw_weight,
     "glorot": glorot,
 }
 
@@ -34,9 +35,9 @@ def initial_weights(own: Arrays, members: int, init: str, seed: int) -> list[Arr
     Args:
         own: the weights of the model.
         members: their number.
-        init: "model": those of the model. "redrawn": a weight with two or more axes is drawn from
-            the normal distribution with the mean and standard deviation of its elements. "glorot":
-            it is drawn by Glorot's rule. Others, such as biases, stay.
+        init: "model": the weights of the model. "redrawn": a weight with two or more axes is drawn
+            from the normal distribution with the mean and standard deviation of its elements.
+            "glorot": it is drawn by Glorot's rule. Weights with one axis, such as biases, stay.
         seed: of the draws: member k draws by the seed (`seed`, k), whatever the number of members.
     """
     check_choice("init", init, tuple(_INITS))
@@ -47,7 +48,7 @@ def initial_weights(own: Arrays, members: int, init: str, seed: int) -> list[Arr
 
 
 def given_weights(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:
-    """Return the weights of each member; those that it lacks are the model's.
+    """Return the weights of each member; weights that are not given are the model's.
 
     Raises:
         ValueError: a weight that does not train, or of another shape.
@@ -88,7 +89,7 @@ def is_list(value: Any) -> bool:
 
 
 def count_members(members: int | None, **lists: Any) -> int:
-    """Return the number of members: as given, or that of the first argument that is a list.
+    """Return the number of members: `members`, or the length of the first list.
 
     Raises:
         ValueError: neither; a number below 1.

@@ -40,7 +40,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Facts:
     """What the loss depends on of the data.
 
-    - `labels`: the shapes of labels, as far as they are known before batches are read.
+    - `labels`: the shapes of labels, if they are known before batches are read.
     - `weight_axes`: how many axes sample weights may have, 0 for none.
     - `filled`: the inputs that nodes compute, as the data lack them.
     - `labeled`: whether the data have labels; asked of losses that may do without.
@@ -245,7 +245,7 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
 
 
 def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of labels by input or output, as far as they are known.
+    """Return the known shapes of labels, by input or output.
 
     Labels in batches have the shapes of the first batch. Among features, labels are called "label",
     or as an output of the model.

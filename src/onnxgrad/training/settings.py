@@ -17,8 +17,8 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import LearningRate, constant
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import BuildCache
-from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.mixing import Mix
+from onnxgrad.training.output_metrics import ByOutput
 from onnxgrad.training.precision import Dtypes, for_file, rounded, rounding, widened
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.update import evaluated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,10 @@ def select_metrics(metrics: Any) -> ByOutput:
 
 
 @dataclass
-class Judge:
+class OutputMetrics:
     """The metrics of one output; `prefix` begins their names.
 
-    `axes` are those of the rows in a prediction and in its labels. Metrics see them first.
+    `axes` are the axes of the rows in a prediction and in its labels. Metrics see rows first.
     """
 
     metrics: Sequence[Metric]  # of this evaluation only
@@ -51,7 +51,7 @@ class Judge:
     undefined: bool = False  # as predictions are not finite
 
     def begin(self, prediction: np.ndarray) -> None:
-        """Tell metrics once what predictions are; raise `ValueError` if these do not fit."""
+        """Tell the metrics once about the predictions; raise `ValueError` if these do not fit."""
         if not self.begun:
             info = prediction_info(self.info, prediction, self.axes[0])
             for metric in self.metrics:
@@ -86,9 +86,10 @@ class Judge:
 
     def results(self) -> dict[str, Any]:
         """Return the metrics by name; NaN where they are undefined for these rows."""
-        return {f"{self.prefix}{m.name}": self._compute(m) for m in self.metrics}
+        return {f"{self.prefix}{m.name}": self._compute_metric(m) for m in self.metrics}
 
-    def _compute(self, metric: Metric) -> Any:
+    def _compute_metric(self, metric: Metric) -> Any:
+        """Return a metric, NaN with a warning where it is undefined."""
         try:
             return float("nan") if self.undefined else metric.compute()
         except ValueError as e:
@@ -96,18 +97,18 @@ class Judge:
             return float("nan")
 
 
-def judges(
+def metrics_of_outputs(
     labels: Mapping[str, LossInfo],
     metrics: ByOutput,
     axes: Callable[[str, str], tuple[int, int]],
-) -> list[Judge]:
-    """Return the judges of the outputs that have metrics, for one evaluation.
+) -> list[OutputMetrics]:
+    """Return the metrics of the outputs that have some, for one evaluation.
 
     They have copies of the metrics, since evaluations may run at the same time.
 
     Args:
-        labels: what is known of each label input.
-        metrics: by output; the names of those of a named output begin with it, as "box_mae".
+        labels: the facts of the loss, by label input.
+        metrics: by output; with the name of an output, metrics are called as "box_mae".
         axes: returns the axes of the rows of an output and its labels.
 
     Raises:
@@ -127,19 +128,21 @@ def judges(
                 f"{names}"
             )
         if output is not None and output not in by_output:
-            raise unknown("output in metrics", output, _named(by_output))
+            raise unknown("output in metrics", output, filter(None, by_output))
         label, info = next(iter(by_output.values())) if output is None else by_output[output]
         prefix = "" if output is None else f"{output}_"
-        own = [_copied(metric) for metric in listed]
-        result.append(Judge(own, label, info, prefix, axes(str(info.prediction), label)))
+        own = [_copy_metric(metric) for metric in listed]
+        result.append(OutputMetrics(own, label, info, prefix, axes(str(info.prediction), label)))
     return result
 
 
 def _rows_first(array: np.ndarray, axis: int) -> np.ndarray:
+    """Return an array whose rows are along `axis` with its rows first."""
     return np.moveaxis(array, axis, 0) if axis else array
 
 
-def _copied(metric: Metric) -> Metric:
+def _copy_metric(metric: Metric) -> Metric:
+    """Return a copy of a metric for one evaluation; raise `ValueError` if there can be none."""
     try:
         return copy.deepcopy(metric)
     except Exception as e:
@@ -149,12 +152,8 @@ def _copied(metric: Metric) -> Metric:
         ) from e
 
 
-def _named(names: Iterable[str | None]) -> list[str]:
-    return [name for name in names if name is not None]
-
-
 def prediction_info(info: LossInfo, prediction: np.ndarray, rows: int = 0) -> PredictionInfo:
-    """Return what metrics need to know of a prediction, whose axis `rows` they see first."""
+    """Return the facts of a prediction that metrics need; they see its axis `rows` first."""
     axis = 1 if info.axis is None else info.axis
     before = rows and axis % prediction.ndim < rows % prediction.ndim
     return PredictionInfo(
