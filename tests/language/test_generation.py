@@ -71,7 +71,7 @@ def test_draws_follow_a_seed_and_the_probabilities(genai_folder, forget_genai):
 def test_what_generation_refuses(genai_folder):
     folder = og.load_folder(genai_folder)
     for options, message in (
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": -1.0}, r"temperature=-1\.0"),
         ({"top_p": 0.0}, r"top_p=0\.0"),
     ):
