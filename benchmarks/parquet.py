@@ -89,7 +89,7 @@ def memory(entry: str) -> float:
 def train(folder: str) -> dict[str, float]:
     """Train an epoch on the folder, and return the measurements."""
     import onnxgrad as og
-    from onnxgrad.training.callbacks.timing import Timing
+    from onnxgrad.training.callbacks.diagnostics import Timing
 
     trainer = og.Trainer(model(), "cross_entropy", callbacks=[Timing()])
     start, cpu = time.perf_counter(), time.process_time()

@@ -404,47 +404,35 @@ from .training.callbacks.base import (
 from .training.callbacks.checkpoint import (
     Checkpoint as Checkpoint,
 )
+from .training.callbacks.diagnostics import (
+    NanWatch as NanWatch,
+    Norms as Norms,
+    Timing as Timing,
+)
 from .training.callbacks.early_stopping import (
     EarlyStopping as EarlyStopping,
 )
 from .training.callbacks.history import (
     History as History,
 )
-from .training.callbacks.mlflow import (
-    MLflow as MLflow,
-)
-from .training.callbacks.nan_watch import (
-    NanWatch as NanWatch,
-)
-from .training.callbacks.norms import (
-    Norms as Norms,
-)
-from .training.callbacks.optuna import (
-    OptunaPruning as OptunaPruning,
-)
 from .training.callbacks.progress import (
     Progress as Progress,
 )
-from .training.callbacks.tensorboard import (
+from .training.callbacks.trackers import (
+    MLflow as MLflow,
+    OptunaPruning as OptunaPruning,
     TensorBoard as TensorBoard,
-)
-from .training.callbacks.timing import (
-    Timing as Timing,
-)
-from .training.callbacks.weights_and_biases import (
     WeightsAndBiases as WeightsAndBiases,
 )
 from .training.mixing import (
     cutmix as cutmix,
     mixup as mixup,
 )
-from .training.parameters.defaults import (
+from .training.parameters.choice import (
     trainable as trainable,
 )
 from .training.parameters.equal_constants import (
     separate_merged as separate_merged,
-)
-from .training.parameters.ties import (
     tie_copies as tie_copies,
 )
 from .training.progress import (

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training.parameters.defaults import default_weights
+from onnxgrad.training.parameters.choice import default_weights
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep, run, session_of

@@ -17,8 +17,8 @@ from onnxgrad import onnx_derivative
 from onnxgrad.runtime import not_finite
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.training.callbacks.base import Control
+from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.callbacks.nan_watch import NanWatch
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep

@@ -10,7 +10,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.optimizers import Chain, clip_by_global_norm, clip_by_norm
-from onnxgrad.training.callbacks.tracker import Tracker
+from onnxgrad.training.callbacks.trackers import Tracker
 from tests.support.errors import naming
 from tests.support.exports import export_module
 from tests.support.models import parse_model

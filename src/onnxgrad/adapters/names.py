@@ -9,7 +9,7 @@ from onnx import ModelProto
 from onnxgrad.adapters.uses import EMBEDDING, Target
 from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.training.parameters.aliases import aliases
-from onnxgrad.training.parameters.integer_rows import integer_rows
+from onnxgrad.training.parameters.choice import integer_rows
 
 FACTORS = "ia3_l"  # of (IA)3
 _MAGNITUDE = "lora_magnitude_vector"

@@ -15,8 +15,7 @@ from onnxgrad.errors import argument, printable
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
 from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.training.parameters.choice import matching_weights
-from onnxgrad.training.parameters.integer_rows import integer_rows
+from onnxgrad.training.parameters.choice import integer_rows, matching_weights
 from onnxgrad.training.parameters.table import more
 
 _LISTED = 4  # reasons that a message gives

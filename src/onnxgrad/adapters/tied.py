@@ -12,7 +12,7 @@ from onnxgrad.adapters.names import tensor_names
 from onnxgrad.adapters.torch_modules import Entry, Tensors
 from onnxgrad.adapters.uses import EMBEDDING, LINEAR, Target
 from onnxgrad.reporting import frames_inside
-from onnxgrad.training.parameters.module_names import module_of
+from onnxgrad.training.parameters.aliases import module_of
 
 Paths = dict[str, dict[str, str]]  # by the module in the model, and the form of a use
 

@@ -14,7 +14,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from onnxgrad.model.constants import FLOATS, ConstantRef, standard
 from onnxgrad.model.traversal import all_nodes, own_names, subgraphs
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.training.parameters.operands import MOVES, letter
+from onnxgrad.training.parameters.flow import MOVES, letter
 
 LINEAR, LEFT, EMBEDDING, CONV = "linear", "left", "embedding", "conv"
 _QUANTIZED = (

@@ -19,7 +19,7 @@ from onnxgrad.operators.shapes import dims
 
 def trainable(options: TrainableOptions) -> None:
     """Print the float constants, which train, and why."""
-    from onnxgrad.training.parameters.defaults import trainable as tensors
+    from onnxgrad.training.parameters.choice import trainable as tensors
 
     chosen: dict[str, Any] = {"train": options.train or None, "freeze": options.freeze}
     if not options.train and not options.freeze:

@@ -21,7 +21,7 @@ from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import better_if
 from onnxgrad.training.diagnose import Kept, end_reason
-from onnxgrad.training.parameters.defaults import names_and_reasons, trainable
+from onnxgrad.training.parameters.choice import names_and_reasons, trainable
 from onnxgrad.training.parameters.table import Tensor
 from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.trainer import Trainer

@@ -35,9 +35,9 @@ from onnxgrad.model.files import check_writable, one_line, replacing
 from onnxgrad.parallel import join
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
+from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.history import History
-from onnxgrad.training.callbacks.nan_watch import NanWatch
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.trainer import Trainer
 

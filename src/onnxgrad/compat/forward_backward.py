@@ -27,8 +27,7 @@ from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
 from onnxgrad.runtime.values import Binding, owned, shape_of, to_numpy, wrapped
-from onnxgrad.training.parameters.choice import expand
-from onnxgrad.training.parameters.defaults import default_weights
+from onnxgrad.training.parameters.choice import default_weights, expand
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
 _REBUILT = ("sessions", "cls_type_")  # are not pickled

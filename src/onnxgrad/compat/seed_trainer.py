@@ -28,8 +28,7 @@ from onnxgrad.reporting import level_of, logger, reporting
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.equality import BuildCache, model_fingerprint
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.parameters.choice import expand
-from onnxgrad.training.parameters.defaults import default_weights
+from onnxgrad.training.parameters.choice import default_weights, expand
 from onnxgrad.training.progress import FitProgress
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators.shapes import is_real
 from onnxgrad.runtime.session import session, work
-from onnxgrad.training.parameters.defaults import trainable
+from onnxgrad.training.parameters.choice import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged
 
 Checkpoint = ModelLike | Mapping[str, Any]

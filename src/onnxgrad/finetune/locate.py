@@ -15,7 +15,7 @@ from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.training.parameters.choice import matching_weights
-from onnxgrad.training.parameters.operands import value_operands
+from onnxgrad.training.parameters.flow import value_operands
 
 _LINEAR = frozenset("MatMul Gemm Conv ConvTranspose FusedMatMul FusedGemm FusedConv".split())
 

@@ -21,8 +21,7 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
-from onnxgrad.training.parameters.equal_constants import separate_merged
-from onnxgrad.training.parameters.ties import tie_copies
+from onnxgrad.training.parameters.equal_constants import separate_merged, tie_copies
 
 PREFIX = "decoder."  # of names that the decoder and the encoder have
 STATES, _MASK, _FEEDS_MASK = "encoder_hidden_states", "attention_mask", "encoder_attention_mask"

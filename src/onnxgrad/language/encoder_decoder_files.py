@@ -23,7 +23,7 @@ from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import reads
 from onnxgrad.model.weights import constant_refs, replace
-from onnxgrad.training.parameters.defaults import default_rows
+from onnxgrad.training.parameters.choice import default_rows
 from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.parameters.roles import QUANTIZED
 

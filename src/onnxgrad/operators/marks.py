@@ -94,5 +94,5 @@ DECLARED_RANKS = "onnxgrad.declared_ranks"
 ROW_SYMBOLS = "onnxgrad.row_symbols"
 
 # title of a BatchNormalization that trains on one value a channel for each row:
-# training/modes/statistics writes, training/fields reads it
+# training/modes/training_form writes, training/fields reads it
 ONE_VALUE_NODE = "onnxgrad.one_value_node"

@@ -27,7 +27,7 @@ from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.plot import parts
-from onnxgrad.training.parameters.module_names import module_of
+from onnxgrad.training.parameters.aliases import module_of
 
 _IN_BOX = 2  # constants in a box
 ROOT = 0

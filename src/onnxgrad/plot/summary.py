@@ -23,9 +23,9 @@ from onnxgrad.operators import VIEWS
 from onnxgrad.operators.shapes import Dims, dims, static
 from onnxgrad.plot.multiply_adds import Work
 from onnxgrad.reporting import html_table
-from onnxgrad.training.parameters.defaults import trainable
+from onnxgrad.training.parameters.aliases import module_of
+from onnxgrad.training.parameters.choice import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged
-from onnxgrad.training.parameters.module_names import module_of
 
 _OPERATORS = 3  # named in a row
 _NUMBERS = {

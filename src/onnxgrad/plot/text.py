@@ -21,7 +21,7 @@ from onnxgrad.errors import printable
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.plot import parts
-from onnxgrad.training.parameters.module_names import module_of
+from onnxgrad.training.parameters.aliases import module_of
 
 _COLORS = [  # of the first group
     (re.compile(r" *(opset|function|return)\b"), "2"),  # dim

@@ -18,7 +18,7 @@ from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.files import check_writable, replacing
 from onnxgrad.report.environment import environment
 from onnxgrad.training.callbacks.history import json_value
-from onnxgrad.training.callbacks.tracker import parameters_of
+from onnxgrad.training.callbacks.trackers import parameters_of
 from onnxgrad.training.diagnose import Kept, end_reason
 
 CARD = "README.md"

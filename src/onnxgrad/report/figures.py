@@ -11,8 +11,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from onnxgrad.training.callbacks.sparklines import points
-
 SERIES = 6  # colors of lines
 _INK, _GRID = "#010203", "#040506"  # stand for colors of the page, which light and dark mode set
 _LINES = [f"#0a0b{i:02d}" for i in range(SERIES)]
@@ -224,3 +222,21 @@ def _svg(figure: Any, title: str) -> Markup:
     return Markup(text).replace(
         Markup("<svg "), Markup('<svg role="img" aria-label="{}" ').format(title), 1
     )
+
+
+def points(values: Sequence[float | None], width: float, height: float, margin: float = 2.0) -> str:
+    """Return the `points` of a polyline of SVG through the finite values, from left to right.
+
+    The y axis is from the smallest to the largest value; a constant is in the middle.
+    """
+    pairs = [(i, v) for i, v in enumerate(values) if v is not None and math.isfinite(v)]
+    if not pairs:
+        return ""
+    low, high = min(v for _, v in pairs), max(v for _, v in pairs)
+    scale, last = (high - low) or 1.0, max(1, len(values) - 1)
+    inner = height - 2 * margin
+
+    def y(value: float) -> float:
+        return margin + inner * (0.5 if high == low else 1 - (value - low) / scale)
+
+    return " ".join(f"{width * i / last:.2f},{y(v):.2f}" for i, v in pairs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,13 @@ from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
 from onnxgrad.training.callbacks.history import json_value
-from onnxgrad.training.callbacks.sparklines import StepLosses
-from onnxgrad.training.callbacks.tracker import parameters_of
+from onnxgrad.training.callbacks.trackers import parameters_of
 from onnxgrad.training.diagnose import Kept, end_reason, sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 _STEPS = 1000  # points of the loss by step: then neighbors are joined
 _LINES = 400  # of the text of the model
+_LOSSES = 4096  # of steps: beyond, neighbors are joined
 
 
 class Recorder(Callback):
@@ -283,3 +285,35 @@ def _summary_of(proto: ModelProto) -> dict[str, Any]:
         "text": lines[:_LINES],
         "lines": len(lines),
     }
+
+
+class StepLosses:
+    """The mean losses of rows between the calls of `on_step_end`."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch, whose sums begin at zero."""
+        self._sum, self._rows = 0.0, 0
+
+    def add(self, progress: Any) -> tuple[float, int] | None:
+        """Return the mean loss and the rows since the last call; None without any."""
+        if progress.rows <= self._rows or not math.isfinite(progress.loss):
+            return None
+        total, rows = progress.loss * progress.rows, progress.rows - self._rows
+        loss = (total - self._sum) / rows
+        self._sum, self._rows = total, progress.rows
+        self.values.append(loss)
+        if len(self.values) > _LOSSES:
+            self.values = binned(self.values, _LOSSES // 2)
+        return loss, rows
+
+
+def binned(values: Sequence[float], most: int) -> list[float]:
+    """Return the values, or at most `most` means of neighbors."""
+    if len(values) <= most:
+        return list(values)
+    edges = [round(i * len(values) / most) for i in range(most + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]

@@ -35,8 +35,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.torch.function import DTYPES, Graph
 from onnxgrad.torch.keys import register, state_keys
 from onnxgrad.torch.ports import Port, Variant
-from onnxgrad.training.parameters.choice import expand
-from onnxgrad.training.parameters.defaults import default_weights
+from onnxgrad.training.parameters.choice import default_weights, expand
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
 _ROWS = "batch"  # the symbol of any number of rows

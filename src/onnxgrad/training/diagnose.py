@@ -24,8 +24,8 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
+from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.callbacks.nan_watch import NanWatch
 from onnxgrad.training.progress import shown
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.build import Step

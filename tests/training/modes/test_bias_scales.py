@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onnxgrad.training.modes.bias_scales import leave_room_for_biases
+from onnxgrad.training.modes.stored_integers import leave_room_for_biases
 from tests.support.models import initializer_arrays, parse_model
 
 DATA_SCALE, LARGEST = 0.5, 2**31 - 1

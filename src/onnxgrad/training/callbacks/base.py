@@ -1,4 +1,4 @@
-"""The base class of callbacks, and what they ask of the loop."""
+"""The base class of callbacks, and their requests to the loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Callback:
     An event gets the `Trainer` or `TrainerStack`, its live `TrainState`, and a `Control`, in which
     it sets `stop`, `save` or `evaluate`. `trainer.progress` has the numbers of the moment, and
     `state.history` the records so far: when `on_evaluate` and `on_epoch_end` are called, its last
-    record is that of the evaluation or of the epoch. Reading `state.weights` copies the weights
+    record describes the evaluation or the epoch. Reading `state.weights` copies the weights
     from the device.
 
     What must survive a restart belongs into `state.callbacks[self.key]`, a dict that can be written
@@ -64,7 +64,7 @@ class Callback:
         checkpoints: the folder into which `write_checkpoint` writes; None: it writes none.
         of_members: whether it may watch a `TrainerStack`, whose numbers are arrays (members,).
         gradient_norms: whether the step also computes the 2-norm of the gradient of every weight;
-            `trainer.gradient_norms` has those of the last step, by name.
+            `trainer.gradient_norms` has the norms of the last step, by name.
 
     Examples:
         >>> from onnxgrad.training.callbacks.base import Callback, Control

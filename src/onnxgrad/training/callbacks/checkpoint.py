@@ -29,8 +29,8 @@ _NAME = re.compile(r"step-(\d{10,})")
 class Checkpoint(Callback):
     """Writes the state of training into `folder`, each checkpoint as `folder/step-<number>`.
 
-    A checkpoint is written beside, synced and renamed: what is there is complete, also after a
-    crash. It holds weights, slots, buffers, counts, history, and the state of schedules and
+    A checkpoint is written beside, synced and renamed: every checkpoint is complete, also after
+    a crash. It holds weights, slots, buffers, counts, history, and the state of schedules and
     callbacks, as `TrainState.save` writes them; `trainer.fit(..., resume=folder)` continues from
     the newest one bit for bit, also within an epoch. A file that has changed since is noticed by
     its digest: then a warning names it, and training continues from the checkpoint before.
@@ -47,7 +47,7 @@ class Checkpoint(Callback):
         every_seconds: write when so many seconds have passed since the last one.
         keep: how many of the newest to keep; the best one by `monitor` is kept as well.
         monitor: name of a value of the history, such as "validation_loss"; None: no best one. Of a
-            stack, that of its best member counts.
+            stack, the value of its best member counts.
         mode: "min" if lower is better, "max" if higher is; "auto" decides by the name.
 
     Raises:
@@ -87,11 +87,11 @@ class Checkpoint(Callback):
         return self.folder
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
-        """Create the folder, remove what a crash left there, and set damaged later ones aside."""
+        """Create the folder, remove leftovers of a crash, and set damaged later ones aside."""
         self.folder.mkdir(parents=True, exist_ok=True)
         saving.remove_leftovers(self.folder, _NAME)
-        for path in _named(self.folder)[::-1]:
-            if _step(path) > state.step:
+        for path in _checkpoint_folders(self.folder)[::-1]:
+            if _step_number(path) > state.step:
                 self._check_later(path, state)
         self._better = self.mode
         if self.monitor and self.mode == "auto":
@@ -115,11 +115,11 @@ class Checkpoint(Callback):
         """Ask for a checkpoint, and take notice of the best epoch."""
         if not self.every_steps and not self.every_seconds:
             control.save = True
-        self._judge(state, control)
+        self._note_best(state, control)
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
         """Take notice of the best evaluation within an epoch."""
-        self._judge(state, control)
+        self._note_best(state, control)
 
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Write the last state."""
@@ -132,7 +132,7 @@ class Checkpoint(Callback):
         Raises:
             FileExistsError: another folder has its name.
         """
-        path, (arrays, numbers) = _path(self.folder, state.step), state.contents()
+        path, (arrays, numbers) = _checkpoint_path(self.folder, state.step), state.contents()
         training = json.dumps(numbers["identity"], sort_keys=True).encode()
         mark = {"training": hashlib.blake2b(training, digest_size=16).hexdigest()}
         own = [p for p in checkpoints(self.folder) if saving.mark_of(p) == mark | {"name": p.name}]
@@ -142,7 +142,7 @@ class Checkpoint(Callback):
         self._when = time.monotonic()
         logger.info("checkpoint %s", path)
         best = self.entry(state).get("best_step")
-        others = [p for p in own if p not in (path, _path(self.folder, best))]
+        others = [p for p in own if p not in (path, _checkpoint_path(self.folder, best))]
         for old in others[: max(0, len(others) - self.keep + 1)]:
             saving.remove(old)
 
@@ -166,7 +166,7 @@ class Checkpoint(Callback):
             "rename it, or write to another folder"
         )
 
-    def _judge(self, state: Any, control: Control) -> None:
+    def _note_best(self, state: Any, control: Control) -> None:
         """Remember the step of the best value, and ask for a checkpoint of it."""
         record, entry = state.history[-1], self.entry(state)
         value = record.get(self.monitor)
@@ -185,7 +185,9 @@ class Checkpoint(Callback):
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints that were written in a folder, the oldest first."""
-    return [path for path in _named(folder) if saving.is_state(path) and not _is_copy(path)]
+    return [
+        path for path in _checkpoint_folders(folder) if saving.is_state(path) and not _is_copy(path)
+    ]
 
 
 def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, T] | None:
@@ -194,12 +196,12 @@ def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, 
     If the folder is a checkpoint, it is that one. None: there is none.
 
     Raises:
-        ValueError: all are damaged; warnings name those before the oldest.
+        ValueError: all are damaged; warnings name all but the oldest.
         OSError: the oldest cannot be read, nor those after it.
     """
     folder = Path(folder)
     saving.restore_replaced(folder, _NAME)
-    for path in _named(folder):
+    for path in _checkpoint_folders(folder):
         if saving.is_state(path) and _is_copy(path):
             warnings.warn(f"{path} is ignored: it was written elsewhere", stacklevel=2)
     found = checkpoints(folder)
@@ -215,13 +217,13 @@ def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, 
     raise AssertionError
 
 
-def _named(folder: Path) -> list[Path]:
+def _checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders that have names of checkpoints, the oldest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
-    return sorted((path for path in named if path.is_dir()), key=_step)
+    return sorted((path for path in named if path.is_dir()), key=_step_number)
 
 
-def _step(path: Path) -> int:
+def _step_number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
@@ -231,5 +233,5 @@ def _is_copy(path: Path) -> bool:
     return mark is not None and mark.get("name") != path.name
 
 
-def _path(folder: Path, step: int | None) -> Path:
+def _checkpoint_path(folder: Path, step: int | None) -> Path:
     return folder / f"step-{step or 0:010d}"

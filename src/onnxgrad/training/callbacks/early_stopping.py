@@ -33,15 +33,14 @@ class EarlyStopping(Callback):
     with `mode="max"`; NaN is no improvement. Values that begin with "validation_" count after every
     evaluation, others, such as "loss", after every epoch.
 
-    At the end of training, the best weights and buffers are restored, if they are not those of the
-    last step. After Ctrl-C and after an error of data or callbacks, the state stays that of the
-    last step, from which training can resume. The slots of the optimizer stay those of the last
-    step, except where it averages weights, as `ema`: then slots are restored too, as the averages
-    are computed from them, and the optimizer goes on counting from their step.
-    A training that had stopped and is resumed stops again, unless `patience` is larger now; members
-    of a stack that had stopped cannot go on.
-    `partial_fit` forgets what the calls before it have counted and kept: it always trains, and its
-    weights stay.
+    At the end of training, the best weights and buffers are restored, if an earlier step had them.
+    After Ctrl-C and after an error of data or callbacks, the state of the last step stays, from
+    which training can resume. The slots of the optimizer after the last step stay, except where it
+    averages weights, as `ema`: then slots are restored too, as the averages are computed from them,
+    and the optimizer goes on counting from their step. A training that had stopped and is resumed
+    stops again, unless `patience` is larger now; members of a stack that had stopped cannot go on.
+    `partial_fit` forgets the counts and the kept weights of the calls before it: it always trains,
+    and its weights stay.
 
     The entry in `state.callbacks` has `best` and its `step` and `epoch`, the number `waiting` of
     evaluations without improvement since then, `stopped`, whether this callback ended training,
@@ -57,8 +56,8 @@ class EarlyStopping(Callback):
         restore: whether to restore the weights and buffers of the best evaluation. They are kept
             in the state, and so in checkpoints.
         min_delta: the least improvement that counts, in the units of the value.
-        mode: "min" if lower is better, "max" if higher is; "auto" is what the trainer's metric of
-            that name says, or else decides by the name, such as "loss" or "accuracy".
+        mode: "min" if lower is better, "max" if higher is; "auto" asks the trainer's metric of
+            that name, or else decides by the name, such as "loss" or "accuracy".
 
     Raises:
         ValueError: an invalid argument; when training begins, a value for which "auto" cannot
@@ -92,7 +91,7 @@ class EarlyStopping(Callback):
         if state.further:  # with data that may be others, so that values do not compare
             state.callbacks.pop(self.key, None)
             state.kept.pop(self.key, None)
-        for k, own in enumerate(self._entries(state)):
+        for k, own in enumerate(self._member_entries(state)):
             for name, start in (("best", None), ("step", None), ("epoch", None), ("waiting", 0)):
                 own.setdefault(name, start)
             stopped = own["waiting"] >= self.patience
@@ -105,49 +104,51 @@ class EarlyStopping(Callback):
                 )
             own |= {"stopped": stopped, "restored": None}
             if stopped:
-                self._stop(state, control, k)
+                self._stop_member(state, control, k)
         self._epochs = 0  # that began in this training
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Raise if the value is in no record though an epoch has ended."""
         self._epochs += 1
-        if self._epochs > 1 and not self._seen(state):
-            raise self._unknown(state)
+        if self._epochs > 1 and not self._is_recorded(state):
+            raise self._monitor_error(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
         """Count a value of validation data."""
         if self._of_validation:
-            self._count(trainer, state, control)
+            self._count_evaluation(trainer, state, control)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Count another value."""
         if not self._of_validation:
-            self._count(trainer, state, control)
+            self._count_evaluation(trainer, state, control)
 
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Restore the best weights and buffers, unless training broke off and may be resumed."""
         if state.stop_reason in UNFINISHED:
             return
-        if not self._seen(state):
+        if not self._is_recorded(state):
             if state.stop_reason != "not finite":
-                warnings.warn(f"EarlyStopping never counted: {self._unknown(state)}", stacklevel=2)
+                warnings.warn(
+                    f"EarlyStopping never counted: {self._monitor_error(state)}", stacklevel=2
+                )
             return
         frozen = state.frozen
-        late = [  # members whose best weights are not those of their last step
+        late = [  # members whose last step did not give their best weights
             k
-            for k, own in enumerate(self._entries(state))
+            for k, own in enumerate(self._member_entries(state))
             if own["step"] not in (None, frozen.get(k, state.step))
         ]
         if not self.restore or not late:
             return
         kept = state.kept.get(self.key)
         if not kept:
+            step = self._member_entries(state)[late[0]]["step"]
             raise ValueError(
-                f"the best weights, of step {self._entries(state)[late[0]]['step']}, are not in "
-                "the state: resume from a checkpoint of a training with restore=True, or pass "
-                "restore=False"
+                f"the best weights, of step {step}, are not in the state: resume from a checkpoint "
+                "of a training with restore=True, or pass restore=False"
             )
-        self._restore(state, kept, late)
+        self._restore_best(state, kept, late)
 
     def reason(self, state: Any) -> str | None:
         """Return why this callback has ended the training of a model; None if it has not."""
@@ -159,10 +160,10 @@ class EarlyStopping(Callback):
         plural = "s" * (own["waiting"] > 1)
         return f"{self.monitor} has not improved for {own['waiting']} {times}{plural}{since}"
 
-    def _restore(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
-        """Restore the best weights and buffers, of a stack those of the members `late`."""
-        members, entries = state.members, self._entries(state)
-        slots = _starting(_SLOT, kept)
+    def _restore_best(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
+        """Restore the best weights and buffers, in a stack of the members `late` only."""
+        members, entries = state.members, self._member_entries(state)
+        slots = _without_prefix(_SLOT, kept)
         current = {_WEIGHT: state.weights, _BUFFER: state.buffers}
         current |= {_SLOT: flat(state.slots)} if slots else {}
         if members is not None:
@@ -172,11 +173,11 @@ class EarlyStopping(Callback):
                 for name, array in arrays.items()
                 if prefix + name in kept
             }
-        state.weights = _starting(_WEIGHT, kept)
-        if buffers := _starting(_BUFFER, kept):
+        state.weights = _without_prefix(_WEIGHT, kept)
+        if buffers := _without_prefix(_BUFFER, kept):
             state.buffers = buffers
         if slots:  # from which averages are computed, by the number of steps
-            state.slots = nested(_starting(_SLOT, kept))
+            state.slots = nested(_without_prefix(_SLOT, kept))
             steps = {k: entries[k]["step"] for k in late}
             if members is None:
                 undone = state.step - steps[0]
@@ -193,47 +194,47 @@ class EarlyStopping(Callback):
     def _of_validation(self) -> bool:
         return self.monitor.startswith("validation_")
 
-    def _seen(self, state: Any) -> bool:
+    def _is_recorded(self, state: Any) -> bool:
         return any(self.monitor in record for record in state.history)
 
-    def _unknown(self, state: Any) -> ValueError:
+    def _monitor_error(self, state: Any) -> ValueError:
         names = dict.fromkeys(name for record in state.history for name in record)
         error = unknown("monitor", self.monitor, [n for n in names if n not in ("step", "epoch")])
         remedy = f" Pass {argument('validation')} data to fit." if self._of_validation else ""
         return ValueError(f"{error} These are in the history.{remedy}")
 
-    def _entries(self, state: Any) -> list[dict[str, Any]]:
-        """Return the entry, or of a stack those of its members."""
+    def _member_entries(self, state: Any) -> list[dict[str, Any]]:
+        """Return the entry as a list of one, or the entries of the members of a stack."""
         entry, members = self.entry(state), state.members
         if members is None:
             return [entry]
         return entry.setdefault("members", [{} for _ in range(members)])
 
-    def _stop(self, state: Any, control: Control, k: int) -> None:
-        """End training, or that of the member `k`."""
+    def _stop_member(self, state: Any, control: Control, k: int) -> None:
+        """End training, or freeze the member `k` of a stack."""
         if state.members is None:
             control.stop = True
         else:
             control.freeze.add(k)
 
-    def _count(self, trainer: Any, state: Any, control: Control) -> None:
+    def _count_evaluation(self, trainer: Any, state: Any, control: Control) -> None:
         record = state.history[-1]
         if self.monitor not in record:
-            raise self._unknown(state)
+            raise self._monitor_error(state)
         values, frozen = np.ravel(record[self.monitor]), state.frozen
         better = []
-        for k, own in enumerate(self._entries(state)):
+        for k, own in enumerate(self._member_entries(state)):
             if k in frozen:
                 continue
             value = float(values[k])
-            if self._improves(value, own["best"]):
+            if self._is_improvement(value, own["best"]):
                 own |= {"best": value, "step": state.step, "epoch": state.epoch, "waiting": 0}
                 better.append(k)
                 continue
             own["waiting"] += 1
             if own["waiting"] >= self.patience:
                 own["stopped"] = True
-                self._stop(state, control, k)
+                self._stop_member(state, control, k)
                 logger.info(
                     "EarlyStopping: %s%s has not improved in %d evaluations since step %s",
                     self.monitor,
@@ -242,15 +243,15 @@ class EarlyStopping(Callback):
                     own["step"],
                 )
         if better and self.restore:
-            self._keep(trainer, state, better)
+            self._keep_best(trainer, state, better)
 
-    def _improves(self, value: float, best: float | None) -> bool:
+    def _is_improvement(self, value: float, best: float | None) -> bool:
         sign = -1.0 if self._better == "max" else 1.0
         if math.isnan(value):
             return False
         return best is None or sign * value < sign * best - self.min_delta
 
-    def _keep(self, trainer: Any, state: Any, better: list[int]) -> None:
+    def _keep_best(self, trainer: Any, state: Any, better: list[int]) -> None:
         """Keep copies of weights and buffers, since training may update the arrays in place."""
         parts = {_WEIGHT: state.weights, _BUFFER: state.buffers}
         optimizer = getattr(trainer, "optimizer", None)
@@ -273,7 +274,7 @@ def _with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndar
     return new
 
 
-def _starting(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _without_prefix(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the arrays whose names start with `prefix`, under their names without it."""
     return {n.removeprefix(prefix): np.array(a) for n, a in kept.items() if n.startswith(prefix)}
 

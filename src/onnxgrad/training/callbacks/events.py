@@ -29,23 +29,25 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         if isinstance(callbacks, Callback):
             raise ValueError(f"callbacks is a list: pass [{type(callbacks).__name__}(...)]")
-        self.all = self.callbacks = list(callbacks)  # those that are called may be fewer
+        self.all = self.callbacks = list(callbacks)  # `without_writers` calls fewer
         self.silent = False
         keys: set[str] = set()
         for i, callback in enumerate(self.callbacks):
-            _check(callback)
+            _check_callback(callback)
             if any(callback is other for other in self.callbacks[:i]):
                 raise ValueError(f"callback {callback.key} is twice in the list: pass it once")
             key, number = callback.key, 2
             while callback.key in keys:
                 callback.key, number = f"{key}-{number}", number + 1
             keys.add(callback.key)
-        writers = [c for c in self.callbacks if _folder(c) is not None]
+        writers = [c for c in self.callbacks if _checkpoint_folder(c) is not None]
         for i, callback in enumerate(writers):
-            if any(_folder(callback) == _folder(other) for other in writers[:i]):
+            if any(
+                _checkpoint_folder(callback) == _checkpoint_folder(other) for other in writers[:i]
+            ):
                 raise ValueError(
-                    f"{callback.key} writes to {_folder(callback)}, as another callback does: they "
-                    "would remove each other's checkpoints; pass another folder"
+                    f"{callback.key} writes to {_checkpoint_folder(callback)}, as another "
+                    "callback does: they would remove each other's checkpoints; pass another folder"
                 )
 
     def check_members(self) -> None:
@@ -81,7 +83,7 @@ class Callbacks:
 
     def writes_to(self, folder: Any) -> bool:
         """Return whether a callback writes checkpoints into `folder`."""
-        return os.path.realpath(folder) in (_folder(c) for c in self.callbacks)
+        return os.path.realpath(folder) in (_checkpoint_folder(c) for c in self.callbacks)
 
     def save(self, trainer: Any, state: Any) -> None:
         """Let the callbacks that write checkpoints write one.
@@ -96,7 +98,7 @@ class Callbacks:
             callback.write_checkpoint(state)
 
     def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str:
-        """Return what the callbacks say of a loss or a weight that is not finite; "" if nothing.
+        """Return sentences of the callbacks on a loss or a weight that is not finite; or "".
 
         An error in one of them becomes part of the text: the loss that is not finite matters more.
         """
@@ -119,7 +121,7 @@ class Callbacks:
         """Call `on_train_begin` of all, and `on_train_end` after the block, also after an error.
 
         `on_train_end` is called for each callback whose `on_train_begin` succeeded, even if another
-        one raises. The first error is raised, with those of `on_train_end` as its notes. Callbacks
+        one raises. The first error is raised, with errors of `on_train_end` as its notes. Callbacks
         that write checkpoints come first: others, such as `EarlyStopping`, may change the weights.
         While they write, signals are `held`.
         """
@@ -132,7 +134,7 @@ class Callbacks:
                 try:
                     callback.on_train_end(trainer, state, control)
                 except BaseException as e:
-                    error = _joined(error, e, callback)
+                    error = _with_note(error, e, callback)
 
         try:
             for callback in self.callbacks:
@@ -152,7 +154,7 @@ class Callbacks:
             raise error
 
 
-def _joined(
+def _with_note(
     first: BaseException | None, second: BaseException, callback: Callback
 ) -> BaseException:
     """Return the first error, with the second one of a callback as a note."""
@@ -162,13 +164,13 @@ def _joined(
     return first
 
 
-def _folder(callback: Callback) -> str | None:
+def _checkpoint_folder(callback: Callback) -> str | None:
     """Return the folder into which a callback writes checkpoints; None: it writes none."""
     folder = callback.checkpoints
     return None if folder is None else os.path.realpath(folder)
 
 
-def _check(callback: Any) -> None:
+def _check_callback(callback: Any) -> None:
     if isinstance(callback, type) and issubclass(callback, Callback):
         raise ValueError(f"{callback.__name__} is a class: pass an instance, {callback.__name__}()")
     if not isinstance(callback, Callback):

@@ -54,18 +54,18 @@ class History(Callback):
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
         """Write the file."""
-        self._write(state)
+        self._write_file(state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Write the file."""
-        self._write(state)
+        self._write_file(state)
 
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Write the file again: callbacks may have added to the last record."""
         if state.history:
-            self._write(state)
+            self._write_file(state)
 
-    def _write(self, state: Any) -> None:
+    def _write_file(self, state: Any) -> None:
         records = state.history
         if self.path.suffix == ".csv":
             records = [by_member(record, state) for record in records]
@@ -73,13 +73,13 @@ class History(Callback):
             _WRITERS[self.path.suffix](file, records)
 
 
-def _plain(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     """Return numbers and arrays of numpy as Python's."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
 def _write_csv(file: Path, records: list[dict[str, Any]]) -> None:
-    records = [{name: _plain(v) for name, v in record.items()} for record in records]
+    records = [{name: _as_python(v) for name, v in record.items()} for record in records]
     columns = dict.fromkeys(name for record in records for name in record)
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, list(columns), lineterminator="\n")
@@ -94,7 +94,7 @@ def _write_json(file: Path, records: list[dict[str, Any]]) -> None:
 
 def json_value(value: Any) -> Any:
     """Return `value` as JSON has it: numpy as Python, and None for a number that is not finite."""
-    value = _plain(value)
+    value = _as_python(value)
     if isinstance(value, dict):
         return {name: json_value(v) for name, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,9 +1,8 @@
-"""The progress of training: a bar in a terminal or a notebook, and lines in a log."""
+"""The progress of training: a bar in a terminal, and lines in a notebook or a log."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from numbers import Real
@@ -13,27 +12,22 @@ import numpy as np
 
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Control
-from onnxgrad.training.callbacks.sparklines import StepLosses, sparkline
-from onnxgrad.training.progress import over_members, shown
+from onnxgrad.training.progress import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
-
-    from onnxgrad.training.callbacks.notebook import NotebookView
+    from rich.progress import Progress as RichProgress, TaskID
 
 _VALIDATION = "validation_"
 _TIME, _BAR = 8, 4  # columns of a terminal: of the time left, and of the bar at least
-_CURVE = 40  # columns of a curve at most
 
 
 class Progress(Callback):
     """Shows the progress of training on stderr: epoch, loss, learning rate, speed, validation.
 
-    In a terminal this is a bar with the time left, and a line with the curves of the losses; they
-    end with the training, also after Ctrl-C or an error. In a notebook it is a bar with a picture
-    of these curves, which stays. Where stderr is a file or a pipe it is a line for every epoch,
-    and one every `seconds` within an epoch.
+    In a terminal this is a bar with the time left, which ends with the training, also after Ctrl-C
+    or an error. In a notebook, and where stderr is a file or a pipe, it is a line for every epoch,
+    and one every `seconds` within an epoch. `onnxgrad report` draws the curves of the losses.
 
     Args:
         seconds: the least time between two lines within an epoch; no effect on the bar.
@@ -46,12 +40,11 @@ class Progress(Callback):
     """
 
     writes = True
-    _open = ("_console", "_bar", "_view")
+    _open = ("_console", "_bar")
 
     def __init__(self, seconds: float = 10.0, console: Console | None = None) -> None:
         self.seconds, self.console = seconds, console
-        self._bar: Any = None
-        self._view: NotebookView | None = None
+        self._bar: RichProgress | None = None
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Choose between the bar and lines; the bar is shown from the first step on."""
@@ -61,102 +54,87 @@ class Progress(Callback):
         self._bar, self._shown = None, time.monotonic()
         self._started: tuple[float, float] | None = None  # time, and share that was done
         self._evaluation, self._evaluated = "", 0  # text until a line shows it, and its step
-        self._losses, self._view = StepLosses(), _notebook(console)
-        if self._view is None and _can_draw(console, chosen=self.console is not None):
-            self._bar = _bar(console)
+        if _can_draw(console, chosen=self.console is not None):
+            self._bar = _progress_bar(console)
             self._task: TaskID | None = None
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Show an evaluation that came after the end of the last epoch."""
-        self._losses.begin()
-        self._flush()
+        self._print_evaluation()
 
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Show the numbers of the moment."""
-        self._flush()
+        self._print_evaluation()
         now = time.monotonic()
         if self._started is None:
-            self._started = now, _done(trainer.progress)
-        self._losses.add(trainer.progress)
-        if self._view is not None:
-            self._draw(trainer.progress, state)
-        elif self._bar is not None:
-            self._update(trainer.progress, state)
+            self._started = now, _share_done(trainer.progress)
+        if self._bar is not None:
+            self._update_bar(trainer.progress, state)
         elif now - self._shown >= self.seconds:
-            self._line(f"{_epoch(trainer.progress)}{self._left(trainer.progress)}", trainer, state)
+            self._print_numbers(
+                f"{_epoch_text(trainer.progress)}{self._remaining_text(trainer.progress)}",
+                trainer,
+                state,
+            )
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
         """Show the results for validation data."""
-        self._evaluation, self._evaluated = _validation(state), state.step
+        self._evaluation, self._evaluated = _validation_text(state), state.step
         if self._bar is not None:
-            self._update(trainer.progress, state)
-        elif self._view is not None:
-            self._draw(trainer.progress, state)
+            self._update_bar(trainer.progress, state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Show the results of the epoch."""
-        if self._view is not None:
-            self._draw(trainer.progress, state, last=True)
-        elif self._bar is None:
-            self._line(_epoch(trainer.progress), trainer, state)
+        if self._bar is None:
+            self._print_numbers(_epoch_text(trainer.progress), trainer, state)
         else:
-            self._update(trainer.progress, state)
+            self._update_bar(trainer.progress, state)
         self._evaluation = ""
 
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Remove the bar, and show the cursor again."""
         bar, self._bar = self._bar, None
-        if self._view is not None:
-            if self._losses.values:
-                self._draw(trainer.progress, state, last=True)
-        elif bar is None:
-            self._flush()
+        if bar is None:
+            self._print_evaluation()
         elif bar.live.is_started:  # otherwise it was never shown
             with _ignoring_closed_output():
                 bar.stop()
 
-    def _update(self, progress: Any, state: Any) -> None:
+    def _update_bar(self, progress: Any, state: Any) -> None:
         assert self._bar is not None
-        total, done = _totals(progress)
-        epoch = _epoch(progress)
+        total, done = _total_and_done(progress)
+        epoch = _epoch_text(progress)
         width = self._console.width - len(epoch) - _TIME - _BAR - 3  # three gaps
-        report = printable(_fitting(*_numbers(progress, state, _validation(state)), width))
+        report = printable(
+            _fit_to_width(*_result_texts(progress, state, _validation_text(state)), width)
+        )
         fields: dict[str, Any] = {"epoch": epoch, "report": report}
         with _ignoring_closed_output():
             if self._task is None:  # where training resumes, the time left must not count the start
                 self._task = self._bar.add_task("", total=total, completed=int(done), **fields)
                 self._bar.start()
             self._bar.update(self._task, total=total, completed=done, **fields)
-            self._bar.curves = _sparklines(self._losses.values, state, self._console.width)
 
-    def _draw(self, progress: Any, state: Any, last: bool = False) -> None:
-        assert self._view is not None
-        results, conditions = _numbers(progress, state, _validation(state))
-        text = f"{_epoch(progress)}{self._left(progress)}: {', '.join(results + conditions)}"
-        curves = [("loss", self._losses.values), ("validation loss", _validation_losses(state))]
-        share = _done(progress) if _totals(progress)[0] else None
-        self._view.show(printable(text), share, curves, last)
-
-    def _flush(self) -> None:
+    def _print_evaluation(self) -> None:
         """Print an evaluation that no other line shows."""
-        if self._evaluation and self._bar is None and self._view is None:
-            self._print(f"step {self._evaluated}: {self._evaluation}")
+        if self._evaluation and self._bar is None:
+            self._print_line(f"step {self._evaluated}: {self._evaluation}")
         self._evaluation = ""
 
-    def _line(self, head: str, trainer: Any, state: Any) -> None:
+    def _print_numbers(self, head: str, trainer: Any, state: Any) -> None:
         self._shown = time.monotonic()
-        results, conditions = _numbers(trainer.progress, state, self._evaluation)
-        self._print(f"{head}: {', '.join(results + conditions)}")
+        results, conditions = _result_texts(trainer.progress, state, self._evaluation)
+        self._print_line(f"{head}: {', '.join(results + conditions)}")
 
-    def _print(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         from rich.text import Text
 
         with _ignoring_closed_output():
             self._console.print(Text(printable(line)), soft_wrap=True)
 
-    def _left(self, progress: Any) -> str:
+    def _remaining_text(self, progress: Any) -> str:
         """Return the share that is done and an estimate of the time left, where it is known."""
-        share = _done(progress)
+        share = _share_done(progress)
         if not share or self._started is None:
             return ""
         start, before = self._started
@@ -167,35 +145,14 @@ class Progress(Callback):
         return text
 
 
-def _notebook(console: Console) -> NotebookView | None:
-    """Return what draws in a notebook; None outside of one."""
-    if not console.is_jupyter:
-        return None
-    try:
-        from onnxgrad.training.callbacks.notebook import NotebookView
-
-        return NotebookView()
-    except ImportError:  # a console that says so, without IPython
-        return None
-
-
-def _bar(console: Console) -> Any:
-    """Return a bar with a line under it, whose text is its attribute `curves`."""
+def _progress_bar(console: Console) -> RichProgress:
+    """Return a bar with the time left, between the number of the epoch and a report."""
     from rich import progress
     from rich.table import Column
-    from rich.text import Text
-
-    class Bar(progress.Progress):
-        curves = ""
-
-        def get_renderables(self) -> Iterator[Any]:
-            yield self.make_tasks_table(self.tasks)
-            if self.curves:
-                yield Text(self.curves, no_wrap=True, overflow="ellipsis")
 
     whole = Column(no_wrap=True)  # the bar is the first to be shortened
     report = Column(no_wrap=True, overflow="ellipsis")
-    return Bar(
+    return progress.Progress(
         progress.TextColumn("{task.fields[epoch]}", markup=False, table_column=whole),
         progress.BarColumn(bar_width=None),
         progress.TimeRemainingColumn(table_column=Column(min_width=_TIME, no_wrap=True)),
@@ -207,10 +164,8 @@ def _bar(console: Console) -> Any:
 
 def _can_draw(console: Console, chosen: bool) -> bool:
     """Return whether a bar can be drawn; FORCE_COLOR in the environment is no sign of it."""
-    if console.is_jupyter:
-        return True
     is_terminal = console.is_terminal if chosen else console.file.isatty()
-    return is_terminal and not console.is_dumb_terminal
+    return is_terminal and not (console.is_dumb_terminal or console.is_jupyter)
 
 
 def _ignoring_closed_output() -> suppress:
@@ -221,8 +176,8 @@ def _ignoring_closed_output() -> suppress:
     return suppress(OSError, SystemExit, IndexError)
 
 
-def _totals(progress: Any) -> tuple[float | None, float]:
-    """Return how much there is to do in the whole training, None if unknown, and what is done."""
+def _total_and_done(progress: Any) -> tuple[float | None, float]:
+    """Return the amount of the whole training, None if unknown, and the amount done."""
     if progress.steps:
         return progress.steps, progress.step
     if progress.total_rows:
@@ -231,30 +186,17 @@ def _totals(progress: Any) -> tuple[float | None, float]:
     return None, progress.rows
 
 
-def _sparklines(losses: Sequence[float], state: Any, width: int) -> str:
-    """Return the curves of the losses as text of at most `width` characters; "" without two."""
-    named = [("loss", losses), ("validation", _validation_losses(state))]
-    drawn = [(name, values) for name, values in named if len(values) > 1]
-    room = min(_CURVE, width // max(1, len(drawn)) - len("validation") - 3)
-    return "  ".join(f"{name} {sparkline(values, room)}" for name, values in drawn)[:width]
-
-
-def _validation_losses(state: Any) -> list[float]:
-    name = f"{_VALIDATION}loss"
-    return [over_members(r[name]) for r in state.history if name in r]
-
-
-def _done(progress: Any) -> float:
+def _share_done(progress: Any) -> float:
     """Return the share of training that is done; 0 if unknown."""
-    total, done = _totals(progress)
+    total, done = _total_and_done(progress)
     return done / total if total else 0.0
 
 
-def _epoch(progress: Any) -> str:
+def _epoch_text(progress: Any) -> str:
     return f"epoch {progress.epoch + 1}/{progress.epochs}"
 
 
-def _numbers(progress: Any, state: Any, validation: str) -> tuple[list[str], list[str]]:
+def _result_texts(progress: Any, state: Any, validation: str) -> tuple[list[str], list[str]]:
     """Return the losses and metrics, and the learning rate and the speed."""
     rate = (
         []
@@ -265,7 +207,7 @@ def _numbers(progress: Any, state: Any, validation: str) -> tuple[list[str], lis
     return results, [*rate, f"{progress.rows_per_second:,.0f} rows/s"]
 
 
-def _fitting(results: list[str], conditions: list[str], width: int) -> str:
+def _fit_to_width(results: list[str], conditions: list[str], width: int) -> str:
     """Return a line of at most `width` characters: whole numbers only, results before conditions.
 
     The loss is always there.
@@ -276,7 +218,7 @@ def _fitting(results: list[str], conditions: list[str], width: int) -> str:
     return ", ".join(left)
 
 
-def _validation(state: Any) -> str:
+def _validation_text(state: Any) -> str:
     """Return the numbers of the last evaluation, such as "validation loss 0.5, accuracy 0.8"."""
     last: dict[str, Any] = next(
         (r for r in reversed(state.history) if any(n.startswith(_VALIDATION) for n in r)), {}

@@ -1,14 +1,13 @@
 """The form of a model that trains, and the form that predicts: BatchNormalization and Dropout."""
 
 from onnxgrad.training.modes.equal_statistics import separate_statistics
-from onnxgrad.training.modes.folding import fold_normalizations
 from onnxgrad.training.modes.inference_form import (
     exported,
     has_training_nodes,
     inference_form,
     warn_of_stale_statistics,
 )
-from onnxgrad.training.modes.training_form import training_form
+from onnxgrad.training.modes.training_form import fold_normalizations, training_form
 
 __all__ = [
     "exported",

@@ -1,4 +1,10 @@
-"""Dropout: which nodes of the file are active, where it is inserted, and how it is written."""
+"""Dropout: which nodes of the file are active, where it is inserted, and how it is written.
+
+onnxruntime's Dropout keeps the state of its generator, which neither a resumed run nor a second
+session continues. Here an element of a mask depends on the seed, the number of the draw, the index
+of the dropout and its own position only, through SplitMix64 (Steele, Lea & Flood 2014, "Fast
+splittable pseudorandom number generators", figure 17).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -14,9 +21,8 @@ import onnx_ir as ir
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators import OPERATORS, marks
-from onnxgrad.operators.shapes import constant
+from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.reporting import logger
-from onnxgrad.training.modes.dropout_masks import Masks
 from onnxgrad.training.modes.replacement import describe, emitter, replace, walk
 
 _OF_ONE_RESULT = ("Dropout", "BatchNormalization")
@@ -36,7 +42,7 @@ class Site:
         return _is_dropout(self.node)
 
 
-def sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
+def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
     """Return the Dropout nodes, and the outputs that `dropout` matches, in graph order.
 
     The ratio of an inactive node is 0.
@@ -45,10 +51,10 @@ def sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
     ratios = _ratios_by_value([node for node, _ in nodes], dropout)
     chosen = []
     for node, around in nodes:
-        for value in _results(node):
+        for value in _droppable_outputs(node):
             if value not in ratios and not _is_dropout(node):
                 continue
-            ratio = ratios[value] if value in ratios else _ratio(node)
+            ratio = ratios[value] if value in ratios else _file_ratio(node)
             site = Site(node, value, ratio)
             repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
             if site.ratio and repeated:
@@ -60,7 +66,7 @@ def sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
     return chosen
 
 
-def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) -> None:
+def write_dropouts(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) -> None:
     """Replace the Dropout nodes and insert the others; an inactive one is removed."""
     chosen = list(chosen)
     active = [site for site in chosen if site.ratio]
@@ -69,7 +75,7 @@ def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) ->
     masks = None
     if draw is not None and active:
         masks = Masks(op, seed, draw, len(active), next(iter(op.graph), None))
-    following = _following(site.node.graph for site in chosen)
+    following = _following_nodes(site.node.graph for site in chosen)
     index = 0
     for site in chosen:
         inner = emitter(op, site.node.graph)
@@ -95,7 +101,7 @@ def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) ->
             if site.of_file:
                 replace(inner, site.node, [y, keep])
             else:
-                _insert(inner, x, y, uses)
+                _insert_behind(inner, x, y, uses)
         index += 1
 
 
@@ -105,7 +111,7 @@ def _has_user_rule() -> bool:
 
 
 class _AsDropout:
-    """What a user's rule of Dropout reads of the product that is written: x, and a mask."""
+    """The product that stands for a Dropout, as a user's rule reads it: x, and a mask."""
 
     domain, op_type = "", "Dropout"
 
@@ -113,10 +119,10 @@ class _AsDropout:
         x, factor = product.inputs
         self.name, self.graph, self.attributes = product.name, product.graph, product.attributes
         self.inputs = x, *settings
-        self.outputs = product.outputs[0], self._operand(self._operand(factor))
+        self.outputs = product.outputs[0], self._first_operand(self._first_operand(factor))
 
     @staticmethod
-    def _operand(value: ir.Value | None) -> ir.Value:
+    def _first_operand(value: ir.Value | None) -> ir.Value:
         """Return the first operand of the node that computes `value`."""
         assert value is not None
         node = value.producer()
@@ -129,12 +135,12 @@ def _is_dropout(node: ir.Node | None) -> bool:
     return node is not None and not node.domain and node.op_type == "Dropout"
 
 
-def _results(node: ir.Node) -> Sequence[ir.Value]:
+def _droppable_outputs(node: ir.Node) -> Sequence[ir.Value]:
     """Return the outputs of `node` that dropout can apply to: no mask, no running statistic."""
     return node.outputs[:1] if node.op_type in _OF_ONE_RESULT else node.outputs
 
 
-def _following(graphs: Iterable[ir.Graph | ir.Function | None]) -> dict[ir.Node, ir.Node]:
+def _following_nodes(graphs: Iterable[ir.Graph | ir.Function | None]) -> dict[ir.Node, ir.Node]:
     """Return the node behind each node."""
     following: dict[ir.Node, ir.Node] = {}
     for graph in set(graphs):
@@ -143,7 +149,7 @@ def _following(graphs: Iterable[ir.Graph | ir.Function | None]) -> dict[ir.Node,
     return following
 
 
-def _insert(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
+def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
     """Replace `uses` of `x` by `y`, and a graph output, which keeps its name."""
     for user, i in uses:
         user.replace_input_with(i, y)
@@ -169,7 +175,7 @@ def _switch_off(op: Emit, node: ir.Node) -> None:
 # -- settings ------------------------------------------------------------------------------------
 
 
-def _ratio(node: ir.Node) -> float:
+def _file_ratio(node: ir.Node) -> float:
     """Return the ratio of a Dropout that no pattern matches: 0 in inference mode."""
     ratio, training = (*node.inputs, None, None)[1:3]
     mode, number = constant(training), constant(ratio)
@@ -198,7 +204,9 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
     ratios: dict[ir.Value, float] = {}
     for pattern, ratio in dropout.items():
         _require_probability(pattern, ratio)
-        values = _values(nodes, pattern.__eq__) or _values(nodes, partial(fnmatchcase, pat=pattern))
+        values = _matched_values(nodes, pattern.__eq__) or _matched_values(
+            nodes, partial(fnmatchcase, pat=pattern)
+        )
         if not values:
             floats = [v for node in nodes for v in node.outputs if _is_float(v)]
             names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
@@ -208,8 +216,8 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
     return ratios
 
 
-def _values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:
-    """Return the float outputs that are matched by their names, or by those of their nodes."""
+def _matched_values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:
+    """Return the float outputs whose own name, or whose node's name, matches."""
     values = []
     for node in nodes:
         whole = node.name is not None and node.name != "" and matches(node.name)
@@ -217,7 +225,7 @@ def _values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Val
             if whole or any(matches(str(y.name)) for y in node.outputs):
                 values.append(node.outputs[0])
             continue
-        named = [y for y in _results(node) if y.name and matches(y.name)]
+        named = [y for y in _droppable_outputs(node) if y.name and matches(y.name)]
         values += filter(_is_float, node.outputs[:1] if whole and not named else named)
     return values
 
@@ -225,3 +233,89 @@ def _values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Val
 def _is_float(value: ir.Value) -> bool:
     tensor = isinstance(value.type, ir.TensorType)
     return tensor and value.dtype is not None and value.dtype.is_floating_point()
+
+
+# -- masks: random numbers as a function of a counter ----------------------------------------------
+
+_GAMMA = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, factor
+_LAST_SHIFT = 31
+_LEVELS = 1 << 16  # each 64-bit number serves four elements
+_OFFSETS = ((16, "LEFT"), (0, "RIGHT"), (16, "RIGHT"), (32, "RIGHT"))
+
+
+class Masks:
+    """Streams of masks for the dropouts of one model.
+
+    Args:
+        op: writes into the main graph.
+        seed: any integer.
+        draw: number of the draw, one float or integer.
+        head: the node before which the keys of the streams are computed; None: at the end.
+    """
+
+    def __init__(self, op: Emit, seed: int, draw: ir.Value, count: int, head: ir.Node | None):
+        start = int(_mix_counters(np.array([seed % (1 << 64)], np.uint64))[0])
+        steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+        streams = _mix_counters(np.uint64(start) + steps)
+        with op.at(head):
+            number = op.Cast(op.Reshape(draw, [1]), to=ir.DataType.INT64)
+            counters = number * _as_int64(_GAMMA) + streams.view(np.int64)
+            self._keys = op.Cast(_write_mix(op, counters), to=ir.DataType.INT64)
+
+    def keep(self, op: Emit, index: int, x: ir.Value, ratio: float) -> tuple[ir.Value, float]:
+        """Return the mask of the dropout `index`, bool of the shape of `x`, and the scale.
+
+        An element is False with the probability `ratio`, rounded to a multiple of 2**-16; the scale
+        is the inverse of the exact probability of True.
+        """
+        dropped = min(max(round(ratio * _LEVELS), 1), _LEVELS - 1)
+        lengths = static(dims(x))
+        size = op.Size(x) if lengths is None else prod(lengths)
+        count: ir.Value | np.int64
+        count = np.int64(-(-size // 4)) if isinstance(size, int) else (size + 3) / 4
+        counters = op.Range(np.int64(0), count, np.int64(1)) * _as_int64(_GAMMA)
+        words = _write_mix(op, counters + op.Gather(self._keys, [index]))
+        shifted = [_shift_bits(op, words, by, direction) for by, direction in _OFFSETS]
+        parts = [op.Cast(word, to=ir.DataType.INT32) for word in shifted]
+        threshold = np.int32((dropped << 16) - (1 << 31))  # the upper half of a word decides
+        keep = op.GreaterOrEqual(op.Concat(*parts, axis=0), threshold)
+        shape = dims(x)
+        if shape is None or prod(d for d in shape if isinstance(d, int)) % 4:
+            end = [size] if isinstance(size, int) else op.Reshape(size, [1])
+            keep = op.Slice(keep, [0], end)
+        keep = op.Reshape(keep, op.shape_of(x), allowzero=1)
+        keep.shape, keep.dtype = x.shape, ir.DataType.BOOL
+        return keep, _LEVELS / (_LEVELS - dropped)
+
+
+def _as_int64(number: int) -> np.int64:
+    """Return the int64 with the bits of a 64-bit number; sums and products are taken mod 2**64."""
+    return np.uint64(number).astype(np.int64)
+
+
+def _shift_bits(op: Emit, words: ir.Value, by: int, direction: str) -> ir.Value:
+    return op.BitShift(words, np.uint64(by), direction=direction) if by else words
+
+
+def _write_mix(op: Emit, z: ir.Value) -> ir.Value:
+    """Return SplitMix64's output, uint64, for counters in int64.
+
+    onnxruntime shifts unsigned integers only, and its versions from 1.16 to 1.21, for which there
+    are artifacts, multiply signed ones only.
+    """
+    for shift, factor in _ROUNDS:
+        z = op.Cast(_write_fold(op, z, shift), to=ir.DataType.INT64) * _as_int64(factor)
+    return _write_fold(op, z, _LAST_SHIFT)
+
+
+def _write_fold(op: Emit, z: ir.Value, shift: int) -> ir.Value:
+    bits = op.Cast(z, to=ir.DataType.UINT64)
+    return op.BitwiseXor(bits, _shift_bits(op, bits, shift, "RIGHT"))
+
+
+def _mix_counters(z: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's output for counters in uint64."""
+    for shift, factor in _ROUNDS:
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return z ^ (z >> np.uint64(_LAST_SHIFT))

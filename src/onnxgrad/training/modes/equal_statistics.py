@@ -16,14 +16,15 @@ _STATISTICS = (3, 4)
 
 
 def separate_statistics(proto: ModelProto) -> ModelProto:
-    """Return `proto` with tensors of its own for each BatchNormalization, where they were merged.
+    """Return `proto` with one tensor for each running statistic, where exporters merged several.
 
     Exporters of PyTorch store tensors of equal values once. In a network that was never trained,
     that merges the running variance (1, 1, ...) with the weight of the same layer, and both with
-    those of other layers, so that none can change alone. Each layer then gets a copy of the merged
-    tensor, under the name that an Identity gives it in the file, or one like "bn.running_mean". A
-    layer that the network applies twice becomes two if its statistics were merged with its weights:
-    the file does not tell them apart. A model in which no statistics are merged is returned itself.
+    tensors of other layers, so that none can change alone. Each layer then gets a copy of the
+    merged tensor, under the name that an Identity gives it in the file, or one like
+    "bn.running_mean". A layer that the network applies twice becomes two if its statistics were
+    merged with its weights: the file does not tell them apart. A model in which no statistics are
+    merged is returned itself.
     """
     merged = _merged_statistics(proto)
     if not merged:
@@ -41,7 +42,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     for node in filter(_is_batch_norm, model.graph.node):
         for operand, word in _OPERANDS.items():
             name = node.input[operand]
-            if name not in merged or _keeps(users[name], node, operand):
+            if name not in merged or _keeps_tensor(users[name], node, operand):
                 continue
             layer, weight, _ = node.input[1].rpartition(".weight")
             stem = layer if weight and operand > 1 else node.name or node.output[0]
@@ -99,7 +100,7 @@ def _merged_statistics(model: ModelProto) -> set[str]:
     roles: dict[str, set[int]] = defaultdict(set)
     statistics: set[str] = set()
     for name, uses in _readers_but_copies(model).items():
-        own = {_role(*use) for use in uses}
+        own = {_statistic_role(*use) for use in uses}
         roles[aliases.get(name, name)] |= own
         if not own.isdisjoint(_STATISTICS):
             statistics.add(name)
@@ -108,17 +109,17 @@ def _merged_statistics(model: ModelProto) -> set[str]:
     return merged | several.intersection(tensor.name for tensor in model.graph.initializer)
 
 
-def _role(node: NodeProto, operand: int) -> int:
+def _statistic_role(node: NodeProto, operand: int) -> int:
     return operand if _is_batch_norm(node) else 0
 
 
-def _keeps(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
+def _keeps_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
     """Return whether this operand of a BatchNormalization keeps a tensor that was merged.
 
     Other nodes keep it, else the first weight or bias; else the statistics that share it do, if
-    they are all means or all variances, as those of a layer that is applied twice.
+    they are all means or all variances, as in a layer that is applied twice.
     """
-    roles = {_role(*use) for use in users}
+    roles = {_statistic_role(*use) for use in users}
     if 0 in roles:
         return False
     if not roles - set(_STATISTICS):

@@ -63,7 +63,7 @@ def inference_form(proto: ModelProto) -> ModelProto:
         return proto
     model = ModelProto()
     model.CopyFrom(proto)
-    for holder, opset in _holders(model):
+    for holder, opset in _graphs_with_opset(model):
         read = _names_read(holder)
         dropped: set[str] = set()  # names that a node no longer reads or writes
         for node, graph in _training_nodes(holder, opset):
@@ -71,7 +71,7 @@ def inference_form(proto: ModelProto) -> ModelProto:
                 dropped |= _stop_updates(node, graph, opset, read)
             else:
                 dropped |= _stop_dropping(node, opset)
-        _remove(holder, dropped - _names_read(holder) - set(names_in(holder.input)))
+        _remove_names(holder, dropped - _names_read(holder) - set(names_in(holder.input)))
     return model
 
 
@@ -91,11 +91,11 @@ def exported(proto: ModelProto, values: Mapping[str, np.ndarray], names: Names) 
 
 def _names_and_types(proto: ModelProto) -> list[tuple[str, str]]:
     """Return the name or first output, and the operator, of each node in training mode."""
-    nodes = (node for holder in _holders(proto) for node, _ in _training_nodes(*holder))
+    nodes = (node for holder in _graphs_with_opset(proto) for node, _ in _training_nodes(*holder))
     return [(node.name or node.output[0], node.op_type) for node in nodes]
 
 
-def _holders(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
+def _graphs_with_opset(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
     """Yield the main graph and the local functions, each with its version of the opset."""
     yield proto.graph, opset_versions(proto.opset_import).get("", 0)
     yield from ((f, opset_versions(f.opset_import).get("", 0)) for f in proto.functions)
@@ -103,11 +103,16 @@ def _holders(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
 
 def _training_nodes(holder: GraphLike, opset: int) -> list[tuple[NodeProto, GraphLike]]:
     """Return the nodes in training mode, each with its graph."""
-    graphs, off = list(all_graphs(holder)), _false(holder)
-    return [(node, graph) for graph in graphs for node in graph.node if _trains(node, opset, off)]
+    graphs, off = list(all_graphs(holder)), _names_of_false(holder)
+    return [
+        (node, graph)
+        for graph in graphs
+        for node in graph.node
+        if _is_training_node(node, opset, off)
+    ]
 
 
-def _trains(node: NodeProto, opset: int, off: set[str]) -> bool:
+def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
     """Return whether `node` is in training mode; `off` are the names of False."""
     domain = standard(node.domain)
     attributes = {a.name: a for a in node.attribute}
@@ -121,7 +126,7 @@ def _trains(node: NodeProto, opset: int, off: set[str]) -> bool:
     return bool(mode_name) and mode_name not in off
 
 
-def _false(holder: GraphLike) -> set[str]:
+def _names_of_false(holder: GraphLike) -> set[str]:
     """Return the names of the constants that are False, in the subgraphs too."""
     tensors = [
         (node.output[0], attribute.t)
@@ -179,12 +184,12 @@ def _set_is_test(node: NodeProto) -> None:
 
 
 def _names_read(holder: GraphLike) -> set[str]:
-    """Return the names that nodes read, and those of the outputs, in subgraphs too."""
+    """Return the names that nodes read, and the names of outputs, in subgraphs too."""
     outputs = (name for graph in all_graphs(holder) for name in names_in(graph.output))
     return {*outputs, *(name for node in all_nodes(holder.node) for name in node.input)}
 
 
-def _remove(holder: GraphLike, dropped: set[str]) -> None:
+def _remove_names(holder: GraphLike, dropped: set[str]) -> None:
     """Remove the constants and the declarations of these names."""
     for graph in list(all_graphs(holder))[::-1]:  # as it copies the nodes that it keeps
         keep_only(graph.node, lambda n: n.op_type != "Constant" or n.output[0] not in dropped)

@@ -29,7 +29,7 @@ from onnxgrad.model.notes import RANGES, read_note, write_note
 from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, names
 from onnxgrad.training.modes.stored_integers import computed, is_operator, pairs
 
-_LEAST = 2.0**-10  # what is left of a scale at least
+_LEAST = 2.0**-10  # the least share of a scale that is left
 
 
 def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[str]]:
@@ -41,7 +41,7 @@ def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[
         ValueError: there is no QuantizeLinear with a constant scale in the main graph.
     """
     model = deepcopy(proto)
-    found = dict(_quantizers(model))
+    found = dict(_nodes_by_scale(model))
     chosen = {s: n for s, n in found.items() if not any(fnmatchcase(s, p) for p in frozen)}
     if not chosen:
         reason = "all are frozen" if found else "quantize gives a model some"
@@ -57,12 +57,12 @@ def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[
         count = None if pair is None else prod(pair.constants[pair.weight].dims)
         if count is not None:
             count = max(1, count // max(1, prod(held[scale].dims)))
-        notes.append(writer.write(held[scale], nodes[0], count, _largest(nodes[0], held)))
+        notes.append(writer.write(held[scale], nodes[0], count, _largest_integer(nodes[0], held)))
     write_note(model, RANGES, notes)
     return model, [note["change"] for note in notes]
 
 
-def _quantizers(model: ModelProto) -> Iterator[tuple[str, list[NodeProto]]]:
+def _nodes_by_scale(model: ModelProto) -> Iterator[tuple[str, list[NodeProto]]]:
     """Yield constant scales of floats, and the QuantizeLinear nodes that have them."""
     inputs = {x.name for x in model.graph.input}
     scales = {t.name for t in model.graph.initializer if t.data_type in FLOATS} - inputs
@@ -73,7 +73,7 @@ def _quantizers(model: ModelProto) -> Iterator[tuple[str, list[NodeProto]]]:
     yield from found.items()
 
 
-def _largest(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
+def _largest_integer(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
     """Return the largest integer of a QuantizeLinear, above its zero point."""
     zero = held.get(node.input[2]) if len(node.input) > 2 else None
     stated = {a.name: a.i for a in node.attribute}.get("output_dtype", 0)
@@ -98,23 +98,23 @@ class _Writer:
     ) -> dict[str, Any]:
         """Write what replaces a scale in front of `node`; return the note about it.
 
-        `count` is the number of elements with the scale; None: those of a row of what is rounded.
+        `count` is the number of elements with the scale; None: of a row of the rounded tensor.
         """
         op, before, dtype = self.op, len(self.op.written), ir.DataType(scale.data_type)
         change = self.op.name(f"{scale.name}.change")
         zeros = np.zeros(tuple(scale.dims), dtype.numpy())
         self.model.graph.initializer.append(ir.to_proto(ir.tensor(zeros, name=change)))
-        s, c = (self._value(name, dtype, scale.dims) for name in (scale.name, change))
+        s, c = (self._typed_value(name, dtype, scale.dims) for name in (scale.name, change))
         with op:
-            one, least = (self._constant(np.asarray(v, dtype.numpy())) for v in (1, _LEAST))
+            one, least = (self._constant_node(np.asarray(v, dtype.numpy())) for v in (1, _LEAST))
             grown = op.emit("Max", [op.Add(op.emit("Elu", [c], {}, fresh=True), one), least], {})
             now = op.emit("Mul", [grown, s], {}, fresh=True)
             fixed = op.copy_of(c)
             now.name, fixed.name = (op.name(f"{scale.name}.{n}") for n in ("now", "fixed"))
-            factor = op.Div(self._factor(node.input[0], count, largest, dtype), s)
+            factor = op.Div(self._gradient_factor(node.input[0], count, largest, dtype), s)
             learned = op.emit("Add", [now, op.Mul(op.Sub(c, fixed), factor)], {}, fresh=True)
             learned.name = op.name(f"{scale.name}.learned")
-        self._replace(scale.name, str(learned.name))
+        _rename_operands(self.model, scale.name, str(learned.name))
         written = [ir.to_proto(n) for n in op.written[before:]]
         position = list(self.model.graph.node).index(node)
         for new in reversed(written):
@@ -129,29 +129,28 @@ class _Writer:
             "ends": 1 + [new.output[0] for new in written].index(now.name),
         }
 
-    def _factor(self, x: str, count: int | None, largest: float, dtype: ir.DataType) -> ir.Value:
+    def _gradient_factor(
+        self, x: str, count: int | None, largest: float, dtype: ir.DataType
+    ) -> ir.Value:
         """Return g, a scalar."""
         op = self.op
         if count is not None:
-            factor = self._constant(np.asarray((count * largest) ** -0.5, np.float32))
+            factor = self._constant_node(np.asarray((count * largest) ** -0.5, np.float32))
             return op.Cast(factor, to=dtype)  # `widen` leaves such numbers unrounded
         value = ir.Value(name=x, type=ir.TensorType(dtype))
-        rows = op.Gather(op.Shape(value), self._constant(np.asarray(0, np.int64)))
+        rows = op.Gather(op.Shape(value), self._constant_node(np.asarray(0, np.int64)))
         each = op.Cast(op.Div(op.Size(value), rows), to=ir.DataType.FLOAT)
-        product = op.Mul(each, self._constant(np.asarray(largest, np.float32)))
+        product = op.Mul(each, self._constant_node(np.asarray(largest, np.float32)))
         return op.Cast(op.Reciprocal(op.Sqrt(product)), to=dtype)
 
-    def _constant(self, array: np.ndarray) -> ir.Value:
+    def _constant_node(self, array: np.ndarray) -> ir.Value:
         """Return a Constant node, as initializers are taken for weights."""
         y = self.op.emit("Constant", [], {"value": ir.tensor(array)}, fresh=True)
         y.type, y.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape([])
         return y
 
-    def _value(self, name: str, dtype: ir.DataType, shape: Any) -> ir.Value:
+    def _typed_value(self, name: str, dtype: ir.DataType, shape: Any) -> ir.Value:
         return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
-
-    def _replace(self, old: str, new: str) -> None:
-        _rename_operands(self.model, old, new)
 
 
 def _rename_operands(model: ModelProto, old: str, new: str) -> None:

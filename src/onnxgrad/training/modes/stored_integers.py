@@ -1,7 +1,7 @@
-"""Weights in the form that trains, floats that are rounded, and in that which is stored, integers.
+"""Weights in the form that trains, floats that are rounded, and as stored integers.
 
 In the form that trains, a weight is a float tensor behind which QuantizeLinear and DequantizeLinear
-stand. A stored one is what QuantizeLinear returns.
+stand. A stored one is the result of QuantizeLinear.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onnx import (
 )
 
 from onnxgrad.model import external
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import FLOATS, standard
 from onnxgrad.model.notes import fine_tuned
 from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.scopes import name_of_floats, unused
@@ -33,7 +33,6 @@ from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, rea
 from onnxgrad.operators import REORDERS, VIEWS
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
-from onnxgrad.training.modes.bias_scales import leave_room_for_biases
 
 _DOMAINS = ("", "com.microsoft")
 _MOVES = REORDERS | VIEWS | {"Cast"}  # of a weight, in front of its QuantizeLinear
@@ -54,7 +53,7 @@ class Pair:
         moves: the nodes between both, which move the elements of the weight, in their order.
         constants: the constants that all of these read, by name.
         weight: the name of the weight.
-        opsets: those of the model.
+        opsets: the opsets of the model.
     """
 
     graph: GraphProto
@@ -73,16 +72,16 @@ def is_operator(node: NodeProto, op_type: str) -> bool:
 def pairs(proto: ModelProto) -> list[Pair]:
     """Return the weights of `proto` that are in the form that trains, in subgraphs too.
 
-    Those that are a part of an adapter, which is merged later, are left out.
+    Weights of adapters, which are merged later, are left out.
     """
     if not any(is_operator(n, "QuantizeLinear") for g in all_graphs(proto.graph) for n in g.node):
         return []
     adapters = set(fine_tuned(proto))
-    found = _pairs(proto.graph, ChainMap(), proto.opset_import)
+    found = _pairs_in_graph(proto.graph, ChainMap(), proto.opset_import)
     return [pair for pair in found if pair.weight not in adapters]
 
 
-def _pairs(
+def _pairs_in_graph(
     graph: GraphProto,
     outer: ChainMap[str, TensorProto],
     opsets: Sequence[OperatorSetIdProto],
@@ -95,21 +94,21 @@ def _pairs(
             scope.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
         makers |= dict.fromkeys(node.output, node)
         for inner in subgraphs(node):
-            yield from _pairs(inner, scope, opsets)
+            yield from _pairs_in_graph(inner, scope, opsets)
         if not is_operator(node, "QuantizeLinear"):
             continue
         users = readers[node.output[0]]
         if not users or not all(u and is_operator(u, "DequantizeLinear") for u in users):
             continue
-        traced = _traced(node, makers, scope)
+        traced = _trace_constant(node, makers, scope)
         if traced is not None:
             yield Pair(graph, node, *traced, opsets)
 
 
-def _traced(
+def _trace_constant(
     node: NodeProto, makers: Mapping[str, NodeProto], scope: Mapping[str, TensorProto]
 ) -> tuple[list[NodeProto], dict[str, TensorProto], str] | None:
-    """Return what `node` rounds, if that is a constant of floats."""
+    """Return the path from a constant of floats to `node`, which rounds it; None without one."""
     moves: list[NodeProto] = []
     name = node.input[0]
     while name not in scope:
@@ -155,39 +154,39 @@ def folded(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
     found = pairs(proto)
     leave_room_for_biases(proto.graph, [pair.node for pair in found])
     for pair in found:
-        tensor = _quantized(pair, values)
+        tensor = _quantized_tensor(pair, values)
         pair.graph.node.remove(pair.node)
         pair.graph.initializer.append(tensor)
-        _forget(pair.graph.value_info, tensor.name)
+        _remove_entry(pair.graph.value_info, tensor.name)
     if found:
-        read = {name for graph in all_graphs(proto.graph) for name in _read_in(graph)}
-        rounded = {name for pair in found for name in (*pair.constants, *_results(pair))}
-        _drop(proto, rounded - read)
+        read = {name for graph in all_graphs(proto.graph) for name in _names_read_in(graph)}
+        rounded = {name for pair in found for name in (*pair.constants, *_moved_names(pair))}
+        _remove_unread(proto, rounded - read)
     return proto
 
 
-def _forget(entries: Any, name: str) -> None:
+def _remove_entry(entries: Any, name: str) -> None:
     keep_only(entries, lambda entry: entry.name != name)
 
 
-def _results(pair: Pair) -> list[str]:
+def _moved_names(pair: Pair) -> list[str]:
     return [y for node in pair.moves for y in node.output]
 
 
-def _read_in(graph: Any) -> Iterator[str]:
+def _names_read_in(graph: Any) -> Iterator[str]:
     yield from names_in(graph.output)
     for node in graph.node:
         yield from node.input
 
 
-def _drop(proto: ModelProto, unread: set[str]) -> None:
+def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
     """Remove constants, and nodes that move them, which nothing reads any more."""
     while unread:
-        before = _take_out(proto, unread)
-        unread = before - {name for g in all_graphs(proto.graph) for name in _read_in(g)}
+        before = _remove_values(proto, unread)
+        unread = before - {name for g in all_graphs(proto.graph) for name in _names_read_in(g)}
 
 
-def _take_out(proto: ModelProto, unread: set[str]) -> set[str]:
+def _remove_values(proto: ModelProto, unread: set[str]) -> set[str]:
     """Remove the values of these names; return the names that their nodes read."""
     before: set[str] = set()
     for graph in map(_as_graph, all_graphs(proto.graph)):
@@ -205,14 +204,14 @@ def _as_graph(graph: Any) -> GraphProto:
     return graph
 
 
-def _quantized(pair: Pair, values: Mapping[str, np.ndarray]) -> TensorProto:
+def _quantized_tensor(pair: Pair, values: Mapping[str, np.ndarray]) -> TensorProto:
     """Return the integers of a weight, as onnxruntime computes them, under their name."""
     constants = dict(pair.constants)
     for name, tensor in pair.constants.items():
         if external.is_empty(tensor):
             constants[name] = numpy_helper.from_array(np.asarray(values[name], order="C"))
     # numpy lacks integers of 4 bits: they are read as floats, which are as exact
-    taken = {*constants, *_results(pair), *pair.node.output}
+    taken = {*constants, *_moved_names(pair), *pair.node.output}
     one, steps = unused("one", taken), unused("steps", taken)
     constants[one] = numpy_helper.from_array(np.ones((), np.float32))
     back = NodeProto(op_type="DequantizeLinear", domain=pair.node.domain, output=[steps])
@@ -228,7 +227,7 @@ def computed(
     constants: Mapping[str, TensorProto],
     nodes: Sequence[NodeProto],
 ) -> np.ndarray:
-    """Return what the last of some nodes computes of constants, floats, in onnxruntime."""
+    """Return the floats that the last node computes from constants, in onnxruntime."""
     model = ModelProto(opset_import=opsets)
     model.ir_version = min_ir_version(list(opsets))
     model.graph.name = "constants"
@@ -333,18 +332,18 @@ def as_floats(
             graph.node.remove(user)
         else:
             position = next(i for i, n in enumerate(graph.node) if n.output == user.output)
-            graph.node.insert(position, _rounding(graph, entry))
+            graph.node.insert(position, _quantize_node(graph, entry))
         graph.initializer.append(floats)
-        _forget(graph.initializer, name)
-        _forget(graph.input, name)
-    _drop(model, _unread(model, proto))
+        _remove_entry(graph.initializer, name)
+        _remove_entry(graph.input, name)
+    _remove_unread(model, _newly_unread(model, proto))
     return model
 
 
-def _rounding(graph: GraphProto, entry: Stored) -> NodeProto:
+def _quantize_node(graph: GraphProto, entry: Stored) -> NodeProto:
     """Return the QuantizeLinear in front of the nodes that read stored integers."""
     user, zero = entry.users[0], entry.zero
-    if zero is None:  # which says to what it rounds
+    if zero is None:  # whose type decides the integers
         zero = graph.initializer.add(data_type=entry.tensor.data_type, dims=entry.scale.dims)
         zero.name = unused(f"{entry.weight}_zero_point", set(names(graph)))
         zero.raw_data = bytes(external.nbytes(zero))
@@ -354,7 +353,50 @@ def _rounding(graph: GraphProto, entry: Stored) -> NodeProto:
     return node
 
 
-def _unread(model: ModelProto, before: ModelProto) -> set[str]:
+def _newly_unread(model: ModelProto, before: ModelProto) -> set[str]:
     """Return the initializers of `model` that only `before` reads."""
-    read = [{n for g in all_graphs(m.graph) for n in _read_in(g)} for m in (model, before)]
+    read = [{n for g in all_graphs(m.graph) for n in _names_read_in(g)} for m in (model, before)]
     return {t.name for t in model.graph.initializer} & (read[1] - read[0])
+
+
+# -- scales of weights that leave room for biases --------------------------------------------------
+
+_PRODUCTS = frozenset("Conv ConvTranspose Gemm".split())
+_LARGEST = 1.0001 / np.iinfo(np.int32).max  # onnxruntime.quantization leaves this room
+
+
+def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> None:
+    """Enlarge scales in place; `weights` are the QuantizeLinear nodes behind weights."""
+    held = {t.name: t for t in graph.initializer if t.data_type in FLOATS}
+    makers = {y: node for node in graph.node for y in node.output}
+    rounded = {node.output[0] for node in weights}
+    for node in graph.node:
+        if node.op_type not in _PRODUCTS or len(node.input) < 3 or node.input[2] not in held:
+            continue
+        data, weight = (makers.get(name) for name in node.input[:2])
+        if data is None or weight is None:
+            continue
+        if {data.op_type, weight.op_type} != {"DequantizeLinear"}:
+            continue
+        if weight.input[0] not in rounded or any(n.input[1] not in held for n in (data, weight)):
+            continue
+        bias, of_data, of_weight = (
+            held[n] for n in (node.input[2], data.input[1], weight.input[1])
+        )
+        if not any(map(external.is_empty, (bias, of_data, of_weight))):
+            _enlarge_scale(of_weight, bias, of_data)
+
+
+def _enlarge_scale(scale: TensorProto, bias: TensorProto, of_data: TensorProto) -> None:
+    """Enlarge the scale of a weight where a bias exceeds integers of 32 bits."""
+    now = external.array(scale).astype(np.float64)
+    steps = np.abs(external.array(bias).astype(np.float64)) * _LARGEST
+    least = steps / external.array(of_data).astype(np.float64)
+    if now.shape != least.shape:
+        if now.size != 1:
+            return  # blocks, for which there is no kernel of integers
+        least = least.max(initial=0.0)
+    if (now < least).any():
+        dtype = ir.DataType(scale.data_type).numpy()
+        enlarged = np.maximum(now, least).astype(dtype).reshape(tuple(scale.dims))
+        scale.CopyFrom(ir.to_proto(ir.tensor(enlarged, name=scale.name)))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any, NoReturn
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.checks import check_choice
+from onnxgrad.errors import argument, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.parallel import Part
-from onnxgrad.training.modes import dropouts, statistics
+from onnxgrad.operators import marks, operator_of
+from onnxgrad.operators.attributes import float_attribute, int_attribute
+from onnxgrad.operators.shapes import dims, rank, static
+from onnxgrad.parallel import Part, all_reduce
+from onnxgrad.reporting import logger
+from onnxgrad.training.modes.dropouts import dropout_sites, write_dropouts
+from onnxgrad.training.modes.replacement import describe, emitter, replace, walk
 
 BATCH_NORM = ("frozen", "train")
 
@@ -31,7 +40,7 @@ def training_form(
     Args:
         op: writes into the graph, before anything else is added to it.
         batch_norm: "frozen": every BatchNormalization normalizes by its stored statistics, also one
-            exported in training mode; one whose statistics are computed is left as it is. "train":
+            exported in training mode; one whose statistics are computed stays unchanged. "train":
             by the statistics of the batch, as `torch.nn.BatchNorm2d` in training mode. The running
             ones become `momentum * old + (1 - momentum) * batch`, the variance of the batch with
             the divisor n - 1 instead of n; they are float32 if the file has them in half precision.
@@ -42,10 +51,11 @@ def training_form(
             probability, 0 to switch them off; else dropout is inserted after the matching float
             outputs. Later patterns override earlier ones. Dropout nodes in inference mode are there
             to be matched only if the graph was prepared with `keep_dropout`.
-        draw: number of the draw, such as that of the micro-batch: one integer, or one float that
-            holds an integer. May be None if no dropout is active.
+        draw: number of the draw, such as the number of the micro-batch: one integer, or one float
+            that holds an integer. May be None if no dropout is active.
         seed: any integer.
-        across: the part of this process, if the statistics are those of the rows of all processes.
+        across: the part of this process, if the statistics are taken over the rows of all
+            processes.
 
     Returns:
         `{statistic: its new value}`: the running means and variances, which became inputs of the
@@ -58,5 +68,315 @@ def training_form(
             with another tensor (see `separate_statistics`).
     """
     check_choice("batch_norm", batch_norm, BATCH_NORM)
-    dropouts.write(op, dropouts.sites(op.graph, dropout), draw, seed)
-    return statistics.train(op, across) if batch_norm == "train" else statistics.freeze(op)
+    write_dropouts(op, dropout_sites(op.graph, dropout), draw, seed)
+    return (
+        _use_batch_statistics(op, across) if batch_norm == "train" else _use_stored_statistics(op)
+    )
+
+
+# -- BatchNormalization with stored statistics or statistics of the batch --------------------------
+
+_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_MEAN, _VARIANCE = 3, 4  # operands
+
+
+def _use_stored_statistics(op: Emit) -> dict[ir.Value, ir.Value]:
+    """Make every BatchNormalization with stored statistics use them; return no new statistics."""
+    for node, _ in walk(op.graph):
+        if not _is_batch_norm(node) or not int_attribute(node, "training_mode"):
+            continue
+        if None in (_initializer_of(node.inputs[_MEAN]), _initializer_of(node.inputs[_VARIANCE])):
+            continue
+        inner = emitter(op, node.graph)
+        with inner.at(node):
+            attributes = {"epsilon": float_attribute(node, "epsilon")}
+            y = inner.emit("BatchNormalization", node.inputs, attributes, fresh=True)
+            _name_like(y, node)
+            replace(inner, node, [y, *(v for v in node.inputs[_MEAN:] if v is not None)])
+    return {}
+
+
+def _use_batch_statistics(op: Emit, across: Part | None = None) -> dict[ir.Value, ir.Value]:
+    """Make every BatchNormalization use the statistics of the batch; return the running ones.
+
+    A node may use statistics that another has updated: then it updates the new ones, as a module
+    does in PyTorch that is called twice. `across`: as in `training_form`.
+    """
+    nodes = [(node, around) for node, around in walk(op.graph) if _is_batch_norm(node)]
+    if not nodes:
+        raise ValueError(
+            f"{argument('batch_norm', 'train')} needs a BatchNormalization, and the model has "
+            "none: exporters and optimizers fold it into the Conv or Gemm before it. Export the "
+            "model again without that, torch.onnx.export(..., "
+            "training=torch.onnx.TrainingMode.TRAINING) or, with "
+            f"dynamo=True, optimize=False; or use {argument('batch_norm', 'frozen')}"
+        )
+    pairs: list[tuple[ir.Value, ir.Value]] = []
+    for node, around in nodes:
+        if around:
+            _refuse_update(
+                node, f"is in a subgraph of {describe(around[-1])}, which does not return new ones"
+            )
+        pairs.append((_statistic_of(node, _MEAN), _statistic_of(node, _VARIANCE)))
+    latest = {value: value for pair in pairs for value in pair}
+    for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
+        shape = dims(node.inputs[0])
+        if shape is not None and static(shape[2:]) == (1,) * len(shape[2:]):
+            op.graph.meta[marks.ONE_VALUE_NODE] = describe(node)
+        with op.at(node):
+            y, *new = _batch_norm(op, node, latest[mean], latest[variance], across)
+            replace(op, node, [y, *new])
+        latest[mean], latest[variance] = new
+    for value in latest:
+        op.graph.initializers.pop(str(value.name))
+        op.graph.inputs.append(value)
+    return latest
+
+
+def _is_batch_norm(node: ir.Node) -> bool:
+    return not node.domain and node.op_type == "BatchNormalization"
+
+
+def _refuse_update(node: ir.Node, reason: str) -> NoReturn:
+    raise ValueError(
+        f"the running statistics of {describe(node)} cannot be updated: it {reason}. Use "
+        f"{argument('batch_norm', 'frozen')}"
+    )
+
+
+def _name_like(y: ir.Value, node: ir.Node) -> None:
+    new = y.producer()
+    assert new is not None
+    new.name = node.name
+
+
+def _initializer_of(value: ir.Value | None) -> ir.Value | None:
+    """Return the initializer that `value` is, or a copy or cast of; else None."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type not in ("Identity", "Cast"):
+            return None
+        value = node.inputs[0]
+    return value if value is not None and value.is_initializer() else None
+
+
+def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
+    """Return the initializer of a running mean or variance; it is widened to float32.
+
+    Raises:
+        ValueError: the statistics are computed, or the tensor is used for something else too.
+    """
+    read = node.inputs[operand]
+    assert read is not None
+    value = _initializer_of(read)
+    if value is None:
+        _refuse_update(
+            node, f"has statistics that are no constants: {read.name!r} is computed or fed"
+        )
+    for user, index in _uses_of(value):
+        if not (_is_batch_norm(user) and index == operand):
+            raise ValueError(
+                f"{value.name!r} is a running statistic of {describe(node)}, and {describe(user)}"
+                " uses it for something else: an exporter merged tensors of equal values. Separate"
+                " them by separate_merged(model), or export the model again with "
+                "training=torch.onnx.TrainingMode.TRAINING or, with dynamo=True, optimize=False"
+            )
+    if value.dtype in _HALF and value.const_value is not None:
+        wide = value.const_value.numpy().astype(np.float32)
+        value.const_value, value.dtype = ir.tensor(wide, name=value.name), ir.DataType.FLOAT
+    return value
+
+
+def _uses_of(value: ir.Value) -> list[tuple[ir.Node, int]]:
+    """Return the nodes that read `value`, or a copy or cast of it, and as which operand."""
+    users: list[tuple[ir.Node, int]] = []
+    for user, index in value.uses():
+        copies = user.op_type in ("Identity", "Cast")
+        users += _uses_of(user.outputs[0]) if copies else [(user, index)]
+    return users
+
+
+def _batch_norm(
+    op: Emit, node: ir.Node, mean: ir.Value, variance: ir.Value, across: Part | None
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return y, and the new running mean and variance.
+
+    The operator divides by n for the variance, where PyTorch divides by n - 1, and its attribute
+    `momentum` c is a float32: 0.9 is 0.89999998 there. Its statistics of the batch (c = 0) are
+    therefore combined here, c old + (1 - c) batch, with the c that the exporter had.
+    """
+    x, scale, bias = node.inputs[:3]
+    assert x is not None
+    wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    momentum = float(str(np.float32(float_attribute(node, "momentum"))))
+    if momentum == 1.0:
+        logger.warning("momentum is 1: %s does not change its statistics", describe(node))
+    old = [op.Cast(v, to=wide) for v in (mean, variance)]
+    operands = [op.Cast(v, to=wide) for v in (x, scale, bias)]
+    epsilon = float_attribute(node, "epsilon")
+    if across is not None:
+        y, *batch = normalized_across(op, operands, epsilon, across)
+    else:
+        unbiased = _share_of_freedom(op, node, wide)
+        # onnxruntime writes the statistics of the batch over the operands, whoever reads these
+        operands += [op.Sum(v) for v in old]
+        attributes = {"epsilon": epsilon, "momentum": 0.0, "training_mode": 1}
+        y, *batch = op.emit_many("BatchNormalization", operands, attributes, 3, fresh=True)
+        for value in batch:
+            value.shape = mean.shape
+        batch[1] = batch[1] / unbiased
+    _name_like(y, node)
+    new = (
+        op.set_type_like(op.Cast(momentum * before + (1.0 - momentum) * now, to=v.dtype), v)
+        for before, now, v in zip(old, batch, (mean, variance), strict=True)
+    )
+    return op.Cast(y, to=x.dtype), *new
+
+
+def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir.Value:
+    """Return (n - 1) / n of the n values per channel; a model in which n is 1 fails."""
+    x, reason = node.inputs[0], f"{describe(node)} needs more than one value per channel"
+    assert x is not None
+    shape = dims(x)
+    lengths = None if shape is None else shape[:1] + shape[2:]
+    static_lengths = static(lengths)
+    if static_lengths is not None:
+        n = prod(static_lengths)
+        if n < 2:
+            raise ValueError(f"{reason} to train, and its input has the shape {list(shape or ())}")
+        return (n - 1) / n
+    if lengths is None:
+        # fresh: a dropout behind this node may have written the Size of x
+        size = op.emit("Size", [x], {}, fresh=True)
+        count = op.Reshape(size / op.Size(node.inputs[_MEAN]), [1])
+    else:
+        axes = {axis: d for axis, d in enumerate(shape or ()) if axis != 1}
+        count = op.const([prod(d for d in axes.values() if isinstance(d, int))])
+        for axis, d in axes.items():
+            if not isinstance(d, int):
+                count = _axis_length(op, x, axis, d) * count
+    # onnx has no assertion: where n is 1, the index is out of bounds, and the node has a name
+    one = op.Gather([1], op.Cast(op.Equal(count, [1]), to=ir.DataType.INT64))
+    one.producer().name = reason
+    return op.Cast(count - one, to=dtype) / op.Cast(count, to=dtype)
+
+
+def _axis_length(op: Emit, x: ir.Value, axis: int, symbol: str | None) -> ir.Value:
+    """Return the length of an axis of `x`, from an input that has it too: layers share it then."""
+    axes = ((v, i) for v in op.graph.inputs for i, d in enumerate(dims(v) or ()) if d == symbol)
+    value, i = next(axes, (x, axis)) if symbol is not None else (x, axis)
+    return op.Shape(value, start=i, end=i + 1)
+
+
+# -- statistics of the rows of all processes -------------------------------------------------------
+
+
+def normalized_across(
+    op: Any, operands: Sequence[ir.Value], epsilon: float, part: Part
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return y, and the mean and the unbiased variance (C,) of the rows of all processes.
+
+    Each process sends the number, the mean and the sum of squared deviations of its values, in its
+    row of a sum over the processes. They are combined as in Chan, Golub and LeVeque,
+    Algorithms for Computing the Sample Variance (1983), which loses no digits where a mean is far
+    from zero.
+
+    Args:
+        op: the emitter.
+        operands: x (N, C, ...), scale and bias (C,).
+        epsilon: added to the variance, which is biased there.
+        part: the part of this process.
+
+    Raises:
+        ValueError: the rank of x is unknown.
+    """
+    x, scale, bias = operands
+    count = rank(x)
+    if count is None:
+        raise ValueError(
+            f"sync_batch_norm: the rank of {printable(x.name)}, which a BatchNormalization reads, "
+            "is unknown: declare the shapes of the model's inputs, or leave out sync_batch_norm"
+        )
+    axes = [axis for axis in range(count) if axis != 1]
+    assert x.dtype is not None
+    with op:
+        mean = op.ReduceMean(x, axes)
+        squares = op.ReduceSum((x - mean) * (x - mean), axes)
+        channels = op.Shape(scale)
+        own, deviations = (op.Reshape(v, op.Concat([1], channels, axis=0)) for v in (mean, squares))
+        size = op.Div(op.Size(x), op.Size(scale))
+        count = op.Cast(op.Reshape(size, [1, 1]), to=x.dtype)
+        row = np.zeros((part.size, 1), x.dtype.numpy())
+        row[part.rank] = 1
+        sent = [op.Mul(op.const(row), v) for v in (count, own, deviations)]
+        sent[0].shape = ir.Shape([part.size, 1])
+        for value in sent[1:]:
+            value.shape = ir.Shape([part.size, *(dims(scale) or (None,))])
+        counts, means, squares = (all_reduce(op, v) for v in sent)
+        total = op.ReduceSum(counts, [0], keepdims=0)
+        middle = op.ReduceSum(counts * means, [0], keepdims=0) / total
+        apart = means - middle
+        summed = op.ReduceSum(squares + counts * apart * apart, [0], keepdims=0)
+        over = op.Concat(channels, np.ones(len(axes) - 1, np.int64), axis=0)
+        scaled = scale / op.Sqrt(summed / total + epsilon)
+        y = (x - op.Reshape(middle, over)) * op.Reshape(scaled, over) + op.Reshape(bias, over)
+        variance = summed / (total - 1.0)
+    y = op.copy_of(op.set_type_like(y, x))
+    return y, op.set_type_like(middle, scale), op.set_type_like(variance, scale)
+
+
+# -- frozen BatchNormalization as part of the convolution before it --------------------------------
+
+_ROWS = 16  # of a batch, for which the size of images is compared with the size of weights
+
+
+def fold_normalizations(
+    op: Emit, trained: Collection[ir.Value], kept: Collection[ir.Value]
+) -> None:
+    """Write each Conv and the BatchNormalization behind it, in inference form, as one Conv.
+
+    With f = s / sqrt(v + e), f (x * w + c - m) + b is x * (f w) + (b + f (c - m)): the step does
+    once with the weight, in both directions, the arithmetic of every pixel.
+
+    Args:
+        op: writes into a prepared graph.
+        trained: the weights that are trained: the weight of the convolution must be among them.
+        kept: values that must not change.
+    """
+    for node in list(op.graph):
+        if node.domain or node.op_type != "BatchNormalization" or operator_of(node).of_user:
+            continue
+        x = node.inputs[0]
+        conv = None if x is None else x.producer()
+        if conv is None or conv.op_type != "Conv" or conv.domain or conv.graph is not node.graph:
+            continue
+        if _can_fold(node, conv, trained) and not {x, *node.outputs} & {*kept, *op.graph.outputs}:
+            with op.at(node):
+                replace(op, node, [_convolution_of_both(op, node, conv)])
+
+
+def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
+    """Return whether only the normalization reads the convolution, and its weight is small."""
+    w = conv.inputs[1]
+    if w not in trained or len(conv.outputs[0].uses()) > 1 or len(node.outputs) > 1:
+        return False
+    dtypes = {v.dtype for v in (*conv.inputs, *node.inputs) if v is not None}
+    shape, pixels = static(dims(w)), static((dims(conv.outputs[0]) or (None,) * 3)[2:])
+    training = int_attribute(node, "training_mode")
+    if training or len(dtypes) > 1 or shape is None or pixels is None:
+        return False
+    return _ROWS * prod(pixels) >= prod(shape[1:])
+
+
+def _convolution_of_both(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
+    """Return the result of both nodes."""
+    _, scale, shift, mean, variance = node.inputs
+    x, w, bias = (*conv.inputs, None)[:3]
+    assert w is not None
+    epsilon = float_attribute(node, "epsilon")
+    factor = op.Div(scale, op.Sqrt(op.Add(variance, epsilon)))
+    per_row = op.Reshape(factor, [-1, *[1] * (len(dims(w) or ()) - 1)])
+    center = mean if bias is None else op.Sub(mean, bias)
+    attributes = {a.name: a.value for a in conv.attributes.values()}
+    weight = op.set_type_like(op.Mul(w, per_row), w)
+    y = op.Conv(x, weight, op.Sub(shift, op.Mul(center, factor)), **attributes)
+    return op.set_type_like(y, node.outputs[0])

@@ -2,14 +2,19 @@
 
 An alias is the path of the module that uses the constant, and the constant's role in it:
 `encoder.layer.0.attention.self.query.weight`, as PyTorch's `named_parameters` has it. An exporter
-that folds a weight into another one, or transposes it, drops its name; the bias beside it, the node
-and the node's metadata keep what the alias is read from.
+that folds a weight into another one, or transposes it, drops its name; the alias is read from the
+bias beside it, from the node and from the node's metadata.
+
+PyTorch's TorchScript exporter and TensorFlow's write the path of the module into the name of the
+node, `/encoder/layer.0/query/MatMul`. PyTorch's newer one writes it into the metadata of the node,
+and beside it the parameters that the operator takes.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -18,8 +23,7 @@ from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.operators import RECURRENT
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
-from onnxgrad.training.parameters.operands import (
+from onnxgrad.training.parameters.flow import (
     MOVES,
     domain,
     letter,
@@ -27,8 +31,126 @@ from onnxgrad.training.parameters.operands import (
     readers,
     source_of,
 )
+from onnxgrad.training.parameters.roles import judge
 from onnxgrad.training.parameters.table import Tensor
-from onnxgrad.training.parameters.verdicts import judge
+
+_SCOPES = "pkg.torch.onnx.name_scopes"  # "['', 'encoder', 'encoder.query', 'linear_3']"
+_NAMESPACE = "namespace"  # ": Net/encoder: Encoder/linear_3: aten.linear.default"
+_FX_NODE = "pkg.torch.onnx.fx_node"  # "... args = (%x, %p_encoder_query_weight, ...)"
+
+_CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
+_FUSION = re.compile(r"\w*Fusion\w*")  # that onnxruntime's optimizer appends
+# parts of names of TensorFlow that are operators, not layers
+_OPERATOR = re.compile(
+    r"""(ReadVariableOp|resource|BiasAdd|MatMul|BatchMatMul|(Depthwise)?Conv\dD\w*|Tensordot|[Ee]insum
+    |batchnorm|FusedBatchNorm\w*|embedding_lookup|Gather\w*|[Rr]eshape|[Tt]ranspose|Const|Cast
+    |Identity|Read|[Ee]xpand_?[Dd]ims|Squeeze|[Cc]oncat|[Mm]ul|[Aa]dd|AddV2|[Ss]ub)(_\d+)?""",
+    re.VERBOSE,
+)
+_OWNED = re.compile(  # a name that says which layer owns the tensor, of TensorFlow or Paddle
+    r"(?P<tf>.+/ReadVariableOp(_\d+)?(/resource)?)(:\d+)?|(?P<paddle>.+)\.[wb]_\d+(_deepcopy_\d+)?"
+)
+
+
+class ModuleNames:
+    """The modules of nodes, and the parameters of these, by the metadata of all nodes.
+
+    `names` are the readable names of constants: they show how the names of modules are written.
+    """
+
+    def __init__(self, metadata: Iterable[Mapping[str, str]], names: Iterable[str]) -> None:
+        self._mangled = {_mangle_name(name): name for name in names}
+        tails = (tail for name in self._mangled.values() for tail in _path_tails(name))
+        self._path_tails = {_mangle_name(tail): tail for tail in tails}
+        modules = {name.rpartition(".")[0] for name in self._mangled.values()}
+        for entries in metadata:
+            modules.update(_module_scopes(entries)[:-1])
+        self._modules = {_mangle_name(m): m for m in sorted(modules, key=len) if m}
+
+    def module(self, node: ir.Node) -> str:
+        """Return the path of the module of `node`, such as "encoder.layer.0"; "" if unknown."""
+        return module_of(node.name or "", node.metadata_props)
+
+    def parameters(self, metadata: Mapping[str, str]) -> list[str]:
+        """Return the names of the parameters that PyTorch notes for the operator of a node."""
+        noted = re.findall(r"%p_(\w+)", metadata.get(_FX_NODE, ""))
+        return [self._parameter_name(name) for name in dict.fromkeys(noted)]
+
+    def _parameter_name(self, mangled: str) -> str:
+        """Return the name of a parameter of which PyTorch replaced the dots by underscores."""
+        mangled = _mangle_name(mangled)
+        if mangled in self._mangled:
+            return self._mangled[mangled]
+        for i in range(len(mangled) - 1, 0, -1):
+            if mangled[i] == "_" and mangled[:i] in self._modules:
+                last = mangled[i + 1 :]
+                return f"{self._modules[mangled[:i]]}.{self._path_tails.get(last, last)}"
+        return mangled
+
+
+def module_of(name: str, metadata: Mapping[str, str]) -> str:
+    """Return the path of the module of a node, by its name and metadata; "" if unknown."""
+    if scopes := _module_scopes(metadata):
+        return scopes[-2] if len(scopes) > 1 else ""
+    return _dotted_path(_name_parts(name)[:-1]) if "/" in name else ""
+
+
+def label(node: ir.Node) -> str:
+    """Return the last part of the name of a node, which differs from the names of its module."""
+    parts = _name_parts(node.name or "")
+    return parts[-1].removeprefix("node_") if parts else ""
+
+
+def owner(name: str) -> str:
+    """Return the layer that the name of a tensor of TensorFlow or Paddle states; "" for others."""
+    match = _OWNED.fullmatch(name.partition(";")[0])
+    if match is None:
+        return ""
+    return match["paddle"] or _dotted_path(_name_parts(match["tf"]))
+
+
+def _module_scopes(metadata: Mapping[str, str]) -> list[str]:
+    """Return the paths of the modules around a node, the outermost first, and its own name."""
+    scopes = metadata.get(_SCOPES)
+    try:
+        if scopes is not None:
+            return [str(scope) for scope in ast.literal_eval(scopes)]
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return []
+    namespace = metadata.get(_NAMESPACE, "")
+    return [entry.partition(":")[0].strip() for entry in namespace.split("/")] if namespace else []
+
+
+def _name_parts(name: str) -> list[str]:
+    """Return the parts of the name of a node; the last one is its own."""
+    parts = [part for part in name.partition(";")[0].split("/") if part]
+    while len(parts) > 1 and _FUSION.fullmatch(parts[-1]):
+        parts.pop()
+    while parts and _CALL.fullmatch(parts[0]):
+        parts.pop(0)
+    return parts
+
+
+def _dotted_path(parts: list[str]) -> str:
+    """Return parts as a path with dots, without operators at its end."""
+    while parts and _OPERATOR.fullmatch(parts[-1]):
+        parts = parts[:-1]
+    # PyTorch repeats the name of a container in the names of its members: "mlp/mlp.0"
+    inner = [*parts[1:], ""][: len(parts)]
+    return ".".join(p for p, q in zip(parts, inner, strict=True) if not q.startswith(f"{p}."))
+
+
+def _path_tails(name: str) -> list[str]:
+    """Return the ends of a path with dots: "b.c" and "c" for "a.b.c"."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts) - 1, 0, -1)]
+
+
+def _mangle_name(name: str) -> str:
+    return re.sub(r"\W", "_", name).lower()
+
+
+# -- aliases ---------------------------------------------------------------------------------------
 
 _SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
 _NUMBERED = re.compile(
@@ -61,11 +183,11 @@ def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
     numbered = [row for row in rows if row.trains and not readable(row.name)]
     reader = _Reader(graph, rows) if numbered else None
     taken = {row.name for row in rows}
-    return _unique({row.name: reader.read(row) for row in numbered if reader}, taken)
+    return _unique_aliases({row.name: reader.read(row) for row in numbered if reader}, taken)
 
 
 def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]:
-    """Return the aliases of quantized weights: what their floats were called.
+    """Return the aliases of quantized weights: the names of their floats.
 
     If an exporter numbered these, it is read from the file as the alias of floats is.
     """
@@ -77,10 +199,10 @@ def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]
     graph, judged = judge(proto)
     reader, taken = _Reader(graph, judged), {row.name for row in (*judged, *rows)}
     read = {row.name: reader.read(row, quantized=True) for row in numbered}
-    return aliases | _unique(read, taken)
+    return aliases | _unique_aliases(read, taken)
 
 
-def _unique(bases: Mapping[str, str], taken: set[str]) -> dict[str, str]:
+def _unique_aliases(bases: Mapping[str, str], taken: set[str]) -> dict[str, str]:
     """Return aliases that are not in `taken`, with a suffix where they are; "" is none."""
     result: dict[str, str] = {}
     for name, base in bases.items():
@@ -101,7 +223,7 @@ def readable(name: str) -> bool:
 
 
 class _Reader:
-    """Reads the names of weights from what is around them in `graph`."""
+    """Reads the names of weights from the nodes around them in `graph`."""
 
     def __init__(self, graph: ir.Graph, rows: Sequence[Tensor]) -> None:
         self.sizes = {row.name: row.size for row in rows if readable(row.name)}
@@ -115,7 +237,7 @@ class _Reader:
     def read(self, row: Tensor, quantized: bool = False) -> str:
         """Return the alias of a constant, which need not be unique yet; "" if there is none.
 
-        That of `quantized` integers is a weight, whatever operator reads them.
+        The role of `quantized` integers is "weight", whatever operator reads them.
         """
         moves = _ONLY_MOVES | {"DequantizeLinear"} if quantized else _ONLY_MOVES
         uses = readers([self.values[row.name]], moves)
@@ -123,7 +245,7 @@ class _Reader:
         if use is None:
             return ""
         node, index = use
-        role = "weight" if quantized else self._role(node, index, row.shape)
+        role = "weight" if quantized else self._parameter_role(node, index, row.shape)
         beside = self._from_beside(node, role)
         noted = self.modules.parameters(node.metadata_props)
         noted = [] if _is_recurrent(node) else noted  # there, of all gates
@@ -139,7 +261,7 @@ class _Reader:
             module = label(node)
         return f"{module}.{role}" if module else ""
 
-    def _role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:
+    def _parameter_role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:
         if _is_recurrent(node):
             module = self.modules.module(node)
             layer = self.layers[module, node.op_type].index(node) if module else 0
@@ -161,7 +283,7 @@ class _Reader:
         if role not in ("weight", "bias"):
             return ""
         other = "bias" if role == "weight" else "weight"
-        for neighbor, value in _beside(node, role):
+        for neighbor, value in _operands_beside(node, role):
             source = source_of(value)
             maker = value.producer()
             copied = maker is not None and maker.op_type == "Identity" and readable(str(value.name))
@@ -177,12 +299,12 @@ class _Reader:
 
 
 def fits(parameter: str, role: str) -> bool:
-    """Return whether the last part of the name of a parameter is that of the role."""
+    """Return whether the last part of the name of a parameter fits the role."""
     is_bias = "bias" in parameter.rpartition(".")[2]
     return role == _OTHER or is_bias == (role == "bias")
 
 
-def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
+def _operands_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     """Yield the bias beside the weight of a layer, or the weight beside its bias.
 
     It is an operand of `node`, or of the sum behind a product, or of the product before a sum.
@@ -190,10 +312,10 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     neighbors, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
         neighbors += [n for x in node.inputs if x is not None and (n := maker_of(x)) is not None]
-    elif not _letters(node).isdisjoint("fq"):
+    elif not _operand_letters(node).isdisjoint("fq"):
         through = MOVES | {"Mul"} if node.op_type.endswith("Integer") else MOVES  # by its scale
         users = (n for n, _ in readers(node.outputs, through) if n.op_type not in through)
-        neighbors += [n for n in users if _letters(n).isdisjoint("fq")]
+        neighbors += [n for n in users if _operand_letters(n).isdisjoint("fq")]
     for neighbor in neighbors:
         adds = role == "weight" and neighbor.op_type == "Add" and domain(neighbor) == ""
         for i, x in enumerate(neighbor.inputs):
@@ -201,7 +323,7 @@ def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
                 yield neighbor, x
 
 
-def _letters(node: ir.Node) -> set[str]:
+def _operand_letters(node: ir.Node) -> set[str]:
     return {letter(node, i) for i in range(len(node.inputs))}
 
 

@@ -1,19 +1,248 @@
-"""Which weights train: those that a user names by patterns, or else the default ones."""
+"""Which constants of a model train, by default or as arguments say, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import warnings
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import onnx_ir as ir
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
-from onnxgrad.errors import argument, named
-from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
+from onnxgrad.errors import argument, named, printable
+from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned, read_note
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import FLOATS, constant_refs
-from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
-from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
-from onnxgrad.training.parameters.named_integers import with_named_integers
-from onnxgrad.training.parameters.patterns import Patterns, as_list, choose, matching
+from onnxgrad.reporting import frames_inside, logger
+from onnxgrad.training.parameters.aliases import integer_aliases, read_aliases
+from onnxgrad.training.parameters.equal_constants import (
+    copies,
+    separate_merged,
+    trains_merged,
+    warn_of_merged,
+)
+from onnxgrad.training.parameters.patterns import (
+    Patterns,
+    as_list,
+    choose,
+    matching,
+    with_named_integers,
+)
+from onnxgrad.training.parameters.roles import QUANTIZED, judge
+from onnxgrad.training.parameters.table import (
+    LISTED,
+    Tensor,
+    Tensors,
+    more,
+    names_and_reasons,
+    quoted_name,
+)
+
+_TYPES = frozenset(
+    TensorProto.DataType.Value(name)
+    for name in "INT4 UINT4 INT8 UINT8 FLOAT8E4M3FN FLOAT8E5M2".split()
+)
+WHY = "a quantized weight: it stays; adapters train beside it"
+
+
+def integer_rows(proto: ModelProto) -> list[Tensor]:
+    """Return the quantized weights of `proto`: the first integers with two axes of their readers"""
+    refs = list(constant_refs(proto))
+    found = {r.graph_name for r in refs if r.read().data_type in _TYPES and len(r.read().dims) > 1}
+    weights = {
+        next(name for name in node.input if name in found)
+        for node in nodes_of(proto)
+        if found.intersection(node.input)
+    }
+    rows = []
+    for ref in refs:
+        if ref.graph_name in weights:
+            tensor = ref.read()
+            dtype, size = ir.DataType(tensor.data_type).name.lower(), math.prod(tensor.dims)
+            rows.append(Tensor(ref.name, tuple(tensor.dims), dtype, size, False, WHY))
+    aliases = integer_aliases(proto, rows)
+    return [replace(row, alias=aliases.get(row.name, "")) for row in rows]
+
+
+# why a model has nothing to train: operators that learn without gradients
+_WITHOUT_GRADIENT = {
+    (
+        "is an operator that onnxruntime does not have, so that the model does not run: select "
+        "outputs in front of it, or use another classifier than the GaussianProcessClassifier of "
+        "scikit-learn"
+    ): ("Solve",),
+    (
+        "decides by thresholds, which have no gradient: trees of scikit-learn, LightGBM, XGBoost "
+        "and CatBoost are trained by these libraries. As a part of a larger model, trees stay as "
+        "they are, and the layers behind them train"
+    ): ("TreeEnsemble", "TreeEnsembleRegressor", "TreeEnsembleClassifier"),
+    (
+        "selects the nearest of stored rows: such a model is its data, and is fitted by storing "
+        "others"
+    ): ("TopK",),
+}
+
+__all__ = ["Tensor", "Tensors", "default_weights", "names_and_reasons", "trainable"]
+
+
+def trainable(
+    model: ModelLike,
+    train: str | Iterable[str] | None = None,
+    freeze: str | Iterable[str] = (),
+    *,
+    pattern: str | None = None,
+) -> Tensors:
+    """Return the float constants of `model`, which of them train, and why; and quantized weights.
+
+    Without `train`, a tensor trains if its role in the graph is a weight's: factor of a
+    product with data, bias added to one, scale or bias of a normalization, table of an embedding,
+    and so on. Masks, running statistics, tables of sines, scales of attention or of images and
+    other constants of formulas do not. In a model with adapters, the adapters train, and a new head
+    beside them. `Trainer` takes the same `train` and `freeze`.
+
+    Args:
+        model: model, serialized model or path; not modified.
+        train: names and patterns of `fnmatch`, as "layer4.*", of tensors that train. A pattern
+            chooses among weights; a constant of another role trains if its name is listed. None:
+            the weights that train by default.
+        freeze: names and patterns of tensors that do not train, also if `train` names them.
+        pattern: returns only the tensors whose name or alias matches it.
+
+    Returns:
+        A list of tensors in the order of the graph, quantized weights last, with attributes `name`,
+        `alias`, `shape`, `dtype`, `size`, `trains` and `why`. It prints as a table; so do its
+        attributes `trained` and `frozen`, and slices. Where an exporter numbered a weight, as
+        `onnx::MatMul_137`, the alias is its name in its module, as `encoder.query.weight`; `train`,
+        `freeze` and `pattern` match it, too. That of a quantized weight is the name or alias of
+        its floats.
+
+    Raises:
+        ModelError: `model` cannot be read, or computes with maps.
+        ValueError: a name or pattern that matches nothing; the message lists close ones.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)
+        ...     <float[2] units = {0.1, 0.2}, float[2,1] w = {1.0, 2.0}>
+        ...     { scaled = Mul(x, units) y = MatMul(scaled, w) }''')
+        >>> print(og.trainable(model))
+        name   shape   dtype    trains  why
+        units  [2]     float32  no      a factor of an input before any weight (Mul)
+        w      [2, 1]  float32  yes     factor of MatMul
+        1 of 2 float constants train: 2 of 4 numbers
+        >>> [t.name for t in og.trainable(model, train=["w", "units"], freeze="w").trained]
+        ['units']
+    """
+    proto, train, freeze = with_named_integers(read(model), train, freeze)
+    separated = separate_merged(proto)
+    rows = choose(default_rows(separated), train, freeze)
+    rows.extend(integer_rows(separated))
+    if pattern is not None:
+        kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
+        rows = Tensors(t for t in rows if t.name in kept)
+    return rows
+
+
+def default_rows(proto: ModelProto) -> Tensors:
+    """Return the float constants, and which of them train by default."""
+    graph, judged = judge(proto)
+    names, tied = read_aliases(graph, judged), copies(proto, graph, judged)
+    adapted = fine_tuned(proto)
+    head = read_note(proto, HEAD)
+    rows = Tensors()
+    for row in judged:
+        trains, why, doubtful = row.trains, row.why, row.doubtful
+        if row.name in tied:
+            why = f"{why}; a copy of {tied[row.name]!r}"
+        if adapted:
+            trains, doubtful = row.name in adapted, False
+            of_adapters = "the new head beside adapters" if row.name in head else "an adapter"
+            why = of_adapters if trains else f"frozen: the model has adapters ({why})"
+        rows.append(
+            replace(
+                row,
+                trains=trains,
+                why=printable(why),
+                doubtful=doubtful,
+                alias=names.get(row.name, ""),
+                is_weight=row.trains or trains,
+                copy_of=tied.get(row.name, ""),
+            )
+        )
+    return rows
+
+
+def default_weights(proto: ModelProto, announce: bool = False, needed: bool = True) -> list[str]:
+    """Return the names of the weights that train by default.
+
+    With `announce`, each float constant that does not train is logged with the reason, and a
+    warning names uncertain ones: single numbers that may be learned, large tensors, copies, and
+    parameters that are one tensor.
+
+    Raises:
+        ValueError: weights are `needed`, and none of the float constants trains.
+    """
+    if announce:
+        warn_of_merged(proto)
+    return trained_names(proto, default_rows(proto), announce, needed)
+
+
+def trained_names(
+    proto: ModelProto, rows: Tensors, announce: bool = False, needed: bool = True
+) -> list[str]:
+    """Return the names of the rows of `proto` that train, see `default_weights`."""
+    names = [t.name for t in rows if t.trains]
+    if not names and any(t.why.startswith(QUANTIZED) for t in rows):
+        return [t.name for t in rows]  # the sweep raises an error that explains why
+    if not names and needed:
+        why = _reason_without_gradient(proto)
+        if not rows:
+            raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
+        raise ValueError(
+            f"none of the float constants is a weight by its role: {names_and_reasons(rows)}. "
+            f"{why}{why and '. '}Name those to train"
+        )
+    if announce:
+        announce_choice(rows)
+    return names
+
+
+def announce_choice(rows: Tensors) -> None:
+    """Log what does not train, and warn about uncertain decisions and about copies of a weight."""
+    untrained = rows.frozen
+    if untrained:
+        logger.info("not trained: %s", names_and_reasons(untrained, len(untrained)))
+    doubtful = [t for t in rows if t.doubtful]
+    if doubtful:
+        decisions = "; ".join(
+            f"{quoted_name(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
+            for t in doubtful[:LISTED]
+        )
+        message = f"{decisions}{more(doubtful)}. {named('List the weights')} to choose otherwise"
+        warnings.warn(message, stacklevel=frames_inside() + 1)
+    trained = {t.name for t in rows.trained}
+    copied = [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]
+    if copied:
+        pairs = "; ".join(f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
+        message = f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these "
+        message += "copies part in training: tie_copies(model) makes them one tensor"
+        warnings.warn(message, stacklevel=frames_inside() + 1)
+
+
+def _reason_without_gradient(proto: ModelProto) -> str:
+    """Return the first node that learns without gradients and the reason, or an empty text."""
+    for reason, op_types in _WITHOUT_GRADIENT.items():
+        for node in nodes_of(proto):
+            if node.op_type in op_types:
+                name = f" {printable(node.name)!r}" if node.name else ""
+                return f"{node.op_type}{name} {reason}"
+    return ""
+
+
+# -- weights that a user names by patterns ---------------------------------------------------------
 
 
 def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns = ()) -> list[str]:
@@ -23,7 +252,7 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
         proto: the model.
         train: names and patterns of `fnmatch`, see `trainable`; None: the weights that train by
             default.
-        freeze: names and patterns of those that do not train.
+        freeze: names and patterns of weights that do not train.
 
     Raises:
         ValueError: a pattern that matches no float constant, or nothing is left to train.
@@ -80,8 +309,8 @@ def matching_weights(proto: ModelProto, patterns: Patterns, kind: str) -> list[s
     Patterns match names and aliases, see `trainable`.
 
     Raises:
-        ValueError: a pattern matches none; close names are listed. `kind` is what the message
-            calls the patterns.
+        ValueError: a pattern matches none; close names are listed. `kind` is the noun of the
+            message for the patterns.
     """
     chosen = set(expand(proto, patterns, kind))
     return [name for name in float_constants(proto) if name in chosen]
@@ -113,7 +342,7 @@ def expand(
 
 
 def _require_floats(proto: ModelProto, names: Collection[str]) -> None:
-    """Raise `ValueError` if one of `names` is that of a constant which holds no floats."""
+    """Raise `ValueError` if one of `names` belongs to a constant that holds no floats."""
     for ref in constant_refs(proto):
         if ref.name in names and (code := ref.read().data_type) not in FLOATS:
             dtype = ir.DataType(code).name.lower()

@@ -1,23 +1,28 @@
-"""Parameters that an exporter stored once, since their elements were equal, told apart again."""
+"""Parameters that an exporter stored once, told apart, and weights that it stored twice, tied."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
+import onnx_ir as ir
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.errors import printable
+from onnxgrad.graph.emit import Emit
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS
+from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
+from onnxgrad.model.weights import constant_refs, lift
 from onnxgrad.operators import RECURRENT
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.modes.equal_statistics import (
@@ -28,19 +33,18 @@ from onnxgrad.training.modes.equal_statistics import (
     separate_statistics,
 )
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.aliases import fits, readable
-from onnxgrad.training.parameters.module_names import ModuleNames, module_of
-from onnxgrad.training.parameters.operands import MOVES, letter
-from onnxgrad.training.parameters.table import LISTED, more
-from onnxgrad.training.parameters.verdicts import judge
+from onnxgrad.training.parameters.aliases import ModuleNames, fits, module_of, readable
+from onnxgrad.training.parameters.flow import MOVES, letter, readers
+from onnxgrad.training.parameters.roles import judge
+from onnxgrad.training.parameters.table import LISTED, Tensor, more
 
 _ARITHMETIC = {"Add": "bias", "Sub": "bias", "Mul": "weight", "Div": "weight"}
 _WORDS = dict.fromkeys("ftps", "weight") | dict.fromkeys("bo", "bias")
-_FIXED = "constant"  # what is no parameter, such as a fixed initial state
+_FIXED = "constant"  # the key of a constant that is no parameter, such as a fixed initial state
 
 
 def separate_merged(model: ModelLike) -> ModelProto:
-    """Return `model` with a tensor of its own for each parameter, where its exporter merged some.
+    """Return `model` with one tensor for each parameter, where its exporter merged several.
 
     Exporters store equal tensors once. In a network that was never trained, that makes one tensor
     of the scales (1, 1, ...) of all normalizations of a size, of the zero biases, of equal copies
@@ -78,39 +82,41 @@ def separate_merged(model: ModelLike) -> ModelProto:
     adapters = {name for adapter in read_adapters(proto) for name in adapter["tensors"]}
     trains = {row.name for row in judge(separated)[1].trained} - adapters  # one for all its uses
     groups = {name: parts for name, parts in groups.items() if name in trains}
-    return _separate(separated, merged, groups) if groups else separated
+    return _copy_with_parameters(separated, merged, groups) if groups else separated
 
 
 def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
-    """Return whether tensors train that `proto` stores once; warn of those that become several."""
-    copies = _copies(proto, separated)
+    """Return whether tensors train that `proto` stores once; warn of new copies of them."""
+    copies = _separated_names(proto, separated)
     if new := [name for name in copies if name in trained]:
-        _warn(new, "here each is a tensor of its own, as separate_merged(model) writes them")
+        _warn_of_names(
+            new, "here each is a tensor of its own, as separate_merged(model) writes them"
+        )
     if new or not copies:
         return bool(new)
     stored = {t.name for t in proto.graph.initializer}
-    before, after = _reads(proto), _reads(separated)
+    before, after = _count_reads(proto), _count_reads(separated)
     return any(name in stored and before[name] != after[name] for name in trained)
 
 
 def warn_of_merged(proto: ModelProto) -> None:
     """Warn of parameters that `proto` stores once and that train as one here."""
-    if copies := _copies(proto, separate_merged(proto)):
-        _warn(copies, "they train as one: pass separate_merged(model) to train each")
+    if copies := _separated_names(proto, separate_merged(proto)):
+        _warn_of_names(copies, "they train as one: pass separate_merged(model) to train each")
 
 
-def _copies(proto: ModelProto, separated: ModelProto) -> list[str]:
+def _separated_names(proto: ModelProto, separated: ModelProto) -> list[str]:
     stored = {t.name for t in proto.graph.initializer}
     return [t.name for t in separated.graph.initializer if t.name not in stored]
 
 
-def _warn(names: list[str], text: str) -> None:
+def _warn_of_names(names: list[str], text: str) -> None:
     shown = ", ".join(repr(printable(name)) for name in names[:LISTED])
     message = f"{shown}{more(names)}: the exporter stored parameters with equal values once; {text}"
     warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
-def _reads(model: ModelProto) -> Counter[str]:
+def _count_reads(model: ModelProto) -> Counter[str]:
     return Counter(name for node in nodes_of(model) for name in node.input)
 
 
@@ -119,7 +125,7 @@ class _Use:
     """A node that reads a tensor, itself or by an alias, as which operand, and its parameter.
 
     `key` is equal for the uses of one parameter; `certain` is whether names say that, and `name`
-    what the parameter is called, "" if unknown.
+    the name of the parameter, "" if unknown.
     """
 
     node: NodeProto
@@ -152,22 +158,24 @@ class _Merged:
             root = aliases.get(name, name)
             for node, index in self.readers[name] if root in self.tensors else ():
                 if node.op_type != "Identity" or node.output[0] not in aliases:
-                    role = self._role(node, index, self.readers)
+                    role = self._operand_role(node, index, self.readers)
                     via = name if root != name else ""
                     self.uses[root].append(_Use(node, index, via, role))
         self.uses = {name: uses for name, uses in self.uses.items() if len(uses) > 1}
         nodes = self.nodes if self.uses else ()
         known = [name for name in (*self.tensors, *aliases) if readable(name)] if nodes else []
-        self.modules = ModuleNames(map(_metadata, nodes), known)
-        self.owners = {path for name in known for path in _paths(name)}
-        self.paths = {p for n in nodes for p in _paths(module_of(n.name, _metadata(n)))}
+        self.modules = ModuleNames(map(_metadata_entries, nodes), known)
+        self.owners = {path for name in known for path in _path_prefixes(name)}
+        self.paths = {
+            p for n in nodes for p in _path_prefixes(module_of(n.name, _metadata_entries(n)))
+        }
         self.calls = Counter(map(self._module_of_path, self.paths))
 
     def groups(self, name: str) -> list[list[_Use]]:
-        """Return the uses of a tensor, those of each parameter together, first what keeps it."""
+        """Return the uses of a tensor, a list for each parameter; the first keeps the tensor."""
         uses = self.uses[name]
         for use in uses:
-            self._identify(use, name)
+            self._identify_parameter(use, name)
         if len({use.key for use in uses}) == 1:
             return [uses]
         roles = {use.role for use in uses}
@@ -181,20 +189,20 @@ class _Merged:
             groups.setdefault(use.key, []).append(use)
         return list(groups.values())
 
-    def _role(self, node: NodeProto, index: int, readers: Readers) -> str:
+    def _operand_role(self, node: NodeProto, index: int, readers: Readers) -> str:
         """Return the letter of an operand, behind moves and inside of functions; "a": arithmetic"""
         function = self.functions.get((node.domain, node.op_type, node.overload))
         if function is not None and index < len(function[0]):
             inner = function[1]
             uses = inner[function[0][index]]
-            return self._role(*uses[0], inner) if uses else ""
+            return self._operand_role(*uses[0], inner) if uses else ""
         if node.op_type in MOVES and index == 0 and (uses := readers[node.output[0]]):
-            return self._role(*uses[0], readers)
+            return self._operand_role(*uses[0], readers)
         return "a" if node.op_type in _ARITHMETIC else letter(node, index)
 
-    def _identify(self, use: _Use, tensor: str) -> None:
+    def _identify_parameter(self, use: _Use, tensor: str) -> None:
         """Find out of which parameter a use is."""
-        metadata, word = _metadata(use.node), _word(use)
+        metadata, word = _metadata_entries(use.node), _parameter_word(use)
         noted = self.modules.parameters(metadata)
         fitting = [p for p in noted if fits(p, word)] or noted
         named = use.via or tensor
@@ -202,14 +210,14 @@ class _Merged:
             use.key, use.certain, use.name = fitting[0], True, fitting[0]
         elif readable(named) and (self.aliased or use.via):
             use.key, use.certain, use.name = named, self.aliased, named
-        elif not word or (use.role == "a" and not self._features(tensor)):
+        elif not word or (use.role == "a" and not self._has_features(tensor)):
             use.key = _FIXED
         else:
             several = not self.from_torch or use.node.op_type in RECURRENT  # of one module
             module = "" if several else module_of(use.node.name, metadata)
             base = self._module_of_path(module)
             clear = bool(module) and self.calls[base] == 1
-            layer = "" if clear else self._layer(use, tensor)
+            layer = "" if clear else self._layer_key(use, tensor)
             use.key, use.certain = f"{base}:{use.role}:{layer}", self.aliased and clear
             use.name = f"{module or use.node.name or use.node.output[0]}.{word}"
 
@@ -230,25 +238,25 @@ class _Merged:
         likes = [t for t in self.stored if (t.data_type, t.dims) == (one.data_type, one.dims)]
         return sum(np.array_equal(external.array(t), array) for t in likes) < 2
 
-    def _features(self, name: str) -> bool:
+    def _has_features(self, name: str) -> bool:
         """Return whether a tensor has several elements along one axis, as biases have."""
         return sum(n > 1 for n in self.tensors[name].dims) == 1
 
-    def _layer(self, use: _Use, tensor: str) -> str:
-        """Return what is different for two layers: the weights beside the use, or else its result.
+    def _layer_key(self, use: _Use, tensor: str) -> str:
+        """Return a text that tells layers apart: the weights beside the use, or else its result.
 
-        For a bias they are those of the product that it is added to, for a normalization and others
-        those of the next products.
+        For a bias, the product has the weights that it is added to; for a normalization and others,
+        the next products have them.
         """
         node = use.node
         near = [node, *(self.makers[x] for x in node.input if x in self.makers)]
-        for nodes in (near if use.role in "ab" else [], self._after(node)):
-            weights = sorted({x for n in nodes for x in self._factors(n)} - {tensor})
+        for nodes in (near if use.role in "ab" else [], self._next_products(node)):
+            weights = sorted({x for n in nodes for x in self._factor_names(n)} - {tensor})
             if weights:
                 return " ".join(weights)
         return node.output[0]
 
-    def _factors(self, node: NodeProto) -> Iterator[str]:
+    def _factor_names(self, node: NodeProto) -> Iterator[str]:
         for i, x in enumerate(node.input):
             if letter(node, i) == "f":
                 while (maker := self.makers.get(x)) is not None and maker.op_type in MOVES:
@@ -256,23 +264,23 @@ class _Merged:
                 if (root := self.aliases.get(x, x)) in self.tensors:
                     yield root
 
-    def _after(self, node: NodeProto) -> list[NodeProto]:
+    def _next_products(self, node: NodeProto) -> list[NodeProto]:
         """Return the next products behind `node`, not beyond normalizations and sums of results"""
         found, waiting = [], [node]
         for n in waiting:  # the loop appends to it
             for user, _ in (use for y in n.output for use in self.readers[y]):
                 scaled = any(letter(user, i) == "s" for i in range(len(user.input)))
-                if any(self._factors(user)):
+                if any(self._factor_names(user)):
                     found.append(user)
                 elif not scaled and sum(x in self.makers for x in user.input) < 2:
                     waiting += [user] if all(user is not w for w in waiting) else []
         return found
 
 
-def _separate(
+def _copy_with_parameters(
     proto: ModelProto, merged: _Merged, groups: dict[str, list[list[_Use]]]
 ) -> ModelProto:
-    """Return a copy of a model in which each parameter has a tensor of its own."""
+    """Return a copy of a model with one tensor for each parameter."""
     model = ModelProto()
     model.CopyFrom(proto)
     copied = all_nodes(model.graph.node)
@@ -300,17 +308,120 @@ def _separate(
     return model
 
 
-def _paths(name: str) -> list[str]:
+def _path_prefixes(name: str) -> list[str]:
     """Return "a", "a.b" and "a.b.c" for "a.b.c"."""
     return [name[: dot.start()] for dot in re.finditer(r"\.|$", name)]
 
 
-def _metadata(node: NodeProto) -> dict[str, str]:
+def _metadata_entries(node: NodeProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
 
 
-def _word(use: _Use) -> str:
+def _parameter_word(use: _Use) -> str:
     """Return what PyTorch calls a parameter in this role; "" for no role of a weight."""
     if use.role == "a":
         return _ARITHMETIC.get(use.node.op_type, "bias")
     return _WORDS.get(use.role, "")
+
+
+# -- weights that an exporter stored twice ---------------------------------------------------------
+
+
+def tie_copies(model: ModelLike) -> ModelProto:
+    """Return `model` with one tensor for each weight that its exporter stored several times.
+
+    These are copies of the table of an embedding, maybe transposed: in a decoder beside
+    its encoder, or the weight of the last layer of a language model. `trainable` lists them as
+    copies. Each trains by itself, and they part; here they are one weight, with the sum of the
+    gradients, as in the network that was exported. The opposite is `separate_merged`.
+
+    Args:
+        model: model, serialized model or path; never modified.
+
+    Returns:
+        A model that computes the same; `model` itself, as read, if it has no copies. Where a copy
+        is transposed, a Transpose computes it, once when a session is made.
+
+    Raises:
+        ValueError: the model has adapters, which may be beside a copy: tie before `add_lora`.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (int64[N] x) => (float[N,3] y)
+        ...     <float[3,2] table = {1, 2, 3, 4, 5, 6}, float[2,3] last = {1, 3, 5, 2, 4, 6}>
+        ...     { h = Gather(table, x) y = MatMul(h, last) }''')
+        >>> tied = og.tie_copies(model)
+        >>> [tensor.name for tensor in tied.graph.initializer]
+        ['table']
+        >>> [node.op_type for node in tied.graph.node]
+        ['Transpose', 'Gather', 'MatMul']
+    """
+    proto = read(model)
+    graph, rows = judge(proto)
+    originals = copies(proto, graph, rows)
+    if not originals:
+        return proto
+    if read_adapters(proto):
+        raise ValueError("the model has adapters, which may be beside a copy: tie before add_lora")
+    tied = ModelProto()
+    tied.CopyFrom(proto)
+    concerned = {*originals, *originals.values()}
+    refs = [ref for ref in constant_refs(tied) if ref.name in concerned]
+    arrays = {ref.name: ref.array() for ref in refs}
+    lift(tied, refs)
+    made = to_ir(tied)
+    values = made.graph.initializers
+    op = Emit(made.graph)
+    with op.at(next(iter(made.graph))):
+        for name, table in originals.items():
+            same = np.array_equal(arrays[name], arrays[table])
+            new = values[table] if same else op.Transpose(values[table], perm=[1, 0])
+            ir.convenience.replace_all_uses_with(values[name], new, replace_graph_outputs=True)
+            made.graph.inputs[:] = [x for x in made.graph.inputs if x is not values[name]]
+            del values[name]
+    return to_proto(made)
+
+
+def copies(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
+    """Return which weights are copies of the table of an embedding, `{name: name of the table}`.
+
+    They are tables and factors with the same numbers, maybe transposed, as the last and
+    the first layer of a language model. Two layers may be equal for other reasons, such as
+    how they began, but not an embedding and a layer.
+    """
+    groups: dict[tuple, list[Tensor]] = {}
+    for row in rows:
+        if row.trains and len(row.shape) == 2 and min(row.shape) > 1:
+            groups.setdefault((row.dtype, *sorted(row.shape)), []).append(row)
+    originals: dict[str, str] = {}
+    for group in groups.values():
+        values = {row.name: graph.initializers[row.name] for row in group}
+        roles = {name: _operand_letters(value) for name, value in values.items() if len(group) > 1}
+        tables = [name for name, letters in roles.items() if "t" in letters]
+        others = [name for name, letters in roles.items() if letters & {"t", "f"}]
+        if not tables or len(others) < 2:
+            continue
+        arrays = {ref.name: ref.array() for ref in constant_refs(proto) if ref.name in roles}
+        for table, other in product(tables, others):
+            new = other != table and originals.keys().isdisjoint((other, table))
+            if new and _are_equal_or_transposed(arrays[table], arrays[other]):
+                originals[other] = table
+    return originals
+
+
+def _are_equal_or_transposed(table: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two matrices are equal, maybe transposed."""
+    if (table == table[0, 0]).all():
+        return False  # one number: nothing says that they are the same weight
+    return any(
+        np.array_equal(table[0], matrix[0]) and np.array_equal(table, matrix)
+        for matrix in (other, other.T)
+    )
+
+
+def _operand_letters(value: ir.Value) -> set[str]:
+    """Return the roles of the operands that `value` is, through nodes that only move it."""
+    uses = readers([value], MOVES - {"Gather"})  # which looks up rows of a table
+    return {letter(node, index) for node, index in uses}

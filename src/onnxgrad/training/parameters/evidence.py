@@ -63,7 +63,7 @@ of_final_logits = _test_of(r"(.*[._/])?final_logits_bias")
 
 
 def sounds_learned(name: str) -> bool:
-    """Return whether the name of a scalar is that of a parameter, or of a function of one."""
+    """Return whether a scalar is named as a parameter, or as a function of one."""
     return _is_folded(name) or (not is_generated(name) and _is_learned(name))
 
 
@@ -81,7 +81,7 @@ def stated_kinds(graph: GraphProto) -> dict[str, bool]:
 def noted_kind(node: ir.Node) -> bool | None:
     """Return whether the FX node of `node` takes parameters; None if the metadata do not say.
 
-    These metadata survive onnxruntime's optimizer; those of values do not.
+    These metadata survive onnxruntime's optimizer; metadata of values do not.
     """
     kinds = set(re.findall(r"%([pbc])_", node.metadata_props.get(_NOTE, "")))
     return None if len(kinds) != 1 else kinds == {"p"}
@@ -126,8 +126,8 @@ def is_linear(array: np.ndarray) -> bool:
 def are_slopes(array: np.ndarray) -> bool:
     """Return whether an array holds the slopes of ALiBi, a number for each head.
 
-    Of a power of two n of heads, they are 2^(-8/n), 2^(-16/n), ...; of others, those of the power
-    before, and then every other of the power behind (Press, Smith & Lewis 2022).
+    Of a power of two n of heads, they are 2^(-8/n), 2^(-16/n), ...; of other numbers, the slopes of
+    the power before, and then every other slope of the power behind (Press, Smith & Lewis 2022).
     """
     heads = max(array.shape, default=1)
     if heads < 2 or array.size != heads:
@@ -148,11 +148,11 @@ def is_wave(array: np.ndarray) -> bool:
     table = array.reshape([n for n in array.shape if n > 1])
     if table.ndim < 2 or not np.isfinite(array).all() or is_all(array):
         return False
-    axes = [_rows(np.moveaxis(table, i, -1)) for i in range(table.ndim)]
-    return any((t.shape[1] >= 6 and _recurs(t[:, :64])) or _has_pairs(t) for t in axes)
+    axes = [_first_rows(np.moveaxis(table, i, -1)) for i in range(table.ndim)]
+    return any((t.shape[1] >= 6 and _recurs_like_waves(t[:, :64])) or _has_pairs(t) for t in axes)
 
 
-def _rows(table: np.ndarray) -> np.ndarray:
+def _first_rows(table: np.ndarray) -> np.ndarray:
     """Return the first rows along the last axis, at most 256, and few of very long ones."""
     most = max(8, min(256, 2**18 // table.shape[-1]))
     return table[:most].reshape(-1, table.shape[-1])[:most]
@@ -167,7 +167,7 @@ def is_cosine(array: np.ndarray) -> bool:
     return any(is_all(first, 0) or is_all(first, 1) for first in firsts)
 
 
-def _recurs(table: np.ndarray) -> bool:
+def _recurs_like_waves(table: np.ndarray) -> bool:
     table = table.astype(np.float64).T
     sums, middle = table[2:] + table[:-2], table[1:-1]
     with np.errstate(invalid="ignore", divide="ignore"):

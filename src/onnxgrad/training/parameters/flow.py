@@ -1,4 +1,4 @@
-"""From what the values of a graph are computed: data, shapes, constants, weights."""
+"""The roles of operands, and from which data, shapes, constants and weights values are computed."""
 
 from __future__ import annotations
 
@@ -8,60 +8,133 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.operators import RANDOM
-from onnxgrad.training.parameters.operands import (
-    domain,
-    leading_operands,
-    letter,
-    reachable,
-    value_operands,
-)
+from onnxgrad.operators import OF_SHAPES, OPERATORS, PACKS, RANDOM, REORDERS, SELECTS, Operator
+
+# these take one value and hand it on, in another order or shape or dtype
+MOVES = (REORDERS | SELECTS | PACKS | {"CastLike", "Dropout"}) - {
+    "Concat", "GatherElements", "GatherND"
+}  # fmt: skip
+
+# the first operand gives the elements of the result; the rest only say how
+_OF_FIRST = MOVES - {"Gather", "SequenceConstruct"} | {"Pad", "Resize", "TopK", "Trilu"}
+
+# the number of operands that a smooth function passes through; the rest choose or locate
+_LEADS = {"RoiAlign": 1, "Gather": 1, "GatherElements": 1, "GatherND": 1, "NonMaxSuppression": 0}
+
+
+def letter(node: ir.Node, index: int) -> str:
+    """Return the role of operand `index` of `node`, a letter of its record, or "" if unknown."""
+    letters = OPERATORS.get((domain(node), node.op_type), Operator()).roles
+    return letters[min(index, len(letters) - 1)] if letters else ""
+
+
+def domain(node: ir.Node) -> str:
+    """Return the domain of `node`, "" for the standard one."""
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+def value_operands(node: ir.Node) -> list[ir.Value]:
+    """Return the operands whose elements the results are computed from."""
+    standard = domain(node) == ""
+    if standard and node.op_type in OF_SHAPES:
+        return []
+    first = standard and node.op_type in _OF_FIRST
+    return [x for x in (node.inputs[:1] if first else node.inputs) if x is not None]
+
+
+def leading_operands(node: ir.Node) -> list[ir.Value]:
+    """Return the operands through which a smooth function of them would pass."""
+    count = _LEADS.get(node.op_type, len(node.inputs)) if domain(node) == "" else len(node.inputs)
+    return [x for x in value_operands(node) if x in node.inputs[:count]]
+
+
+def reachable(
+    starts: Iterable[ir.Value], onward: Callable[[ir.Value], Iterable[ir.Value | None]]
+) -> Iterator[ir.Value]:
+    """Yield `starts`, and all values to which `onward` leads from them, each once."""
+    seen = dict.fromkeys(starts)
+    waiting = list(seen)
+    for value in waiting:  # the loop appends to it
+        yield value
+        new = {x: None for x in onward(value) if x is not None and x not in seen}
+        seen |= new
+        waiting += new
+
+
+def readers(
+    starts: Iterable[ir.Value], through: Collection[str] = MOVES
+) -> Iterator[tuple[ir.Node, int]]:
+    """Yield (node, operand index) for each read of these values, looking through `through`.
+
+    `through` are types of nodes; reads by these are yielded, too.
+    """
+
+    def results(value: ir.Value) -> Iterator[ir.Value]:
+        return (y for node, _ in value.uses() if node.op_type in through for y in node.outputs)
+
+    for value in reachable(starts, results):
+        yield from value.uses()
+
+
+def source_of(value: ir.Value) -> ir.Value:
+    """Return the value of which `value` is a moved copy, or `value` itself."""
+    node = value.producer()
+    while node is not None and node.op_type in MOVES and node.inputs and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
+
+
+def maker_of(value: ir.Value) -> ir.Node | None:
+    """Return the node that computes `value`, ignoring nodes that only move its elements."""
+    return source_of(value).producer()
+
 
 _Bindings = dict[ir.Value, list[ir.Value]]
 
 
 class Flow:
-    """From what every value of `graph` and of its subgraphs is computed.
+    """The kinds of numbers from which every value of `graph` and of its subgraphs is computed.
 
     Attributes:
-        nodes: all nodes, those of subgraphs included.
+        nodes: all nodes, nodes of subgraphs included.
         bindings: `{value: values}`, from the operands of a node to the inputs of its subgraphs,
             and from the outputs of these to the results of the node.
         data: values computed from the elements of an input, or from random numbers.
         positions: values computed from shapes and ranges, and from no data.
         weighted: data computed with a weight: from a product with a constant, or a lookup.
         hidden: values from which a product with a weight is computed.
-        fixed: factors that are no weights: buffers, transforms of the inputs, and what is computed
-            from nothing else.
+        fixed: factors that are no weights: buffers, transforms of the inputs, and values
+            computed from these only.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
         self.nodes = all_nodes(graph)
         self.bindings: _Bindings = defaultdict(list)
         self._bound_to: _Bindings = defaultdict(list)
-        for source, target in (pair for node in self.nodes for pair in _bindings(node)):
+        for source, target in (pair for node in self.nodes for pair in _subgraph_bindings(node)):
             self.bindings[source].append(target)
             self._bound_to[target].append(source)
         inputs = set(graph.inputs) - set(graph.initializers.values())
-        self.data = self._computed(lambda node: node.op_type in RANDOM - {"Dropout"}, inputs)
+        self.data = self._computed_from(lambda node: node.op_type in RANDOM - {"Dropout"}, inputs)
         self.positions = (
-            self._computed(lambda node: node.op_type in ("Shape", "Size", "Range")) - self.data
+            self._computed_from(lambda node: node.op_type in ("Shape", "Size", "Range")) - self.data
         )
         self.fixed: set[ir.Value] = set()
         self.fix(())
 
     def fix(self, factors: Collection[ir.Value]) -> None:
-        """Take `factors` for fixed, and find what is computed with weights, and before them."""
+        """Take `factors` for fixed, and find the values computed with weights, and before them."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
                 self.fixed.update(node.outputs)
-        self.weighted = self._computed(self._weighs)
+        self.weighted = self._computed_from(self._applies_weight)
         products = filter(self.product, self.nodes)
         operands = (x for node in products for x in leading_operands(node))
-        self.hidden = set(reachable(operands, self._before))
+        self.hidden = set(reachable(operands, self._smooth_sources))
 
-    def _computed(
+    def _computed_from(
         self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()
     ) -> set[ir.Value]:
         """Return `values`, and all computed from them or by nodes for which `starts` is true."""
@@ -69,19 +142,19 @@ class Flow:
         return set(reachable([*values, *(y for node in nodes for y in node.outputs)], self.onward))
 
     def onward(self, value: ir.Value) -> Iterator[ir.Value]:
-        """Yield what is computed from the elements of `value`, by one node."""
+        """Yield the results that one node computes from the elements of `value`."""
         yield from self.bindings.get(value, ())
         for node, _ in value.uses():
             if value in value_operands(node) and not any(subgraphs(node)):  # see `bindings`
                 yield from node.outputs
 
-    def _before(self, value: ir.Value) -> Iterator[ir.Value]:
-        """Yield what a smooth function of `value` would be a function of, by one node."""
+    def _smooth_sources(self, value: ir.Value) -> Iterator[ir.Value]:
+        """Yield the operands of one node that a smooth function of `value` depends on."""
         yield from self._bound_to.get(value, ())
         node = value.producer()
         yield from () if node is None else leading_operands(node)
 
-    def _weighs(self, node: ir.Node) -> bool:
+    def _applies_weight(self, node: ir.Node) -> bool:
         """Return whether `node` applies a weight to data."""
         if domain(node) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
@@ -101,7 +174,7 @@ class Flow:
         return any(factors) and any(x in self.data for x in node.inputs)
 
 
-def _bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Yield operands of `node` with inputs of its subgraphs, and their outputs with its results."""
     graphs = list(subgraphs(node))
     if not graphs or domain(node):

@@ -1,4 +1,4 @@
-"""Names and patterns that a user writes, matched with the names and aliases of tensors."""
+"""Names and patterns that a user writes, matched with tensors and with stored integers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from onnx import ModelProto
+
 from onnxgrad.errors import argument, printable, unknown
+from onnxgrad.training.modes.stored_integers import Stored, as_floats, stored
 from onnxgrad.training.parameters.table import Tensor, Tensors
 
 Patterns = str | Iterable[str]
@@ -29,8 +32,8 @@ def matching(
     among the other constants: "layer4.*" means no constants of its formulas.
 
     Raises:
-        ValueError: none matches; close names and aliases are listed. `kind` is what the message
-            calls the pattern.
+        ValueError: none matches; close names and aliases are listed. `kind` is the noun of the
+            message for the pattern.
     """
     for exact in ([t for t in rows if t.name == pattern], [t for t in rows if t.alias == pattern]):
         if exact:
@@ -80,13 +83,13 @@ def _patterns_by_name(
 
 
 def _no_match_error(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
-    """Return an error that lists names and aliases, those of weights first."""
+    """Return an error that lists names and aliases, weights first."""
     ordered = sorted(rows, key=lambda t: not t.is_weight)
     names = [name for t in ordered for name in reversed(t.names)]
-    return unknown(kind, pattern, names, _close(pattern, names))
+    return unknown(kind, pattern, names, _close_names(pattern, names))
 
 
-def _close(pattern: str, names: Sequence[str]) -> list[str]:
+def _close_names(pattern: str, names: Sequence[str]) -> list[str]:
     """Return up to three names that have a part like the text of `pattern`."""
     text = re.sub(r"[*?]+", "*", pattern).strip("*./").lower()
     parts: dict[str, str] = {}
@@ -97,3 +100,31 @@ def _close(pattern: str, names: Sequence[str]) -> list[str]:
             parts.setdefault(".".join(split[i : i + count]), name)
     close = difflib.get_close_matches(text.replace("/", "."), parts, n=3, cutoff=0.6)
     return [parts[part] for part in close]
+
+
+def with_named_integers(
+    proto: ModelProto, train: Patterns | None, freeze: Patterns
+) -> tuple[ModelProto, Patterns | None, Patterns]:
+    """Return a model in which the stored integers that `train` names are floats that are rounded.
+
+    `train` and `freeze` have names of the floats that they become, or names of the file; the
+    returned arguments name them as floats. Without `train`, stored integers stay.
+    """
+    if train is None:
+        return proto, train, freeze
+    train, freeze = as_list(train), as_list(freeze)
+    found = stored(proto)
+    chosen = {
+        entry.tensor.name: entry.weight
+        for entry in found
+        if _is_named(entry, train) and not _is_named(entry, freeze)
+    }
+    if not chosen:
+        return proto, train, freeze
+    model = as_floats(proto, chosen, {})
+    return model, [chosen.get(name, name) for name in train], freeze
+
+
+def _is_named(entry: Stored, patterns: list[str]) -> bool:
+    names = entry.tensor.name, entry.weight
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

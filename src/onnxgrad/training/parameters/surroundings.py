@@ -1,18 +1,19 @@
-"""The nodes that combine constants with data, and what is computed before and after them."""
+"""The nodes that combine constants with data, and the values before and after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.operators import made_by
-from onnxgrad.training.parameters.flow import Flow
-from onnxgrad.training.parameters.integer_weights import StoredIntegers
-from onnxgrad.training.parameters.operands import (
+from onnxgrad.training.parameters import evidence
+from onnxgrad.training.parameters.flow import (
     MOVES,
+    Flow,
     domain,
     letter,
     maker_of,
@@ -20,6 +21,91 @@ from onnxgrad.training.parameters.operands import (
     readers,
     value_operands,
 )
+
+_FEW_BITS = frozenset(
+    """INT2 UINT2 INT4 UINT4 INT8 UINT8 INT16 UINT16 FLOAT4E2M1 FLOAT8E4M3FN FLOAT8E4M3FNUZ
+    FLOAT8E5M2 FLOAT8E5M2FNUZ""".split()
+)
+_UNPACKS = frozenset("BitShift BitwiseAnd BitwiseOr BitwiseXor".split())
+_KEEPS = MOVES | _UNPACKS | frozenset("Concat Mod Clip Where".split())
+_SCALES = frozenset("Mul Div".split())
+_SHIFTS = frozenset("Add Sub".split())
+
+
+class StoredIntegers:
+    """Which values of a graph are stored integers, or are computed from them.
+
+    Attributes:
+        sizes: `{value: elements that a scale of it may have}`, of values computed from stored
+            integers and from constants, and of rows that are gathered from them and have no scale
+            yet. As many as integers; of -1, 0 and 1, which may be a mask of a weight, fewer.
+        results: results of products of data with integers that have no scale yet.
+    """
+
+    def __init__(self, nodes: Iterable[ir.Node], data: Collection[ir.Value]) -> None:
+        self.sizes: dict[ir.Value, int] = {}
+        self.results: set[ir.Value] = set()
+        unscaled: set[ir.Value] = set()
+        for node in nodes:
+            op, inputs = node.op_type, [x for x in node.inputs if x is not None]
+            for x in inputs:
+                if x not in self.sizes and _stores_integers(x, op):
+                    self.sizes[x] = _most_scales(x)
+                    unscaled.add(x)
+            known = [x for x in inputs if x in self.sizes]
+            others = [x for x in inputs if x not in self.sizes]
+            if op in MOVES and inputs[:1] and inputs[0] in self.results:
+                self.results.update(node.outputs)
+            elif known and any(
+                letter(node, i) == "f" and x in known for i, x in enumerate(node.inputs)
+            ):
+                self.results.update(node.outputs if unscaled.issuperset(known) else ())
+            elif known and (op in _KEEPS or op in _SCALES | _SHIFTS):
+                scaled = op in _SCALES or not unscaled.issuperset(known)
+                mixed = op not in MOVES and any(x in data for x in others)
+                gathered = any(y in data for y in node.outputs)
+                other = op in MOVES and known[0] is not inputs[0]  # only says how to move
+                if other or mixed or (gathered and scaled):
+                    continue
+                self.sizes |= dict.fromkeys(node.outputs, max(self.sizes[x] for x in known))
+                unscaled.update(() if scaled else node.outputs)
+
+    def beside(self, node: ir.Node, index: int) -> int:
+        """Return how many elements operand `index` may have as a scale or shift; 0: it is none."""
+        others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
+        if node.op_type in _SCALES and any(x in self.results for x in others):
+            return max(self.sizes.values())
+        if node.op_type in _SCALES | _SHIFTS:
+            return max((self.sizes.get(x, 0) for x in others), default=0)
+        return 0
+
+    def scaled_by(self, value: ir.Value) -> int:
+        """Return the same for `value`, through nodes that move it."""
+        found = 0
+        for node, index in value.uses():
+            moved = node.outputs if node.op_type in MOVES and index == 0 else ()
+            found = max([found, self.beside(node, index), *map(self.scaled_by, moved)])
+        return found
+
+
+def _stores_integers(x: ir.Value, op_type: str) -> bool:
+    """Return whether `x` is a constant of integers that are no mask of zeros and ones."""
+    if x.const_value is None or x.producer() is not None or x.dtype is None or x.is_graph_input():
+        return False
+    size, kind = x.const_value.size, x.dtype.name
+    wide = kind in ("INT32", "INT64", "UINT32", "UINT64") and op_type in _UNPACKS
+    bias = kind == "INT32" and op_type == "Cast" and size in x.const_value.shape.numpy()
+    if not (wide or bias or kind in _FEW_BITS) or size < 2:
+        return False
+    array = x.const_value.numpy().astype(np.float32)
+    return not evidence.is_binary(array) and not (bias and evidence.is_ramp(array))
+
+
+def _most_scales(x: ir.Value) -> int:
+    assert x.const_value is not None
+    signs = bool((np.abs(x.const_value.numpy().astype(np.float32)) <= 1).all())
+    return x.const_value.size - signs
+
 
 FACTORS = frozenset("Mul Div".split())
 ARITHMETIC = FACTORS | frozenset("Add Sub Sum Mean".split())
@@ -56,7 +142,7 @@ class Use:
 
 
 class Surroundings(Flow):
-    """The values of a graph, with what is computed before and after them."""
+    """The values of a graph, with the nodes before and after them."""
 
     def __init__(self, graph: ir.Graph) -> None:
         super().__init__(graph)
@@ -72,11 +158,11 @@ class Surroundings(Flow):
             for target in self.bindings.get(value, ()):
                 if target not in self.data:
                     onward.append((target, via, moved, scaled))
-                elif (reader := _passing(value, target)) is not None:
+                elif (reader := _passing_node(value, target)) is not None:
                     yield Use(*reader, value, via, moved, scaled)
             for node, index in value.uses():
                 integers = max(scaled, self.stored.beside(node, index))
-                if self._meets(node, index):
+                if self._defines_role(node, index):
                     yield Use(node, index, value, via, moved, integers)
                 elif value in value_operands(node) and not any(subgraphs(node)):
                     others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
@@ -87,7 +173,7 @@ class Surroundings(Flow):
                     seen.add(entry[0])
                     waiting.append(entry)
 
-    def _meets(self, node: ir.Node, index: int) -> bool:
+    def _defines_role(self, node: ir.Node, index: int) -> bool:
         """Return whether this node defines the role of its operand."""
         if domain(node) == "ai.onnx.ml":
             return True
@@ -95,19 +181,19 @@ class Surroundings(Flow):
             return False  # see `bindings`; others read only the shape
         kind = letter(node, index)
         own = kind == "f" and node.op_type not in _OF_TWO_FACTORS
-        return own or kind not in ("f", "t", "x", "a", "") or self._with_data(node, index)
+        return own or kind not in ("f", "t", "x", "a", "") or self._reads_other_data(node, index)
 
-    def _with_data(self, node: ir.Node, index: int) -> bool:
+    def _reads_other_data(self, node: ir.Node, index: int) -> bool:
         others = [x for i, x in enumerate(node.inputs) if i != index]
         return any(x in self.data and x in others for x in value_operands(node))
 
     def product_without_bias(self, value: ir.Value) -> ir.Node | None:
         """Return the product without bias that `value` is a moved copy of, or a sum with data."""
-        made = (v.producer() for v in reachable([value], self._terms))
+        made = (v.producer() for v in reachable([value], self._sum_terms))
         products = (node for node in made if node is not None and self.product(node))
         return next((node for node in products if not _has_own_bias(node)), None)
 
-    def _terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
+    def _sum_terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
         """Return the operands of a sum of data, or the one that a node moves or scales."""
         node = value.producer()
         if node is None or self.product(node):
@@ -176,10 +262,10 @@ class Surroundings(Flow):
         if scaled and node.op_type in ("Mul", "Div") and len(data) == 1:
             return self.is_normalized(data[0], False)
         if node.op_type == "Div" and node.inputs[1] in data:
-            return _of_means(node.inputs[1]) or _of_means(value)
+            return _is_from_means(node.inputs[1]) or _is_from_means(value)
         if node.op_type == "Mul" and len(data) == 2:
-            return any(map(_of_means, data))
-        return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _of_means(value)
+            return any(map(_is_from_means, data))
+        return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _is_from_means(value)
 
     def scaled_again(self, node: ir.Node) -> bool:
         """Return whether the next node multiplies by a constant, as exporters write GroupNorm."""
@@ -204,7 +290,7 @@ class Surroundings(Flow):
     def _weighs_data(self, weights: ir.Value) -> bool:
         """Return whether a product with other data reads the result of a Softmax."""
         return any(
-            letter(user, index) == "f" and self._with_data(user, index)
+            letter(user, index) == "f" and self._reads_other_data(user, index)
             for user, index in readers([weights], MOVES | {"Where", "Dropout", "Mul"})
         )
 
@@ -225,14 +311,14 @@ def has_one_feature(product: ir.Node) -> bool:
     return any(1 in shape or len(shape) == 1 for shape in sizes)
 
 
-def _passing(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
+def _passing_node(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
     """Return the node that passes `value` into a subgraph as `target`, or out of one."""
     into = ((node, index) for node, index in value.uses() if any(subgraphs(node)))
     producer = target.producer()
     return next(into, None if producer is None else (producer, 0))
 
 
-def _of_means(value: ir.Value) -> bool:
+def _is_from_means(value: ir.Value) -> bool:
     """Return whether `value` is computed from means or sums, through roots and the like."""
     waiting, seen = [value], {value}
     for v in waiting:  # the loop appends to it

@@ -27,7 +27,7 @@ class Tensor:
         doubtful: whether trainers warn about the decision.
         alias: where an exporter numbered the name: the name that the tensor has in its module, as
             "encoder.layer.0.query.weight"; otherwise "".
-        is_weight: whether its role is that of a weight: by default these train.
+        is_weight: whether its role is a weight's: by default these train.
         copy_of: the table of an embedding that has the same numbers: the network shares one weight,
             of which the exporter stored two copies. Otherwise "".
     """
@@ -54,12 +54,12 @@ class Tensors(list[Tensor]):
 
     @property
     def trained(self) -> Tensors:
-        """Those that train."""
+        """The tensors that train."""
         return Tensors(t for t in self if t.trains)
 
     @property
     def frozen(self) -> Tensors:
-        """Those that do not train."""
+        """The tensors that do not train."""
         return Tensors(t for t in self if not t.trains)
 
     @overload
@@ -71,21 +71,21 @@ class Tensors(list[Tensor]):
         part = super().__getitem__(index)
         return Tensors(part) if isinstance(part, list) else part
 
-    def _cells(self) -> list[list[str]]:
+    def _table_cells(self) -> list[list[str]]:
         """Return the head and the rows; there are aliases only if a tensor has one."""
         columns = {
-            "name": [_shorten(t.name, "name") for t in self],
-            "alias": [_shorten(t.alias, "alias") for t in self],
+            "name": [_shortened_cell(t.name, "name") for t in self],
+            "alias": [_shortened_cell(t.alias, "alias") for t in self],
             "shape": [str(list(t.shape)) for t in self],
             "dtype": [t.dtype for t in self],
             "trains": ["yes" if t.trains else "no" for t in self],
-            "why": [_shorten(t.why, "why") for t in self],
+            "why": [_shortened_cell(t.why, "why") for t in self],
         }
         if not any(columns["alias"]):
             del columns["alias"]
         return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
-    def _total(self) -> str:
+    def _total_line(self) -> str:
         trained = self.trained
         floats = [t for t in self if "int" not in t.dtype and "float8" not in t.dtype]
         numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in floats):,} numbers"
@@ -94,17 +94,17 @@ class Tensors(list[Tensor]):
         return f"{len(trained)} of {len(floats)} float constants train: {numbers}{stay}"
 
     def __str__(self) -> str:
-        lines = self._cells()
+        lines = self._table_cells()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         ]
-        return "\n".join([*table, self._total()])
+        return "\n".join([*table, self._total_line()])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._cells()
-        return html_table(head, rows, [self._total()])
+        head, *rows = self._table_cells()
+        return html_table(head, rows, [self._total_line()])
 
     __repr__ = __str__
 
@@ -127,7 +127,7 @@ def more(rows: Sequence[object], most: int = LISTED) -> str:
     return f"; and {len(rows) - most} more" if len(rows) > most else ""
 
 
-def _shorten(text: str, column: str) -> str:
+def _shortened_cell(text: str, column: str) -> str:
     """Return the text of a cell; of a long one the beginning and the end, which say most."""
     text, half = printable(text), (_WIDEST[column] - 3) // 2
     return text if len(text) <= _WIDEST[column] else f"{text[:half]}...{text[-half:]}"

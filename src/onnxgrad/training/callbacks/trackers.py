@@ -1,0 +1,490 @@
+"""Callbacks that log numbers to a service or to files of another program, or prune its trials."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from abc import abstractmethod
+from importlib import import_module
+from inspect import signature
+from numbers import Real
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.checks import check_choice
+from onnxgrad.errors import not_installed, printable, unknown
+from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
+from onnxgrad.training.callbacks.early_stopping import better_if
+from onnxgrad.training.progress import by_member
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 120  # characters
+_LEFT_OUT = {"model", "callbacks"}  # arguments; reading `trainer.model` builds a model
+
+
+class Tracker(Callback):
+    """Logs the history, and the numbers that other callbacks publish, by step.
+
+    Each number of the history is logged under its own name; of a stack, the numbers of members are
+    "loss/0", "loss/1" and so on. Within epochs, `step_loss` is the mean loss of a row since it was
+    logged last. Where training resumes, it goes on behind the records that are in the history.
+
+    Args:
+        every_steps: number of steps from one `step_loss` to the next; None logs it after calls of
+            the runtime, at most once a second.
+    """
+
+    writes = True
+
+    def __init__(self, every_steps: int | None = None) -> None:
+        self.every_steps = every_steps
+
+    @abstractmethod
+    def begin(self, state: Any, parameters: dict[str, Any]) -> None:
+        """Open the run; `parameters` are the arguments of the trainer."""
+
+    @abstractmethod
+    def log(self, step: int, scalars: dict[str, float]) -> None:
+        """Log numbers of a step."""
+
+    @abstractmethod
+    def end(self, state: Any) -> None:
+        """Close the run."""
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Open the run, and log the records of the history that were not logged before."""
+        entry = self.entry(state)
+        entry["records"] = records = min(entry.get("records", 0), len(state.history))
+        self._steps: dict[str, int] = {}  # of the number that was logged last, by name
+        for record in state.history[:records]:
+            self._steps |= dict.fromkeys(by_member(record, state), record["step"])
+        if records:
+            for scalars in _published_scalars(state):
+                self._steps |= dict.fromkeys(scalars["values"], scalars["step"])
+        self._last = -math.inf  # time of the last step_loss
+        self._sum = self._rows = 0.0  # of the losses and rows of the epoch, when it was logged
+        self.begin(state, parameters_of(trainer))
+        self._log_history(state)
+
+    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Begin the sum of the losses of an epoch."""
+        self._sum = self._rows = 0.0
+
+    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Log the loss since the last time, and the numbers that other callbacks published."""
+        now = time.monotonic()
+        if self.every_steps is None:
+            due = now - self._last >= 1
+        else:
+            due = state.step % self.every_steps == 0
+        progress = trainer.progress
+        if due and progress.rows > self._rows and math.isfinite(progress.loss):
+            total = progress.loss * progress.rows
+            loss = (total - self._sum) / (progress.rows - self._rows)
+            self._sum, self._rows, self._last = total, progress.rows, now
+            rate = {} if state.learning_rate is None else {"learning_rate": state.learning_rate}
+            if isinstance(state.learning_rate, list):
+                rate = by_member({"learning_rate": np.array(state.learning_rate)}, state)
+            self._log_new(state.step, {"step_loss": loss} | rate)
+        self._log_published(state)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Log the evaluation."""
+        self._log_history(state)
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Log the epoch."""
+        self._log_history(state)
+
+    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Log what was added to the last record, and close the run."""
+        try:
+            self._log_history(state)
+        finally:
+            self.end(state)
+
+    def _log_history(self, state: Any) -> None:
+        """Log the new records of the history; other callbacks may have added to its last record."""
+        entry = self.entry(state)
+        for record in state.history[max(0, entry["records"] - 1) :]:
+            numbers = {n: v for n, v in by_member(record, state).items() if isinstance(v, Real)}
+            self._log_new(
+                record["step"], {n: v for n, v in numbers.items() if n not in ("step", "epoch")}
+            )
+        entry["records"] = len(state.history)
+        self._log_published(state)
+
+    def _log_published(self, state: Any) -> None:
+        for scalars in _published_scalars(state):
+            self._log_new(scalars["step"], scalars["values"])
+
+    def _log_new(self, step: int, scalars: dict[str, Any]) -> None:
+        """Log the numbers that were not logged at this step already."""
+        new = {n: float(v) for n, v in scalars.items() if self._steps.get(n, -1) < step}
+        if new:
+            self.log(step, new)
+            self._steps |= dict.fromkeys(new, step)
+
+
+def _published_scalars(state: Any) -> list[dict[str, Any]]:
+    """Return the numbers that callbacks passed to `publish`."""
+    return [entry["scalars"] for entry in state.callbacks.values() if "scalars" in entry]
+
+
+def parameters_of(trainer: Any) -> dict[str, Any]:
+    """Return the arguments of the trainer that are numbers and texts, and short texts of others."""
+    if hasattr(trainer, "get_params"):
+        values = trainer.get_params(deep=False)
+    else:
+        names = [name for name in signature(type(trainer)).parameters if name not in _LEFT_OUT]
+        values = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
+        if values.get("members") is not None:  # of a stack, whose attributes are the first member's
+            values |= {"optimizer": trainer.optimizers, "learning_rate": trainer.learning_rates}
+    return {
+        name: value
+        if isinstance(value, (bool, int, float, str)) or value is None
+        else printable(_SHORT.repr(value))
+        for name, value in values.items()
+        if name not in _LEFT_OUT
+    }
+
+
+def optional(callback: str, extra: str, *modules: str) -> Any:
+    """Return the first of `modules` that is installed, for a callback that needs one.
+
+    `extra` of onnxgrad installs the first.
+
+    Raises:
+        ImportError: none is; it says what to install.
+    """
+    error: ImportError | None = None
+    for name in modules:
+        try:
+            return import_module(name)
+        except ImportError as e:
+            error = error or e
+    raise not_installed(callback, modules[0], extra) from error
+
+
+class TensorBoard(Tracker):
+    """Writes the numbers of training into event files for TensorBoard.
+
+    It logs the numbers of the history by step, `step_loss`, the mean loss of a row since it was
+    logged last, and the numbers that other callbacks publish, such as `Norms`. The arguments of the
+    trainer are a table on the page "Text". Points of an earlier run in the folder are hidden from
+    the step on where this one begins.
+
+    Args:
+        folder: where to write: a folder for each run, `tensorboard --logdir` shows all runs below
+            one.
+        every_steps: number of steps from one `step_loss` to the next; None logs it after calls of
+            the runtime, at most once a second.
+
+    Raises:
+        ImportError: neither tensorboardX nor tensorboard with PyTorch is installed.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.trackers import TensorBoard
+        >>> try:
+        ...     callbacks = [TensorBoard("runs/a")]
+        ... except ImportError:  # pip install 'onnxgrad[tensorboard]'
+        ...     callbacks = []
+    """
+
+    _open = ("_writer",)
+
+    def __init__(self, folder: str | os.PathLike, every_steps: int | None = None) -> None:
+        super().__init__(every_steps)
+        self.folder = Path(folder)
+        _summary_writer()
+
+    def begin(self, state: Any, parameters: dict[str, Any]) -> None:
+        """Open a new file in the folder."""
+        first = state.step + 1
+        # tensorboardX names files by the second: another run must not replace this one's
+        suffix = f".{first:010d}.{os.urandom(4).hex()}"
+        self._writer = _summary_writer()(str(self.folder), purge_step=first, filename_suffix=suffix)
+        rows = "".join(
+            f"| {_markdown_cell(name)} | {_markdown_cell(v)} |\n" for name, v in parameters.items()
+        )
+        self._writer.add_text("parameters", f"| argument | value |\n|---|---|\n{rows}", first)
+
+    def log(self, step: int, scalars: dict[str, float]) -> None:
+        """Log each number as one curve."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def end(self, state: Any) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _markdown_cell(value: Any) -> str:
+    return str(value).replace("|", r"\|").replace("\n", " ")
+
+
+def _summary_writer() -> Any:
+    """Return the class `SummaryWriter`; tensorboardX first, as it does not import PyTorch."""
+    module = optional("TensorBoard", "tensorboard", "tensorboardX", "torch.utils.tensorboard")
+    return module.SummaryWriter
+
+
+_STATUS = {"interrupted": "KILLED", "error": "FAILED", "not finite": "FAILED"}
+
+
+class MLflow(Tracker):
+    """Logs the numbers of training as metrics of an MLflow run, and the trainer's arguments.
+
+    It logs the numbers of the history by step, `step_loss`, the mean loss of a row since it was
+    logged last, and the numbers that other callbacks publish, such as `Norms`. If a run of MLflow
+    is active, that one is used and stays open. Otherwise a run is started and ended; where training
+    resumes, it is the run of before. Characters that MLflow does not allow in names become "_".
+
+    Args:
+        experiment: name of the experiment; None is MLflow's.
+        run_name: name of a new run; None lets MLflow choose.
+        tracking_uri: server or folder; None is MLflow's, such as of `MLFLOW_TRACKING_URI`.
+        every_steps: number of steps from one `step_loss` to the next; None logs it after calls of
+            the runtime, at most once a second.
+
+    Raises:
+        ImportError: mlflow is not installed.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.trackers import MLflow
+        >>> try:
+        ...     callbacks = [MLflow(experiment="vision", run_name="a")]
+        ... except ImportError:  # pip install 'onnxgrad[mlflow]'
+        ...     callbacks = []
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        every_steps: int | None = None,
+    ) -> None:
+        super().__init__(every_steps)
+        self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
+        _import_mlflow()
+
+    def begin(self, state: Any, parameters: dict[str, Any]) -> None:
+        """Use the active run, the run before a resume, or a new one."""
+        mlflow, entry = _import_mlflow(), self.entry(state)
+        self._own = mlflow.active_run() is None
+        if self._own:
+            if self.tracking_uri is not None:
+                mlflow.set_tracking_uri(self.tracking_uri)
+            if self.experiment is not None:
+                mlflow.set_experiment(self.experiment)
+            before = entry.get("run_id")
+            run = mlflow.start_run(run_id=before, run_name=None if before else self.run_name)
+        else:
+            run = mlflow.active_run()
+        if entry.get("run_id") != run.info.run_id:  # MLflow refuses parameters that change
+            mlflow.log_params({name: str(value)[:250] for name, value in parameters.items()})
+        entry["run_id"] = run.info.run_id
+
+    def log(self, step: int, scalars: dict[str, float]) -> None:
+        """Log the numbers as metrics."""
+        allowed = {re.sub(r"[^\w\-. /]", "_", n, flags=re.ASCII): v for n, v in scalars.items()}
+        _import_mlflow().log_metrics(allowed, step=step)
+
+    def end(self, state: Any) -> None:
+        """End the run, if it was started here."""
+        if self._own:
+            _import_mlflow().end_run(_STATUS.get(state.stop_reason, "FINISHED"))
+
+
+def _import_mlflow() -> Any:
+    return optional("MLflow", "mlflow", "mlflow")
+
+
+_FAILED = ("interrupted", "error", "not finite")
+
+
+class WeightsAndBiases(Tracker):
+    """Logs the numbers of training to a run of Weights & Biases, and the trainer's arguments.
+
+    It logs the numbers of the history, `step_loss`, the mean loss of a row since it was logged
+    last, and the numbers that other callbacks publish, such as `Norms`, against `step`. If a run is
+    active, that one is used and stays open. Otherwise a run is started and finished; where training
+    resumes, it is the run of before.
+
+    Args:
+        project: name of the project; None lets wandb choose.
+        name: name of a new run; None lets wandb choose.
+        every_steps: number of steps from one `step_loss` to the next; None logs it after calls of
+            the runtime, at most once a second.
+        **options: other arguments of `wandb.init`, such as `mode="offline"`.
+
+    Raises:
+        ImportError: wandb is not installed.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.trackers import WeightsAndBiases
+        >>> try:
+        ...     callbacks = [WeightsAndBiases(project="vision", mode="offline")]
+        ... except ImportError:  # pip install 'onnxgrad[wandb]'
+        ...     callbacks = []
+    """
+
+    _open = ("_run",)
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        every_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(every_steps)
+        self.project, self.name, self.options = project, name, options
+        _import_wandb()
+
+    def begin(self, state: Any, parameters: dict[str, Any]) -> None:
+        """Use the active run, the run before a resume, or a new one."""
+        wandb, entry = _import_wandb(), self.entry(state)
+        self._own = wandb.run is None
+        if self._own:
+            before = {"id": entry["run_id"], "resume": "allow"} if "run_id" in entry else {}
+            options = {"project": self.project, "name": self.name, **before, **self.options}
+            self._run = wandb.init(**{n: v for n, v in options.items() if v is not None})
+        else:
+            self._run = wandb.run
+        self._axes: set[str] = set()  # names of the curves that are drawn over "step"
+        self._run.config.update(parameters, allow_val_change=True)
+        entry["run_id"] = self._run.id
+
+    def log(self, step: int, scalars: dict[str, float]) -> None:
+        """Log the numbers together with the step, as wandb's own step must not go back."""
+        for name in scalars:
+            if name not in self._axes:
+                self._run.define_metric(name, step_metric="step")
+                self._axes.add(name)
+        self._run.log({**scalars, "step": step})
+
+    def end(self, state: Any) -> None:
+        """Finish the run, if it was started here."""
+        if self._own:
+            self._run.finish(exit_code=int(state.stop_reason in _FAILED))
+
+
+def _import_wandb() -> Any:
+    return optional("WeightsAndBiases", "wandb", "wandb")
+
+
+class OptunaPruning(Callback):
+    """Reports a value of the history to a trial of Optuna, and ends what its study prunes.
+
+    `fit` then raises `optuna.TrialPruned`, after the events that end a training: the objective of
+    the study lets it pass. A training that resumes reports to its trial what was not reported yet,
+    and to another trial, as `RetryFailedTrialCallback` creates, all of its history. A loss that is
+    not finite raises `ConvergenceError`: `study.optimize(..., catch=ConvergenceError)` counts such
+    a trial as failed. Of several processes that train one model, the first reports and raises.
+
+    Args:
+        trial: the `optuna.Trial` that the objective gets.
+        monitor: name of the value in the records of `trainer.history`.
+        every: "epoch": the step of the report is the number of the epoch; so trials compare whose
+            batches have other sizes. "evaluation": also evaluations within epochs are reported, and
+            the step is the number of training steps.
+
+    Raises:
+        ImportError: optuna is not installed.
+        ValueError: an unknown `every`. When training begins: a study with several objectives, or
+            one that maximizes a value that is better if it is lower, or the other way round. In
+            training, a `monitor` that the history does not have.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> def objective(trial, model, X, y):
+        ...     rate = trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)
+        ...     trainer = og.Trainer(model, "cross_entropy", learning_rate=rate,
+        ...         callbacks=[og.OptunaPruning(trial, "validation_loss")])
+        ...     trainer.fit(X, y, validation=0.2, epochs=20)
+        ...     return trainer.history[-1]["validation_loss"]
+    """
+
+    of_members = False
+    writes = True
+
+    def __init__(self, trial: Any, monitor: str = "validation_loss", every: str = "epoch") -> None:
+        check_choice("every", every, ("epoch", "evaluation"))
+        self.trial, self.monitor, self.every = trial, monitor, every
+        optional("OptunaPruning", "optuna", "optuna")
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Check the direction of the study, and report the values that the trial lacks."""
+        self._check_direction(trainer)
+        self._pruned = False
+        entry, number = self.entry(state), getattr(self.trial, "number", None)
+        if entry.get("trial") != number or state.further:
+            entry.clear()
+        entry["trial"] = number
+        entry.setdefault("reported", -1)
+        for record in state.history:
+            self._report_value(record, state, control)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Report an evaluation, if those within epochs count."""
+        if self.every == "evaluation":
+            self._report_value(state.history[-1], state, control)
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Report the epoch."""
+        record = state.history[-1]
+        if self.monitor not in record and not any(self.monitor in r for r in state.history):
+            raise unknown(
+                "monitor", self.monitor, [n for n in record if n not in ("step", "epoch")]
+            )
+        self._report_value(record, state, control)
+
+    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Raise `optuna.TrialPruned` if the study prunes the trial."""
+        if self._pruned and state.stop_reason not in (*UNFINISHED, "not finite"):
+            optuna = optional("OptunaPruning", "optuna", "optuna")
+            reported = self.entry(state)["reported"]
+            raise optuna.TrialPruned(f"pruned at {self.every} step {reported}")
+
+    def _report_value(self, record: dict[str, Any], state: Any, control: Control) -> None:
+        """Report the value of a record, unless it was; ask for the end if the study prunes it."""
+        of_epoch = self.every == "epoch"
+        if self.monitor not in record or (of_epoch and "loss" not in record):
+            return
+        entry, step = self.entry(state), int(record["epoch" if of_epoch else "step"])
+        if step <= entry["reported"]:
+            return
+        self.trial.report(float(record[self.monitor]), step)
+        entry["reported"] = step
+        if self.trial.should_prune():
+            self._pruned = control.stop = True
+
+    def _check_direction(self, trainer: Any) -> None:
+        """Raise `ValueError` for a study that optimizes something else than the value."""
+        directions = getattr(getattr(self.trial, "study", None), "directions", None)
+        if directions is None:
+            return
+        if len(directions) > 1:
+            raise ValueError(
+                f"the study has {len(directions)} objectives, and Optuna prunes for one: leave "
+                "OptunaPruning out"
+            )
+        try:
+            better = better_if(self.monitor, getattr(trainer, "metrics", ()))
+        except ValueError:  # nothing is known of the value
+            return
+        wanted = {"MINIMIZE": "min", "MAXIMIZE": "max"}.get(directions[0].name)
+        if wanted is not None and wanted != better:
+            verb = "maximize" if better == "max" else "minimize"
+            raise ValueError(
+                f"{self.monitor!r} is better if it is {'higher' if better == 'max' else 'lower'}, "
+                f"and the study has the other direction: create_study(direction={verb!r}), or "
+                "monitor what it optimizes"
+            )
