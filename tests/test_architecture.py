@@ -188,8 +188,7 @@ FILES_WITH_TABLES = set(
     losses/applied_to losses/class_axis losses/class_columns losses/in_graph losses/logits
     losses/row_losses losses/value_range
     sklearn/head tasks/detection_heads
-    training/modes/inference_form training/modes/stored_integers
-    training/parameters/choice training/parameters/equal_constants training/parameters/flow
+    training/modes/inference_form training/parameters/choice training/parameters/flow
     training/parameters/roles training/parameters/surroundings training/run/row_parts
 """.split()
 )

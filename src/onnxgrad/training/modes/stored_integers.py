@@ -30,7 +30,7 @@ from onnxgrad.model.notes import fine_tuned
 from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.scopes import name_of_floats, unused
 from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, reads, subgraphs
-from onnxgrad.operators import REORDERS, VIEWS
+from onnxgrad.operators import REORDERS, VIEWS, operator_of
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
 
@@ -361,7 +361,7 @@ def _newly_unread(model: ModelProto, before: ModelProto) -> set[str]:
 
 # -- scales of weights that leave room for biases --------------------------------------------------
 
-_PRODUCTS = frozenset("Conv ConvTranspose Gemm".split())
+_FACTOR_AND_BIAS = "fb"  # the last operands of products such as Conv and Gemm
 _LARGEST = 1.0001 / np.iinfo(np.int32).max  # onnxruntime.quantization leaves this room
 
 
@@ -371,7 +371,9 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
     makers = {y: node for node in graph.node for y in node.output}
     rounded = {node.output[0] for node in weights}
     for node in graph.node:
-        if node.op_type not in _PRODUCTS or len(node.input) < 3 or node.input[2] not in held:
+        if standard(node.domain) or not operator_of(node).roles.endswith(_FACTOR_AND_BIAS):
+            continue
+        if len(node.input) < 3 or node.input[2] not in held:
             continue
         data, weight = (makers.get(name) for name in node.input[:2])
         if data is None or weight is None:

@@ -163,7 +163,8 @@ _NUMBERED = re.compile(
 )
 _RECURRENT = {1: "weight_ih", 2: "weight_hh", 3: "bias", 5: "h0", 6: "c0", 7: "weight_p"}
 _BY_LETTER = dict.fromkeys("ftps", "weight") | dict.fromkeys("bom", "bias")
-_BY_OPERATOR = dict.fromkeys(("Mul", "Div"), "weight") | dict.fromkeys(("Add", "Sub"), "bias")
+PARAMETERS_OF_ARITHMETIC = dict.fromkeys(("Mul", "Div"), "weight")
+PARAMETERS_OF_ARITHMETIC |= dict.fromkeys(("Add", "Sub"), "bias")
 _OTHER = "parameter"
 _ONLY_MOVES = MOVES - {"Gather"}  # which looks up rows of a table
 _NAMED = frozenset("fbst")  # operands of a node that is a layer by itself
@@ -269,7 +270,7 @@ class _Reader:
             return role if index > 3 else f"{role}_l{layer}"
         role = _BY_LETTER.get(letter(node, index), _OTHER)
         if role == _OTHER and domain(node) == "":
-            role = _BY_OPERATOR.get(node.op_type, _OTHER)
+            role = PARAMETERS_OF_ARITHMETIC.get(node.op_type, _OTHER)
             if role == "bias" and sum(n != 1 for n in shape) > 1:
                 return _OTHER  # a table of positions
         return role

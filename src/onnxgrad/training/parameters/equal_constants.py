@@ -33,12 +33,17 @@ from onnxgrad.training.modes.equal_statistics import (
     separate_statistics,
 )
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.aliases import ModuleNames, fits, module_of, readable
+from onnxgrad.training.parameters.aliases import (
+    PARAMETERS_OF_ARITHMETIC,
+    ModuleNames,
+    fits,
+    module_of,
+    readable,
+)
 from onnxgrad.training.parameters.flow import MOVES, letter, readers
 from onnxgrad.training.parameters.roles import judge
 from onnxgrad.training.parameters.table import LISTED, Tensor, more
 
-_ARITHMETIC = {"Add": "bias", "Sub": "bias", "Mul": "weight", "Div": "weight"}
 _WORDS = dict.fromkeys("ftps", "weight") | dict.fromkeys("bo", "bias")
 _FIXED = "constant"  # the key of a constant that is no parameter, such as a fixed initial state
 
@@ -198,7 +203,7 @@ class _Merged:
             return self._operand_role(*uses[0], inner) if uses else ""
         if node.op_type in MOVES and index == 0 and (uses := readers[node.output[0]]):
             return self._operand_role(*uses[0], readers)
-        return "a" if node.op_type in _ARITHMETIC else letter(node, index)
+        return "a" if node.op_type in PARAMETERS_OF_ARITHMETIC else letter(node, index)
 
     def _identify_parameter(self, use: _Use, tensor: str) -> None:
         """Find out of which parameter a use is."""
@@ -320,7 +325,7 @@ def _metadata_entries(node: NodeProto) -> dict[str, str]:
 def _parameter_word(use: _Use) -> str:
     """Return what PyTorch calls a parameter in this role; "" for no role of a weight."""
     if use.role == "a":
-        return _ARITHMETIC.get(use.node.op_type, "bias")
+        return PARAMETERS_OF_ARITHMETIC.get(use.node.op_type, "bias")
     return _WORDS.get(use.role, "")
 
 

@@ -111,9 +111,6 @@ FACTORS = frozenset("Mul Div".split())
 ARITHMETIC = FACTORS | frozenset("Add Sub Sum Mean".split())
 WAVES = frozenset("Sin Cos".split())
 
-_OF_TWO_FACTORS = frozenset(
-    "MatMul Gemm Einsum SwiGLU FusedMatMul TransposeMatMul ComplexMul ComplexMulConj".split()
-)
 _TO_SCORES = MOVES | ARITHMETIC | frozenset("Where Clip Max Min Trilu Tanh Concat".split())
 _OF_MEANS = frozenset(
     "Sqrt Reciprocal Pow Add Max Clip Expand Identity Cast Div Mul Abs Sub Unsqueeze".split()
@@ -180,7 +177,7 @@ class Surroundings(Flow):
         if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
             return False  # see `bindings`; others read only the shape
         kind = letter(node, index)
-        own = kind == "f" and node.op_type not in _OF_TWO_FACTORS
+        own = kind == "f" and letter(node, 0) != "f"  # a MatMul has factors only
         return own or kind not in ("f", "t", "x", "a", "") or self._reads_other_data(node, index)
 
     def _reads_other_data(self, node: ir.Node, index: int) -> bool:
