@@ -708,7 +708,7 @@ WRONG_OPTIONS = [  # and what the message must name
     ({"learning_rate": "constant"}, "learning rate"),
     ({"learning_rate": [0.1]}, "learning rate [0.1]"),
     ({"weight_init": "he"}, "weight_init"),
-    ({"batch_size": 0}, "batch_size|above 0"),
+    ({"batch_size": 0}, "batch_size|1 or more"),
     ({"max_iter": 1.5}, "max_iter|whole"),
     ({"validation_every": 0}, "validation_every|above 0"),
     ({"validation_every": None}, "validation_every|None"),
