@@ -21,6 +21,7 @@ import onnx
 
 from onnxgrad.autodiff.primal.bodies import has_body
 from onnxgrad.operators import OPERATORS, Operator
+from onnxgrad.operators.registry import Unsupported
 from tests.autodiff.control.test_control import CASES as SUBGRAPH_CASES
 from tests.support import covered
 from tests.support.microsoft_rows import CASES
@@ -172,6 +173,8 @@ def _unsupported(key: tuple[str, str]) -> Iterator[str]:
                 yield _phrase(node.args[0])
             elif isinstance(node, ast.Name):
                 value = function.__globals__.get(node.id)
+                if isinstance(value, Unsupported):
+                    yield value.reason
                 if inspect.isfunction(value) and ".operators." in value.__module__:
                     waiting.append(value)
 

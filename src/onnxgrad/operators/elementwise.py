@@ -378,11 +378,11 @@ def softmax(op, node, g):
     """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
 
     y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
-    exported attention does for rows that are masked out completely, the rule reads y = 0 there: the
-    cotangent is 0, but 0 * NaN is NaN. To guard every Softmax would cost two nodes of the size of
-    y. The cotangent does not tell: Clip and Dropout, which need no guard, mask it as Where does.
+    exported attention does for rows that are masked out completely, dx is 0 there.
     """
     (y,), axis = node.outputs, int_attribute(node, "axis")
+    # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and g does not
+    # say whether one is needed: Clip and Dropout mask it as a Where does.
     if _is_replaced_by_where(y):
         y = op.Where(op.IsNaN(y), 0.0, y)
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
