@@ -74,9 +74,11 @@ def test_rates():
     assert set(rates) == set(known)
     for name, rate in rates.items():
         for choice in (name, known[name]()):
-            assert og.Trainer(MODEL, "mse", optimizer=choice).learning_rate == og.constant(rate)
+            assert og.Trainer(MODEL, "mse", optimizer=choice)._job.learning_rate == og.constant(
+                rate
+            )
     wrapped = og.ema(og.sgd(momentum=0.9, weight_decay=0.1))
-    assert og.Trainer(MODEL, "mse", optimizer=wrapped).learning_rate == og.constant(0.01)
+    assert og.Trainer(MODEL, "mse", optimizer=wrapped)._job.learning_rate == og.constant(0.01)
 
 
 def test_a_rate_that_is_none_is_trained_with():

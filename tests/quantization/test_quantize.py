@@ -532,7 +532,7 @@ def test_large_weights_are_folded_too(monkeypatch, tmp_path):
     expected = og.Trainer(quantized, "cross_entropy", train_ranges=True).model
     monkeypatch.setattr(without_elements, "LARGE", 0)
     trainer = og.Trainer(quantized, "cross_entropy", train_ranges=True)
-    assert trainer.digest is not None
+    assert trainer._job.digest is not None
     trainer.fit(x, labels)
     trainer.save(tmp_path / "saved.onnx")
     saved = onnx.load(tmp_path / "saved.onnx")

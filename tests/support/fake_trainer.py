@@ -55,6 +55,9 @@ class Trainer:
     def __init__(self, validation=None, losses=None, alpha=0.5, optimizer=SGD, callbacks=()):
         self.validation, self.losses = validation, losses
         self.alpha, self.optimizer, self.callbacks = alpha, optimizer, callbacks
+        arguments = {"validation": validation, "losses": losses, "alpha": alpha}
+        arguments |= {"optimizer": optimizer, "callbacks": callbacks}
+        self._job = SimpleNamespace(arguments=arguments, averages=optimizer.averages)
         self.gradient_norms = {}
         self.state = State()
         self.calls = []

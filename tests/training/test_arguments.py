@@ -99,13 +99,37 @@ def checkpoint(tmp_path_factory):
 
 def test_every_argument_is_classified():
     signatures = og.Trainer, og.TrainerStack, og.Trainer.fit
-    names = {name for of in signatures for name in inspect.signature(of).parameters} - {"self"}
+    names = {name for of in signatures for name in inspect.signature(of).parameters}
+    names -= {"self", "arguments"}  # of a stack, the ones of a `Trainer`
     assert names == set(ARGUMENTS)
     assert names == {*CHANGED, *FREE, *ELSEWHERE}
     for name in CHANGED:
         assert not ARGUMENTS[name].free
     for name in FREE:
         assert ARGUMENTS[name].free
+
+
+STACKED = {og.Trainer: {}, og.TrainerStack: {"members": 2, "init": "redrawn"}}
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "optimizer", "loss", "seed"])
+@pytest.mark.parametrize("kind", STACKED)
+def test_arguments_of_a_trainer_cannot_be_assigned(kind, name):
+    """An assignment would be in vain, silently."""
+    trainer = kind(MODEL, {"y": "cross_entropy"}, **STACKED[kind])
+    with pytest.raises(AttributeError, match=naming(kind.__name__, name)):
+        setattr(trainer, name, 1)
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_public_attributes_are_documented(kind):
+    trainer = kind(MODEL, {"y": "cross_entropy"}, **STACKED[kind])
+    text = inspect.getdoc(kind)
+    for name in {*dir(trainer)} | {*vars(trainer)}:
+        attribute = inspect.getattr_static(kind, name, None)
+        if not name.startswith("_"):
+            is_listed = f"\n    {name}: " in text
+            assert is_listed or inspect.isfunction(attribute) or attribute.__doc__, name
 
 
 @pytest.mark.parametrize("name", sorted({*CHANGED} - ELSEWHERE))

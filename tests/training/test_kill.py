@@ -339,7 +339,7 @@ def test_one_training_at_a_time_and_in_any_thread(whole):
         entered.set()
         go.wait(PATIENCE)
 
-    trainer.callbacks.callbacks.append(breaking("epoch_end", 0, wait))
+    trainer._job.callbacks.callbacks.append(breaking("epoch_end", 0, wait))
     thread = threading.Thread(target=fit_rows, args=(trainer,))
     thread.start()
     assert entered.wait(PATIENCE)

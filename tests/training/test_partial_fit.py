@@ -52,7 +52,7 @@ def test_the_step_is_built_again_when_it_differs(builds):
     assert len(builds) == 1
     trainer.partial_fit(X, Y, sample_weight=np.ones(60))
     assert len(builds) == 2
-    trainer.loss = "absolute_error"
+    trainer._change(loss="absolute_error")
     before = trainer.state.weights["w"].copy()
     trainer.partial_fit(X[:1], Y[:1], sample_weight=np.ones(1))
     assert len(builds) == 3
@@ -77,16 +77,16 @@ def test_what_is_refused_leaves_the_state_as_it_was(refused, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(X, Y, batch_size=20)
     trainer.state.save(tmp_path / "before")
-    rate = trainer.learning_rate
+    job = trainer._job
     if refused == "a schedule":
-        trainer.learning_rate = cosine(0.1)
+        trainer._change(learning_rates=[cosine(0.1)])
     with pytest.raises(ValueError, match="NaN" if refused == "data" else "steps"):
         trainer.partial_fit(X * np.nan if refused == "data" else X, Y)
     trainer.state.save(tmp_path / "after")
     for file in (tmp_path / "before").iterdir():
         assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes(), file.name
     assert (trainer.state.position, trainer.state.stop_reason) == (2, "interrupted")
-    trainer.learning_rate = rate
+    trainer._job = job
     assert trainer.partial_fit(X, Y).state.step == 4  # it trains on
 
 

@@ -83,7 +83,7 @@ def test_the_trainer_stays_as_it_was(tmp_path):
     assert after.weights["w"].tobytes() == before.weights["w"].tobytes()
     for slot, array in before.slots["w"].items():
         assert after.slots["w"][slot].tobytes() == array.tobytes()
-    assert trainer.learning_rate == og.constant(0.01)
+    assert trainer._job.learning_rate == og.constant(0.01)
     assert len(events) == seen
     assert sorted(tmp_path.rglob("*")) == files
     untouched = trainer_of_rates(learning_rate=0.01)

@@ -301,8 +301,8 @@ def test_members_stop_early_one_by_one(optimizer):
         assert_close_arrays(ours.weights, theirs.weights, atol=1e-6)
         assert_close_arrays(ours.buffers, theirs.buffers, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(stack.predict(X)[k], trainer.predict(X), rtol=1e-4, atol=1e-5)
-        entry = trainer.callbacks.all[0].entry(trainer.state)
-        own = stack.callbacks.all[0].entry(stack.state)["members"][k]
+        entry = trainer._job.callbacks.all[0].entry(trainer.state)
+        own = stack._job.callbacks.all[0].entry(stack.state)["members"][k]
         for key in ("step", "epoch", "waiting", "stopped", "restored"):
             assert own[key] == entry[key], key
         np.testing.assert_allclose(own["best"], entry["best"], rtol=1e-5)
@@ -318,7 +318,7 @@ def test_a_callback_freezes_a_member():
                 control.freeze.add(1)
 
     stack, trainers = pair(perceptron())
-    stack.callbacks.callbacks.append(Freeze())
+    stack._job.callbacks.callbacks.append(Freeze())
     stack.fit(X, Y, epochs=5, batch_size=16)
     trainers[1].fit(X, Y, epochs=2, batch_size=16)
     trainers[2].fit(X, Y, epochs=5, batch_size=16)
@@ -389,11 +389,11 @@ def test_every_callback_takes_members(tmp_path, capsys):
     assert log.numbers[last["step"], "learning_rate/1"] == RATES[1]
     assert log.ended == last["step"]
     assert "0.01" in log.parameters["learning_rate"]
-    norms = stack.callbacks.all[3].entry(stack.state)["records"][-1]
+    norms = stack._job.callbacks.all[3].entry(stack.state)["records"][-1]
     weights = stack.state.weights["w0"]
     assert np.shape(norms["weight_norm"]) == (3,)
     assert weights.shape[0] == 3
-    best = stack.callbacks.all[5].entry(stack.state)["best"]
+    best = stack._job.callbacks.all[5].entry(stack.state)["best"]
     assert best == max(np.max(r["validation_accuracy"]) for r in stack.history)
     with pytest.raises(ValueError, match="Recorder"):
         og.TrainerStack(perceptron(), learning_rate=RATES, callbacks=[og.Recorder(tmp_path / "r")])
@@ -405,9 +405,9 @@ def test_norms_of_gradients_are_those_of_each_member():
     for name, norm in stack.gradient_norms.items():
         theirs = [trainer.gradient_norms[name] for trainer in trainers]
         np.testing.assert_allclose(norm, theirs, rtol=1e-4)
-    ours = stack.callbacks.all[0].entry(stack.state)["records"][-1]
+    ours = stack._job.callbacks.all[0].entry(stack.state)["records"][-1]
     for k, trainer in enumerate(trainers):
-        theirs = trainer.callbacks.all[0].entry(trainer.state)["records"][-1]
+        theirs = trainer._job.callbacks.all[0].entry(trainer.state)["records"][-1]
         for key in ("gradient_norm", "weight_norm"):
             np.testing.assert_allclose(ours[key][k], theirs[key], rtol=1e-4)
 

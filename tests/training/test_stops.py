@@ -142,7 +142,9 @@ def test_partial_fit_goes_on_after_a_stop_and_a_second_fit_begins_anew(stopping,
         seen.append(made.evaluate(X, OTHER)["loss"])
     assert seen == sorted(seen, reverse=True)  # no piece was thrown away
     anew = stopping_trainer(**options)
-    anew.state.weights = made.begun()  # the averages, where the optimizer averages
+    anew.state.weights = made._job.weights_to_begin(
+        made.state
+    )  # the averages, where the optimizer averages
     assert_equal_trainings(fit_form(made, epochs=1), fit_form(anew, epochs=1))
     assert made.state.epoch == 1
 

@@ -90,8 +90,8 @@ class CompareValidation(og.Callback):
     def on_evaluate(self, trainer, state, control):
         x, y, w = X[HELD], Y[HELD], W[HELD] if self.form == "weighted" else None
         if self.form == "share":
-            if trainer.setup.validated is not None:  # the training lets go of it at its end
-                self.rows = trainer.setup.validated.arrays
+            if trainer._call.validated is not None:  # the training lets go of it at its end
+                self.rows = trainer._call.validated.arrays
             x, y = self.rows["x"], self.rows["label"]
             assert len(x) == 21
         entry = {n.removeprefix("validation_"): v for n, v in state.history[-1].items()}

@@ -147,9 +147,10 @@ class _Files:
         """Return the models of a trainer; warn of weights that do not train."""
         shape = (1, 2) if self.sample_weight == "element" else (1,)
         weight = np.ones(shape) if self.sample_weight else None
-        facts = Facts.of(trainer, Dataset(None, None, weight))
+        job, state = trainer._job, trainer.state
+        facts = Facts.of(job, state, Dataset(None, None, weight))
         with garbage_kept():
-            models = build_models(Recipe(trainer, facts), additional, self.updates)
+            models = build_models(Recipe(job, state, facts), additional, self.updates)
         if models.unreached:
             warnings.warn(
                 f"the loss does not depend on {models.unreached}: they do not train", stacklevel=3
@@ -160,7 +161,8 @@ class _Files:
 
     def write(self, folder: str | os.PathLike | None, trainer: Trainer, models: Models) -> Manifest:
         """Write all files, or none; return the manifest."""
-        digest, rate = trainer.digest or describe(trainer.proto), trainer.learning_rate
+        job = trainer._job
+        digest, rate = job.digest or describe(job.proto), job.learning_rate
         assert isinstance(rate, Schedule)
         default = rate.rate(0, {})
         manifest = manifest_of(models, default, digest, self.prefix, self.ort_format)

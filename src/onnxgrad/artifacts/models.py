@@ -72,12 +72,12 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     """
     gradients, update = recipe.step_models()
     objective = recipe.objective().require_labels()
-    fields = Fields(objective, recipe.trainer.batch_axes)
+    fields = Fields(objective, recipe.job.batch_axes)
     buffers = {name: np.array(value) for name, value in objective.initial.items()}
     step = recipe.named_step(objective)
-    _require_size(recipe.trainer.state.weights, step)
+    _require_size(recipe.state.weights, step)
     names = _Names(step)
-    weights = {name: recipe.trainer.state.weights[name] for name in step.weights}
+    weights = {name: recipe.state.weights[name] for name in step.weights}
     whole = _whole(objective, step, names)
     evaluation, predictions = _evaluation(recipe, step, list(buffers), additional)
     models = {"training": gradients, "eval": evaluation}
@@ -160,16 +160,14 @@ def _evaluation(
     recipe: Recipe, step: Step, buffers: Sequence[str], additional: Sequence[str]
 ) -> tuple[ModelProto, list[str]]:
     """Return the model of the loss and of predictions in inference form, and their names."""
-    trainer = recipe.trainer
+    job = recipe.job
     plan = replace(recipe.plan, beside=tuple(additional))
-    names = [*trainer.trained, *buffers]
-    one = build_objective(
-        inference_form(trainer.proto), names, plan, recipe.weighted, training=False
-    )
+    names = [*job.trained, *buffers]
+    one = build_objective(inference_form(job.proto), names, plan, recipe.weighted, training=False)
     one.require_labels()
     read_elsewhere(
         [w for w in one.weights if w.name in step.unreached],
-        lambda name: trainer.state.weights[name],
+        lambda name: recipe.state.weights[name],
     )
     graph, op = one.model.graph, Emit(one.model.graph)
     as_constants(graph, [w for w in one.weights if w.name in step.unreached])

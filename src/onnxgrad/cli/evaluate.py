@@ -15,7 +15,6 @@ from onnxgrad.cli.loss_note import with_loss_of
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.cli.tasks import evaluate_task, has_task
-from onnxgrad.training.output_metrics import select_metrics
 
 
 def evaluate(options: EvalOptions) -> None:
@@ -33,7 +32,7 @@ def evaluate(options: EvalOptions) -> None:
     task, objective = map_data(options, options.data, scored, classes)
     check_classes(options, objective)
     if not options.metrics:
-        scored.metrics_by_output = select_metrics(default_metrics(task, objective))
+        scored.judge_by(default_metrics(task, objective))
     task.notes[:0] = told + more
     for text in task.notes:
         note(text)

@@ -81,7 +81,7 @@ class Job:
     def trained_model(self) -> ModelProto:
         """Return the model with the current weights."""
         if self.pruned:  # the trainer has a model without outputs that might be the loss
-            self.trainer.proto = separate_merged(self.proto)
+            self.trainer._change(proto=separate_merged(self.proto))
         model = self.trainer.model
         for write in self.keep:
             write(model)
@@ -182,7 +182,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     if not options.metrics:
         arguments["metrics"] = default_metrics(task, objective)
     trainer = Trainer(model, callbacks=callbacks, **arguments)
-    trainer.names = task.names
+    trainer._names = task.names
     check_monitor(options, trainer, validation is not None)
     _check_effects(options, proto, validation is not None)
     size, rows = options.batch_size, training.rows
@@ -215,7 +215,7 @@ def check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> N
     names, monitor = ["loss", "learning_rate"], options.monitor or "validation_loss"
     if validated:
         names.append("validation_loss")
-        for output, metrics in trainer.metrics_by_output.items():
+        for output, metrics in trainer._job.metrics.items():
             prefix = "validation_" if output is None else f"validation_{output}_"
             names += [f"{prefix}{metric.name}" for metric in metrics]
     if monitor in names:
@@ -232,9 +232,13 @@ def map_data(
     options: Any, path: str, scored: ModelWithLoss, classes: Labels | None
 ) -> tuple[Task, Objective]:
     """Return the data at `path` for a model and its loss, and what describes both."""
-    source, labels = open_data(path, options, scored.proto), None
+    source, labels = open_data(path, options, scored.job.proto), None
     if isinstance(source, FileTable):
-        several = scored.loss if isinstance(scored.loss, dict) and len(scored.loss) > 1 else ()
+        several = (
+            scored.job.loss
+            if isinstance(scored.job.loss, dict) and len(scored.job.loss) > 1
+            else ()
+        )
         with begin_errors(source):
             targets = Targets.of(options, source.columns, scored.names, list(several))
             source = _numbered(source, targets, scored, classes)

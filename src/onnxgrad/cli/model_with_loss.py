@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from onnx import ModelProto
@@ -15,14 +16,15 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import evaluate
+from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.objective import Objective, build_objective
 from onnxgrad.training.output_metrics import select_metrics
 from onnxgrad.training.recipe import Facts, Recipe
-from onnxgrad.training.settings import Settings
+from onnxgrad.training.state import TrainState
 
 
-class ModelWithLoss(Settings):
+class ModelWithLoss:
     """A model, its loss and metrics, stated as for a `Trainer`; no weight is an input."""
 
     def __init__(
@@ -34,31 +36,36 @@ class ModelWithLoss(Settings):
         metrics: Any = (),
         device: str = "cpu",
     ) -> None:
-        super().__init__(
+        self.job = Job(
             proto,
             loss=loss,
             loss_options=loss_options,
             loss_weights=loss_weights,
-            metrics_by_output=select_metrics(metrics),
+            metrics=select_metrics(metrics),
             device=Device.of(device).check(),
-            names=read_names(proto),
         )
+        self.names = read_names(proto)
 
     def describe(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
-        recipe = Recipe(self, Facts.of(self, Dataset(None, y)))
-        return build_objective(self.proto, [], recipe.plan, weighted=False, training=False)
+        job, state = self.job, TrainState()
+        recipe = Recipe(job, state, Facts.of(job, state, Dataset(None, y)))
+        return build_objective(job.proto, [], recipe.plan, weighted=False, training=False)
+
+    def judge_by(self, metrics: Any) -> None:
+        """Evaluate these metrics from now on."""
+        self.job = replace(self.job, metrics=select_metrics(metrics))
 
     def numeric_loss(self) -> str | None:
         """Return the name of the loss if its labels are numbers; None if they are classes."""
         infos = self.describe(None).labels.values()
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
-        return self.loss if isinstance(self.loss, str) else "of the model"
+        return self.job.loss if isinstance(self.job.loss, str) else "of the model"
 
     def evaluate(self, data: Dataset, batch_size: int | None) -> dict[str, Any]:
         """Return the loss and the metrics."""
-        return evaluate(self, data, batch_size, shown="evaluating")
+        return evaluate(self.job, TrainState(), self.names, data, batch_size, shown="evaluating")
 
 
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:

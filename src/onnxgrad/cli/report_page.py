@@ -52,7 +52,7 @@ def recorder(options: TrainOptions) -> Recorder:
 
 def describe(job: Job) -> None:
     """Tell the recorder of a training what the data say of classes and rows."""
-    for callback in job.trainer.callbacks.callbacks:
+    for callback in job.trainer._job.callbacks.callbacks:
         if callback.key == "Recorder":
             folders = getattr(job.training.data.X, "classes", None)
             callback.classes = job.classes or folders

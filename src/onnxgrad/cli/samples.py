@@ -43,7 +43,7 @@ def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
     texts = job.training.data.X
     if prompts and not isinstance(texts, Texts):
         raise ValueError("--prompt is for language models, and the data are no texts")
-    for callback in job.trainer.callbacks.callbacks:
+    for callback in job.trainer._job.callbacks.callbacks:
         if prompts and callback.key == "Recorder":
             callback.prompts, callback.tokenizer = list(prompts), texts.tokenizer
     return list(prompts)

@@ -81,7 +81,7 @@ def write_card(
     _check(trainer)
     target = Path(path) / CARD if Path(path).is_dir() else Path(path)
     check_writable(target, overwrite, [] if base is None else [base])
-    title = f"# {_text(name or trainer.proto.graph.name or UNKNOWN)}"
+    title = f"# {_text(name or trainer._job.proto.graph.name or UNKNOWN)}"
     parts = [_head(trainer, license, tags), title, _INTRODUCTION]
     parts += _sections(trainer, base, {"license": license, "data": data, "use": use})
     with replacing(target) as file:
@@ -91,7 +91,7 @@ def write_card(
 
 def _check(trainer: Any) -> None:
     """Raise for a trainer of which there is no card."""
-    if getattr(trainer, "members", None) is not None:
+    if trainer._job.members is not None:
         raise ValueError("write_card describes one model, and a stack has several members")
     if not trainer.state.history:
         raise NotFittedError("nothing was trained yet: call fit first")
@@ -141,7 +141,7 @@ def _sections(
     return [
         f"## Use and limits\n\n{_words(words['use'])}",
         f"## License\n\n{_words(words['license'])}",
-        "## Base model\n\n" + _table(("", ""), _base(trainer.proto, base)),
+        "## Base model\n\n" + _table(("", ""), _base(trainer._job.proto, base)),
         f"## Data\n\n{_words(words['data'])}\n\n" + _table(("", ""), _data(identity.get("data"))),
         "## Training\n\n" + _table(("", ""), training.items()),
         "## Results\n\n" + _results(state.history),

@@ -102,11 +102,12 @@ class Examination:
 
     def run(self) -> dict[str, Any]:
         """Return what is found, as values for JSON."""
-        call = self.trainer.setup
+        call = self.trainer._call
         if call.sharing is not None:
             raise ValueError("several processes trained the model, and each has some of the rows")
         source, name = self._source(call)
-        evaluator, values = call.evaluator, self.trainer.evaluated()
+        evaluator = call.evaluator
+        values = call.job.values_to_evaluate(self.trainer.state)
         one = evaluator.described
         parts = {
             label: (_Numbers if info.classes is None and info.threshold is None else _Classes)(info)

@@ -132,7 +132,7 @@ class Recorder(Callback):
                 "environments": [],
                 "about": self.about,
                 "parameters": json_value(parameters_of(trainer)),
-                "model": _summary_of(trainer.proto),
+                "model": _summary_of(trainer._job.proto),
                 "weights": {n: description(w) for n, w in self._weights.items()},
                 "before": histograms(self._weights),
                 "classes": None if self.classes is None else [str(c) for c in self.classes],
@@ -226,12 +226,12 @@ class Recorder(Callback):
         """Return the time and the memory of each operator in a step."""
         if self.profile < 1:
             raise ValueError("the recorder was told so: profile=0")
-        call = trainer.setup
+        call = trainer._call
         sample = None if call.loop is None else sample_step(call.recipe, call.loop)
         if sample is None:
             raise ValueError("no step was run, or processes share each step")
         times = operator_times(
-            sample.model, sample.inputs, trainer.device, sample.work, sample.in_order, self.profile
+            sample.model, sample.inputs, call.job.device, sample.work, sample.in_order, self.profile
         )
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
         return {"steps": self.profile, "rows": rows}

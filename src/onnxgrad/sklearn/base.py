@@ -224,7 +224,8 @@ class OnnxEstimator(BaseEstimator):
         if changed == {"learning_rate"}:
             old["learning_rate"] = self.learning_rate
             trainer = self._network.trainer
-            trainer.learning_rate = select_rate(self.learning_rate, trainer.optimizer)
+            rate = select_rate(self.learning_rate, trainer._job.optimizer)
+            trainer._change(learning_rates=[rate])
         elif changed:
             self._renew()
 
@@ -257,7 +258,7 @@ class OnnxEstimator(BaseEstimator):
     def _batch_size(self, rows: int) -> int | None:
         """Return the rows of a batch; None leaves it to a model with a static batch."""
         if self.batch_size == "auto":
-            (first, *_) = self._network.trainer.proto.graph.input
+            (first, *_) = self._network.trainer._job.proto.graph.input
             static = any(d.dim_value for d in first.type.tensor_type.shape.dim[:1])
             return None if static else min(200, rows)
         return min(int(self.batch_size), rows)
@@ -303,7 +304,7 @@ class OnnxEstimator(BaseEstimator):
         names = column_names(X)
         if names is None or self.model is None or is_estimator(self.model):
             return X
-        known = self._network.trainer.names if self._begun else read_names(read(self.model))
+        known = self._network.trainer._names if self._begun else read_names(read(self.model))
         order = next(iter(known.columns.values()), names)
         return X[order] if sorted(order) == sorted(names) and order != names else X
 

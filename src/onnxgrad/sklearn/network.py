@@ -61,9 +61,9 @@ class Network:
                 self._encoder = Predictor(self.front.part, self.front.cuts, device, raw=True)
             X = self._encoder(X)
         trainer, self._predictor = self.trainer, None
-        trainer.callbacks = Callbacks(callbacks)
+        trainer._change(callbacks=Callbacks(callbacks))
         (trainer.partial_fit if further else trainer.fit)(X, y, **options)
-        infos = () if trainer.setup is None else trainer.setup.labels.values()
+        infos = () if trainer._call is None else trainer._call.labels.values()
         self.from_logits = next((info.from_logits for info in infos), None)
 
     @property
@@ -71,12 +71,15 @@ class Network:
         """The trained model, with the names of columns."""
         model = self.trainer.model
         model = self.front.merge(model) if self.front else model
-        self.trainer.names.keep(model)
+        self.trainer._names.keep(model)
         return model
 
     def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
         """Let the trained model store the names of the columns of inputs and labels."""
-        whole, names = self.front.whole if self.front else self.trainer.proto, self.trainer.names
+        whole, names = (
+            self.front.whole if self.front else self.trainer._job.proto,
+            self.trainer._names,
+        )
         inputs = names_without_default(whole)
         names.columns |= names.by_input(columns, inputs) if columns else {}
         names.target = list(target) or names.target

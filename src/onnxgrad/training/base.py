@@ -6,50 +6,37 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 from onnx import ModelProto
 
-from onnxgrad.autodiff.recompute import RECOMPUTE
-from onnxgrad.checks import check_choice, check_count, check_positive
-from onnxgrad.data.columns import read_names
+from onnxgrad.errors import named
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.losses.objectives import Loss
 from onnxgrad.metrics.base import Metric
-from onnxgrad.model import weights as constants
-from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
-from onnxgrad.model.read import ModelLike, read
-from onnxgrad.optimizers import Optimizer, select as select_optimizer
+from onnxgrad.model.read import ModelLike
+from onnxgrad.optimizers import Optimizer
 from onnxgrad.parallel import DataParallel
-from onnxgrad.reporting import logger
-from onnxgrad.runtime.device import Device
+from onnxgrad.reporting import html_table, logger
 from onnxgrad.schedules.base import LearningRate
-from onnxgrad.training.arguments import refuse_unknown, select_rate
+from onnxgrad.training.arguments import ARGUMENTS, check_arguments, refuse_unknown
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
-from onnxgrad.training.class_weights import weights_by_number
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.diagnose import find_failed_step
-from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluate import evaluate, predict
 from onnxgrad.training.fit import Fit
-from onnxgrad.training.identity import without_weights
+from onnxgrad.training.job import begin_job
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.mixing import Mix, check_mix
-from onnxgrad.training.modes.ranges import with_ranges
-from onnxgrad.training.modes.stored_integers import pairs
+from onnxgrad.training.mixing import Mix
 from onnxgrad.training.objective import TrainingLoss
-from onnxgrad.training.output_metrics import select_metrics
-from onnxgrad.training.parameters.choice import separated_choice
-from onnxgrad.training.parameters.patterns import as_list
-from onnxgrad.training.precision import PRECISIONS, narrow_dtypes, resolved, rounding_text
+from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.progress import FitProgress
-from onnxgrad.training.settings import RUNNING, Settings
-from onnxgrad.training.sharing import in_group
+from onnxgrad.training.sharing import shared_call
 from onnxgrad.training.state import TrainState, Values
 
 # What a trainer takes: the page of the API on training says it in words.
@@ -59,9 +46,14 @@ MetricLike: TypeAlias = str | Metric | Callable[..., Any]
 RateLike: TypeAlias = float | LearningRate
 ClassWeights: TypeAlias = str | Mapping[Any, float] | ArrayLike
 
+_RUNNING = "_running_call"  # attribute of a trainer while a call of it trains
+_EPOCHS = 10  # of the history that a notebook shows
 
-class TrainerBase(Settings):
+
+class TrainerBase:
     """Trains one model, or the members of a stack; the arguments are those of `Trainer`."""
+
+    state: TrainState
 
     @refuse_unknown
     def __init__(
@@ -93,57 +85,44 @@ class TrainerBase(Settings):
         seed: int = 0,
         parallel: DataParallel | bool | None = None,
     ) -> None:
-        self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
-        self.optimizer = select_optimizer(optimizer)
-        self.learning_rate = select_rate(learning_rate, self.optimizer)
-        if clip_norm is not None:
-            check_positive("clip_norm", clip_norm, infinite=True)
-        self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
-        self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
-        self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
-        self.recompute = check_choice("recompute", recompute, tuple(RECOMPUTE))
-        self.metrics_by_output = select_metrics(metrics)
-        self.metrics = [m for listed in self.metrics_by_output.values() for m in listed]
-        self.callbacks, self.parallel, self.mix = Callbacks(callbacks), parallel, check_mix(mix)
-        self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
         with garbage_kept():
-            self.proto, self.trained = separated_choice(
-                read(model), train, freeze, statistics=batch_norm == "train"
+            self._job, self._names, weights = begin_job(locals())
+        self.state = TrainState(seed=self._job.seed)
+        self.state.values = Values(weights)
+        self._call: Fit | None = None  # the last one that trained
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            kind = type(self).__name__
+            raise AttributeError(
+                f"the arguments of a {kind} stay as they are: create another one with "
+                f"{named(name)}, or pass a schedule where a learning rate is to change"
             )
-        check_choice("precision", precision, PRECISIONS)
-        self.precision = resolved(precision, self.proto, self.device)
-        self.dropout = adapter_dropout(self.proto) | dict(dropout or {})
-        self._take_names(classes, class_weight)
-        # a user who asks for weights of a quantized model knows that the others stay
-        tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
-        rounded = {pair.weight for pair in pairs(self.proto)}
-        named = train is not None or train_ranges or bool(tuned)
-        self.straight_through = named or not rounded.isdisjoint(self.trained)
-        if train_ranges:
-            self.proto, changes = with_ranges(self.proto, as_list(freeze))
-            self.trained = [*self.trained, *changes]
-        self._take_weights()
-        self.members, self.optimizers, self.learning_rates = None, [], []
-        self.setup: Fit | None = None  # the last one that trained
-        self.built = BuildCache()
+        super().__setattr__(name, value)
 
-    def _take_names(self, classes: Sequence[Any], class_weight: Any) -> None:
-        """Keep the names of columns and classes, and weights of classes by their numbers."""
-        self.names = read_names(self.proto)
-        if classes:
-            self.names.classes = list(classes)
-        self.classes = list(self.names.classes)
-        self.class_weight = weights_by_number(class_weight, self.names.classes)
+    def _change(self, **fields: Any) -> None:
+        """Let calls to come have other values of these fields of the job."""
+        self._job = replace(self._job, **fields)
 
-    def _take_weights(self) -> None:
-        """Let the state have the weights of the model, in the dtypes in which they train."""
-        refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
-        self.constants = set(refs)
-        self.narrow = narrow_dtypes(refs)
-        self.proto, self.digest = without_weights(self.proto, self.trained)
-        begun = {name: refs[name].array() for name in self.trained}
-        self.state = TrainState(seed=self.seed)
-        self.state.values = Values({n: self._in_training(a) for n, a in begun.items()})
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: no data and sessions of a call, and a state of their own."""
+        own = {"state": self.state.copy(), "_job": self._job.anew(), "_call": None}
+        return {name: value for name, value in (vars(self) | own).items() if name != _RUNNING}
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the weights that train."""
+        return list(self._job.trained)
+
+    @property
+    def precision(self) -> str:
+        """The precision in which the model trains: "float32", "mixed" or "file"."""
+        return self._job.precision
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics, of all outputs."""
+        return self._job.every_metric
 
     # -- training -----------------------------------------------------------------------------
 
@@ -193,14 +172,13 @@ class TrainerBase(Settings):
             KeyboardInterrupt: Ctrl-C, between two steps; the state is kept.
             RuntimeError: called by its own callback, or while another thread calls it.
         """
-        with self._only_call(), in_group(self):
+        with self._only_call(), shared_call(self._job.parallel) as sharing:
             held_out = held_out_data(validation)
             data = as_dataset(X, y, sample_weight)
-            if batch_size is not None:
-                check_count("batch_size", batch_size)
-            call = Fit(self, data, batch_size, held_out, self.sharing)
+            check_arguments({"batch_size": batch_size, "epochs": epochs})
+            call = Fit(self, self._job, self._names, data, batch_size, held_out, sharing)
             with garbage_kept():
-                loop = call.begin(check_count("epochs", epochs), shuffle, resume)
+                loop = call.begin(index(epochs), shuffle, resume)
             return self._run(call, loop)
 
     def partial_fit(
@@ -229,11 +207,10 @@ class TrainerBase(Settings):
             ValueError: as `fit`.
             ConvergenceError: as `fit`.
         """
-        with self._only_call(), in_group(self):
-            if batch_size is not None:
-                check_count("batch_size", batch_size)
+        with self._only_call(), shared_call(self._job.parallel) as sharing:
+            check_arguments({"batch_size": batch_size})
             data = as_dataset(X, y, sample_weight)
-            call = Fit(self, data, batch_size, None, self.sharing, further=True)
+            call = Fit(self, self._job, self._names, data, batch_size, None, sharing, further=True)
             with garbage_kept():
                 loop = call.begin(1, shuffle)
             return self._run(call, loop)
@@ -242,17 +219,18 @@ class TrainerBase(Settings):
     def _only_call(self) -> Iterator[None]:
         """Refuse another call of `fit` or `partial_fit` until the block ends, of any thread."""
         own = object()
-        if vars(self).setdefault(RUNNING, own) is not own:  # which is atomic
+        if vars(self).setdefault(_RUNNING, own) is not own:  # which is atomic
             raise RuntimeError("fit is running: no other call can begin before it ends")
         try:
             yield
         finally:
-            del vars(self)[RUNNING]
+            del vars(self)[_RUNNING]
 
     def _run(self, call: Fit, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
-        before, self.state, self.setup = self.state, loop.state, call
-        if loop.runner.holds_all and before is not loop.state and not self.averages:
+        before, self.state, self._call = self.state, loop.state, call
+        averages = self._job.averages
+        if loop.runner.holds_all and before is not loop.state and not averages:
             # in memory once: those are equal
             before.values = replace(before.values, weights={})
         try:
@@ -260,20 +238,21 @@ class TrainerBase(Settings):
         finally:
             loop.state.end()
             call.end()
-            self.names = call.names if loop.moved or loop.state.step else self.names
+            self._names = call.names if loop.moved or loop.state.step else self._names
             if loop.moved and not call.further and (text := rounding_text(self.rounding)):
                 logger.info(text)
             if not loop.moved and not loop.state.step:
                 self.state = before
-                if not self.averages:
+                if not averages:
                     before.values = replace(before.values, weights=loop.state.weights)
         return self
 
     @property
     def _loop(self) -> Loop:
-        if self.setup is None or self.setup.loop is None:
+        """The epochs of the last call."""
+        if self._call is None or self._call.loop is None:
             raise NotFittedError("nothing was trained yet by this object: call fit first")
-        return self.setup.loop
+        return self._call.loop
 
     @property
     def progress(self) -> FitProgress:
@@ -286,6 +265,15 @@ class TrainerBase(Settings):
         return self.state.history
 
     @property
+    def rounding(self) -> dict[str, float]:
+        """How far the weights are from those of a file of 16 bits, `{"largest": ..., "mean": ...}`.
+
+        The absolute differences of elements; empty for a model without weights of 16 bits, or
+        whose weights do not train in float32.
+        """
+        return self._job.rounding(self.state)
+
+    @property
     def gradient_norms(self) -> dict[str, float]:
         """The 2-norm of the gradient of each weight in the last step."""
         return dict(self._loop.runner.norms)
@@ -295,9 +283,9 @@ class TrainerBase(Settings):
 
         The model returns the losses and the new weights and slots. None for a stack.
         """
-        if self.setup is None or self.members is not None:
+        if self._call is None or self._job.members is not None:
             return None
-        step = find_failed_step(self.setup.recipe, self._loop)
+        step = find_failed_step(self._call.recipe, self._loop)
         return None if step is None else (step.model, step.inputs)
 
     # -- results ------------------------------------------------------------------------------
@@ -320,7 +308,8 @@ class TrainerBase(Settings):
             ValueError: data that the model or the loss does not accept.
         """
         data = as_dataset(X, y, sample_weight)
-        return evaluate(self, data, batch_size, self._shown("evaluating"))
+        shown = self._shown("evaluating")
+        return evaluate(self._job, self.state, self._names, data, batch_size, shown)
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
         """Return the output that the loss reads, an array; a dict by output if it reads several.
@@ -334,9 +323,22 @@ class TrainerBase(Settings):
             ValueError: data that the inputs do not accept.
         """
         data = Dataset(as_dataset(X).X)
-        predictions = predict(self, data, batch_size, self._shown("predicting"))
+        shown = self._shown("predicting")
+        predictions = predict(self._job, self.state, self._names, data, batch_size, shown)
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
     def _shown(self, title: str) -> str | None:
         """Return the title of a progress bar, if a `Progress` callback asks for it."""
-        return title if any(isinstance(c, Progress) for c in self.callbacks.callbacks) else None
+        callbacks = self._job.callbacks.callbacks
+        return title if any(isinstance(c, Progress) for c in callbacks) else None
+
+    def _repr_html_(self) -> str:
+        last = self.state.history[-_EPOCHS:]
+        names = list(dict.fromkeys(name for entry in last for name in entry))
+        rows = [[_shown(entry.get(name, "")) for name in names] for entry in last]
+        trained = f"{len(self.trained)} weights train; {self.state.step} steps were made"
+        return html_table(names, rows, [trained])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -14,7 +14,6 @@ from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import takes_class_weight
 from onnxgrad.training.batches import BatchSource
-from onnxgrad.training.settings import Settings
 
 
 def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
@@ -71,13 +70,12 @@ class WeightedClasses:
     by_output: bool
 
     @classmethod
-    def of(cls, trainer: Settings) -> WeightedClasses:
-        """Return the weights of classes of a trainer.
+    def of(cls, weight: Any, loss: Any) -> WeightedClasses:
+        """Return the weights of classes in a loss, both as a trainer is given them.
 
         Raises:
             ValueError: another text than "balanced", or no loss that weighs classes.
         """
-        weight, loss = trainer.class_weight, trainer.loss
         by_output = isinstance(loss, Mapping)
         if isinstance(weight, str):
             check_choice("class_weight", weight, ["balanced"])

@@ -84,7 +84,7 @@ class Kept:
 def end_reason(trainer: Any) -> str:
     """Return why the last training of a trainer ended, as a clause; "" before its end."""
     state = trainer.state
-    stopped = [c for c in trainer.callbacks.callbacks if isinstance(c, EarlyStopping)]
+    stopped = [c for c in trainer._job.callbacks.callbacks if isinstance(c, EarlyStopping)]
     if state.stop_reason == "callback":
         return next(filter(None, (c.reason(state) for c in stopped)), _ENDS["callback"])
     return _ENDS.get(state.stop_reason, "")
@@ -327,9 +327,9 @@ def find_failed_step(recipe: Any, loop: Any) -> FailedStep | None:
     """
     if loop.failed is None or _is_shared(recipe, loop):
         return None
-    blocks, trainer = not loop.runner.in_place, recipe.trainer
+    blocks, job = not loop.runner.in_place, recipe.job
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
-    return rerun_failed_call(step, loop, trainer.device, trainer.file)
+    return rerun_failed_call(step, loop, job.device, job.file)
 
 
 def rerun_failed_call(
@@ -360,7 +360,7 @@ def sample_step(recipe: Any, loop: Any) -> Sample | None:
     if loop.sample is None or _is_shared(recipe, loop):
         return None
     piece, rates, position = loop.sample
-    runner, device = loop.runner, recipe.trainer.device
+    runner, device = loop.runner, recipe.job.device
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=not runner.in_place)
     work = step.work * piece.rows
     to_native(step.model.graph, Target.of(device, work, piece.rows))

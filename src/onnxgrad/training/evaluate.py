@@ -16,15 +16,16 @@ from onnxgrad.training.class_weights import WeightedClasses
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.job import Job
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Facts, Recipe
-from onnxgrad.training.settings import Settings
+from onnxgrad.training.state import TrainState
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
     """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
-    needed = WeightedClasses.of(recipe.trainer).balanced is not None
+    needed = WeightedClasses.of(recipe.job.class_weight, recipe.job.loss).balanced is not None
     if needed and recipe.facts.balanced is None:
         raise ValueError(
             f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
@@ -51,49 +52,56 @@ def evaluator_of(
 ) -> Evaluator:
     """Return what evaluates the model of a recipe, for any weights.
 
-    A trainer keeps it while the recipe stays the same, and a copy has the names of the columns.
+    A job keeps it while the recipe stays the same, and a copy has the names of the columns.
 
     Args:
         recipe: that of a trainer.
         names: those of the columns of tables.
         buffers: names of statistics that train, and are not in the state yet.
     """
-    trainer = recipe.trainer
-    changing = frozenset({*trainer.state.weights, *trainer.state.buffers, *buffers})
+    job, state = recipe.job, recipe.state
+    changing = frozenset({*state.weights, *state.buffers, *buffers})
 
     def build() -> Evaluator:
-        proto = inference_form(trainer.proto)
+        proto = inference_form(job.proto)
         read = sorted({ref.name for ref in constants.constant_refs(proto)} & changing)
-        arguments = proto, read, recipe.plan, recipe.weighted, trainer.device, trainer.batch_axes
-        return Evaluator(*arguments, trainer.members)
+        arguments = proto, read, recipe.plan, recipe.weighted, job.device, job.batch_axes
+        return Evaluator(*arguments, job.members)
 
     key = "labeled" if recipe.facts.labels else "unlabeled"
-    kept = trainer.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
+    kept = job.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
     return kept.with_names(names)
 
 
 def evaluate(
-    trainer: Settings, data: Dataset, batch_size: int | None, shown: str | None = None
+    job: Job,
+    state: TrainState,
+    names: Names,
+    data: Dataset,
+    batch_size: int | None,
+    shown: str | None = None,
 ) -> dict[str, Any]:
     """Return the loss and the metrics of data.
 
     Args:
-        trainer: the trainer, or others with its arguments and a state.
+        job: the arguments of a trainer.
+        state: with the weights.
+        names: of the columns of tables.
         data: the data.
         batch_size: rows of one call of the runtime; None: 256, 1,024 of a model that computes
             little of each, or 8 of a file that takes one row. Those of a static batch, if the
             model has one, and each by itself where states go from one to the next.
         shown: the title of a progress bar; None for none.
     """
-    recipe = Recipe(trainer, Facts.of(trainer, data))
-    evaluator, values = evaluator_of(recipe, trainer.names.copy()), trainer.evaluated()
+    recipe = Recipe(job, state, Facts.of(job, state, data))
+    evaluator, values = evaluator_of(recipe, names.copy()), job.values_to_evaluate(state)
     evaluator.shown = shown
     check_weights(recipe, data, evaluator.described, evaluator.fields)
     source = data.source(evaluator.fields, batch_size or evaluator.rows)
-    results = evaluator.evaluate(values, source, trainer.metrics_by_output)
+    results = evaluator.evaluate(values, source, job.metrics)
     if bad := np.flatnonzero(~np.isfinite(results["loss"])).tolist():
         text = f"the loss is {results['loss']}"
-        if trainer.members is not None:
+        if job.members is not None:
             values = {name: array[bad[0]] for name, array in values.items()}
             text = f"the loss of the members {bad} is not finite"
         warnings.warn(f"{text}: {evaluator.cause(values)}", stacklevel=3)
@@ -101,11 +109,16 @@ def evaluate(
 
 
 def predict(
-    trainer: Settings, data: Dataset, batch_size: int | None, shown: str | None = None
+    job: Job,
+    state: TrainState,
+    names: Names,
+    data: Dataset,
+    batch_size: int | None,
+    shown: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the predictions for data, by output; arguments are those of `evaluate`."""
-    recipe = Recipe(trainer, Facts.of(trainer, data))
-    evaluator = evaluator_of(recipe, trainer.names.copy())
+    recipe = Recipe(job, state, Facts.of(job, state, data))
+    evaluator = evaluator_of(recipe, names.copy())
     evaluator.shown, fields = shown, evaluator.fields.without_labels()
     source = data.source(fields, batch_size or evaluator.rows)
-    return evaluator.predict(trainer.evaluated(), source)
+    return evaluator.predict(job.values_to_evaluate(state), source)

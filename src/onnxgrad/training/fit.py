@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.autodiff.straight_through import straight_through_warning
+from onnxgrad.data.columns import Names
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.errors import argument
 from onnxgrad.losses.info import LossInfo
@@ -26,6 +26,7 @@ from onnxgrad.training.evaluate import check_weights, evaluator_of
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
+from onnxgrad.training.job import Job
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Facts, Recipe
@@ -33,7 +34,6 @@ from onnxgrad.training.remembered import training_notes
 from onnxgrad.training.run.runner import micro_batches
 from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.run_length import check_length
-from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.loss_scale import INITIAL
@@ -45,7 +45,9 @@ class Fit:
     """One call of `fit` or `partial_fit`; it lets go of the data when it ends.
 
     Args:
-        trainer: the trainer.
+        trainer: the trainer, which callbacks see.
+        job: its arguments.
+        names: of the columns of tables in earlier calls.
         data: those to train on.
         batch_size: rows of a step; None: those of a model with a static batch of several, or
             else 32; 1 where a state is carried from row to row.
@@ -63,17 +65,21 @@ class Fit:
 
     def __init__(
         self,
-        trainer: Settings,
+        trainer: Any,
+        job: Job,
+        names: Names,
         data: Dataset,
         batch_size: int | None = None,
         held_out: Dataset | float | Split | None = None,
         sharing: Sharing | None = None,
         further: bool = False,
     ) -> None:
-        self.trainer, self.sharing, self.further = trainer, sharing, further
+        self.trainer, self.job, self.sharing, self.further = trainer, job, sharing, further
+        self.state: TrainState = trainer.state  # before the call
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
-        self.names = trainer.names.copy()
-        self.recipe = Recipe(trainer, Facts.of(trainer, data, held_out), sharing)
+        self.names = names.copy()
+        facts = Facts.of(job, self.state, data, held_out)
+        self.recipe = Recipe(job, self.state, facts, sharing)
         self.labels: dict[str, LossInfo] = {}
         self.buffers: dict[str, np.ndarray] = {}  # their initial values
         self.loop: Loop | None = None
@@ -81,18 +87,17 @@ class Fit:
 
     def balance(self) -> None:
         """Let the recipe have the weights that balance the classes of the rows to train on."""
-        weighted = WeightedClasses.of(self.trainer)
+        weighted = WeightedClasses.of(self.job.class_weight, self.job.loss)
         if weighted.balanced is None or self.further:
             return
-        plain = Recipe(self.trainer, replace(self.recipe.facts, balanced=None), self.sharing)
+        plain = self.recipe.balanced_by(None)
         described = evaluator_of(plain, self.names)
         source = self._source(self.data, described.fields)
         if self.held_out is not None and not isinstance(self.held_out, Dataset):
             unit = described.fields.fixed_rows or 1
-            source, _ = hold_out(source, source, self.held_out, self.trainer.seed, unit)
+            source, _ = hold_out(source, source, self.held_out, self.job.seed, unit)
         weights = weighted.balance(source, described.described.labels)
-        facts = replace(self.recipe.facts, balanced=weights)
-        self.recipe = Recipe(self.trainer, facts, self.sharing)
+        self.recipe = self.recipe.balanced_by(weights)
         vars(self).pop("evaluator", None)  # that of other weights
 
     @cached_property
@@ -102,35 +107,36 @@ class Fit:
 
     def begin(self, epochs: int, shuffle: bool, resume: str | os.PathLike | None = None) -> Loop:
         """Build all that the training needs, and return its loop; the state is on the device."""
-        trainer, shared = self.trainer, self.sharing
+        job, shared = self.job, self.sharing
         if shared is not None:
             shared.check_call(self, epochs, shuffle, resume is not None)
         self.balance()
-        compiled = trainer.built.get("step", lambda: self.recipe.key, lambda: Compiled(self.recipe))
+        compiled = job.built.get("step", lambda: self.recipe.key, lambda: Compiled(self.recipe))
         objective = compiled.objective
-        axis = [] if trainer.members is None else [trainer.members]
+        axis = [] if job.members is None else [job.members]
         starts = objective.initial | (INITIAL if objective.scales else {})
         self.buffers = {
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
-        self.labels, fields = objective.labels, Fields(objective, trainer.batch_axes)
-        fields.accumulates = not trainer.carry
+        self.labels, fields = objective.labels, Fields(objective, job.batch_axes)
+        fields.accumulates = not job.carry
         features = (fields.fields[name] for name in fields.features)
-        self.names.notes = training_notes(trainer, self.data.reader, features)
+        self.names.notes = training_notes(job, self.names.notes, self.data.reader, features)
         check_weights(self.recipe, self.data, objective, fields)
         fields.parts_of = partial(self._parts, statistics=True)
         source, held_out = self._sources(fields, shuffle)
         self._check_statistics(source, fields)
         if held_out is not None:
-            values = self.buffers | trainer.evaluated()
-            self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
-        identity = partial(identity_of, trainer, source, held_out, shuffle, shared)
-        state = trainer.state if self.further else self._state(identity(), resume)
+            values = self.buffers | job.values_to_evaluate(self.state)
+            self.evaluator.check_metrics(values, held_out, job.metrics)
+        identity = partial(identity_of, job, source, held_out, shuffle, shared)
+        state = self.state if self.further else self._state(identity(), resume)
+        self.recipe.state = state  # the weights of the state before may be let go of
         self._check_frozen(state)
         first = state.epoch if self.further else 0
-        callbacks = trainer.callbacks
+        callbacks = job.callbacks
         if shared is not None:
-            shared.check(trainer, state, identity(), source, held_out)
+            shared.check(job, state, identity(), source, held_out)
             source, callbacks = shared.source(source, fields.axes), shared.callbacks(callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out, self.evaluator.fields.axes)
@@ -147,7 +153,7 @@ class Fit:
             state.begin_epoch(self.buffers)
         state.begin(runner, self.further)
         self.loop = Loop(
-            trainer,
+            self.trainer,
             state,
             runner,
             rates,
@@ -164,11 +170,11 @@ class Fit:
 
     def _check_frozen(self, state: TrainState) -> None:
         """Warn of the members that were stopped and do not train; raise if these are all."""
-        stops = any(isinstance(c, EarlyStopping) for c in self.trainer.callbacks.callbacks)
+        stops = any(isinstance(c, EarlyStopping) for c in self.job.callbacks.callbacks)
         if not state.frozen or (stops and not self.further):  # which then tells of them itself
             return
         remedy = f"call fit, without {argument('resume')}, to begin another training"
-        if len(state.frozen) == self.trainer.members:
+        if len(state.frozen) == self.job.members:
             raise ValueError(f"all members are frozen: {remedy}")
         text = f"the members {sorted(state.frozen)} are frozen and do not train: {remedy}"
         warnings.warn(text, stacklevel=4)
@@ -181,26 +187,26 @@ class Fit:
 
     def _explain(self, loop: Loop) -> str:
         """Return why the loop ended."""
-        trainer, failed = self.trainer, partial(find_failed_step, self.recipe, loop)
-        read, values = self.recipe.plan.read_outputs(trainer.proto), trainer.evaluated()
-        if trainer.members is not None:  # none has a finite loss: the first is as good as others
+        job, failed = self.job, partial(find_failed_step, self.recipe, loop)
+        read = self.recipe.plan.read_outputs(job.proto)
+        values = job.values_to_evaluate(loop.state)
+        if job.members is not None:  # none has a finite loss: the first is as good as others
             values = {name: array[0] for name, array in values.items()}
         known = self.names.columns, self.evaluator.fields.weight
-        return cause_in_fit(loop, trainer.file, read, failed, self.evaluator, values, *known)
+        return cause_in_fit(loop, job.file, read, failed, self.evaluator, values, *known)
 
     def _validate(self) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
-        trainer = self.trainer
         assert self.validated is not None
+        assert self.loop is not None
         shared = None if self.sharing is None else self.sharing.group
-        results = self.evaluator.evaluate(
-            trainer.evaluated(), self.validated, trainer.metrics_by_output, shared
-        )
+        values = self.job.values_to_evaluate(self.loop.state)
+        results = self.evaluator.evaluate(values, self.validated, self.job.metrics, shared)
         return {f"validation_{name}": value for name, value in results.items()}
 
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""
-        source, trainer = self._source(self.data, fields), self.trainer
+        source, job = self._source(self.data, fields), self.job
         X, y, weight = self.data.first
         if X is not None and self.data.stream is not None:  # or validation data would name columns
             try:
@@ -208,7 +214,7 @@ class Fit:
             except ValueError as e:
                 raise ValueError(f"batch 0: {e}") from e
         self._check_mixed(source)
-        if trainer.carry and shuffle and source.shuffles:
+        if job.carry and shuffle and source.shuffles:
             raise ValueError(
                 f"carry passes a state from batch to batch, and {argument('shuffle', True)} "
                 f"reorders the rows: pass {argument('shuffle', False)}, or an iterable of batches"
@@ -217,10 +223,10 @@ class Fit:
             return source, self._source(self.held_out, self.evaluator.fields)
         if self.held_out is None:
             return source, None
-        if trainer.carry:
+        if job.carry:
             raise ValueError("carry needs the order of the rows: pass validation data, not a share")
         every = self._source(self.data, self.evaluator.fields) if fields.fixed_rows else source
-        both = hold_out(source, every, self.held_out, trainer.seed, fields.fixed_rows or 1)
+        both = hold_out(source, every, self.held_out, job.seed, fields.fixed_rows or 1)
         for part in both:
             fields.check_rows(part.rows or 0)
         return both
@@ -228,11 +234,11 @@ class Fit:
     def _check_mixed(self, source: BatchSource) -> None:
         """Raise `ValueError` if rows are to be mixed, and a part of a batch has one row only."""
         rows = min(source.batch_size, source.rows or source.batch_size)
-        if self.trainer.mix is not None and rows < 2 * self._parts(rows):
+        if self.job.mix is not None and rows < 2 * self._parts(rows):
             processes = 1 if self.sharing is None else self.sharing.part.size
             raise ValueError(
                 f"mix has nothing to mix: batches of {source.batch_size} rows are cut into single "
-                f"rows, by {argument('accumulate', self.trainer.accumulate)} and {processes} "
+                f"rows, by {argument('accumulate', self.job.accumulate)} and {processes} "
                 "processes. Pass a larger batch_size, or leave mix out"
             )
 
@@ -241,7 +247,7 @@ class Fit:
         shared = self.sharing
         processes = 1 if shared is None or (statistics and shared.normalized) else shared.part.size
         own = max(rows // processes, 1)
-        return processes * micro_batches(own, self.trainer.accumulate, statistics)
+        return processes * micro_batches(own, self.job.accumulate, statistics)
 
     def _check_statistics(self, source: BatchSource, fields: Fields) -> None:
         """Raise `ValueError` for a batch, known before training, that has too few rows."""
@@ -263,16 +269,16 @@ class Fit:
     def _default_size(self, fields: Fields) -> int:
         """Return the rows of a batch: those of the file, unless it is one, and states are kept."""
         own = fields.fixed_rows or self.evaluator.described.freed
-        return SIZE if own in (0, 1) and not (own and self.trainer.carry) else own
+        return SIZE if own in (0, 1) and not (own and self.job.carry) else own
 
     def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
-        trainer = self.trainer
+        job = self.job
         rates = [
-            self._rates_of(rate, state, batches, epochs, None if trainer.members is None else k)
-            for k, rate in enumerate(trainer.learning_rates or [trainer.learning_rate])
+            self._rates_of(rate, state, batches, epochs, None if job.members is None else k)
+            for k, rate in enumerate(job.learning_rates)
         ]
         state.epochs = None if self.further else epochs
-        return rates[0] if trainer.members is None else OfMembers(rates, state)
+        return rates[0] if job.members is None else OfMembers(rates, state)
 
     def _rates_of(
         self, rate: Any, state: TrainState, batches: int | None, epochs: int, k: int | None = None
@@ -300,7 +306,7 @@ class Fit:
 
     def _begun(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
         """Return a new state with the current weights, or that of a checkpoint."""
-        old, balanced = self.trainer.state, self.recipe.facts.balanced
+        old, balanced = self.state, self.recipe.facts.balanced
         found = None if resume is None else newest(resume, TrainState.load)
         if found is not None:
             path, state = found
@@ -314,19 +320,19 @@ class Fit:
                 )
             state.stop_reason, state.balanced = None, balanced
             return state
-        if resume is not None and not self.trainer.callbacks.writes_to(resume):
+        if resume is not None and not self.job.callbacks.writes_to(resume):
             raise FileNotFoundError(
                 f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave it out to "
                 "begin anew, or pass Checkpoint of that folder among the callbacks"
             )
         state = TrainState(
-            seed=self.trainer.seed,
+            seed=self.job.seed,
             identity=identity,
             balanced=balanced,
-            members=self.trainer.members,
+            members=self.job.members,
         )
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
-        state.values = Values(self.trainer.begun(), buffers=now)
+        state.values = Values(self.job.weights_to_begin(old), buffers=now)
         return state
 
 

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from onnx import ModelProto
 
 from onnxgrad.errors import named
-from onnxgrad.model.without_elements import emptied
-from onnxgrad.training.arguments import attributes_where
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.equality import describe, options_of
-from onnxgrad.training.settings import Settings
+from onnxgrad.training.job import Job
 from onnxgrad.training.sharing import Sharing
 
 _SHOWN = 200  # characters of a value in a message
-_OF_MEMBERS = ("members", "optimizers", "learning_rates")
-
-
-def without_weights(proto: ModelProto, names: Collection[str]) -> tuple[ModelProto, str | None]:
-    """Return a model as `emptied` does, and then what `describe` returns for the whole one."""
-    new = emptied(proto, names)
-    if new is proto:
-        return proto, None
-    gc.collect()  # graphs, which are cyclic, refer to the whole model
-    return new, describe(proto)
 
 
 class Identity(Mapping[str, Any]):
@@ -62,7 +49,7 @@ class Identity(Mapping[str, Any]):
 
 
 def identity_of(
-    trainer: Settings,
+    job: Job,
     source: BatchSource,
     held_out: BatchSource | None,
     shuffle: bool,
@@ -73,36 +60,33 @@ def identity_of(
     These are the arguments that `ARGUMENTS` does not declare free, the data, the arguments on which
     the entries of callbacks in a checkpoint depend, and the metrics that decide something.
     """
-    values = {name: getattr(trainer, name) for name in attributes_where(free=False)}
-    if trainer.members is None:
-        values = {name: v for name, v in values.items() if name not in _OF_MEMBERS}
     return Identity(
-        trainer.digest or trainer.proto,
-        values
+        job.digest or job.proto,
+        job.compared
         | {
             "batch_size": source.batch_size,
             "shuffle": shuffle,
             "data": source.description,
             "validation": None if held_out is None else held_out.description,
-            "parallel": {} if sharing is None else sharing.identity(trainer.batch_norm),
+            "parallel": {} if sharing is None else sharing.identity(job.batch_norm),
             "callbacks": {
                 c.key: {name: getattr(c, name) for name in c.compared_arguments}
-                for c in trainer.callbacks.all
+                for c in job.callbacks.all
                 if c.compared_arguments
             },
-            "monitored metrics": _monitored_metrics(trainer),
+            "monitored metrics": _monitored_metrics(job),
         },
     )
 
 
-def _monitored_metrics(trainer: Settings) -> dict[str, Any]:
+def _monitored_metrics(job: Job) -> dict[str, Any]:
     """Return the arguments of the metrics that a callback or a schedule monitors, by name."""
-    rates = trainer.learning_rates or [trainer.learning_rate]
-    monitored = [name for rate in rates for name in rate.monitors]
-    monitored += [getattr(callback, "monitor", None) or "" for callback in trainer.callbacks.all]
-    listed = [m for metrics in trainer.metrics_by_output.values() for m in metrics]
+    monitored = [name for rate in job.learning_rates for name in rate.monitors]
+    monitored += [getattr(callback, "monitor", None) or "" for callback in job.callbacks.all]
     return {
-        m.name: options_of(m) for m in listed if any(name.endswith(m.name) for name in monitored)
+        m.name: options_of(m)
+        for m in job.every_metric
+        if any(name.endswith(m.name) for name in monitored)
     }
 
 

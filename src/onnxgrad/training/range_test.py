@@ -112,7 +112,7 @@ class _Watch(Callback):
         now = [np.array(state.running[name]) for name in ("sums", "counts", "rows")]
         sums, counts, rows = (a - b for a, b in zip(now, self._before, strict=True))
         means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts != 0)
-        loss, self._before = float(means @ trainer.setup.loop.runner.step.factors), now
+        loss, self._before = float(means @ trainer._call.loop.runner.step.factors), now
         self._mean = self.smoothing * self._mean + np.array([rows * loss, rows])
         smooth = float(self._mean[0] / self._mean[1])
         self.losses.append(loss)
@@ -185,10 +185,10 @@ def lr_range_test(
 
 def _fit_copy(trainer: Any, watch: _Watch, rates: Schedule, *data: Any, **arguments: Any) -> None:
     """Let a copy of a trainer, without its callbacks, train at these rates."""
-    if getattr(trainer, "members", None) is not None:
+    if trainer._job.members is not None:
         raise ValueError("lr_range_test takes a Trainer, not a stack: its members compare rates")
     tested = copy.copy(trainer)
-    tested.callbacks, tested.learning_rate = Callbacks([watch]), rates
+    tested._change(callbacks=Callbacks([watch]), learning_rates=[rates])
     try:
         tested.fit(*data, epochs=watch.steps, **arguments)
     except ConvergenceError:

@@ -18,21 +18,20 @@ from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.read import names_model
 from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
-from onnxgrad.training.arguments import attributes_where
 from onnxgrad.training.class_weights import WeightedClasses
 from onnxgrad.training.data import Dataset, array_shape
 from onnxgrad.training.filled import fillable, is_cache
+from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
-from onnxgrad.training.settings import Settings
+from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.accumulate import build_accumulating_step
 from onnxgrad.training.step.build import Step, StepOptions, build_gradients, build_step
 from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
 
-_IN_STEP = attributes_where(in_step=True)
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -55,43 +54,51 @@ class Facts:
     labeled: bool = True
 
     @classmethod
-    def of(cls, trainer: Settings, data: Dataset, held_out: Any = None) -> Facts:
-        """Return those of data to train on or to evaluate, and of `held_out` validation data."""
+    def of(cls, job: Job, state: TrainState, data: Dataset, held_out: Any = None) -> Facts:
+        """Return the facts of data to train on or to evaluate, and of `held_out` validation data.
+
+        `state` has the weights of balanced classes.
+        """
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         axes = max(d.weight_axes for d in both)
-        axes = 2 if axes and trainer.moved else axes
-        weighted = WeightedClasses.of(trainer)
-        weights = None if weighted.balanced is None else trainer.state.balanced
+        axes = 2 if axes and job.moved else axes
+        weighted = WeightedClasses.of(job.class_weight, job.loss)
+        weights = None if weighted.balanced is None else state.balanced
         labeled = True
-        if is_causal(trainer.loss):  # else not asked: it may read a batch, and so draw from a seed
+        if is_causal(job.loss):  # else not asked: it may read a batch, and so draw from a seed
             labeled = any(d.given is None or d.given.labeled for d in both)
-        shapes = label_shapes(data, trainer.proto)
-        return cls(shapes, axes, weights, _filled(trainer, both), labeled)
+        shapes = label_shapes(data, job.proto)
+        return cls(shapes, axes, weights, _filled(job, both), labeled)
 
 
 class Recipe:
     """What the step of a training computes, before it is built.
 
     Args:
-        trainer: the trainer.
+        job: the arguments of a trainer.
+        state: with weights of the shapes that train.
         facts: of the data.
         sharing: how processes share the training; None: this one trains alone.
     """
 
-    def __init__(self, trainer: Settings, facts: Facts, sharing: Any = None) -> None:
-        self.trainer, self.facts, self.sharing = trainer, facts, sharing
-        self.norms = trainer.callbacks.gradient_norms  # whether a callback asks for them
+    def __init__(self, job: Job, state: TrainState, facts: Facts, sharing: Any = None) -> None:
+        self.job, self.state, self.facts, self.sharing = job, state, facts, sharing
+        self.norms = job.callbacks.gradient_norms  # whether a callback asks for them
+
+    def balanced_by(self, balanced: dict[str, dict[int, float]] | None) -> Recipe:
+        """Return this recipe with other weights that balance classes, by output."""
+        facts = replace(self.facts, balanced=balanced)
+        return Recipe(self.job, self.state, facts, self.sharing)
 
     @property
     def key(self) -> Any:
-        """What is equal for two recipes of one trainer that compute the same."""
-        trainer, facts = self.trainer, self.facts
+        """What is equal for two recipes of one job that compute the same."""
+        facts = self.facts
         # of the number of rows only matters whether it is 1
         shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in facts.labels.items()}
         of_data = shapes, facts.weight_axes, facts.balanced, facts.filled, facts.labeled
-        arguments = trainer.built.fingerprint({n: getattr(trainer, n) for n in _IN_STEP})
         shared = None if self.sharing is None else self.sharing.key
-        return id(trainer.proto), arguments, of_data, self.norms, shared
+        return self.job.step_key, of_data, self.norms, shared
 
     @cached_property
     def plan(self) -> Plan:
@@ -100,37 +107,62 @@ class Recipe:
         Raises:
             ValueError: arguments that do not fit each other.
         """
-        trainer, loss = self.trainer, _loss(self.trainer, self.facts)
+        job, loss = self.job, self._loss()
         return Plan(
             loss,
-            "" if loss is not None else loss_output(trainer.proto),
-            batch_norm=trainer.batch_norm,
-            dropout=trainer.dropout,
-            carry=trainer.carry,
-            seed=trainer.seed,
-            axes=trainer.batch_axes,
-            straight_through=trainer.straight_through,
+            "" if loss is not None else loss_output(job.proto),
+            batch_norm=job.batch_norm,
+            dropout=job.dropout,
+            carry=job.carry,
+            seed=job.seed,
+            axes=job.batch_axes,
+            straight_through=job.straight_through,
             across=None if self.sharing is None else self.sharing.normalized,
-            precision=trainer.precision,
+            precision=job.precision,
             filled=self.facts.filled,
-            mix=trainer.mix,
+            mix=job.mix,
+        )
+
+    def _loss(self) -> TrainingLoss | None:
+        """Return what writes the loss; None: the model has an output that is one."""
+        job, facts = self.job, self.facts
+        loss = job.loss
+        whole = loss is None or hasattr(loss, "write") or _is_model(loss)
+        for name in ("class_weight", "loss_options", "loss_weights"):
+            if whole and getattr(job, name) is not None:
+                kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
+                raise ValueError(
+                    f"{named(name)} has no effect on a loss that is {kind}: leave it out"
+                )
+        if loss is None or hasattr(loss, "write"):
+            return loss
+        if _is_model(loss):
+            return LossModel(loss)
+        return training_loss(
+            loss,
+            options=job.loss_options,
+            loss_weights=job.loss_weights,
+            class_weight=WeightedClasses.of(job.class_weight, loss).with_balanced(facts.balanced),
+            label_shapes=facts.labels,
+            weight_shape=(0,) * facts.weight_axes or None,
+            labeled=facts.labeled,
+            in_chunks=job.members is None,
         )
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer, behind the clipping of the norm of all gradients."""
-        return self._clipping(self.trainer.optimizer)
+        return self._clipping(self.job.optimizer)
 
     @property
     def members(self) -> Members | None:
         """The members of a stack, before it is known which of them share a step."""
-        trainer = self.trainer
-        if trainer.members is None:
+        if self.job.members is None:
             return None
-        return Members([*map(self._clipping, trainer.optimizers)], trainer.state.weights)
+        return Members([*map(self._clipping, self.job.optimizers)], self.state.weights)
 
     def _clipping(self, optimizer: Optimizer) -> Optimizer:
-        norm = self.trainer.clip_norm
+        norm = self.job.clip_norm
         return optimizer if norm is None else Chain((clip_by_global_norm(norm), optimizer))
 
     @property
@@ -140,13 +172,13 @@ class Recipe:
 
     def objective(self, training: bool = True) -> Objective:
         """Return the objective of a step; unless `training`, without dropout and statistics."""
-        trainer, proto, plan = self.trainer, self.trainer.proto, self.plan
+        job, proto, plan = self.job, self.job.proto, self.plan
         if not training:
             proto, plan = inference_form(proto), replace(plan, dropout={})
-        objective = build_objective(proto, trainer.trained, plan, self.weighted, training)
-        if trainer.digest is not None:  # those that the loss does not reach stay constants
-            one = () if trainer.members is None else 0  # those of a member
-            read_elsewhere(objective.weights, lambda name: trainer.state.weights[name][one])
+        objective = build_objective(proto, job.trained, plan, self.weighted, training)
+        if job.digest is not None:  # those that the loss does not reach stay constants
+            one = () if job.members is None else 0  # those of a member
+            read_elsewhere(objective.weights, lambda name: self.state.weights[name][one])
         return objective
 
     def step(
@@ -175,16 +207,16 @@ class Recipe:
             ValueError: the loss depends on none of the weights; arguments that do not fit.
             NoGradientRule: an operator on the way has no rule.
         """
-        trainer, on_cpu = self.trainer, self.trainer.device.kind == "cpu"
+        job, on_cpu = self.job, self.job.device.kind == "cpu"
         in_place &= on_cpu and (self.sharing is None or across is not None)
         norms = self.norms if norms is None else norms
         options = StepOptions(
-            norms, blocks and on_cpu, trainer.recompute, in_place, across, members=members
+            norms, blocks and on_cpu, job.recompute, in_place, across, members=members
         )
-        parts = trainer.accumulate if fixed_rows is None else max(1, rows // fixed_rows)
+        parts = job.accumulate if fixed_rows is None else max(1, rows // fixed_rows)
         if parts == 1 and fixed_rows is None:
             return build_step(objective, self.optimizer, options)
-        if trainer.carry:
+        if job.carry:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
         step = build_accumulating_step(self.objective, self.optimizer, parts, options, adds_losses)
         step.fixed_rows = fixed_rows
@@ -200,48 +232,24 @@ class Recipe:
         outputs = {y.name for y in gradients.graph.output}
         weights = {
             name: (w.shape, w.dtype)
-            for name, w in self.trainer.state.weights.items()
+            for name, w in self.state.weights.items()
             if f"{name}_grad" in outputs
         }
         return gradients, build_update(weights, self.optimizer)
 
 
-def _filled(trainer: Settings, data: Sequence[Dataset]) -> frozenset[str]:
+def _filled(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
     """Return the inputs that the data lack, and that follow from others.
 
     Data of which nothing is known before they are read have all inputs.
     """
-    every = fillable(trainer.proto, is_causal(trainer.loss))
+    every = fillable(job.proto, is_causal(job.loss))
     known = [one.given for one in data] if every else []
     if not every or None in known:
         return frozenset()
-    given = frozenset(trainer.carry).union(*(one.names for one in known if one is not None))
+    given = frozenset(job.carry).union(*(one.names for one in known if one is not None))
     none_is_given = not any(map(is_cache, every & given))
     return frozenset(name for name in every - given if none_is_given or is_cache(name))
-
-
-def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
-    """Return what writes the loss; None: the model has an output that is one."""
-    loss = trainer.loss
-    whole = loss is None or hasattr(loss, "write") or _is_model(loss)
-    for name in ("class_weight", "loss_options", "loss_weights"):
-        if whole and getattr(trainer, name) is not None:
-            kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
-            raise ValueError(f"{named(name)} has no effect on a loss that is {kind}: leave it out")
-    if loss is None or hasattr(loss, "write"):
-        return loss
-    if _is_model(loss):
-        return LossModel(loss)
-    return training_loss(
-        loss,
-        options=trainer.loss_options,
-        loss_weights=trainer.loss_weights,
-        class_weight=WeightedClasses.of(trainer).with_balanced(facts.balanced),
-        label_shapes=facts.labels,
-        weight_shape=(0,) * facts.weight_axes or None,
-        labeled=facts.labeled,
-        in_chunks=trainer.members is None,
-    )
 
 
 def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:

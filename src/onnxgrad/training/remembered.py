@@ -18,7 +18,7 @@ from onnxgrad.data.readers import Reader
 from onnxgrad.model.notes import read_note
 from onnxgrad.model.read import names_model
 from onnxgrad.operators.shapes import Dims
-from onnxgrad.training.settings import Settings
+from onnxgrad.training.job import Job
 
 LOSS = "onnxgrad.training_loss"  # metadata: a list of one dict, options of the shell
 
@@ -26,25 +26,26 @@ _CHANNELS = (1, 3, 4)
 
 
 def training_notes(
-    trainer: Settings, reader: Reader | None, features: Iterable[Field]
+    job: Job, kept: Mapping[str, list[Any]], reader: Reader | None, features: Iterable[Field]
 ) -> dict[str, list[Any]]:
     """Return the notes of a training, by key of the metadata.
 
     Args:
-        trainer: the arguments of the training.
+        job: the arguments of the training.
+        kept: the notes before it.
         reader: what reads the rows, None for arrays.
         features: the inputs other than labels.
     """
-    notes = {LOSS: _loss_note(trainer), **({} if reader is None else reader.remembered)}
-    known = read_note(trainer.proto, IMAGES) or trainer.names.notes.get(IMAGES)
+    notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}
+    known = read_note(job.proto, IMAGES) or kept.get(IMAGES)
     if IMAGES not in notes and not known and any(map(_takes_images, features)):
         notes[IMAGES] = [{"arrays": True}]  # of values that nothing tells
-    return dict(trainer.names.notes) | notes
+    return dict(kept) | notes
 
 
-def _loss_note(trainer: Settings) -> list[dict[str, list[str]]]:
+def _loss_note(job: Job) -> list[dict[str, list[str]]]:
     """Return the loss as the options of the shell say it; empty for what they cannot say."""
-    loss, options = trainer.loss, trainer.loss_options or {}
+    loss, options = job.loss, job.loss_options or {}
     by_output = loss if isinstance(loss, Mapping) else {None: loss}
     names = list(by_output.values())
     if not all(isinstance(name, str) and not names_model(name) for name in names):
@@ -57,7 +58,7 @@ def _loss_note(trainer: Settings) -> list[dict[str, list[str]]]:
         stated = [f"{name}={json.dumps(v, default=_as_list)}" for name, v in options.items()]
     except TypeError:
         return []
-    weights = [f"{output}={float(w)}" for output, w in (trainer.loss_weights or {}).items()]
+    weights = [f"{output}={float(w)}" for output, w in (job.loss_weights or {}).items()]
     losses = [name if output is None else f"{output}={name}" for output, name in by_output.items()]
     note = {"loss": losses, "loss_option": stated, "loss_weight": weights}
     return [{name: texts for name, texts in note.items() if texts}]

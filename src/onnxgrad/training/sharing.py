@@ -14,10 +14,10 @@ import numpy as np
 
 from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
-from onnxgrad.training.arguments import attributes_where
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, rows_of
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import describe, options_of
+from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
@@ -105,9 +105,9 @@ class Sharing:
 
         Callbacks that write are called in the first process only, so that others may lack them.
         """
-        trainer, held_out = call.trainer, call.held_out
-        callbacks, share = trainer.callbacks, held_out is None or isinstance(held_out, float)
-        own = {name: getattr(trainer, name) for name in attributes_where(free=False)} | {
+        job, held_out = call.job, call.held_out
+        callbacks, share = job.callbacks, held_out is None or isinstance(held_out, float)
+        own = job.compared | {
             "method": "partial_fit" if call.further else "fit",
             "epochs": epochs,
             "shuffle": shuffle,
@@ -120,14 +120,14 @@ class Sharing:
             "gradient norms": callbacks.gradient_norms,
             "metrics": {
                 str(output): [options_of(metric) for metric in metrics]
-                for output, metrics in trainer.metrics_by_output.items()
+                for output, metrics in job.metrics.items()
             },
         }
         self._require_equal(_flat(describe(own)))
 
     def check(
         self,
-        trainer: Any,
+        job: Job,
         state: TrainState,
         identity: Mapping[str, Any],
         source: BatchSource,
@@ -136,7 +136,7 @@ class Sharing:
         """Raise in all processes if they do not begin alike, with what differs.
 
         Args:
-            trainer: of this process.
+            job: of this process.
             state: with which training begins.
             identity: what a checkpoint must have.
             source: of the data to train on.
@@ -146,12 +146,12 @@ class Sharing:
             ValueError: other weights, data or arguments in some of the processes; or an argument
                 for which a process must have all rows.
         """
-        if trainer.carry:
+        if job.carry:
             raise ValueError(
                 "carry keeps a state of every row, and processes share the rows: pass "
                 "parallel=False, or train in one process"
             )
-        if self.options.sync_batch_norm and (trainer.accumulate > 1 or trainer.recompute != "none"):
+        if self.options.sync_batch_norm and (job.accumulate > 1 or job.recompute != "none"):
             raise ValueError(
                 "sync_batch_norm exchanges statistics within a forward pass, which accumulate and "
                 "recompute repeat: leave these out, or sync_batch_norm"
@@ -215,18 +215,14 @@ class Sharing:
 
 
 @contextmanager
-def in_group(trainer: Any) -> Iterator[None]:
-    """Let the block, a call of `fit`, end in all processes of the trainer's group or fail in all.
+def shared_call(parallel: DataParallel | bool | None) -> Iterator[Sharing | None]:
+    """Let the block, a call of `fit`, end in all processes of a group or fail in all of them.
 
-    `trainer.sharing` is how they share it.
+    It gets how they share the call; None for one process.
     """
-    sharing = Sharing.of(trainer.parallel)
+    sharing = Sharing.of(parallel)
     with nullcontext() if sharing is None else sharing.group.together():
-        trainer.sharing = sharing
-        try:
-            yield
-        finally:
-            trainer.sharing = None
+        yield sharing
 
 
 class _OfGroup(BatchSource):

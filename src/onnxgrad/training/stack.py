@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, Self
 
 import numpy as np
@@ -16,9 +17,9 @@ from onnxgrad.model.read import ModelLike
 from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
-from onnxgrad.training.arguments import refuse_unknown, select_rate
-from onnxgrad.training.base import ClassWeights, LossLike, MetricLike, RateLike, TrainerBase
-from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.schedules.base import LearningRate
+from onnxgrad.training.arguments import require_known, select_rate
+from onnxgrad.training.base import LossLike, RateLike, TrainerBase
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.member_arguments import (
@@ -27,9 +28,11 @@ from onnxgrad.training.member_arguments import (
     initial_weights,
     per_member,
 )
-from onnxgrad.training.mixing import Mix
 from onnxgrad.training.modes import exported
 from onnxgrad.training.state import TrainState, Values
+
+# a stack trains in one process
+_ARGUMENTS = [n for n in signature(TrainerBase).parameters if n != "parallel"]
 
 
 class TrainerStack(TrainerBase):
@@ -116,7 +119,6 @@ class TrainerStack(TrainerBase):
         >>> best = stack.model(2)  # a `ModelProto`
     """
 
-    @refuse_unknown
     def __init__(
         self,
         model: ModelLike,
@@ -127,54 +129,12 @@ class TrainerStack(TrainerBase):
         init: str = "model",
         optimizer: str | Optimizer | Sequence[str | Optimizer] = "adamw",
         learning_rate: RateLike | Sequence[RateLike] | None = None,
-        train: str | Iterable[str] | None = None,
-        freeze: str | Iterable[str] = (),
-        train_ranges: bool = False,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        batch_norm: str = "frozen",
-        dropout: Mapping[str, float] | None = None,
-        mix: Mix | None = None,
-        class_weight: ClassWeights | None = None,
-        classes: Sequence[str] | Sequence[int] = (),
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        metrics: Iterable[MetricLike] | Mapping[str, Iterable[MetricLike]] = (),
-        callbacks: Iterable[Callback] = (),
-        batch_axes: Mapping[str, int | None] | None = None,
-        carry: Mapping[str, str] | None = None,
-        recompute: str = "none",
-        precision: str = "auto",
-        device: str = "cpu",
-        seed: int = 0,
+        **arguments: Any,
     ) -> None:
+        require_known(arguments, _ARGUMENTS)
         optimizers, rates = _by_member(members, weights, learning_rate, optimizer)
-        super().__init__(
-            model,
-            loss,
-            optimizer=optimizers[0],
-            learning_rate=rates[0],
-            train=train,
-            freeze=freeze,
-            train_ranges=train_ranges,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
-            batch_norm=batch_norm,
-            dropout=dropout,
-            mix=mix,
-            class_weight=class_weight,
-            classes=classes,
-            loss_options=loss_options,
-            loss_weights=loss_weights,
-            metrics=metrics,
-            callbacks=callbacks,
-            batch_axes=batch_axes,
-            carry=carry,
-            recompute=recompute,
-            precision=precision,
-            device=device,
-            seed=seed,
-        )
+        first = {"optimizer": optimizers[0], "learning_rate": rates[0]}
+        super().__init__(model, loss, **first, **arguments)
         self._begin(weights, init, rates, optimizers)
 
     def _begin(
@@ -185,12 +145,16 @@ class TrainerStack(TrainerBase):
         optimizers: list[Optimizer],
     ) -> None:
         """Let members begin with their weights; raise `ValueError` if all members are equal."""
-        self.members, self.optimizers, self.parallel = len(optimizers), optimizers, False
-        self.learning_rates = [*map(select_rate, rates, optimizers)]
-        self.callbacks.check_members()
-        own, count = self.state.weights, len(self.optimizers)
+        own, count = self.state.weights, len(optimizers)
+        self._change(
+            members=count,
+            optimizers=optimizers,
+            learning_rates=[*map(select_rate, rates, optimizers)],
+            parallel=False,
+        )
+        self._job.callbacks.check_members()
         if weights is None:
-            begun = initial_weights(own, count, init, self.seed)
+            begun = initial_weights(own, count, init, self._job.seed)
         elif init != "model":
             raise ValueError("pass weights or init, not both")
         else:
@@ -199,14 +163,29 @@ class TrainerStack(TrainerBase):
         same = others and all(
             np.array_equal(w[name], first[name], equal_nan=True) for w in others for name in w
         )
-        lists = (rates, self.optimizers)
+        lists = (rates, optimizers)
         if same and all(value == listed[0] for listed in lists for value in listed):
             raise ValueError(
                 "all members are equal: pass init='redrawn' or weights= for members that begin "
                 "with different weights, or a list as learning_rate or optimizer"
             )
-        self.state = TrainState(seed=self.seed, members=self.members)
+        self.state = TrainState(seed=self._job.seed, members=count)
         self.state.values = Values({name: np.stack([w[name] for w in begun]) for name in first})
+
+    @property
+    def members(self) -> int:
+        """The number of members."""
+        return len(self._job.optimizers)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizer of each member."""
+        return self._job.optimizers
+
+    @property
+    def learning_rates(self) -> Sequence[LearningRate]:
+        """The learning rate of each member."""
+        return self._job.learning_rates
 
     def _run(self, call: Fit, loop: Loop) -> Self:
         super()._run(call, loop)
@@ -227,7 +206,7 @@ class TrainerStack(TrainerBase):
             IndexError: there is no such member.
         """
         values = self._evaluated(member)
-        return filled(exported(self.proto, values, self.names), values)
+        return filled(exported(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike, member: int) -> None:
         """Write `model(member)` to a file.
@@ -237,15 +216,16 @@ class TrainerStack(TrainerBase):
             OSError: the file cannot be written; one that exists stays as it is.
         """
         values = self._evaluated(member)
-        save_filled(exported(self.proto, values, self.names), values, path)
+        save_filled(exported(self._job.proto, values, self._names), values, path)
 
     def _evaluated(self, member: int) -> dict[str, np.ndarray]:
-        return {name: array[member] for name, array in self._for_file().items()}
+        values = self._job.values_for_file(self.state)
+        return {name: array[member] for name, array in values.items()}
 
     @property
     def models(self) -> list[ModelProto]:
         """The models of all members."""
-        return [self.model(k) for k in range(len(self.optimizers))]
+        return [self.model(k) for k in range(self.members)]
 
     def best(self) -> int:
         """Return the member with the lowest validation loss.

@@ -99,8 +99,12 @@ class Trainer(TrainerBase):
 
     Attributes:
         state: the `TrainState`: weights, slots, buffers, step, epoch and history.
+        trained: the names of the weights that train.
+        precision: "float32", "mixed" or "file", in which the model trains.
+        metrics: the metrics, of all outputs.
         history: an entry an epoch: `step`, `epoch`, `loss`, `learning_rate`, and with validation
             data `validation_loss` and metrics, as `validation_accuracy`.
+        rounding: how far the weights are from those of a file of 16 bits.
         progress: the `FitProgress` of the training that runs or ran last.
         gradient_norms: 2-norm of the gradient of each weight in the last step, if a callback needs
             them.
@@ -139,7 +143,7 @@ class Trainer(TrainerBase):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        call = Fit(self, as_dataset(X, y))
+        call = Fit(self, self._job, self._names, as_dataset(X, y))
         call.balance()
         return call.recipe.step_models()
 
@@ -152,8 +156,8 @@ class Trainer(TrainerBase):
         Raises:
             ValueError: a weight beyond the range of the 16 bits that it has in the file.
         """
-        values = self._for_file()
-        return filled(exported(self.proto, values, self.names), values)
+        values = self._job.values_for_file(self.state)
+        return filled(exported(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `model` to a file; large weights go there one by one.
@@ -162,5 +166,5 @@ class Trainer(TrainerBase):
             ValueError: as `model`; the file stays as it is.
             OSError: the file cannot be written; one that exists stays as it is.
         """
-        values = self._for_file()
-        save_filled(exported(self.proto, values, self.names), values, path)
+        values = self._job.values_for_file(self.state)
+        save_filled(exported(self._job.proto, values, self._names), values, path)

@@ -196,7 +196,8 @@ def test_what_is_exported_is_what_was_best(optimizer):
 
     class See(Callback):
         def on_evaluate(self, trainer, state, control):
-            seen.append({name: array.copy() for name, array in trainer.evaluated().items()})
+            values = trainer._job.values_to_evaluate(trainer.state)
+            seen.append({name: array.copy() for name, array in values.items()})
 
     stopping = EarlyStopping(patience=2, min_delta=1e6)  # so that the first is the best
     options = {"optimizer": optimizer, "learning_rate": 0.1, "callbacks": [stopping, See()]}

@@ -17,6 +17,7 @@ from onnx import ModelProto
 import onnxgrad as og
 from onnxgrad.model import without_elements
 from onnxgrad.optimizers import ema, muon, schedule_free
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.run import in_place
 from onnxgrad.training.run.runner import Runner
 from tests.support.models import add_initializers, initializer_arrays, parse_model
@@ -148,7 +149,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, rate, small_limits
     made = og.Trainer(proto, "mae", optimizer=optimizer, learning_rate=1e-3, train=weights)
     made.fit(X, np.zeros((24, 3)), epochs=2, batch_size=24)
     before = copy.deepcopy([made.state.weights, made.state.slots])
-    made.learning_rate = og.constant(rate)
+    made._change(learning_rates=[og.constant(rate)])
     with pytest.raises(og.ConvergenceError):
         made.partial_fit(X * np.float32(1e21), np.zeros((24, 3)), batch_size=24)
     assert made.state.step == 2
@@ -233,7 +234,8 @@ def test_a_fit_that_ends_before_a_step_keeps_the_state(small_limits):
     before = copy.deepcopy(made.state.weights)
     history = list(made.history)
 
-    made.callbacks = type(made.callbacks)([ActAtStep("train_begin", 0, interrupt_training)])
+    callbacks = Callbacks([ActAtStep("train_begin", 0, interrupt_training)])
+    made._change(callbacks=callbacks)
     with pytest.raises(KeyboardInterrupt):
         made.fit(X, y, batch_size=24)
     assert made.history == history

@@ -170,7 +170,7 @@ class NanWatch(Callback):
         `trainer.failed_step()` returns the model of one step, and its inputs that failed; None if
         no step failed, as where the loss of validation data is not finite.
         """
-        loop = getattr(getattr(trainer, "setup", None), "loop", None)
+        loop = trainer._call.loop
         if loop is not None and not loop.runner.in_place:
             return None  # the error names the node itself
         try:

@@ -254,10 +254,7 @@ class EarlyStopping(Callback):
     def _keep_best(self, trainer: Any, state: Any, better: list[int]) -> None:
         """Keep copies of weights and buffers, since training may update the arrays in place."""
         parts = {_WEIGHT: state.weights, _BUFFER: state.buffers}
-        optimizer = getattr(trainer, "optimizer", None)
-        if getattr(
-            trainer, "averages", getattr(optimizer, "averages", False)
-        ):  # slots hold the weights that were evaluated
+        if trainer._job.averages:  # slots hold the weights that were evaluated
             parts[_SLOT] = flat(state.slots)
         new = {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
         old = state.kept.get(self.key)

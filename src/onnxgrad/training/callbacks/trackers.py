@@ -8,7 +8,6 @@ import re
 import time
 from abc import abstractmethod
 from importlib import import_module
-from inspect import signature
 from numbers import Real
 from pathlib import Path
 from reprlib import Repr
@@ -24,7 +23,7 @@ from onnxgrad.training.progress import by_member
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # characters
-_LEFT_OUT = {"model", "callbacks"}  # arguments; reading `trainer.model` builds a model
+_LEFT_OUT = {"model", "callbacks"}  # arguments
 
 
 class Tracker(Callback):
@@ -141,10 +140,7 @@ def parameters_of(trainer: Any) -> dict[str, Any]:
     if hasattr(trainer, "get_params"):
         values = trainer.get_params(deep=False)
     else:
-        names = [name for name in signature(type(trainer)).parameters if name not in _LEFT_OUT]
-        values = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
-        if values.get("members") is not None:  # of a stack, whose attributes are the first member's
-            values |= {"optimizer": trainer.optimizers, "learning_rate": trainer.learning_rates}
+        values = trainer._job.arguments
     return {
         name: value
         if isinstance(value, (bool, int, float, str)) or value is None

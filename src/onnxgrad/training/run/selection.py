@@ -38,12 +38,12 @@ _FEW = 8  # rows for which shapes that are unknown are not inferred
 class Compiled:
     """An objective, its step, and the runner, once it is known for which batches.
 
-    A trainer keeps it from call to call, while its recipe stays the same.
+    A job keeps it from call to call, while its recipe stays the same.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.objective = objective = recipe.objective()
-        members = recipe.trainer.members or 1
+        members = recipe.job.members or 1
         self.work = multiply_adds(objective.model.graph) * members  # per row
         data, weights = ([str(x.name) for x in o] for o in (objective.data, objective.weights))
         self._footprint: Footprint | None = Footprint(objective.model.graph, data, weights)
@@ -64,7 +64,7 @@ class Compiled:
 
         `fixed`: whether calls to come have batches of this size, too.
         """
-        work = self.work * source.batch_size * recipe.trainer.accumulate
+        work = self.work * source.batch_size * recipe.job.accumulate
         size = 1 if sharing is None else sharing.part.size
         work /= size
         rows = _fixed_rows(recipe, source, fields)
@@ -98,8 +98,8 @@ class Compiled:
 
         `fixed` is the number of rows that the model takes of a batch; None: it takes all.
         """
-        objective, rows, device = self.objective, source.batch_size, recipe.trainer.device
-        if recipe.trainer.members is not None:
+        objective, rows, device = self.objective, source.batch_size, recipe.job.device
+        if recipe.job.members is not None:
             target = Target.of(device, work, rows)
             return self._build_stack_runner(recipe, fields, fixed, rows, target, work)
         if shared is not None:
@@ -125,15 +125,15 @@ class Compiled:
 
         Otherwise it is their mean. Warn if neither is proven of micro-batches that a user asks for.
         """
-        parts, objective = recipe.trainer.accumulate, self.objective
+        parts, objective = recipe.job.accumulate, self.objective
         if parts == 1 and fixed is None:
             return False
-        if recipe.trainer.dropout or not mixes_no_rows(objective):
+        if recipe.job.dropout or not mixes_no_rows(objective):
             objective = recipe.objective(training=False)
         if isinstance(source, ArraySource):
             axes, lengths = source.axes, source.batch_shapes()
         else:
-            stated = Fields(objective, recipe.trainer.batch_axes).row_axes.stated
+            stated = Fields(objective, recipe.job.batch_axes).row_axes.stated
             lengths = assumed_lengths(objective.data)
             axes = {name: stated(name) for name in lengths}
         effect, reason = micro_batch_effect(objective, axes, lengths)
@@ -156,9 +156,9 @@ class Compiled:
 
         All, where anything else divides a batch, or needs all of its rows.
         """
-        trainer = recipe.trainer
-        whole = sharing is not None or trainer.members is not None or trainer.accumulate > 1
-        whole |= trainer.device.kind != "cpu" or fixed is not None
+        job = recipe.job
+        whole = sharing is not None or job.members is not None or job.accumulate > 1
+        whole |= job.device.kind != "cpu" or fixed is not None
         # the loss in blocks divides the rows itself
         whole |= any(marks.PLAIN_SUM in value.meta for value in self.objective.reported)
         if whole or not isinstance(source, ArraySource):
@@ -206,5 +206,5 @@ class Compiled:
 def _fixed_rows(recipe: Recipe, source: BatchSource, fields: Fields) -> int | None:
     """Return how many rows the model takes of a batch, if it may have more; None for all."""
     fixed = fields.fixed_rows if fields.accumulates else None
-    whole = source.cuts and source.batch_size == fixed and recipe.trainer.accumulate == 1
+    whole = source.cuts and source.batch_size == fixed and recipe.job.accumulate == 1
     return None if whole else fixed
