@@ -14,7 +14,7 @@ from onnxgrad.autodiff import attention_blocks
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import in_precision
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run import row_parts
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep
@@ -107,7 +107,7 @@ def sgd_trainer(proto, recompute: str, **more) -> og.Trainer:
 
 
 def step_graph(fitted: og.Trainer, data) -> ir.Graph:
-    recipe = Recipe(fitted, Facts.of(fitted, Dataset(*data)))
+    recipe = Recipe.of(fitted._job, fitted.state, Dataset(*data))
     return recipe.step(recipe.objective(), norms=False).model.graph
 
 

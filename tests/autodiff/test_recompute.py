@@ -16,7 +16,7 @@ from onnxgrad.operators.shapes import dims, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run import sessions
 from tests.support.models import operator_names, parse_model
 from tests.support.optimized_models import optimized_model
@@ -123,7 +123,7 @@ def test_recomputation_changes_no_result(name, accumulate):
 
 def written_step(fitted: og.Trainer, X: np.ndarray, y: np.ndarray | None) -> onnx.ModelProto:
     """Return the model of a step."""
-    recipe = Recipe(fitted, Facts.of(fitted, Dataset(X, y)))
+    recipe = Recipe.of(fitted._job, fitted.state, Dataset(X, y))
     return to_proto(recipe.step(recipe.objective(), norms=False).model)
 
 

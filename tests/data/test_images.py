@@ -10,9 +10,9 @@ from onnxgrad.data import image_transforms
 from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import Plan, build_objective
 from tests.support.errors import naming
 from tests.support.small_models import float32_model
+from tests.support.trainings import objective_with_loss
 
 Image = pytest.importorskip("PIL.Image")
 COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -43,8 +43,7 @@ def folder_of_colors(tmp_path):
 
 def source(reader, made=None, size=5):
     return Dataset(reader).source(
-        Fields(build_objective(made or color_classifier(), ["w"], Plan(None, "loss", ""), False)),
-        size,
+        Fields(objective_with_loss(made or color_classifier(), ["w"], row_weight="")), size
     )
 
 

@@ -17,9 +17,9 @@ from onnxgrad import (
 from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import Plan, build_objective
 from tests.support.errors import naming
 from tests.support.small_models import float32_model
+from tests.support.trainings import objective_with_loss
 
 R = np.random.default_rng(0)
 LENGTHS = R.integers(1, 30, 203)
@@ -43,7 +43,7 @@ def reader_of_ids(**options):
 
 def drawn_batches(data, seed=None, skip=0, size=8):
     source = Dataset(data).source(
-        Fields(build_objective(masked_mean_model(), ["w"], Plan(None, "loss", ""), False)), size
+        Fields(objective_with_loss(masked_mean_model(), ["w"], row_weight="")), size
     )
     rng = None if seed is None else np.random.default_rng(seed)
     return [
@@ -162,7 +162,7 @@ def test_other_inputs_and_weights():
         { a = ReduceSum<keepdims=1>(s, one)  b = MatMul(x, w)  y = Add(a, b) }"""
     made = add_loss_output(float32_model(text, w=W, one=np.array([1])), weight_name="weight")
     x, weight = R.random((203, 2)), np.arange(203) + 1.0
-    fields = Fields(build_objective(made, ["w"], Plan(None, "loss", "weight"), False))
+    fields = Fields(objective_with_loss(made, ["w"]))
     data = Dataset(by_length({"s": IDS, "x": x}, Y, weight, value=0)).source(fields, 203)
     (piece,) = data.epoch(np.random.default_rng(0), 0, lambda batch: 1)
     rows = piece.arrays["label"][0, :, 0].astype(int)

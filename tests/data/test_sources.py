@@ -23,9 +23,9 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.batches import ReaderSource
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import Plan, build_objective
 from tests.support.errors import naming
 from tests.support.small_models import float32_model, two_column_model
+from tests.support.trainings import objective_with_loss
 
 ROWS, SIZE = 47, 5
 NUMBERS = np.arange(ROWS)
@@ -36,7 +36,7 @@ CONSTANT = LearningRateSGD(0.05, learning_rate="constant")
 
 
 def fields_of(model=LINEAR, batch_axes=None, weights=("w",)):
-    return Fields(build_objective(model, weights, Plan(None, "loss", "weight"), False), batch_axes)
+    return Fields(objective_with_loss(model, weights), batch_axes)
 
 
 def train_once(model, data, *more, **options):
@@ -586,7 +586,7 @@ def test_several_labels():
     text = """g (float[N,3] x, float[N,1] first, int64[N] second) => (float[1,1] total)
         { y = MatMul(x, W)  c = Cast<to=1>(second)  d = Sub(y, first)  e = Add(d, c)
           s = Mul(e, e)  total = ReduceSum(s) }"""
-    objective = build_objective(float32_model(text, W=W), ["W"], Plan(None, "total", ""), False)
+    objective = objective_with_loss(float32_model(text, W=W), ["W"], "total", "")
     objective.written.infos.update(first=LossInfo(), second=LossInfo(classes=3))
     made = Fields(objective)
     y = {"first": np.ones((4, 1)), "second": np.arange(4) % 3}

@@ -10,7 +10,7 @@ import onnxgrad as og
 from onnxgrad.losses import vocabulary
 from onnxgrad.model import without_elements
 from onnxgrad.training.data import as_dataset
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Recipe
 from tests.support.causal_lm_cases import (
     IDS,
     LABELS,
@@ -95,7 +95,7 @@ def head_trainer(proto, *, axis=2, options=None, **more) -> og.Trainer:
 
 
 def has_scan(trainer, x, y):
-    recipe = Recipe(trainer, Facts.of(trainer, as_dataset(x, y)))
+    recipe = Recipe.of(trainer._job, trainer.state, as_dataset(x, y))
     graph = recipe.step(recipe.objective()).model.graph
     return any(node.op_type == "Scan" for node in graph)
 

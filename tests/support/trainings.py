@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ import onnx
 from numpy.typing import ArrayLike
 
 import onnxgrad as og
+from onnxgrad.training.job import Job
+from onnxgrad.training.objective import Objective, Plan, build_objective
 from tests.support.models import parse_model
 
 
@@ -108,3 +110,10 @@ def assert_equal_trainings(one: Any, two: Any) -> None:
     np.testing.assert_equal([a.weights, a.slots, a.buffers], [b.weights, b.slots, b.buffers])
     for name in ("schedule", "position", "pending"):
         np.testing.assert_equal(getattr(a, name), getattr(b, name))
+
+
+def objective_with_loss(
+    model: onnx.ModelProto, weights: Sequence[str], loss: str = "loss", row_weight: str = "weight"
+) -> Objective:
+    """Return the objective of a model whose output `loss` is the loss."""
+    return build_objective(model, weights, Plan(Job(model), None, loss, row_weight), False)

@@ -30,7 +30,7 @@ from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import describe
 from onnxgrad.training.parameters.patterns import as_list
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.saving import serialized
 from onnxgrad.training.trainer import Trainer
 
@@ -147,10 +147,9 @@ class _Files:
         """Return the models of a trainer; warn of weights that do not train."""
         shape = (1, 2) if self.sample_weight == "element" else (1,)
         weight = np.ones(shape) if self.sample_weight else None
-        job, state = trainer._job, trainer.state
-        facts = Facts.of(job, state, Dataset(None, None, weight))
+        recipe = Recipe.of(trainer._job, trainer.state, Dataset(None, None, weight))
         with garbage_kept():
-            models = build_models(Recipe(job, state, facts), additional, self.updates)
+            models = build_models(recipe, additional, self.updates)
         if models.unreached:
             warnings.warn(
                 f"the loss does not depend on {models.unreached}: they do not train", stacklevel=3

@@ -20,7 +20,7 @@ from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.objective import Objective, build_objective
 from onnxgrad.training.output_metrics import select_metrics
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.state import TrainState
 
 
@@ -48,9 +48,8 @@ class ModelWithLoss:
 
     def describe(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
-        job, state = self.job, TrainState()
-        recipe = Recipe(job, state, Facts.of(job, state, Dataset(None, y)))
-        return build_objective(job.proto, [], recipe.plan, weighted=False, training=False)
+        recipe = Recipe.of(self.job, TrainState(), Dataset(None, y))
+        return build_objective(self.job.proto, [], recipe.plan, weighted=False, training=False)
 
     def judge_by(self, metrics: Any) -> None:
         """Evaluate these metrics from now on."""

@@ -16,6 +16,7 @@ from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer
 from onnxgrad.model.read import read
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
+from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Plan
 
 
@@ -102,7 +103,8 @@ class OrtGradientOptimizer(SeedTrainer):
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
     def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
-        return Plan(None, self.loss_output_name, self.sample_weight_name, reduction="sum")
+        job = Job(read(self.model_onnx))
+        return Plan(job, None, self.loss_output_name, self.sample_weight_name, reduction="sum")
 
     def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
         loss = DerivativeOptions.Loss

@@ -28,6 +28,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluator import Evaluator
+from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch
@@ -121,7 +122,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     epoch_onnx_ = Fitted(lambda self: self._graph("epoch_onnx_"))
 
     def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
-        return Plan(self._loss(weights, weighted))
+        return Plan(Job(read(self.model_onnx)), self._loss(weights, weighted))
 
     def _loss(self, weights: Sequence[str], weighted: bool) -> RowsAndPenalty:
         return RowsAndPenalty(
@@ -306,7 +307,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         proto, names = self._model(vars(self).get("_state")), self._names()
         self._check_names(names)
         losses, (rate, optimizer) = self._loss(names, False), self._rate_and_optimizer()
-        objective = build_objective(proto, names, Plan(losses), False)
+        objective = build_objective(proto, names, Plan(Job(proto), losses), False)
         ((output, prediction),) = objective.predictions.items()
         shape = dims(prediction)
         shape = ("N", "k") if shape is None else ("N", *shape[1:])

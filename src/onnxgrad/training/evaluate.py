@@ -19,19 +19,19 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.job import Job
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.state import TrainState
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
     """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
     needed = WeightedClasses.of(recipe.job.class_weight, recipe.job.loss).balanced is not None
-    if needed and recipe.facts.balanced is None:
+    if needed and recipe.balanced is None:
         raise ValueError(
             f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
             "first, or pass the weights of the classes"
         )
-    if data.sample_weight is None or recipe.facts.weight_axes != 1:
+    if data.sample_weight is None or recipe.weight_axes != 1:
         return
     shapes, symbol = fields.row_axes.shapes, fields.row_axes.symbol
     labels = {info.prediction: shapes[label] for label, info in objective.labels.items()}
@@ -68,7 +68,7 @@ def evaluator_of(
         arguments = proto, read, recipe.plan, recipe.weighted, job.device, job.batch_axes
         return Evaluator(*arguments, job.members)
 
-    key = "labeled" if recipe.facts.labels else "unlabeled"
+    key = "labeled" if recipe.labels else "unlabeled"
     kept = job.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
     return kept.with_names(names)
 
@@ -93,7 +93,7 @@ def evaluate(
             model has one, and each by itself where states go from one to the next.
         shown: the title of a progress bar; None for none.
     """
-    recipe = Recipe(job, state, Facts.of(job, state, data))
+    recipe = Recipe.of(job, state, data)
     evaluator, values = evaluator_of(recipe, names.copy()), job.values_to_evaluate(state)
     evaluator.shown = shown
     check_weights(recipe, data, evaluator.described, evaluator.fields)
@@ -117,7 +117,7 @@ def predict(
     shown: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the predictions for data, by output; arguments are those of `evaluate`."""
-    recipe = Recipe(job, state, Facts.of(job, state, data))
+    recipe = Recipe.of(job, state, data)
     evaluator = evaluator_of(recipe, names.copy())
     evaluator.shown, fields = shown, evaluator.fields.without_labels()
     source = data.source(fields, batch_size or evaluator.rows)

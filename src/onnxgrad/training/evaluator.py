@@ -120,7 +120,9 @@ class Evaluator:
     def rows(self) -> int:
         """How many rows a call of the runtime has, if nobody says."""
         if self.described.freed:
-            return self.described.freed if self.plan.carry else max(_FREED, self.described.freed)
+            return (
+                self.described.freed if self.plan.job.carry else max(_FREED, self.described.freed)
+            )
         return self.fields.fixed_rows or (4 * SIZE if self._is_small else SIZE)
 
     @cached_property
@@ -132,7 +134,7 @@ class Evaluator:
             shape = dims(v)
             own = None if shape is None else static(tuple(1 if d == symbol else d for d in shape))
             numbers += _NUMBERS + 1 if own is None else prod(own)
-        return self._work <= _SMALL and numbers <= _NUMBERS and not self.plan.carry
+        return self._work <= _SMALL and numbers <= _NUMBERS and not self.plan.job.carry
 
     @cached_property
     def _work(self) -> float:

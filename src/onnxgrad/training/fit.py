@@ -29,7 +29,7 @@ from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.job import Job
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.remembered import training_notes
 from onnxgrad.training.run.runner import micro_batches
 from onnxgrad.training.run.selection import Compiled
@@ -78,8 +78,7 @@ class Fit:
         self.state: TrainState = trainer.state  # before the call
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
         self.names = names.copy()
-        facts = Facts.of(job, self.state, data, held_out)
-        self.recipe = Recipe(job, self.state, facts, sharing)
+        self.recipe = Recipe.of(job, self.state, data, held_out, sharing)
         self.labels: dict[str, LossInfo] = {}
         self.buffers: dict[str, np.ndarray] = {}  # their initial values
         self.loop: Loop | None = None
@@ -306,7 +305,7 @@ class Fit:
 
     def _begun(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
         """Return a new state with the current weights, or that of a checkpoint."""
-        old, balanced = self.state, self.recipe.facts.balanced
+        old, balanced = self.state, self.recipe.balanced
         found = None if resume is None else newest(resume, TrainState.load)
         if found is not None:
             path, state = found

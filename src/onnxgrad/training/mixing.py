@@ -229,26 +229,28 @@ def cutmix(
     return CutMix(alpha, input, chosen)
 
 
-def mix_rows_by_plan(op: Emit, plan: Any, data: Sequence[ir.Value], rows: Any) -> MixedRows | None:
-    """Mix inputs as the `Plan` of an objective says; return how, or None if it says nothing.
+def mix_rows_by_job(
+    op: Emit, job: Any, loss: Any, data: Sequence[ir.Value], rows: Any
+) -> MixedRows | None:
+    """Mix inputs as a `Job` says; return how, or None if it says nothing.
 
     Raises:
-        ValueError: inputs that cannot be mixed, or a plan that does not fit.
+        ValueError: inputs that cannot be mixed, or another argument that does not fit.
     """
-    if plan.mix is None:
+    if job.mix is None:
         return None
-    if not isinstance(plan.loss, TrainingLoss):
-        kind = "computed by a model" if plan.loss is None else f"a {type(plan.loss).__name__}"
+    if not isinstance(loss, TrainingLoss):
+        kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
         raise ValueError(
             f"mix takes losses of onnxgrad.LOSSES, not one that is {kind}: leave it out"
         )
-    for name, given in (("carry", plan.carry), ("batch_axes", sorted(plan.exempt))):
+    for name, given in (("carry", job.carry), ("batch_axes", sorted(job.moved))):
         if given:
             raise ValueError(
                 f"mix and {name} for {list(given)}: batches are mixed one by one, along the "
                 "first axis. Leave mix out"
             )
-    return mix_rows(op, plan.mix, plan.seed, data, rows)
+    return mix_rows(op, job.mix, job.seed, data, rows)
 
 
 def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any) -> MixedRows:

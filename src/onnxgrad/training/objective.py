@@ -31,7 +31,8 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators import shapes
 from onnxgrad.parallel import Part
 from onnxgrad.training.filled import fill
-from onnxgrad.training.mixing import Mix, mix_rows_by_plan
+from onnxgrad.training.job import Job
+from onnxgrad.training.mixing import mix_rows_by_job
 from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.replacement import walk
@@ -54,42 +55,25 @@ class TrainingLoss(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is minimized, and how the model computes while it trains.
+    """What is minimized: the loss of a job for some data.
 
+    - `job`: how the model computes while it trains.
     - `loss`: writes the loss; None: the output `loss_output` is the loss.
     - `row_weight`: the input of sample weights of a model that computes its loss.
     - `reduction`: "mean" or "sum", what that loss is if `add_loss_output` noted nothing.
-    - `axes`: the axis of the rows of inputs where it is stated, None for one without rows.
-    - `carry`: `{input: output}`, the input gets the value of the output of the batch before.
-    - `straight_through`: whether gradients pass through the rounding of quantized layers.
     - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
     - `beside`: names of tensors that the graph computes beside the loss.
-    - `precision`: in which a model of 16 bits computes: "float32"; "mixed", in its own, but its
-      weights and the loss in float32; "file", in its own.
     - `filled`: inputs that nodes compute, as the data lack them: see `filled.fillable`.
-    - `mix`: how the rows of a batch are mixed while it trains.
     """
 
+    job: Job
     loss: TrainingLoss | None
     loss_output: str = ""
     row_weight: str = "weight"
     reduction: str = "mean"
-    batch_norm: str = "frozen"
-    dropout: Mapping[str, float] = field(default_factory=dict)
-    carry: Mapping[str, str] = field(default_factory=dict)
-    seed: int = 0
-    axes: Mapping[str, int | None] = field(default_factory=dict)
-    straight_through: bool = False
     across: Part | None = None
     beside: tuple[str, ...] = ()
-    precision: str = "file"
     filled: frozenset[str] = frozenset()
-    mix: Mix | None = None
-
-    @property
-    def exempt(self) -> set[str]:
-        """The inputs whose first axis is not that of the rows."""
-        return {name for name, axis in self.axes.items() if axis != 0}
 
     def read_outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the tensors of a model that the loss reads, or that are the loss."""
@@ -236,7 +220,7 @@ def build_objective(
     states, beside = _states(op, plan, data, results), {name: results[name] for name in plan.beside}
     results = {name: results[name] for name in (predicted if plan.loss else results)}
     trained = as_inputs(proto, graph, weights)
-    if plan.precision != "file":
+    if plan.job.precision != "file":
         trained = [in_float32_input(op, w) for w in trained]
         results = {n: in_float32(op, y) if plan.loss else y for n, y in results.items()}
     stopped = _stopped(proto, graph)
@@ -265,8 +249,8 @@ def build_objective(
         stop_gradient=stopped,
         carried=form.carried,
         beside=beside,
-        straight_through=plan.straight_through,
-        scales=plan.precision == "mixed",
+        straight_through=plan.job.straight_through,
+        scales=plan.job.precision == "mixed",
         freed=freed,
     )
 
@@ -276,7 +260,7 @@ def _states(
 ) -> dict[str, ir.Value]:
     """Return the values that inputs get in the next batch, in their dtypes."""
     own = {str(x.name): x for x in data}
-    return {name: in_dtype(op, results[y], own.get(name)) for name, y in plan.carry.items()}
+    return {name: in_dtype(op, results[y], own.get(name)) for name, y in plan.job.carry.items()}
 
 
 def _stopped(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
@@ -292,25 +276,26 @@ def _prepared(
 
     A model of a fixed batch is freed where it is proven to treat rows by themselves.
     """
+    job = plan.job
     own, outputs = [] if plan.loss else [plan.loss_output], [y.name for y in proto.graph.output]
     if own and own[0] not in outputs:
         raise unknown("output", own[0], outputs)
-    read = list(dict.fromkeys([*own, *predicted, *plan.carry.values(), *plan.beside]))
+    read = list(dict.fromkeys([*own, *predicted, *job.carry.values(), *plan.beside]))
     if not set(outputs).issuperset(read):
         proto = select_model_inputs_outputs(proto, read)
     model = prepare(
         proto,
         batch=BATCH,
         outputs=read,
-        keep=[*plan.dropout, *detached(proto)],
-        keep_dropout=bool(plan.dropout),
-        exempt=plan.exempt,
-        wide=weights if plan.precision == "float32" else None,
+        keep=[*job.dropout, *detached(proto)],
+        keep_dropout=bool(job.dropout),
+        exempt=job.moved,
+        wide=weights if job.precision == "float32" else None,
         fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
-    add_row_axes(model.graph, [read.index(y) for y in predicted if plan.loss], plan.exempt)
-    rows = stated_rows(model, BATCH, plan.axes) or 0
-    freed = free_rows(model, BATCH, plan.axes, rows) if rows else None
+    add_row_axes(model.graph, [read.index(y) for y in predicted if plan.loss], job.moved)
+    rows = stated_rows(model, BATCH, job.batch_axes) or 0
+    freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
     model = model if freed is None else freed
     return model, dict(zip(read, model.graph.outputs, strict=True)), 0 if freed is None else rows
 
@@ -331,18 +316,19 @@ class _Form:
         draw, first = DRAW.input(op), FIRST.input(op)
         buffers = training_form(
             op,
-            batch_norm=plan.batch_norm,
-            dropout=plan.dropout,
+            batch_norm=plan.job.batch_norm,
+            dropout=plan.job.dropout,
             draw=draw,
-            seed=plan.seed,
+            seed=plan.job.seed,
             across=plan.across,
         )
         results.update(zip(list(results), op.graph.outputs, strict=True))
-        carried = _carry(op, data, results, plan.carry, first)
+        carried = _carry(op, data, results, plan.job.carry, first)
         buffers |= {before: y for before, (_, y) in carried.items()}
         names = {str(before.name): name for before, (name, _) in carried.items()}
         remove_unread_feeds(op.graph)
-        return cls(buffers, names, mix_rows_by_plan(op, plan, data, BATCH))
+        mixed = mix_rows_by_job(op, plan.job, plan.loss, data, BATCH)
+        return cls(buffers, names, mixed)
 
 
 def _carry(

@@ -25,6 +25,7 @@ from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
+from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.accumulate import build_accumulating_step
 from onnxgrad.training.step.build import Step, StepOptions, build_gradients, build_step
@@ -35,27 +36,41 @@ from onnxgrad.training.step.update import build_update
 Shapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the loss depends on of the data.
+@dataclass
+class Recipe:
+    """What the step of a training computes, before it is built: a job, and facts of its data.
 
-    - `labels`: the shapes of labels, if they are known before batches are read.
-    - `weight_axes`: how many axes sample weights may have, 0 for none.
-    - `filled`: the inputs that nodes compute, as the data lack them.
-    - `labeled`: whether the data have labels; asked of losses that may do without.
-    - `balanced`: the weights that balance the classes of `fit` by output, if they are asked for
-      and known.
+    Attributes:
+        job: the arguments of a trainer.
+        state: with weights of the shapes that train.
+        labels: the shapes of labels, if they are known before batches are read.
+        weight_axes: how many axes sample weights may have, 0 for none.
+        balanced: the weights that balance the classes of `fit` by output, if they are asked for
+            and known.
+        filled: the inputs that nodes compute, as the data lack them.
+        labeled: whether the data have labels; asked of losses that may do without.
+        sharing: how processes share the training; None: this one trains alone.
     """
 
+    job: Job
+    state: TrainState
     labels: Shapes
     weight_axes: int
     balanced: dict[str, dict[int, float]] | None = None
     filled: frozenset[str] = frozenset()
     labeled: bool = True
+    sharing: Sharing | None = None
 
     @classmethod
-    def of(cls, job: Job, state: TrainState, data: Dataset, held_out: Any = None) -> Facts:
-        """Return the facts of data to train on or to evaluate, and of `held_out` validation data.
+    def of(
+        cls,
+        job: Job,
+        state: TrainState,
+        data: Dataset,
+        held_out: Any = None,
+        sharing: Sharing | None = None,
+    ) -> Recipe:
+        """Return the recipe for data to train on or to evaluate, and for validation data.
 
         `state` has the weights of balanced classes.
         """
@@ -68,35 +83,23 @@ class Facts:
         if is_causal(job.loss):  # else not asked: it may read a batch, and so draw from a seed
             labeled = any(d.given is None or d.given.labeled for d in both)
         shapes = label_shapes(data, job.proto)
-        return cls(shapes, axes, weights, _filled(job, both), labeled)
-
-
-class Recipe:
-    """What the step of a training computes, before it is built.
-
-    Args:
-        job: the arguments of a trainer.
-        state: with weights of the shapes that train.
-        facts: of the data.
-        sharing: how processes share the training; None: this one trains alone.
-    """
-
-    def __init__(self, job: Job, state: TrainState, facts: Facts, sharing: Any = None) -> None:
-        self.job, self.state, self.facts, self.sharing = job, state, facts, sharing
-        self.norms = job.callbacks.gradient_norms  # whether a callback asks for them
+        return cls(job, state, shapes, axes, weights, _filled(job, both), labeled, sharing)
 
     def balanced_by(self, balanced: dict[str, dict[int, float]] | None) -> Recipe:
         """Return this recipe with other weights that balance classes, by output."""
-        facts = replace(self.facts, balanced=balanced)
-        return Recipe(self.job, self.state, facts, self.sharing)
+        return replace(self, balanced=balanced)
+
+    @property
+    def norms(self) -> bool:
+        """Whether a callback asks for the norms of gradients."""
+        return self.job.callbacks.gradient_norms
 
     @property
     def key(self) -> Any:
         """What is equal for two recipes of one job that compute the same."""
-        facts = self.facts
         # of the number of rows only matters whether it is 1
-        shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in facts.labels.items()}
-        of_data = shapes, facts.weight_axes, facts.balanced, facts.filled, facts.labeled
+        shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in self.labels.items()}
+        of_data = shapes, self.weight_axes, self.balanced, self.filled, self.labeled
         shared = None if self.sharing is None else self.sharing.key
         return self.job.step_key, of_data, self.norms, shared
 
@@ -109,24 +112,16 @@ class Recipe:
         """
         job, loss = self.job, self._loss()
         return Plan(
+            job,
             loss,
             "" if loss is not None else loss_output(job.proto),
-            batch_norm=job.batch_norm,
-            dropout=job.dropout,
-            carry=job.carry,
-            seed=job.seed,
-            axes=job.batch_axes,
-            straight_through=job.straight_through,
             across=None if self.sharing is None else self.sharing.normalized,
-            precision=job.precision,
-            filled=self.facts.filled,
-            mix=job.mix,
+            filled=self.filled,
         )
 
     def _loss(self) -> TrainingLoss | None:
         """Return what writes the loss; None: the model has an output that is one."""
-        job, facts = self.job, self.facts
-        loss = job.loss
+        job, loss = self.job, self.job.loss
         whole = loss is None or hasattr(loss, "write") or _is_model(loss)
         for name in ("class_weight", "loss_options", "loss_weights"):
             if whole and getattr(job, name) is not None:
@@ -142,10 +137,10 @@ class Recipe:
             loss,
             options=job.loss_options,
             loss_weights=job.loss_weights,
-            class_weight=WeightedClasses.of(job.class_weight, loss).with_balanced(facts.balanced),
-            label_shapes=facts.labels,
-            weight_shape=(0,) * facts.weight_axes or None,
-            labeled=facts.labeled,
+            class_weight=WeightedClasses.of(job.class_weight, loss).with_balanced(self.balanced),
+            label_shapes=self.labels,
+            weight_shape=(0,) * self.weight_axes or None,
+            labeled=self.labeled,
             in_chunks=job.members is None,
         )
 
@@ -168,13 +163,14 @@ class Recipe:
     @property
     def weighted(self) -> bool:
         """Whether the data may have sample weights."""
-        return self.facts.weight_axes > 0
+        return self.weight_axes > 0
 
     def objective(self, training: bool = True) -> Objective:
         """Return the objective of a step; unless `training`, without dropout and statistics."""
         job, proto, plan = self.job, self.job.proto, self.plan
         if not training:
-            proto, plan = inference_form(proto), replace(plan, dropout={})
+            plan = replace(plan, job=replace(job, dropout={}))
+            proto = inference_form(proto)
         objective = build_objective(proto, job.trained, plan, self.weighted, training)
         if job.digest is not None:  # those that the loss does not reach stay constants
             one = () if job.members is None else 0  # those of a member

@@ -114,7 +114,7 @@ class Sharing:
             "resume": resumes,
             "batch_size": call.batch_size,
             "validation": held_out if share else "data",
-            "sample weights": call.recipe.facts.weight_axes,
+            "sample weights": call.recipe.weight_axes,
             "parallel": vars(self.options),
             "callbacks": [options_of(c) for c in callbacks.all if not c.writes],
             "gradient norms": callbacks.gradient_norms,
