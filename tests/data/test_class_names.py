@@ -5,8 +5,7 @@ import pyarrow as pa
 import pytest
 
 import onnxgrad as og
-from onnxgrad.data.class_numbers import class_numbers
-from onnxgrad.training.class_weights import weights_by_number
+from onnxgrad.data.class_numbers import class_numbers, weights_by_number
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep

@@ -18,6 +18,7 @@ from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.cli.sources import TextSource, begin_errors, open_data
 from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, map_texts, split
 from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.data.columns import class_names
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
@@ -26,7 +27,6 @@ from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.notes import CLASSES, write_note
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.class_weights import weights_by_number
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights

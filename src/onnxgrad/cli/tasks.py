@@ -20,11 +20,11 @@ from onnxgrad.cli.model_files import STDIN, read_model
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.task import Task as Data
 from onnxgrad.cli.train_options import LossOptions, TrainOptions
+from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.tasks import Task
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.class_weights import weights_by_number
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.trainer import Trainer
 

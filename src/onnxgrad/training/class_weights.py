@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.checks import check_choice
-from onnxgrad.data.class_numbers import ClassNames, label_text, labels_outside
-from onnxgrad.errors import argument, named, unknown
+from onnxgrad.data.class_numbers import labels_outside
+from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import takes_class_weight
 from onnxgrad.training.batches import BatchSource
-
-
-def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
-    """Return weights of classes by the numbers of the classes, also where they are by output.
-
-    Args:
-        weights: of classes by name or number; others are returned unchanged.
-        classes: the names of the classes; empty if they have none.
-        count: the number of classes, if texts may be numbers, as on the command line.
-
-    Raises:
-        ValueError: a name that is none of the classes.
-    """
-    if not isinstance(weights, Mapping):
-        return weights
-    known, numbered = ClassNames(classes), {}
-    for label, weight in weights.items():
-        if not np.isscalar(weight) or isinstance(weight, str):  # the weights of an output
-            numbered[label] = weights_by_number(weight, classes, count)
-        else:
-            numbered[_class_number(label, known, count)] = weight
-    return numbered
-
-
-def _class_number(label: Any, known: ClassNames, count: int | None) -> Any:
-    """Return the number of a class that is called by its name or its number.
-
-    Where classes are called by other numbers than their places, a number is a name.
-    """
-    text, words = label_text(label), isinstance(next(iter(known.classes), ""), str)
-    by_name = bool(known.numbers) and (isinstance(label, str) or not words)
-    if by_name and text in known.numbers:
-        return known.numbers[text]
-    if count is None and not by_name:
-        return label
-    if count is not None and text.isdigit() and int(text) < count:
-        return int(text)
-    valid = [*known.numbers] or map(str, range(count or 0))
-    raise unknown(f"class ({argument('class_weight')})", text, valid)
 
 
 @dataclass(frozen=True)

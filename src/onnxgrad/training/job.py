@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
@@ -22,7 +23,6 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import LearningRate, constant
 from onnxgrad.training.arguments import ARGUMENTS, check_arguments, fields_where, select_rate
 from onnxgrad.training.callbacks.events import Callbacks
-from onnxgrad.training.class_weights import weights_by_number
 from onnxgrad.training.equality import BuildCache, describe
 from onnxgrad.training.mixing import Mix
 from onnxgrad.training.modes.ranges import with_ranges
