@@ -32,7 +32,7 @@ def _work_of_attention(node: ir.Node, lengths_of: Callable) -> int:
     return q[0] * q[-2] * keys * (q[-1] + v[-1] // shared * heads)
 
 
-declare_operators("Attention", roles="fffmhhc", work=_work_of_attention)
+declare_operators("Attention", "attention", roles="fffmhhc", work=_work_of_attention)
 declare_operators("CausalConvWithState LinearAttention", "float32_in_reference")
 declare_operators("LinearAttention", roles="fffhx")
 declare_operators("CausalConvWithState", roles="xfbh")

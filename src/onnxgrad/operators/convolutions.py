@@ -49,12 +49,12 @@ def _work_of_transposed_convolution(node: ir.Node, lengths_of: Callable) -> int:
     return products + count_bias_additions(node, 2, lengths_of)
 
 
-declare_operators("Conv ConvTranspose", roles="xfb", axes=first_operand(row_axis))
+declare_operators("Conv ConvTranspose", "convolution", roles="xfb", axes=first_operand(row_axis))
 declare_operators("Conv", "quantizable", work=work_of_convolution(1, 2))
 declare_operators("ConvTranspose", work=_work_of_transposed_convolution)
 declare_operators("DeformConv", roles="xfxbx", work=work_of_convolution(1, 3))
-declare_operators("ConvInteger", work=work_of_convolution(1, 4))
-declare_operators("QLinearConv", work=work_of_convolution(3, 8))
+declare_operators("ConvInteger", "convolution", work=work_of_convolution(1, 4))
+declare_operators("QLinearConv", "convolution", work=work_of_convolution(3, 8))
 
 
 @rule("Conv", "ConvTranspose")

@@ -89,7 +89,7 @@ declare_operators("Compress", "selects", naming=Naming("axis"), axes=_unless_nam
 declare_operators("ScatterElements", shape=like_first, naming=FIRST, members=shift_axes_of_all)
 declare_operators("ScatterND", shape=like_first)
 declare_operators(
-    "TopK", result_type=_types_of_top_k, naming=LAST, axes=_unless_named, settings=(1,)
+    "TopK", "searches", result_type=_types_of_top_k, naming=LAST, axes=_unless_named, settings=(1,)
 )
 
 

@@ -301,7 +301,7 @@ declare_operators(
     settings=(1,),
     straight_through=(0, 2),
 )
-declare_operators("Trilu", "cheap sums", axes=axis_before_matrices, members=shift_named_axes)
+declare_operators("Trilu", "unary cheap sums", axes=axis_before_matrices, members=shift_named_axes)
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -38,11 +38,11 @@ _ROWS = 2  # axis of (batch, heads, rows, size)
 
 
 # operators that have no lowering
-declare_contrib("PackedAttention", shape=like_first, roles="xfbccm")
-declare_contrib("PackedMultiHeadAttention", roles="xxxbccm")
-declare_contrib("LongformerAttention", shape=like_first, roles="xfbxfbc")
-declare_contrib("DecoderMaskedSelfAttention", roles="xfbchm")
-declare_contrib("DecoderAttention", roles="xxffbc")
+declare_contrib("PackedAttention", traits="attention", shape=like_first, roles="xfbccm")
+declare_contrib("PackedMultiHeadAttention", traits="attention", roles="xxxbccm")
+declare_contrib("LongformerAttention", traits="attention", shape=like_first, roles="xfbxfbc")
+declare_contrib("DecoderMaskedSelfAttention", traits="attention", roles="xfbchm")
+declare_contrib("DecoderAttention", traits="attention", roles="xxffbc")
 declare_contrib("RelativePositionBias", roles="tc")
 declare_contrib("GatedRelativePositionBias", roles="xbmfbf")
 
@@ -68,7 +68,13 @@ def _remedy_of_rotary(node: ir.Node) -> str | None:
     )
 
 
-declare_contrib("Attention", shape=_shapes_of_attention, roles="xfbchmc", remedy=_remedy_of_rotary)
+declare_contrib(
+    "Attention",
+    traits="attention",
+    shape=_shapes_of_attention,
+    roles="xfbchmc",
+    remedy=_remedy_of_rotary,
+)
 
 
 @lowering("Attention", domain=DOMAIN)
@@ -126,12 +132,14 @@ def _remedy_of_beams(node: ir.Node) -> str | None:
 
 declare_contrib(
     "MultiHeadAttention",
+    traits="attention",
     shape=_shapes_of_heads(past=6, buffer=8),
     roles="xxxbmmhhc",
     remedy=_remedy_of_beams,
 )
 declare_contrib(
     "DecoderMaskedMultiHeadAttention",
+    traits="attention",
     shape=_shapes_of_heads(past=5, buffer=7),
     roles="xxxcmhhcccb",
     remedy=_remedy_of_beams,

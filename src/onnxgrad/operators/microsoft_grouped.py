@@ -180,14 +180,14 @@ def _remedy_of_grouped(node: ir.Node) -> str | None:
 
 declare_contrib(
     "GroupQueryAttention",
-    traits="real_settings",
+    traits="attention real_settings",
     settings=(7, 8),
     shape=_shapes_of_grouped_heads,
     roles="xxxhhcckkcmf",
     remedy=_remedy_of_grouped,
 )
-declare_contrib("PagedAttention", roles="xxxhhccck")
-declare_contrib("SparseAttention", roles="xxxhhccccck")
+declare_contrib("PagedAttention", traits="attention", roles="xxxhhccck")
+declare_contrib("SparseAttention", traits="attention", roles="xxxhhccccck")
 
 
 @lowering("GroupQueryAttention", domain=DOMAIN)

@@ -35,10 +35,10 @@ _FUSED_ACTIVATIONS: dict[str, tuple[Any, ...]] = ACTIVATIONS | {
 }
 
 # operators that have no lowering
-declare_contrib("FusedMatMulActivation", roles="f")
-declare_contrib("GemmFloat8", roles="ffb")
-declare_contrib("NhwcConv", roles="xfb")
-declare_contrib("NhwcFusedConv", roles="xfba")
+declare_contrib("FusedMatMulActivation", traits="product", roles="f")
+declare_contrib("GemmFloat8", traits="product", roles="ffb")
+declare_contrib("NhwcConv", traits="convolution", roles="xfb")
+declare_contrib("NhwcFusedConv", traits="convolution", roles="xfba")
 declare_contrib("Inverse", shape=like_first)
 
 
@@ -74,7 +74,9 @@ def _shape_after_transpose(x: Any, side: str, attributes: Mapping[str, Any]) -> 
     return (*shape[:-2], shape[-1], shape[-2]) if attributes.get(f"trans{side}") else shape
 
 
-declare_contrib("FusedMatMul TransposeMatMul", shape=_shape_of_fused_matmul, roles="f")
+declare_contrib(
+    "FusedMatMul TransposeMatMul", traits="product", shape=_shape_of_fused_matmul, roles="f"
+)
 
 
 @lowering("FusedMatMul", "TransposeMatMul", domain=DOMAIN)
@@ -102,7 +104,7 @@ def _transpose_operand(op: Any, node: Any, index: int) -> ir.Value:
     return op.mT(x) if swapped else x
 
 
-declare_contrib("FusedGemm", shape=shape_of_gemm, roles="ffb")
+declare_contrib("FusedGemm", traits="product", shape=shape_of_gemm, roles="ffb")
 
 
 @lowering("FusedGemm", domain=DOMAIN)
@@ -116,7 +118,13 @@ def fused_gemm(op: Any, node: Any) -> list[ir.Value] | None:
     return _apply_activation(op, node, y, numbers)
 
 
-declare_contrib("FusedConv", shape_like=("Conv", 3), roles="xfba", work=work_of_convolution(1, 2))
+declare_contrib(
+    "FusedConv",
+    traits="convolution",
+    shape_like=("Conv", 3),
+    roles="xfba",
+    work=work_of_convolution(1, 2),
+)
 
 
 @lowering("FusedConv", domain=DOMAIN)
@@ -145,7 +153,7 @@ def _apply_activation(
     return [op.set_type_like(function(op, y, *numbers[: len(defaults)]), y)]
 
 
-declare_contrib("GemmFastGelu", shape=shape_of_matmul, roles="ffb")
+declare_contrib("GemmFastGelu", traits="product", shape=shape_of_matmul, roles="ffb")
 
 
 @lowering("GemmFastGelu", domain=DOMAIN)
@@ -158,8 +166,8 @@ def gemm_fast_gelu(op: Any, node: Any) -> list[ir.Value]:
 # -- activations ---------------------------------------------------------------------------------
 
 
-declare_contrib("Gelu QuickGelu", shape=like_first, roles="x")
-declare_contrib("BiasGelu FastGelu", shape=like_first, roles="xb")
+declare_contrib("Gelu QuickGelu", traits="unary", shape=like_first, roles="x")
+declare_contrib("BiasGelu FastGelu", traits="unary", shape=like_first, roles="xb")
 
 
 @lowering("Gelu", "BiasGelu", domain=DOMAIN)
@@ -260,7 +268,7 @@ def grid_sample(op: Any, node: Any) -> list[ir.Value]:
     return [op.emit("GridSample", node.inputs, attributes)]
 
 
-declare_contrib("ConvTransposeWithDynamicPads", roles="xfcb")
+declare_contrib("ConvTransposeWithDynamicPads", traits="convolution", roles="xfcb")
 
 
 @lowering("ConvTransposeWithDynamicPads", domain=DOMAIN)

@@ -36,7 +36,7 @@ def shape_by_columns(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
     return (*known_shape(inputs[0])[:-1], attributes["N"])
 
 
-declare_contrib("MatMulBnb4", shape=shape_by_columns, roles="q")
+declare_contrib("MatMulBnb4", traits="product", shape=shape_by_columns, roles="q")
 
 
 def dequantized(
@@ -183,6 +183,7 @@ def _integer_product(
 
 
 declare_contrib("DequantizeLinear QuantizeLinear", shape=like_first, roles="xq")
+declare_contrib("DequantizeLinear", scaled_operands=((0, 1, 2),))
 
 
 @lowering("QuantizeLinear", "DequantizeLinear", domain=DOMAIN)

@@ -34,7 +34,7 @@ _unless_named = first_operand(axis_unless_named)
 declare_operators(
     "LogSoftmax Softmax", "unary transcendental", shape=like_first, naming=LAST, axes=_unless_named
 )
-declare_operators("Hardmax LpNormalization", naming=LAST, axes=_unless_named)
+declare_operators("Hardmax LpNormalization", "unary", naming=LAST, axes=_unless_named)
 declare_operators("Hardmax", no_gradient=PIECEWISE)
 declare_operators(
     "MeanVarianceNormalization",
@@ -54,6 +54,7 @@ declare_operators(
 declare_operators("BatchNormalization", roles="xsor")
 declare_operators("GroupNormalization InstanceNormalization LayerNormalization", roles="xso")
 declare_operators("RMSNormalization SimplifiedLayerNormalization", roles="xs")
+declare_operators("LRN", "unary")
 declare_operators("BatchNormalization LRN", axes=first_operand(_axis_but_channels))
 declare_operators("GroupNormalization InstanceNormalization", axes=first_operand(row_axis))
 

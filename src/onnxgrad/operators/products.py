@@ -124,16 +124,16 @@ def _work_of_einsum(node: ir.Node, lengths_of: Callable) -> int:
 
 declare_operators(
     "MatMul",
-    "quantizable",
+    "product quantizable",
     roles="f",
     shape=shape_of_matmul,
     axes=_axis_of_matmul,
     work=_work_of_matmul,
 )
-declare_operators("MatMulInteger QLinearMatMul", work=_work_of_matmul)
+declare_operators("MatMulInteger QLinearMatMul", "product", work=_work_of_matmul)
 declare_operators(
     "Gemm",
-    "quantizable",
+    "product quantizable",
     roles="ffb",
     shape=shape_of_gemm,
     axes=_axis_of_gemm,

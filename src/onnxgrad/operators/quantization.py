@@ -86,7 +86,12 @@ declare_operators(
     no_gradient=INTEGER,
     straight_through=_quantize_in_floats,
 )
-declare_operators("DequantizeLinear", roles="xq", straight_through=_dequantize_in_floats)
+declare_operators(
+    "DequantizeLinear",
+    roles="xq",
+    scaled_operands=((0, 1, 2),),
+    straight_through=_dequantize_in_floats,
+)
 declare_operators(
     "DynamicQuantizeLinear", "rounds", roles="x", straight_through=_dynamic_quantize_in_floats
 )
@@ -97,7 +102,14 @@ declare_operators(
     no_gradient=INTEGER,
     straight_through=_product_in_floats,
 )
-declare_operators("QLinearConv QLinearMatMul", "rounds")
+declare_operators("QLinearConv QLinearMatMul", "rounds", scaled_operands=((0, 1, 2), (3, 4, 5)))
+declare_operators("QAttention", "attention", domain="com.microsoft")
+declare_operators("QLinearConv", "convolution", domain="com.microsoft")
+declare_operators(
+    "DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QGemm",
+    "product",
+    domain="com.microsoft",
+)
 declare_operators(
     "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QAttention "
     "QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearConv QLinearGlobalAveragePool "
@@ -166,7 +178,14 @@ def _work_of_packed_bits(node: ir.Node, lengths_of: Callable) -> int:
     return prod((*lengths_of(node.outputs[0])[:-1], *sizes))
 
 
-declare_contrib("MatMulNBits", shape=shape_by_columns, roles="xqqqqb", work=_work_of_packed_bits)
+declare_contrib(
+    "MatMulNBits",
+    traits="product",
+    shape=shape_by_columns,
+    roles="xqqqqb",
+    scaled_operands=((1, 2, 3),),
+    work=_work_of_packed_bits,
+)
 
 
 @rule("MatMulNBits", domain=DOMAIN)

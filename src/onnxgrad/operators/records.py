@@ -58,6 +58,8 @@ class Operator:
             nor inputs of a derivative by default.
         float32_operand: index of an operand that is float32, whatever the dtype of the data.
         lookup_operand: index of the operand that says which entries of a table are the result.
+        scaled_operands: for each operand of integers that stand for floats, its index and the
+            indices of its scale and of its zero points.
         coefficients: attributes that hold tensors: the name of each, and whether it is a weight if
             none is named.
         straight_through: how a gradient passes straight through its rounding. A formula, (walk,
@@ -92,6 +94,7 @@ class Operator:
     settings: tuple[int, ...] = ()
     float32_operand: int | None = None
     lookup_operand: int | None = None
+    scaled_operands: tuple[tuple[int, int, int], ...] = ()
     coefficients: tuple[tuple[str, bool], ...] = ()
     straight_through: Callable[..., Any] | tuple[int, ...] | None = None
     work: Callable[[ir.Node, Callable[[Any], Sequence[int]]], int] | None = None
@@ -130,6 +133,11 @@ class Operator:
 # exact           an element has the same bits, however many elements there are
 # never_fails     computes a result for any operand
 # sums            an element of the result is a sum of elements, one of them, its negative, or 0
+# reduces         combines the elements along the axes that it names
+# searches        the last output holds positions on the axis that it names
+# product         multiplies matrices: its first operand by its second, which layers keep as weights
+# convolution     slides its second operand over the first
+# attention       averages values by the scores of queries and keys
 # recurrent       hands a state on from step to step
 # subgraphs       runs graphs that its attributes hold
 # maps            takes or returns maps

@@ -70,6 +70,7 @@ _OTHERS = "ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin 
 for _name in (*_SUMS, *_OTHERS):
     declare_operators(
         _name,
+        "reduces",
         shape=_shape_of_reduction(_name),
         naming=Naming("axes", 1, _reduced_axes),
         axes=first_operand(_axis_without_named),
@@ -77,7 +78,7 @@ for _name in (*_SUMS, *_OTHERS):
 declare_operators("ReduceProd", elements=of_known(_product_of_elements))
 declare_operators(
     "ArgMax ArgMin",
-    "int64",
+    "int64 searches",
     naming=FIRST,
     axes=first_operand(_axis_without_named),
     no_gradient=INDEX,
