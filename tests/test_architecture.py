@@ -182,7 +182,6 @@ def test_no_room_outgrows_its_budget():
 # files of upper rooms that still have such tables: who moves them into records drops the file here
 FILES_WITH_TABLES = set(
     """
-    adapters/requantize adapters/slots adapters/torch_modules
     cli/value_range explain/rollout
     finetune/follow finetune/label_outputs finetune/layers finetune/locate
     losses/applied_to losses/class_axis losses/class_columns losses/in_graph losses/logits

@@ -1,4 +1,4 @@
-"""A quantized weight and its adapter become a weight that is quantized anew, as it was before."""
+"""Merge an adapter into a quantized weight, which is quantized anew in its old layout."""
 
 from __future__ import annotations
 
@@ -15,20 +15,15 @@ from onnxgrad.adapters.integer_layout import layout_of, quantized
 from onnxgrad.adapters.uses import attributes
 from onnxgrad.errors import printable
 from onnxgrad.model.constants import ConstantRef, standard
+from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
 
 _LISTED = 5  # weights that the warning names
-_PLACES = {  # operator and index of a quantized weight -> indices of its scales and zero points
-    ("", "DequantizeLinear", 0): (1, 2),
-    ("", "QLinearMatMul", 3): (4, 5),
-    ("com.microsoft", "MatMulNBits", 1): (2, 3),
-    ("com.microsoft", "DequantizeLinear", 0): (1, 2),
-}
 
 
 @dataclass
 class Loss:
-    """What rounding a weight anew costs: differences from the sum of weight and adapter."""
+    """The rounding error of a merged weight: differences from the sum of weight and adapter."""
 
     name: str
     largest: float
@@ -49,17 +44,17 @@ def requantize(
     where these are stored and differ from each other or from the middle.
 
     Args:
-        operands: those of the model.
-        note: about the adapter.
+        operands: the constant operands of the model.
+        note: the note of the adapter in the file.
         ref: the weight.
-        update: from the weight to that with the adapter, with the axes as in the node that reads
-            it.
+        update: function from the weight to its sum with the adapter, both with the axes that the
+            node reads.
         of_bias: by which the integers of a bias beside it are multiplied.
 
     Raises:
         ValueError: the weight is stored in a form that is not covered.
     """
-    scale_places, zero_places = _scales(operands, ref)
+    scale_places, zero_places = _scale_operands(operands, ref)
     nodes = [node for node, _ in operands.readers(ref)]
     scales, zeros = operands.common(scale_places), operands.common(zero_places)
     assert scales is not None
@@ -97,14 +92,16 @@ def requantize(
     return Loss(ref.name, float(difference.max()), float(difference.mean()), float(size))
 
 
-def _scales(operands: ConstantOperands, ref: ConstantRef) -> tuple[list[Place], list[Place]]:
+def _scale_operands(
+    operands: ConstantOperands, ref: ConstantRef
+) -> tuple[list[Place], list[Place]]:
     """Return the operands that are the scales, and the zero points, of a quantized weight.
 
     Each are one constant; there may be no zero points.
     """
     readers = operands.readers(ref)
     node = readers[0][0]
-    found = [_beside(operands, reader) for reader in readers]
+    found = [_operands_beside(operands, reader) for reader in readers]
     scales, zeros = ([places[i] for places in found if places] for i in (0, 1))
     zeros = [(reader, i) for reader, i in zeros if any(reader.input[i : i + 1])]
     given = [places for places in (scales, zeros) if places]
@@ -121,16 +118,16 @@ def _scales(operands: ConstantOperands, ref: ConstantRef) -> tuple[list[Place], 
     return scales, zeros
 
 
-def _beside(operands: ConstantOperands, reader: Place) -> tuple[Place, Place] | None:
-    """Return the operands that are scale and zero point of what is the operand `reader`."""
+def _operands_beside(operands: ConstantOperands, reader: Place) -> tuple[Place, Place] | None:
+    """Return the operands with scale and zero point of the integers that are operand `reader`."""
     node, index = reader
     kind = standard(node.domain), node.op_type
-    if (*kind, index) in _PLACES:
-        scale, zero = _PLACES[(*kind, index)]
-        return (node, scale), (node, zero)
+    for integers, scale, zero in operator_of(node).scaled_operands:
+        if index == integers:
+            return (node, scale), (node, zero)
     after = operands.only_reader(node)
     if kind == ("", "Gather") and index == 0 and after and after[0].op_type == "DequantizeLinear":
-        return _beside(operands, after)
+        return _operands_beside(operands, after)
     if kind == ("", "MatMulInteger") and index == 1:
         scale_place = _scale_of_product(operands, node)
         return scale_place and (scale_place, (node, 3))
@@ -178,9 +175,10 @@ def report(losses: list[Loss]) -> None:
 def _rescale_biases(
     operands: ConstantOperands, node: NodeProto, ratio: np.ndarray, factors: np.ndarray | None
 ) -> None:
-    """Rescale the integers of a bias beside a quantized weight, whose scale has that of the weight.
+    """Rescale the integers of the bias beside a quantized weight.
 
-    onnxruntime adds both as integers, and takes the scale of the bias for that product.
+    onnxruntime adds both as integers: the scale of a bias is the scale of the data times the scale
+    of the weight.
     """
     for reader in operands.nodes:
         maker = operands.maker((reader, 2))

@@ -1,4 +1,4 @@
-"""Adapters that are inputs of a file: those of `adapter_inputs`, and of other tools by their shape.
+"""Adapters that are inputs of a file: by the note of `adapter_inputs`, or found in the graph.
 
 Other tools (Olive, the builder of onnxruntime-genai) write `y = x W + x A B`, where A and B are
 inputs, with or without a default, or tensors called lora_A and lora_B.
@@ -21,8 +21,9 @@ from onnxgrad.model.constants import FLOATS, standard
 from onnxgrad.model.notes import INPUTS, read_adapters, read_note, write_note
 from onnxgrad.model.traversal import all_nodes, graphs_of, names_in
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.operators import ELEMENTWISE, REORDERS
 
-_PASSES = ("Cast", "Identity", "Dropout")
+_IN_PLACE = (ELEMENTWISE & REORDERS) | {"Dropout"}  # keep each element, and cast it at most
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Slot:
 
     Attributes:
         tensors: names of A and B.
-        base: the value to which the adapter is added.
-        output: their sum.
+        base: the product of data and weight, to which the adapter is added.
+        output: the sum of base and adapter.
         layout: where another tool wrote the file: which of the two are "transposed" there, their
             "dtypes", and the "scale" by which its own nodes multiply their product.
         inputs: whether they are inputs of the file, and no constants.
@@ -56,13 +57,17 @@ class Slot:
 
 
 def taken_slots(proto: ModelProto) -> tuple[ModelProto, dict[str, Slot]]:
-    """Return a model without its inputs for adapters, which is `proto`, and these by the weight."""
+    """Remove the inputs for adapters from `proto`, in place.
+
+    Returns:
+        `proto`, and the removed inputs, by the names of their weights.
+    """
     noted = read_note(proto, INPUTS)
     if noted:
         bases = [use["base"] for note in noted for use in note["uses"]]
         slots = {n["weight"]: Slot((n["tensors"][0], n["tensors"][1])) for n in noted}
     else:
-        slots = _recognized(proto)
+        slots = _find_slots(proto)
         bases = [slot.base for slot in slots.values()]
     if slots:
         remove(proto, bases, [name for slot in slots.values() for name in slot.tensors])
@@ -70,10 +75,10 @@ def taken_slots(proto: ModelProto) -> tuple[ModelProto, dict[str, Slot]]:
     return proto, slots
 
 
-def _recognized(proto: ModelProto) -> dict[str, Slot]:
-    """Return the inputs for adapters that another tool wrote, by the weight beside which they are.
+def _find_slots(proto: ModelProto) -> dict[str, Slot]:
+    """Return the inputs for adapters that another tool wrote, by the names of their weights.
 
-    A weight with several uses has none, as they need not have the same adapter.
+    A weight with several uses has no slot: each use may have another adapter.
     """
     search = _Search(proto)
     found = {} if not search.factors else {slot.base: (x, slot) for x, slot in search.slots()}
@@ -93,7 +98,8 @@ class _Search:
     """Finds x A B in a model without local functions.
 
     Attributes:
-        factors: what can be A or B: inputs, and constants whose name says so.
+        factors: {name: dtype} of values that can be A or B: float inputs, and constants whose
+            name has "lora" in it.
     """
 
     def __init__(self, proto: ModelProto) -> None:
@@ -120,7 +126,7 @@ class _Search:
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the data and the factors of each x A B that is added to a value."""
         for node in all_nodes(self.proto.graph.node):
-            for i in range(2) if _is(node, "Add") else ():
+            for i in range(2) if _is_standard(node, "Add") else ():
                 base, second = node.input[1 - i], self.product(node.input[i])
                 first = second and self.product(second[0])
                 if not (first and second and self.reads[base] == 1 and base in self.nodes):
@@ -138,22 +144,24 @@ class _Search:
                 yield x, Slot((a, b), base, node.output[0], layout, inputs, values)
 
     def values(self, a: str, b: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return A and B as they are stored; None without, or for zeros."""
+        """Return the stored A and B; None for inputs without default, or if one is zero."""
         if a not in self.refs or b not in self.refs:
             return None
         pair = self.refs[a].array(), self.refs[b].array()
         return pair if pair[0].any() and pair[1].any() else None
 
     def product(self, name: str) -> tuple[str, str, bool, float] | None:
-        """Return x, A, whether A is transposed, and a factor, of `name` = factor x A."""
+        """Return x, A, whether A is transposed, and the factor, if `name` is factor x A."""
         scale = 1.0
         while (node := self.nodes.get(name)) is not None and self.reads[name] == 1:
             options = attributes(node)
-            if _is(node, *_PASSES):
+            if _is_standard(node, *_IN_PLACE):
                 name = node.input[0]
-            elif _is(node, "Mul") and (number := self.number(node)):
+            elif _is_standard(node, "Mul") and (number := self.number(node)):
                 name, scale = number[0], scale * number[1]
-            elif _is(node, "MatMul") or (_is(node, "Gemm") and len(node.input) < 3):
+            elif _is_standard(node, "MatMul") or (
+                _is_standard(node, "Gemm") and len(node.input) < 3
+            ):
                 factor = self.factor(node.input[1])
                 if factor is None or options.get("transA"):
                     return None
@@ -168,32 +176,33 @@ class _Search:
         flips = False
         while name not in self.factors:
             node = self.nodes.get(name)
-            if node is None or not _is(node, "Transpose", "Cast", "Identity"):
+            if node is None or not _is_standard(node, "Transpose", "Cast", "Identity"):
                 return None
             flips ^= node.op_type == "Transpose"
             name = node.input[0]
         return name, flips
 
     def number(self, node: NodeProto) -> tuple[str, float] | None:
-        """Return the other operand of a product with a single constant, and that constant."""
+        """Return the operand that a Mul scales, and the number, if the other one is a constant."""
         for i, name in enumerate(node.input):
             if name in self.refs and math.prod(self.refs[name].read().dims) == 1:
                 return node.input[1 - i], float(self.refs[name].array().reshape(()))
         return None
 
     def source(self, name: str) -> str:
-        """Return the value that is `name` but for its dtype."""
-        while (node := self.nodes.get(name)) is not None and _is(node, *_PASSES):
+        """Return the value of which `name` is a copy, perhaps in another dtype."""
+        while (node := self.nodes.get(name)) is not None and _is_standard(node, *_IN_PLACE):
             name = node.input[0]
         return name
 
     def behind_bias(self, name: str) -> str:
-        """Return the sum of `name` and a constant that alone reads it, or ""."""
+        """Return the sum of `name` and a constant, if no other node reads `name`, or ""."""
         for node in all_nodes(self.proto.graph.node) if self.reads[name] == 1 else ():
-            if _is(node, "Add") and name in node.input and {*node.input} & {*self.refs}:
+            if _is_standard(node, "Add") and name in node.input and {*node.input} & {*self.refs}:
                 return str(node.output[0])
         return ""
 
 
-def _is(node: NodeProto, *op_types: str) -> bool:
+def _is_standard(node: NodeProto, *op_types: str) -> bool:
+    """Return whether `node` is one of these standard operators."""
     return node.op_type in op_types and standard(node.domain) == ""

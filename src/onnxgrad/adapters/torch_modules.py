@@ -25,9 +25,10 @@ from onnxgrad.errors import unknown
 from onnxgrad.model.constants import ConstantRef
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.operators import operator_of
 
 Tensors = dict[str, np.ndarray]
-Columns = dict[str, dict[str, slice]]  # those of the parts of a packed module, by its name
+Columns = dict[str, dict[str, slice]]  # {packed module: {part: its columns}}
 
 A, B, _LENGTHS = tensor_names(LINEAR, use_dora=True)
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -36,8 +37,6 @@ _OWN_NAMES = {"phi": {"o_proj": "dense"}}
 FAMILIES = (*_KEEPS_PACKED, *_OWN_NAMES)
 _BUILDER = re.compile(r"(.+)\.MatMul(?:[._].*)?")
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
-_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity")
-_ATTENTION = ("GroupQueryAttention", "MultiHeadAttention", "PagedAttention")
 
 
 @dataclass
@@ -64,9 +63,9 @@ def torch_path(module: str, family: str = "") -> str:
     if not match:
         return module
     path = re.sub(r"(layers\.\d+)\.attn\.", r"\1.self_attn.", match[1])
-    last = _last(path)
+    last = _last_name(path)
     wholes = [w for w, parts in _PACKED.items() if last in parts and family in _KEEPS_PACKED]
-    return _sibling(path, wholes[0] if wholes else _OWN_NAMES.get(family, {}).get(last, last))
+    return _sibling_path(path, wholes[0] if wholes else _OWN_NAMES.get(family, {}).get(last, last))
 
 
 def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
@@ -79,11 +78,13 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
     found: Columns = {}
     readers: dict[str, list[NodeProto]] = defaultdict(list)
     for node in all_nodes(proto.graph.node):
-        for name in node.input if node.op_type in _ELEMENTWISE else node.input[:1]:
+        for name in node.input if _keeps_columns(node) else node.input[:1]:
             readers[name].append(node)
     constants = {ref.graph_name: ref for ref in constant_refs(proto)}
     for module, target in weights.items():
-        parts = _PACKED.get(_last(torch_path(module)), ()) if _BUILDER.fullmatch(module) else ()
+        parts = (
+            _PACKED.get(_last_name(torch_path(module)), ()) if _BUILDER.fullmatch(module) else ()
+        )
         if not parts or not target.uses or target.uses[0].form != LINEAR:
             continue
         shares = [1] * len(parts)
@@ -101,20 +102,25 @@ def _part_shares(
 ) -> list[int]:
     """Return the shares of q, k and v in a product, by the node that splits it, or the attention.
 
-    Bias and adapter may be in between.
+    A bias and an adapter may be added in between.
     """
     waiting = list(readers[product.output[0]])
     for node in waiting:  # the loop appends to it
         options = attributes(node)
-        if node.op_type in _ELEMENTWISE:
+        if _keeps_columns(node):
             waiting += [n for n in readers[node.output[0]] if n not in waiting]
-        elif node.op_type in _ATTENTION and not any(node.input[1:3]):
+        elif "attention" in operator_of(node).traits and not any(node.input[1:3]):
             heads = options["num_heads"]
             return [heads, *[options.get("kv_num_heads") or heads] * 2]
         elif node.op_type == "Split":
             sizes = constants.get((*node.input, "")[1])
             return [1] * len(node.output) if sizes is None else sizes.array().tolist()
     return []
+
+
+def _keeps_columns(node: NodeProto) -> bool:
+    """Return whether each column of the result is computed from the same column of operands."""
+    return "elementwise" in operator_of(node).traits
 
 
 def to_model(
@@ -125,8 +131,8 @@ def to_model(
 ) -> dict[str, Entry]:
     """Return the adapters in a file by the modules of the model.
 
-    Those of q, k and v become one with all of their ranks, if the model has one weight for them;
-    that of a packed module is cut, if the model has a weight for each part.
+    The adapters of q, k and v become one with all of their ranks, if the model has one weight for
+    them; the adapter of a packed module is cut, if the model has a weight for each part.
 
     Args:
         found: tensors of the adapters in the file, by their modules.
@@ -139,15 +145,15 @@ def to_model(
     """
     places: dict[str, list[tuple[str, slice | None]]] = defaultdict(list)
     for name in modules:
-        places[_key(name)].append((name, None))
+        places[_portable_name(name)].append((name, None))
         for part, columns_of_part in columns.get(name, {}).items():
-            places[_sibling(_key(name), part)].append((name, columns_of_part))
+            places[_sibling_path(_portable_name(name), part)].append((name, columns_of_part))
     entries: dict[str, Entry] = {}
     pieces: dict[str, list[tuple[slice, Entry]]] = defaultdict(list)
     for module, tensors in found.items():
-        close, place = _close(module, modules), places.get(_key(module), [])
-        parts = _PACKED.get(_last(_key(module)), ())
-        separate = [places.get(_sibling(_key(module), part), []) for part in parts]
+        close, place = _matching_modules(module, modules), places.get(_portable_name(module), [])
+        parts = _PACKED.get(_last_name(_portable_name(module)), ())
+        separate = [places.get(_sibling_path(_portable_name(module), part), []) for part in parts]
         if not close and len(place) == 1 and place[0][1] is None:
             close = [place[0][0]]
         linear = {*tensors} in ({A, B}, {A, B, _LENGTHS}, {FACTORS})
@@ -161,24 +167,24 @@ def to_model(
             names = [s[0][0] for s in separate]
             edges = np.cumsum([0, *(_width(modules[name]) for name in names)]).tolist()
             rows = {name: slice(*edges[i : i + 2]) for i, name in enumerate(names)}
-            entries |= _cut(entry, rows)
+            entries |= _cut_into_parts(entry, rows)
         else:
             raise unknown("module of the adapter", module, modules, close)
     for name, each in pieces.items():
         target = modules[name]
         lasting = None if unfit(target) else target.ref.array().transpose(target.uses[0].perm)
         base = None if lasting is None else lengths(lasting)
-        entries[name] = _joined(each, _width(target), name, base)
+        entries[name] = _join_parts(each, _width(target), name, base)
     return entries
 
 
-def _joined(
+def _join_parts(
     pieces: list[tuple[slice, Entry]], total: int, module: str, base: np.ndarray | None = None
 ) -> Entry:
-    """Return one adapter of `module` that is several, each for some of the columns of its weight.
+    """Return one adapter of `module` for several, each for some of the columns of its weight.
 
-    It has all of their ranks; those of one and the same A once. Other columns keep the lengths
-    `base` of the weight.
+    Its rank is the sum of their ranks, or the rank of the A that all share. Other columns keep the
+    lengths `base` of the weight.
 
     Raises:
         ValueError: the columns have lengths or factors of their inputs that are not those of one.
@@ -224,8 +230,9 @@ def to_torch(
 ) -> dict[str, Entry]:
     """Return adapters by their modules in PyTorch.
 
-    One of a weight that the builder joined is one of each part, with the rows of A that the part's
-    columns of B use. Those of weights that the builder split are one of their module.
+    The adapter of a weight that the builder joined becomes an adapter of each part, with the rows
+    of A that the part's columns of B use. The adapters of weights that the builder split become
+    one, of their module.
 
     Args:
         entries: the adapters, by their modules in the model.
@@ -241,12 +248,15 @@ def to_torch(
     for module, entry in entries.items():
         path, own = entry.path or torch_path(module, family), torch_path(module)
         kept = entry.path or family in _KEEPS_PACKED or not _BUILDER.fullmatch(module)
-        if _last(own) in _PACKED.get(_last(path), ()):
-            split[path][_last(own)] = entry
-        elif kept or _last(path) not in _PACKED:
+        if _last_name(own) in _PACKED.get(_last_name(path), ()):
+            split[path][_last_name(own)] = entry
+        elif kept or _last_name(path) not in _PACKED:
             result[path] = entry
         elif module in columns:
-            result |= {_sibling(path, n): e for n, e in _cut(entry, columns[module]).items()}
+            result |= {
+                _sibling_path(path, n): e
+                for n, e in _cut_into_parts(entry, columns[module]).items()
+            }
         else:
             raise ValueError(
                 f"what reads the product of {module!r} does not say where q, k and v end in it: "
@@ -254,18 +264,18 @@ def to_torch(
             )
     widths = {torch_path(name): _width(target) for name, target in modules.items() if target.uses}
     for path, found in split.items():
-        parts = _PACKED[_last(path)]
-        edges = np.cumsum([0, *(widths[_sibling(path, part)] for part in parts)]).tolist()
+        parts = _PACKED[_last_name(path)]
+        edges = np.cumsum([0, *(widths[_sibling_path(path, part)] for part in parts)]).tolist()
         places = {part: slice(*edges[i : i + 2]) for i, part in enumerate(parts)}
         pieces = [(places[part], entry) for part, entry in found.items()]
-        result[path] = _joined(pieces, edges[-1], path)
+        result[path] = _join_parts(pieces, edges[-1], path)
     return result
 
 
-def _cut(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
-    """Return the adapters of the parts of a joined module; those that change nothing are left out.
+def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
+    """Return the adapters of the parts of a joined module, less the ones that change nothing.
 
-    A fresh adapter has all of them.
+    A fresh adapter, whose B is zero, gives one for each part.
     """
     tensors, options = entry.tensors, entry.options
     if FACTORS in tensors:
@@ -311,31 +321,32 @@ def _rank_of(tensors: Tensors, use: Use | None) -> int:
     return shape[0] if form == CONV or len(shape) < 2 else shape[-2]
 
 
-def _close(module: str, modules: Collection[str]) -> list[str]:
-    """Return the modules of the model for one of a file: another model may have been around one."""
+def _matching_modules(module: str, modules: Collection[str]) -> list[str]:
+    """Return the modules of the model whose path is, ends in, or is the end of, `module`."""
     if module in modules:
         return [module]
     return [m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}")]
 
 
-def _key(module: str) -> str:
-    """Return what a module and its counterpart of another tool have in common.
+def _portable_name(module: str) -> str:
+    """Return the number of the layer and the last names, which all tools give a module.
 
-    >>> _key("base.layers.3.self_attn.dense")
+    >>> _portable_name("base.layers.3.self_attn.dense")
     '3.attn.o_proj'
     """
     path = torch_path(module)
     match = _LAYER.fullmatch(path)
     if not match:
-        return _last(path)
+        return _last_name(path)
     rest = re.sub(r"^(self_attn|self_attention|attention)\.", "attn.", match[2])
     return f"{match[1]}.{re.sub(r'^attn.(dense|out_proj)$', 'attn.o_proj', rest)}"
 
 
-def _last(path: str) -> str:
+def _last_name(path: str) -> str:
+    """Return the last name of a path, "q_proj" of "self_attn.q_proj"."""
     return path.rpartition(".")[2]
 
 
-def _sibling(path: str, name: str) -> str:
+def _sibling_path(path: str, name: str) -> str:
     """Return `path` with another last part."""
     return ".".join([*path.split(".")[:-1], name])
