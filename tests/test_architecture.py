@@ -183,7 +183,6 @@ def test_no_room_outgrows_its_budget():
 FILES_WITH_TABLES = set(
     """
     cli/value_range explain/rollout
-    finetune/follow finetune/label_outputs finetune/layers finetune/locate
     losses/applied_to losses/class_axis losses/class_columns losses/in_graph losses/logits
     losses/row_losses losses/value_range
     sklearn/head tasks/detection_heads

@@ -179,6 +179,23 @@ CASES = {
         " f = Add(g, g) h = Conv(f, k, b) m = ReduceMean<keepdims=0>(h, n) y = Softmax(m) }",
         lambda x, *a: softmax_of_axis(pointwise(x, *a).mean((2, 3))),
     ),
+    "running sums of the units": (
+        f"{MATRIX} <int64 one = {{1}}> {{ h = MatMul(x, w) y = CumSum(h, one) }}",
+        lambda *a: affine(*a).cumsum(1),
+    ),
+    "units as rows of a product": (
+        "f (float[N,4] x) => (float[N,3,1] y) <int64[1] one = {1}, int64[1] two = {2}> {"
+        " h = MatMul(x, w) u = Unsqueeze(h, two) m = ReduceMean(x, one) v = Unsqueeze(m, two)"
+        " y = MatMul(u, v) }",
+        lambda x, w: (affine(x, w) * x.mean(1, keepdims=True))[..., None],
+    ),
+    "matmul of a transposed weight": (
+        f"{MATRIX} {{ y = com.microsoft.TransposeMatMul<transB=1>(x, t) }}", affine),
+    "convolution transposed with dynamic pads": (
+        f"{MAPS} <int64[4] z = {{0, 0, 0, 0}}> {{"
+        " y = com.microsoft.ConvTransposeWithDynamicPads(x, back, z, b) }",
+        lambda x, w, b: pointwise(x, np.swapaxes(w, 0, 1), b),
+    ),
     "weights in few bits": (
         f"{MATRIX} {{ y = com.microsoft.MatMulNBits<K=4, N=3, bits=4, block_size=16>"
         "(x, packed, scales, , , b) }", affine),
@@ -410,6 +427,15 @@ def test_named_layer_and_output():
         og.replace_head(model, 5, output="q")
 
 
+def test_some_of_the_best_units():
+    text = """f (float[N,4] x) => (int64[1,N] y) <int64[1] two = {2}, int64[1] zero = {0},
+        int64[1] one = {1}> { h = MatMul(x, w) v, i = TopK(h, two) s = Slice(i, one, two, one)
+        y = Transpose(s) }"""
+    changed = checked_head(og.replace_head(head_case(text), 5))
+    [y] = run(changed, x=X)
+    assert np.array_equal(y[0], np.argsort(-(X @ head_tensors(changed)[0]))[:, 1])
+
+
 REFUSED = {
     "scale of each unit": (
         f"{MATRIX} {{ h = MatMul(x, w) y = Mul(h, b) }}", r"Mul.*'b' has the shape \[3\]"),
@@ -419,12 +445,29 @@ REFUSED = {
     "two added up": (
         f"{MATRIX} {{ h = MatMul(x, w) a = MatMul(x, w) y = Add(h, a) }}",
         "several layers.*add_head"),
+    "normalized units with one scale": (
+        f"{MATRIX} <float[1] s = {{1}}> {{ h = MatMul(x, w) y = GroupNormalization<num_groups=1>"
+        "(h, s, s) }", "GroupNormalization"),
+    "a bias of each unit": (
+        f"{MATRIX} {{ h = MatMul(x, w) y = com.microsoft.FastGelu(h, b) }}",
+        "FastGelu.*'b' may have a number for each"),
+    "products with rows of each unit": (
+        "f (float[N,4] x, float[3,1,N] r) => (float[3,1,1] y) <int64[1] two = {2}> {"
+        " h = MatMul(x, w) t1 = Transpose(h) u = Unsqueeze(t1, two) y = MatMul(r, u) }",
+        "MatMul.*'r' may have a number for each"),
+    "summed with a factor of each unit": (
+        "f (float[N,4] x, float[3] c) => (float[N] y) { h = MatMul(x, w)"
+        ' y = Einsum<equation="nu,u->n">(h, c) }', "Einsum"),
     "some of them": (
         "f (float[N,4] x) => (float[N,1] y) <int64[1] i = {2}> {"
         " h = MatMul(x, w) y = Gather<axis=1>(h, i) }", "Gather.*selects"),
     "mixed with positions": (
         "f (float[N,4,3,3] x) => (float[N,27] y) { h = Conv(x, k) y = Flatten(h) }",
         "Flatten.*mixes"),
+    "in integers": (
+        "f (uint8[N,4] x) => (int32[N,3] y) { y = MatMulInteger(x, bytes) }", "in integers"),
+    "rows first": (
+        f"{MAPS} {{ y = com.microsoft.NhwcConv(x, k, b) }}", "NhwcConv.*no gradient"),
     "in a subgraph": (
         "f (bool c, float[N,4] x) => (float[N,3] y) { y = If(c) <then_branch ="
         " a () => (float[N,3] r) { r = MatMul(x, w) }, else_branch = b () => (float[N,3] s)"

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import onnx_ir as ir
 
 from onnxgrad.finetune.shared_axis import concatenate, gather, slice_, split
 from onnxgrad.finetune.tail import INDEX, Span, Tail
 from onnxgrad.graph.traversal import captured
-from onnxgrad.operators import ELEMENTWISE, OF_SHAPES, UNARY, axes as places
+from onnxgrad.operators import REORDERS, SELECTS, axes as places, operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import SUMMED, named_axes
-from onnxgrad.operators.shapes import constant, dims, rank, static
+from onnxgrad.operators.shapes import constant, dims, is_stated, rank, static
 
-_MICROSOFT = frozenset("Gelu QuickGelu FastGelu".split())
-_MIXES = "it mixes them with other axes of {}"
-_SELECTS = "it selects some of them"
-_SHARED = "its axis holds others beside them"
-_POOLS = "it pools over them"
-_REASONS = {  # operators that pass units on as `graph.axes` says, and why they are refused if not
-    "AveragePool": _POOLS,
-    "Flatten": _MIXES,
-    "GlobalAveragePool": _POOLS,
-    "GlobalLpPool": _POOLS,
-    "GlobalMaxPool": _POOLS,
-    "LpPool": _POOLS,
-    "MaxPool": _POOLS,
-    "Tile": "it repeats them",
-    "Transpose": _MIXES,
-    "Unsqueeze": "its axes are not constant",
-}
-_MOVES = frozenset("Cast Identity Reshape Squeeze Unsqueeze Flatten Transpose Expand".split())
-
-Handler = Callable[["Tail", ir.Node, int], None]
-HANDLERS: dict[str, Handler] = {}
-
-
-def handler(*op_types: str) -> Callable[[Handler], Handler]:
-    """Return a decorator that registers a function `(tail, node, axis)` for operators."""
-
-    def add(function: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(op_types, function))
-        return function
-
-    return add
+_AS_FEATURES = "it works for the old number only, or reads them as features"
+_SELECTED = "it selects some of them"
+_UNNAMED = "its axes are not constant"
 
 
 def follow(tail: Tail) -> None:
@@ -57,7 +27,7 @@ def follow(tail: Tail) -> None:
         axes = {tail.axes[x] for x in node.inputs if x in tail.axes}
         if any(x in tail.axes for x in captured(node)):
             tail.refuse(node, "its subgraph reads them")
-        if not axes or (node.op_type in OF_SHAPES and not node.domain):
+        if not axes or "shape" in operator_of(node).traits:
             continue
         if INDEX in axes:
             _follow_indices(tail, node)
@@ -65,76 +35,128 @@ def follow(tail: Tail) -> None:
         axis = axes.pop()
         if axes:
             tail.refuse(node, "its operands have them along several axes")
-        span = None if node.op_type in _ALONG else _span_of(tail, node)
-        if node.domain == "com.microsoft" and node.op_type in _MICROSOFT and not node.inputs[1:]:
-            tail.keep(node, axis)
-        elif node.op_type in HANDLERS and not node.domain:
-            HANDLERS[node.op_type](tail, node, axis)
-        elif node.op_type in ELEMENTWISE and not node.domain:
-            _elementwise(tail, node, axis)
-        elif node.op_type in _REASONS and not node.domain:
-            _pass_on(tail, node, axis, _REASONS[node.op_type])
-        else:
-            tail.refuse(node, "it works for the old number only, or reads them as features")
-        if span is not None:
-            for y in node.outputs:
-                if tail.axes.get(y, INDEX) != INDEX:
-                    tail.set_span(y, span)
+        parts = not node.domain and node.op_type in SELECTS | {"Concat"}  # joined, or selected
+        if parts and axis + tail.rank(node) in (named_axes(node) or []):
+            _follow_into_part(tail, node, axis)
+            continue
+        spans = {tail.span(x) for x in node.inputs if x is not None and x in tail.axes}
+        if len(spans) > 1:
+            tail.refuse(node, "its operands have them at several places of the axis")
+        [span] = spans
+        _follow_units(tail, node, axis, span)
+        for y in node.outputs:
+            if tail.axes.get(y, INDEX) != INDEX:
+                tail.set_span(y, span)
 
 
-def _span_of(tail: Tail, node: ir.Node) -> Span:
-    """Return where the units are on their axis in the operands of `node`, or refuse."""
-    spans = {tail.span(x) for x in node.inputs if x is not None and x in tail.axes}
-    if len(spans) > 1:
-        tail.refuse(node, "its operands have them at several places of the axis")
-    return spans.pop()
+def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
+    """Find the axis of the units in the results of `node`, and correct its operands, or refuse."""
+    operator = operator_of(node)
+    if "elementwise" in operator.traits:
+        _follow_elementwise(tail, node, axis)
+    elif "unary" in operator.traits and "normalizes" not in operator.traits:
+        _check_other_operands(tail, node, span)
+        tail.keep(node, axis)
+    elif node.domain:
+        tail.refuse(node, _AS_FEATURES)
+    elif "reduces" in operator.traits:
+        _follow_reduction(tail, node, axis)
+    elif "searches" in operator.traits:
+        _follow_search(tail, node, axis)
+    elif operator.lengths is not None:
+        _follow_to_lengths(tail, node, axis, span)
+    elif node.op_type == "Squeeze":
+        _follow_squeeze(tail, node, axis)
+    elif node.op_type in ("Resize", "Upsample"):
+        _follow_resize(tail, node, axis)
+    elif node.op_type == "Pad":
+        _follow_pad(tail, node, axis)
+    elif node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        _drop_rounding(tail, node)
+    elif node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
+        _follow_loss(tail, node, axis)
+    elif operator.axes is None:
+        tail.refuse(node, _AS_FEATURES)
+    else:
+        _follow_record(tail, node, axis)
 
 
-def _pass_on(tail: Tail, node: ir.Node, axis: int, why: str) -> None:
-    """Follow the units to where `graph.axes` says that they stand; refuse for `why` elsewhere."""
+def _follow_record(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Follow the units to where the record of the operator says that their axis stands, or refuse.
+
+    Raises:
+        ValueError: the operator works across the axis, or another operand may have it, too.
+    """
     ranks = {x: rank(x) for x in node.inputs if x is not None and x in tail.axes}
     if None in ranks.values():
         tail.refuse(node, "the rank of its operand is unknown")
-    own = {x: axis + (n or 0) for x, n in ranks.items()}
-    for y, place in zip(node.outputs, places.follow(node, own), strict=True):
+    counted = {x: axis + (n or 0) for x, n in ranks.items()}
+    for y, place in zip(node.outputs, places.follow(node, counted), strict=True):
         n = rank(y)
         if place is not None and place != SUMMED and n is not None:
             tail.axes[y] = place - n
             tail.changed.add(y)
         elif place != SUMMED and (y.uses() or y.is_graph_output()):
-            tail.refuse(node, why.format(list(dims(node.inputs[0]) or ())))
+            tail.refuse(node, _reason_to_refuse(node))
+    _check_other_operands(tail, node, tail.span(next(iter(counted))))
+
+
+def _reason_to_refuse(node: ir.Node) -> str:
+    """Return why the units have no axis in the result of an operator whose record has `axes`."""
+    operator = operator_of(node)
+    if operator.naming is not None and named_axes(node) is None:
+        return _UNNAMED
+    if operator.traits & {"selects", "searches"}:
+        return _SELECTED
+    if "reorders" in operator.traits:
+        return f"it mixes or repeats them, with axes of {list(dims(node.inputs[0]) or ())}"
+    return _AS_FEATURES
+
+
+def _check_other_operands(tail: Tail, node: ir.Node, span: Span) -> None:
+    """Refuse a node if an operand without units may have an axis of their old number."""
+    operator = operator_of(node)
+    settings = {*operator.settings, operator.lookup_operand}
+    settings.add(None if operator.naming is None else operator.naming.operand)
+    others = [
+        x
+        for i, x in enumerate(node.inputs)
+        if x is not None and x not in tail.axes and i not in settings
+    ]
+    if others and node.op_type == "Concat":
+        names = ", ".join(repr(x.name) for x in others)
+        tail.refuse(node, f"it joins them with {names}: name the layers of these, too")
+    for x in others:
+        shape = dims(x)
+        if shape is None or any(d == span.length or not is_stated(d) for d in shape):
+            tail.refuse(node, f"{_AS_FEATURES}: {x.name!r} may have a number for each")
 
 
 def _follow_indices(tail: Tail, node: ir.Node) -> None:
-    """Pass indices of units on, or refuse."""
-    if not node.domain and node.op_type in _MOVES:
-        tail.axes[node.outputs[0]] = INDEX
+    """Follow indices of units, or refuse."""
+    operator = operator_of(node)
+    moves = node.op_type in REORDERS | SELECTS and node.op_type != "Concat"
+    if not node.domain and moves and tail.axes.keys().isdisjoint(node.inputs[1:]):
+        tail.axes.update(dict.fromkeys(node.outputs, INDEX))
     elif not node.domain and node.op_type == "OneHot":
         tail.depth(node)
         axis, n = int_attribute(node, "axis"), rank(node.outputs[0])
         if n is None and axis >= 0:
             tail.refuse(node, "the rank of its result is unknown")
         tail.keep(node, axis if axis < 0 else axis - (n or 0))
-    elif node.domain or node.op_type not in ELEMENTWISE:
+    elif "elementwise" not in operator.traits:
         tail.refuse(node, "it looks up what belongs to the old units")
 
 
-@handler("PRelu")
-def _elementwise(tail: Tail, node: ir.Node, axis: int) -> None:
-    if node.op_type not in UNARY or node.op_type == "PRelu":
+def _follow_elementwise(tail: Tail, node: ir.Node, axis: int) -> None:
+    if "unary" not in operator_of(node).traits or node.op_type == "PRelu":
         for i, x in enumerate(node.inputs):
             if x is not None and x not in tail.axes:
                 tail.operand(node, i, axis)
     tail.keep(node, axis)
 
 
-@handler(*"Softmax LogSoftmax Hardmax LpNormalization LRN Dropout Trilu".split())
-def _same(tail: Tail, node: ir.Node, axis: int) -> None:
-    tail.keep(node, axis)
-
-
-@handler("Resize", "Upsample")
-def _resize(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_resize(tail: Tail, node: ir.Node, axis: int) -> None:
     n = tail.rank(node)
     axes = [a % n for a in node.attributes.get_ints("axes", range(n))]
     if axis + n in axes:
@@ -148,8 +170,7 @@ def _resize(tail: Tail, node: ir.Node, axis: int) -> None:
     tail.keep(node, axis)
 
 
-@handler("Pad")
-def _pad(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_pad(tail: Tail, node: ir.Node, axis: int) -> None:
     named, at = named_axes(node) or [], axis + tail.rank(node)
     pads = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     stated = node.attributes.get_ints("pads", ()) if pads is None else pads.tolist()
@@ -158,29 +179,31 @@ def _pad(tail: Tail, node: ir.Node, axis: int) -> None:
     tail.keep(node, axis)
 
 
-@handler("Reshape")
-def _reshape(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_to_lengths(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
+    """Follow the units through a Reshape or Expand, and correct the length that it states."""
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if before is None or after is None:
         tail.refuse(node, "the rank of its operand or result is unknown")
     [place] = places.places(node, 0, axis + len(before))
+    [operand] = operator_of(node).settings
     if isinstance(place, int):
-        tail.vector(node, 1, place)
+        [count] = static(dims(node.inputs[operand])) or (len(after),)
+        if (position := place - len(after) + count) >= 0:  # else the length is not stated
+            tail.vector(node, operand, position)
         tail.keep(node, place - len(after))
-    elif _span_of(tail, node).length == 1 and len(after) < len(before):
-        _drop(tail, node)
+    elif span.length == 1 and len(after) < len(before):
+        _drop_axis(tail, node)
     else:
         tail.refuse(node, f"it reshapes {list(before)} to {list(after)}")
 
 
-def _drop(tail: Tail, node: ir.Node) -> None:
+def _drop_axis(tail: Tail, node: ir.Node) -> None:
     """Handle a node that removes the axis of one unit: remove it if there are more units now."""
     if tail.new != 1:
         tail.bypass(node)
 
 
-@handler("Squeeze")
-def _squeeze(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_squeeze(tail: Tail, node: ir.Node, axis: int) -> None:
     n, shape = tail.rank(node), dims(node.inputs[0]) or ()
     axes = named_axes(node)
     if axes is None:
@@ -192,82 +215,58 @@ def _squeeze(tail: Tail, node: ir.Node, axis: int) -> None:
     if axis + n in axes:
         if len(axes) > 1:
             tail.refuse(node, "it removes their axis")
-        _drop(tail, node)
+        _drop_axis(tail, node)
     else:
         tail.keep(node, axis + sum(a > axis + n for a in axes))
 
 
-@handler(*"ReduceMean ReduceSum ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2".split())
-@handler("ReduceLogSumExp", "ReduceSumSquare", "ReduceLogSum")
-def _reduce(tail: Tail, node: ir.Node, axis: int) -> None:
-    named, unnamed = named_axes(node), "its axes are not constant"
+def _follow_reduction(tail: Tail, node: ir.Node, axis: int) -> None:
+    named = named_axes(node)
     if named is None:
-        tail.refuse(node, unnamed)
-    if axis + tail.rank(node) not in named:
-        _pass_on(tail, node, axis, unnamed)
+        tail.refuse(node, _UNNAMED)
+    if axis + tail.rank(node) not in named:  # else the results are for any number of units
+        _follow_record(tail, node, axis)
 
 
-@handler("ArgMax", "ArgMin", "TopK")
-def _search(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_search(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Follow the units through an ArgMax, ArgMin or TopK; indices of units result along them."""
     if named_axes(node) != [axis + tail.rank(node)]:
-        _pass_on(tail, node, axis, _SELECTS)
+        _follow_record(tail, node, axis)
         return
     if not tail.is_whole(node.inputs[0]):
-        tail.refuse(node, _SHARED)
+        tail.refuse(node, "its axis holds others beside them")
     count = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if node.op_type == "TopK" and (count is None or count.item() > tail.new):
         tail.refuse(node, f"it takes {'k' if count is None else count.item()} of them")
     tail.axes[node.outputs[-1]] = INDEX
 
 
-_ALONG = {"Concat": concatenate, "Gather": gather, "Slice": slice_, "Split": split}
+def _follow_into_part(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Follow the units through a node that joins or selects parts along their axis, or refuse."""
+    if operator_of(node).lookup_operand is not None:
+        gather(tail, node, axis)
+    elif node.op_type == "Concat":
+        concatenate(tail, node, axis)
+    elif node.op_type == "Slice":
+        slice_(tail, node, axis)
+    elif node.op_type == "Split":
+        split(tail, node, axis)
+    elif (
+        node.op_type != "GatherElements"  # which takes one element, of the label
+        or node.inputs[1] in tail.axes
+        or not tail.is_whole(node.inputs[0])
+    ):
+        tail.refuse(node, _SELECTED)
 
 
-@handler(*_ALONG)
-def _take_parts(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Handle what joins or selects parts along an axis: that of the units, or another."""
-    if axis + tail.rank(node) in (named_axes(node) or []):
-        _ALONG[node.op_type](tail, node, axis)
-        return
-    if node.op_type == "Concat" and (others := [v for v in node.inputs if v not in tail.axes]):
-        names = ", ".join(repr(v.name) for v in others if v is not None)
-        tail.refuse(node, f"it joins them with {names}: name the layers of these, too")
-    span = _span_of(tail, node)
-    _pass_on(tail, node, axis, _SELECTS)
-    for y in node.outputs:
-        if y in tail.axes:
-            tail.set_span(y, span)
-
-
-@handler("GatherElements")
-def _gather_elements(tail: Tail, node: ir.Node, axis: int) -> None:
-    along = axis + tail.rank(node) in (named_axes(node) or [])
-    if along and (node.inputs[1] in tail.axes or not tail.is_whole(node.inputs[0])):
-        tail.refuse(node, _SELECTS)
-    if not along:  # else one element, of the label
-        tail.keep(node, axis)
-
-
-@handler("Expand")
-def _expand(tail: Tail, node: ir.Node, axis: int) -> None:
-    length = (static(dims(node.inputs[1])) or (None,))[0]
-    if length is None:
-        tail.refuse(node, "its shape is not constant")
-    if length >= -axis:
-        tail.vector(node, 1, length + axis)
-    tail.keep(node, axis)
-
-
-@handler("QuantizeLinear", "DequantizeLinear")
-def _drop_rounding(tail: Tail, node: ir.Node, axis: int) -> None:
+def _drop_rounding(tail: Tail, node: ir.Node) -> None:
     """Remove the rounding of the result: its scale belongs to the old weights."""
     if node.op_type == "QuantizeLinear" and node.outputs[0].is_graph_output():
         tail.refuse(node, "its scale belongs to the old weights")
     tail.bypass(node)
 
 
-@handler("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-def _loss(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_loss(tail: Tail, node: ir.Node, axis: int) -> None:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         tail.refuse(node, "it has a weight for each class")
     for y in node.outputs[1:]:

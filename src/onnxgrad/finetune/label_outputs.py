@@ -1,7 +1,7 @@
-"""Classifiers that return labels, as scikit-learn exports them: their classes are replaced.
+"""Other classes for classifiers that return labels, as scikit-learn exports them.
 
 What follows the last layer is written anew: the probabilities, the label of the largest one, and
-the ZipMap of both.
+the ZipMap of the probabilities.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from onnxgrad.finetune.layers import Layer
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.convert import non_tensor
+from onnxgrad.operators import operator_of
 from onnxgrad.operators.shapes import rank
-
-_LOOKUPS = frozenset("ArrayFeatureExtractor LabelEncoder".split())
-_PROBABILITIES = frozenset("Softmax Sigmoid Normalizer".split())
 
 Classes = Sequence[str] | Sequence[int]
 
@@ -38,20 +36,23 @@ class ZipMap:
 
     @property
     def tensor(self) -> str:
-        """The name of the tensor that it reads."""
+        """The name of the tensor that the ZipMap reads."""
         return self.node.input[0]
 
 
 def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
-    """Return `proto`, or a copy whose outputs are the tensors that ZipMaps read, and these.
+    """Return the model without ZipMaps, and the ZipMaps removed.
+
+    The outputs of the copy are the tensors that the ZipMaps read; `proto` itself is returned if all
+    of its outputs are tensors.
 
     Raises:
-        ValueError: another output is no tensor.
+        ValueError: an output is no tensor, and no ZipMap computes it.
     """
     if not any(non_tensor(y) for y in proto.graph.output):
         return proto, []
     changed = deepcopy(proto)
-    graph, zips = changed.graph, list[ZipMap]()
+    graph, zipmaps = changed.graph, list[ZipMap]()
     makers = {y: node for node in graph.node for y in node.output}
     types = {v.name: v.type for v in graph.value_info}
     for i, y in enumerate(list(graph.output)):
@@ -64,24 +65,24 @@ def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
                 "select_model_inputs_outputs(model, outputs=[...]) first"
             )
         added = node.input[0] not in [v.name for v in graph.output]
-        own = ZipMap(deepcopy(node), deepcopy(y), i, added)
-        zips.append(own)
+        zipmap = ZipMap(deepcopy(node), deepcopy(y), i, added)
+        zipmaps.append(zipmap)
         graph.node.remove(node)
         y.Clear()
-        y.name = own.tensor
+        y.name = zipmap.tensor
         y.type.tensor_type.elem_type = TensorProto.FLOAT
-        if own.tensor in types:
-            y.type.CopyFrom(types[own.tensor])
-    for own in reversed(zips):
-        if not own.added:
-            del graph.output[own.index]
-    return changed, zips
+        if zipmap.tensor in types:
+            y.type.CopyFrom(types[zipmap.tensor])
+    for zipmap in reversed(zipmaps):
+        if not zipmap.added:
+            del graph.output[zipmap.index]
+    return changed, zipmaps
 
 
-def restore_zipmaps(proto: ModelProto, zips: Sequence[ZipMap], classes: Classes | None) -> None:
-    """Put the ZipMaps back, in place, for new `classes`; None: for the old ones."""
-    for own in zips:
-        node, output = deepcopy(own.node), deepcopy(own.output)
+def restore_zipmaps(proto: ModelProto, zipmaps: Sequence[ZipMap], classes: Classes | None) -> None:
+    """Put the ZipMaps back, in place, for the new `classes`; None keeps the old classes."""
+    for zipmap in zipmaps:
+        node, output = deepcopy(zipmap.node), deepcopy(zipmap.output)
         if classes is not None:
             text = isinstance(classes[0], str)
             del node.attribute[:]
@@ -97,20 +98,21 @@ def restore_zipmaps(proto: ModelProto, zips: Sequence[ZipMap], classes: Classes 
             kind = output.type.sequence_type.elem_type.map_type
             kind.key_type, kind.value_type.tensor_type.elem_type = key, TensorProto.FLOAT
         proto.graph.node.append(node)
-        if own.added:
-            proto.graph.output[own.index].CopyFrom(output)
+        if zipmap.added:
+            proto.graph.output[zipmap.index].CopyFrom(output)
         else:
-            proto.graph.output.insert(own.index, output)
+            proto.graph.output.insert(zipmap.index, output)
 
 
 def has_labels(layer: Layer, nodes: Sequence[ir.Node], affected: set[ir.Value]) -> bool:
     """Return whether one of the `nodes` behind `layer` returns labels of its units."""
-    return layer.kind == "classifier" or any(_looks_up(node, affected) for node in nodes)
+    return layer.kind == "classifier" or any(_looks_up_label(node, affected) for node in nodes)
 
 
-def _looks_up(node: ir.Node, affected: set[ir.Value]) -> bool:
+def _looks_up_label(node: ir.Node, affected: set[ir.Value]) -> bool:
+    """Return whether `node` reads labels from a table, by an index that is in `affected`."""
     if node.domain == "ai.onnx.ml":
-        return node.op_type in _LOOKUPS
+        return operator_of(node).lookup_operand is not None
     if node.domain or node.op_type != "Gather":
         return False
     table, index = node.inputs[:2]
@@ -132,9 +134,9 @@ def write_labels(
     Args:
         op: emitter of the graph.
         layer: the last layer.
-        nodes: those behind it in the file.
-        indices: of the outputs of the graph that depend on it.
-        classes: the new ones.
+        nodes: the nodes behind the layer in the file.
+        indices: indices of the outputs of the graph that depend on the layer.
+        classes: the new classes.
         activation: as for `change_activation`.
 
     Raises:
@@ -153,7 +155,7 @@ def write_labels(
     if rank(layer.y) not in (2, None):
         raise ValueError(f"the scores {layer.y.name!r} are no matrix")
     with op.at(None):
-        scores = _scores(op, layer, nodes, outputs, activation)
+        scores = _write_scores(op, layer, nodes, outputs, activation)
         winner = {k: op.ArgMax(layer.y, axis=1, keepdims=k) for k in (0, 1)}
         table = op.const(np.array(classes, object if isinstance(classes[0], str) else np.int64))
         for i, y in zip(indices, outputs, strict=True):
@@ -169,16 +171,16 @@ def write_labels(
             op.graph.outputs[i] = new
 
 
-def _scores(
+def _write_scores(
     op: Emit,
     layer: Layer,
     nodes: Sequence[ir.Node],
     outputs: Sequence[ir.Value],
     activation: str | None,
 ) -> ir.Value:
-    """Return what the classifier returns beside labels: its scores after the activation."""
+    """Write the activation of the scores, which the classifier returns beside labels."""
     if activation == "same":
-        probable = any(n.op_type in _PROBABILITIES for n in nodes)
+        probable = any(n.op_type in ("Sigmoid", "Softmax") for n in nodes)
         probable |= any(value_range(y) >= (0, 0) and value_range(y)[1] <= 1 for y in outputs)
         activation = "softmax" if probable or layer.probable else None
     if activation is None:

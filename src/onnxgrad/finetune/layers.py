@@ -1,4 +1,4 @@
-"""Linear and convolutional layers: where their weights are, and how they become standard ones."""
+"""Linear and convolutional layers: where their weights are, in standard operators and others."""
 
 from __future__ import annotations
 
@@ -18,34 +18,8 @@ from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.shapes import dims, rank, static
 
-MICROSOFT, ML = "com.microsoft", "ai.onnx.ml"
-
-# (domain, operator) -> index of the weights, of the bias (None: it has none)
-_OPERANDS: dict[tuple[str, str], tuple[int, int | None]] = {
-    ("", "MatMul"): (1, None),
-    ("", "Gemm"): (1, 2),
-    ("", "Conv"): (1, 2),
-    ("", "ConvTranspose"): (1, 2),
-    (MICROSOFT, "FusedMatMul"): (1, None),
-    (MICROSOFT, "FusedGemm"): (1, 2),
-    (MICROSOFT, "FusedConv"): (1, 2),
-    (MICROSOFT, "MatMulNBits"): (1, 5),
-}
-_OF_ML = frozenset("LinearClassifier LinearRegressor SVMClassifier SVMRegressor".split())
-_CONVOLUTIONS = frozenset("Conv FusedConv ConvTranspose".split())
-_PRODUCTS = frozenset("Gemm MatMul FusedMatMul FusedGemm".split())
-_OF_INTEGERS = (
-    "QLinearConv QLinearMatMul ConvInteger MatMulInteger MatMulIntegerToFloat "
-    "DynamicQuantizeMatMul QGemm"
-).split()
-_REFUSED = {
-    "Einsum": "the weights of an Einsum have no fixed layout",
-    **dict.fromkeys(_OF_INTEGERS, "it computes in integers"),
-    "MatMulBnb4": "its weights are quantized",
-    "GemmFastGelu": "its activation is a part of it",
-}
 BIAS_ADDS = ("Add", "Sum")
-_SPLIT = frozenset("FusedConv FusedGemm MatMulNBits".split())
+FLOAT = ir.DataType.FLOAT
 
 
 @dataclass
@@ -53,17 +27,17 @@ class Layer:
     """A layer that can be replaced.
 
     Attributes:
-        node: its node.
-        x: the value that it reads.
-        y: its result, with the bias.
-        kind: "linear", "convolution" or "classifier" (or regressor, of ai.onnx.ml).
-        shape: of the weights, (units, features, ...); units first for every kind.
-        axis: of the units in `y`, counted from the end.
-        dtype: of the weights.
-        bias: whether it has one.
-        add: the Add of the bias, if that is a node of its own; perhaps behind a Cast or Dropout.
-        addend: which of its operands is the bias.
-        probable: whether it returns probabilities.
+        node: the node that multiplies by the weights.
+        x: the data.
+        y: the result, with the bias.
+        kind: "linear" or "convolution"; of ai.onnx.ml, "classifier" or "regressor".
+        shape: shape of the weights, (units, features, ...); units first for every kind.
+        axis: axis of the units in `y`, counted from the end.
+        dtype: dtype of the weights.
+        bias: whether the layer has a bias.
+        add: the Add of the bias, if another node adds it; perhaps behind a Cast or Dropout.
+        addend: index of the bias among the operands of `add`.
+        probable: whether the node returns probabilities.
     """
 
     node: ir.Node
@@ -85,12 +59,13 @@ class Layer:
 
     @property
     def weights(self) -> list[ir.Value]:
-        """The values that hold its weights and bias in the file."""
-        weight, bias = _OPERANDS.get((standard(self.node.domain), self.node.op_type), (None, None))
-        own = [self.node.inputs[i] for i in (weight, bias) if i is not None and _has(self.node, i)]
+        """The values that hold the weights and the bias in the file."""
+        if not is_product(self.node):  # they are attributes
+            return []
+        values = [self.node.inputs[1], _operand_of_role(self.node, "b")]
         if self.add is not None:
-            own.append(self.add.inputs[self.addend])
-        return [v for v in own if v is not None]
+            values.append(self.add.inputs[self.addend])
+        return [v for v in values if v is not None]
 
 
 def note_constants(graph: ir.Graph) -> None:
@@ -107,65 +82,81 @@ def data_values(graph: ir.Graph) -> set[ir.Value]:
     return dependents(graph, (x for x in graph.inputs if x.const_value is None))
 
 
+def is_product(node: ir.Node) -> bool:
+    """Return whether `node` multiplies matrices or convolves: its second operand may be weights."""
+    return not operator_of(node).traits.isdisjoint(("product", "convolution"))
+
+
+def _operand_of_role(node: ir.Node, role: str) -> ir.Value | None:
+    """Return the first operand with a role, as `operators.records` lists them, if it is present."""
+    index = operator_of(node).roles.find(role)
+    return node.inputs[index] if 0 <= index < len(node.inputs) else None
+
+
 def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
-    """Return the layer that `node` computes, why it cannot be replaced, or None if it is none.
+    """Return the layer of `node`, the reason why it stays, or None if the node is no layer.
 
     Args:
         node: a node of a graph whose shapes are inferred.
         data: `data_values` of the graph.
     """
-    key = (standard(node.domain), node.op_type)
-    if key == ("com.microsoft.nchwc", "Conv"):
+    operator, domain = operator_of(node), standard(node.domain)
+    if domain == "com.microsoft.nchwc" and node.op_type == "Conv":
         return "its layout is of one machine: take the model before onnxruntime optimized it"
-    if key[0] == ML and key[1] in _OF_ML:
-        return _of_ml(node)
-    if key[0] in ("", MICROSOFT) and key[1] in _REFUSED:
-        return _REFUSED[key[1]]
-    if key not in _OPERANDS or data.isdisjoint(node.outputs):
+    if "coefficients" in dict(operator.coefficients):
+        return _layer_of_ml(node)
+    if node.op_type == "Einsum" and not domain:
+        return "the weights of an Einsum have no fixed layout"
+    if not is_product(node):
         return None
-    weight, bias = _OPERANDS[key]
-    x, w = node.inputs[0], node.inputs[weight]
+    if "quantized" in operator.traits:
+        return "it computes in integers"
+    if not operator.is_covered:
+        return "it has no gradient"
+    if node.op_type == "GemmFastGelu":
+        return "its activation is a part of it"
+    if data.isdisjoint(node.outputs):
+        return None
+    x, w = node.inputs[:2]
     if x is None or w is None or w in data:
         return None if x in data and w in data else "its weights are not its second operand"
-    if bias is not None and _has(node, bias) and node.inputs[bias] in data:
+    if _operand_of_role(node, "b") in data:
         return "its bias is computed from data"
-    if key[1] == "MatMulNBits":
+    if node.op_type == "MatMulNBits":
         n, k = (int_attribute(node, name) for name in "NK")
         quantized = Layer(node, x, node.outputs[0], "linear", (n, k), -1, x.dtype or FLOAT)
         return _include_add(quantized, data)
     shape = static(dims(w))
     if shape is None or w.dtype is None:
         return f"the shape of its weights {w.name!r} is unknown"
-    layer = _of_shape(node, x, shape, w.dtype)
+    layer = _layer_of_shape(node, x, shape, w.dtype)
     return layer if isinstance(layer, str) else _include_add(layer, data)
 
 
-FLOAT = ir.DataType.FLOAT
-
-
-def _of_shape(
+def _layer_of_shape(
     node: ir.Node, x: ir.Value, shape: tuple[int, ...], dtype: ir.DataType
 ) -> Layer | str:
     """Return the layer of a product or convolution with weights of `shape`, without an Add."""
     y = node.outputs[0]
-    if node.op_type in _CONVOLUTIONS:
+    bias = _operand_of_role(node, "b") is not None
+    if "convolution" in operator_of(node).traits:
         if int_attribute(node, "group") != 1:
             return "it is a convolution in groups"
-        if _has(node, 3):
+        if _operand_of_role(node, "a") is not None:
             return "another tensor is added in it"
-        if node.op_type == "ConvTranspose":
+        if columns_are_units(node):
             shape = (shape[1], shape[0], *shape[2:])
-        return Layer(node, x, y, "convolution", shape, 1 - len(shape), dtype, _has(node, 2))
+        return Layer(node, x, y, "convolution", shape, 1 - len(shape), dtype, bias)
     if len(shape) != 2:
         return f"its weights have the shape {list(shape)}"
     if node.attributes.get_int("transBatchB", 0):
         return "its weights are transposed over batches"
-    if not node.attributes.get_int("transB", 0):
+    if columns_are_units(node):
         shape = (shape[1], shape[0])
-    return Layer(node, x, y, "linear", shape, -1, dtype, "Gemm" in node.op_type and _has(node, 2))
+    return Layer(node, x, y, "linear", shape, -1, dtype, bias)
 
 
-def _of_ml(node: ir.Node) -> Layer | str:
+def _layer_of_ml(node: ir.Node) -> Layer | str:
     """Return the layer of a linear model of ai.onnx.ml."""
     attributes, x = node.attributes, node.inputs[0]
     regressor = node.op_type.endswith("Regressor")
@@ -199,10 +190,6 @@ def _of_ml(node: ir.Node) -> Layer | str:
     return Layer(node, x, y, kind, (units, width), -1, FLOAT, True, probable=probable)
 
 
-def _has(node: ir.Node, index: int) -> bool:
-    return len(node.inputs) > index and node.inputs[index] is not None
-
-
 def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
     """Return `layer` with the Add behind it, if that adds one number to each unit."""
     node, index = _only_reader(layer.node.outputs[0])
@@ -223,26 +210,25 @@ def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
 
 
 def _only_reader(value: ir.Value) -> tuple[ir.Node | None, int]:
-    """Return the only node that reads `value`, and as which operand; None if others do, too."""
+    """Return the only node that reads `value`, and the index of the operand; else None and 0."""
     uses = list(value.uses())
     return uses[0] if len(uses) == 1 and not value.is_graph_output() else (None, 0)
 
 
 def columns_are_units(node: ir.Node) -> bool:
     """Return whether the weights of a layer have the shape (features, units, ...) in the file."""
-    bare = node.op_type in _PRODUCTS and not node.attributes.get_int("transB", 0)
-    return bare or node.op_type == "ConvTranspose"
+    if "product" in operator_of(node).traits:
+        return not node.attributes.get_int("transB", 0)
+    return node.op_type.startswith("ConvTranspose")
 
 
 def operands(layer: Layer) -> list[tuple[ir.Node, int]]:
-    """Return where the weights of a layer are read, and its bias if it has one: node and index."""
-    node, add = layer.node, layer.add
-    weight, bias = _OPERANDS[standard(node.domain), node.op_type]
-    places = [(node, weight)]
-    if add is not None:
-        places.append((add, layer.addend))
-    elif layer.bias and bias is not None:
-        places.append((node, bias))
+    """Return the operands with weights, and with bias if the layer has one: node and index."""
+    places = [(layer.node, 1)]
+    if layer.add is not None:
+        places.append((layer.add, layer.addend))
+    elif layer.bias:
+        places.append((layer.node, operator_of(layer.node).roles.index("b")))
     return places
 
 
@@ -256,13 +242,13 @@ def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> i
 
 
 def standardize(op: Emit, layer: Layer) -> None:
-    """Let standard operators compute `layer`, in place, with its old weights or none.
+    """Let standard operators compute `layer`, in place.
 
-    Operators of ai.onnx.ml become a Gemm, quantized ones a MatMul; the activation of a fused
-    operator becomes a node of its own.
+    Operators of ai.onnx.ml become a Gemm without weights, quantized ones a MatMul without weights;
+    the activation of a fused operator becomes a separate node.
     """
     node = layer.node
-    if node.op_type in _SPLIT:
+    if "activation" in node.attributes or node.op_type == "MatMulNBits":
         _split_fused(op, layer)
     elif layer.kind in ("classifier", "regressor"):
         with op.at(node):
@@ -276,7 +262,7 @@ def standardize(op: Emit, layer: Layer) -> None:
 
 def state_rank(model: ir.Model, layer: Layer) -> None:
     """State the rank of the result of `layer`, where inference stopped before it, in place."""
-    convolves = layer.node.op_type in _CONVOLUTIONS
+    convolves = "convolution" in operator_of(layer.node).traits
     if rank(layer.y) is None and (convolves or layer.node.op_type == "Gemm"):
         for y in {layer.y, layer.node.outputs[0]}:
             y.shape = ir.Shape([None, layer.units, *[None] * (len(layer.shape) - 2)])
@@ -294,8 +280,8 @@ def _split_fused(op: Emit, layer: Layer) -> None:
     with op.at(node):
         if node.op_type == "MatMulNBits":
             y = op.emit("MatMul", [layer.x, None], {}, fresh=True)
-            if _has(node, 5):
-                y = op.emit("Add", [y, node.inputs[5]], {}, fresh=True)
+            if (bias := _operand_of_role(node, "b")) is not None:
+                y = op.emit("Add", [y, bias], {}, fresh=True)
                 layer.bias, layer.add = True, y.producer()
             linear = y
         else:

@@ -1,4 +1,4 @@
-"""Which layer is the last on the way to an output, or the one that a user names."""
+"""The layers to replace: the last one before an output, or the layers that a user names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from onnx import ModelProto
 
 from onnxgrad.errors import argument, named, node_text, unknown
 from onnxgrad.finetune.head_groups import nodes_text, shortened, suggestions
-from onnxgrad.finetune.layers import BIAS_ADDS, Layer, data_values, layer_of
+from onnxgrad.finetune.layers import BIAS_ADDS, Layer, data_values, is_product, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.flow import value_operands
-
-_LINEAR = frozenset("MatMul Gemm Conv ConvTranspose FusedMatMul FusedGemm FusedConv".split())
 
 
 class Search:
@@ -35,13 +33,13 @@ class Search:
         self.adapted = {name for note in notes for name in (note["weight"], *note["tensors"])}
 
     def last(self, outputs: Iterable[ir.Value]) -> Layer:
-        """Return the only layer that is the last one before each of `outputs`.
+        """Return the only layer before `outputs` that no other layer follows on the way.
 
         Raises:
-            ValueError: there is none, or several, or it cannot be replaced.
+            ValueError: no layer precedes the outputs, several do, or the layer cannot be replaced.
         """
         chosen = list(outputs)
-        layers, reasons = self._last(chosen)
+        layers, reasons = self._search_backwards(chosen)
         self._refuse_adapted(layers)
         if len(layers) == 1 and not reasons:
             return layers[0]
@@ -66,8 +64,10 @@ class Search:
             f"output by {named('add_head')}"
         )
 
-    def _last(self, outputs: Iterable[ir.Value]) -> tuple[list[Layer], dict[ir.Node, str]]:
-        """Return the layers that precede `outputs` first, and the nodes that cannot be replaced."""
+    def _search_backwards(
+        self, outputs: Iterable[ir.Value]
+    ) -> tuple[list[Layer], dict[ir.Node, str]]:
+        """Return the nearest layers before `outputs`, and nodes that stay there with the reason."""
         layers: dict[ir.Node, Layer] = {}
         reasons: dict[ir.Node, str] = {}
         stack, seen = list(outputs), set[ir.Value]()
@@ -86,7 +86,7 @@ class Search:
                 reasons[node] = (
                     f"trees have no layer: put a head in their place by {named('add_head')}"
                 )
-            elif any(n.op_type in _LINEAR for g in subgraphs(node) for n in all_nodes(g)):
+            elif any(is_product(n) for g in subgraphs(node) for n in all_nodes(g)):
                 reasons[node] = "it is in a subgraph, which may be computed several times or never"
             else:
                 stack += [*value_operands(node), *captured(node)]
@@ -118,13 +118,15 @@ class Search:
             layer = layer_of(node, self.data)
             if not isinstance(layer, Layer):
                 reason = layer or "it is no linear or convolutional layer with constant weights"
-                raise ValueError(f"{_at(names)} names {node_text(node)}, which stays: {reason}")
+                raise ValueError(
+                    f"{_text_of_at(names)} names {node_text(node)}, which stays: {reason}"
+                )
             layers.append(layer)
         if len({(layer.units, layer.kind) for layer in layers}) > 1:
             listed = [f"{node_text(y.node)} ({y.units} units)" for y in layers]
             raise ValueError(
-                f"{_at(names)} names layers that differ in their units: "
-                f"{shortened(listed)}; name one, or those of the classes"
+                f"{_text_of_at(names)} names layers that differ in their units: "
+                f"{shortened(listed)}; name one, or the layers of the classes"
             )
         self._refuse_adapted(layers)
         return layers
@@ -154,7 +156,7 @@ class Search:
         return readers
 
     def _constants_called(self, at: str) -> set[str]:
-        """Return the float constants that a name or pattern names, perhaps none."""
+        """Return the names of the float constants that a name or pattern names, perhaps none."""
         try:
             return set(matching_weights(self.proto, [at], f"layer ({argument('at')})"))
         except ValueError:
@@ -168,8 +170,8 @@ class Search:
         return next((y.node for y in layers if isinstance(y, Layer) and y.add is node), node)
 
 
-def _at(names: Sequence[str]) -> str:
-    """Return the argument `at` for messages."""
+def _text_of_at(names: Sequence[str]) -> str:
+    """Return the argument `at`, as messages show it."""
     return argument("at", names[0] if len(names) == 1 else list(names))
 
 
