@@ -62,9 +62,12 @@ def test_imports_run_down():
 
 
 def test_tasks_use_public_names_only():
+    """They ask the records of operators, too, so that they need no tables of names."""
     tasks = [name for name in module_files() if room(name) == "tasks"]
     used = {other for name in tasks for other in imported_modules(name)}
-    assert {other for other in used if room(other) not in ("tasks", "__init__")} == set()
+    records = ("onnxgrad.operators.__init__", "onnxgrad.operators.records")
+    others = {other for other in used if room(other) not in ("tasks", "__init__")}
+    assert others <= {*records}
 
 
 def test_no_circle():
@@ -182,10 +185,9 @@ def test_no_room_outgrows_its_budget():
 # files of upper rooms that still have such tables: who moves them into records drops the file here
 FILES_WITH_TABLES = set(
     """
-    cli/value_range explain/rollout
+    explain/rollout
     losses/applied_to losses/class_axis losses/class_columns losses/in_graph losses/logits
     losses/row_losses losses/value_range
-    sklearn/head tasks/detection_heads
     training/modes/inference_form training/parameters/choice training/parameters/flow
     training/parameters/roles training/parameters/surroundings training/run/row_parts
 """.split()

@@ -1,4 +1,4 @@
-"""What a file says of its last layer: the tensor that a loss reads, its columns, and the labels."""
+"""The last layer of a file: the tensor that a loss reads, its columns, and the labels."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class Head:
         classes: the labels in the order of the columns, if the file has them.
         shape: of `target` without the rows; None where it is not static.
         one_vs_rest: whether each column is the probability, or score, of one class against the
-            others, as a Sigmoid computes it.
+            other classes, as a Sigmoid computes it.
         flipped: whether the two columns are in the other order than `classes`, or the one column
-            is that of the first class.
-        decided: whether an activation computes the target, so that a loss sees what it holds.
-        shares: whether the columns were between 0 and 1 and had the sum 1, where the model was run.
+            is the score of the first class.
+        decided: whether an activation computes the target, which tells a loss whether it holds
+            scores or probabilities.
+        shares: whether the columns were between 0 and 1 and had the sum 1 when the model was run.
     """
 
     target: str
@@ -59,13 +60,13 @@ class Head:
         return array.reshape(len(array), *(self.shape or ()))
 
     def probe(self, computed: Mapping[str, np.ndarray]) -> None:
-        """Learn the shape of the target, and whether it agrees with the labels, from some rows.
+        """Set the shape of the target, and check its columns by the labels, from some rows.
 
         Args:
             computed: the tensors `target` and `label`.
 
         Raises:
-            ValueError: the labels are not those of the largest columns.
+            ValueError: in most rows, the label is not the class of the largest column.
         """
         values = computed[self.target]
         self.shape = values.shape[1:]
@@ -91,16 +92,16 @@ class Head:
         self.flipped = agreeing < 0.5
 
     def index(self, labels: np.ndarray) -> np.ndarray:
-        """Return the columns of labels that the file predicted."""
+        """Return the indices of the columns of labels that the file predicted."""
         assert self.classes is not None
         return ClassNames(self.classes.tolist()).encode(labels)[0]
 
 
 def read_head(proto: ModelProto, output: str | None = None) -> Head:
-    """Return what a model says of its end.
+    """Return the end of a model: the tensor that the loss reads, and the labels.
 
     Of two columns that hold the same score or probability with both signs, as skl2onnx writes them,
-    the target is the one column that they are computed from.
+    the target is the one column from which both are computed.
 
     Args:
         proto: the model.
@@ -115,10 +116,10 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     known = LabelNodes(proto)
     _refuse_pairs(known.computing(target))
     target, one_vs_rest = _before_normalization(known, _single_column(known, target))
-    activation = _activation(known.computing(target))
+    activation = _activation_name(known.computing(target))
     head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
     head.decided = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
-    head.shape = _shape(proto, target)
+    head.shape = _static_row_shape(proto, target)
     outputs = (y for y in proto.graph.output if not non_tensor(y))
     label = next((y for y in outputs if y.type.tensor_type.elem_type in _LABELS), None)
     node = None if label is None else known.computing(label.name)
@@ -152,17 +153,18 @@ def _single_column(known: LabelNodes, name: str) -> str:
     return column if mirrored else name
 
 
-def _activation(node: NodeProto | None) -> str:
+def _activation_name(node: NodeProto | None) -> str:
     """Return "LOGISTIC" or "SOFTMAX" if the node computes one; otherwise another text."""
     if node is None:
         return ""
-    post = {a.name: a.s for a in node.attribute}.get("post_transform", b"").decode()
-    names = {"Sigmoid": "LOGISTIC", "Softmax": "SOFTMAX", "LogSoftmax": "SOFTMAX"}
-    return names.get(node.op_type, post)
+    if node.op_type in ("Softmax", "LogSoftmax"):
+        return "SOFTMAX"
+    stated = {a.name: a.s for a in node.attribute}.get("post_transform", b"").decode()
+    return "LOGISTIC" if node.op_type == "Sigmoid" else stated
 
 
 def _before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
-    """Return the scores s of 1 / (1 + exp(-s)), divided by their sum, and whether it is that.
+    """Return the scores s of 1 / (1 + exp(-s)), divided by their sum, and whether `name` is this.
 
     skl2onnx writes it for linear models with several classes. Its gradient is NaN where exp(-s)
     overflows.
@@ -188,7 +190,8 @@ def _refuse_pairs(node: NodeProto | None) -> None:
         )
 
 
-def _shape(proto: ModelProto, target: str) -> tuple[int, ...] | None:
+def _static_row_shape(proto: ModelProto, target: str) -> tuple[int, ...] | None:
+    """Return the shape of a tensor without the axis of rows, None if it is not static."""
     kind = select_model_inputs_outputs(proto, [target]).graph.output[0].type.tensor_type
     sizes = [d.dim_value for d in kind.shape.dim[1:]]
     return tuple(sizes) if kind.HasField("shape") and kind.shape.dim and all(sizes) else None

@@ -1,7 +1,7 @@
 """Tasks: what a job needs beside a `Trainer`: reader, loss, metrics, predictions.
 
-A module a task, each with a class of one scheme: see `Task`. They use the public names only, so
-that each is also an example of how to write one's own.
+A module a task, each with a class of one scheme: see `Task`. They use the public names, and
+the records of operators, so that each is also an example of how to write one's own.
 
 Examples:
     >>> import onnxgrad as og

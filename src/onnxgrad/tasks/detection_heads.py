@@ -1,4 +1,4 @@
-"""Detectors: what their outputs mean, and how boxes are read from them."""
+"""The outputs of detectors: their layouts, and the boxes that are read from them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 import onnxgrad as og
+from onnxgrad.operators import REORDERS, SELECTS, operator_of
 from onnxgrad.tasks.base import Runner, inputs_of, outputs_of
 
 _LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
@@ -19,14 +20,12 @@ _MOST = 100  # boxes of a class in a picture, as COCO counts
 JOINED = "detections"  # the output of a model with two outputs that the loss reads
 _SETS = ("detr", "rtdetr")
 _KINDS = ("yolov8", "yolov8_dfl", "yolox", "detr", "rtdetr")
-MOVERS = frozenset(
-    "Cast Concat Flatten Identity Reshape Slice Split Squeeze Transpose Unsqueeze".split()
-)
+MOVERS = REORDERS | SELECTS
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the output of a detector means; N pictures, A anchors or queries, C classes.
+    """The layout of the output of a detector, with N pictures, A anchors or queries, C classes.
 
     Attributes:
         kind: "yolov8": (N, 4 + C, A), center, width and height in pixels, then classes;
@@ -83,8 +82,8 @@ class Head:
 
         Returns:
             "boxes" (x1, y1, x2, y2 in pixels) and "classes"; with "yolox" also "objectness"; with
-            "yolov8_dfl" also "distances", logits (N, A, 4, R). Of "detr" and "rtdetr", "raw" are
-            the boxes as they are.
+            "yolov8_dfl" also "distances", logits (N, A, 4, R). With "detr" and "rtdetr", "raw" are
+            the boxes as the model returns them.
         """
         height, width = self.size
         anchors = self.anchors if self.has_anchors else np.zeros((0, 3), np.float32)
@@ -135,13 +134,17 @@ def _check_kind(kind: str) -> None:
 
 
 def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int, size: Any) -> Head:
-    """Return what the output of a model means.
+    """Return the layout of the output of a model.
 
-    `named` is the number of classes that the model names, 0 if it does not; `wanted` that of the
-    data, or the same.
+    Args:
+        model: the detector.
+        kind: the layout or its name; None: by the shapes of the outputs.
+        named: the number of classes that the model names, 0 if it names none.
+        wanted: the number of classes of the data.
+        size: height and width of the pictures, one number for both, or None.
 
     Raises:
-        ValueError: it does not say the size of its pictures, or what its outputs are.
+        ValueError: the size of the pictures is unknown, or no layout fits the outputs.
     """
     if isinstance(kind, Head):
         return kind
@@ -152,7 +155,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
         raise ValueError(f"image_size={size}: pictures in {name!r} are {high} x {wide} pixels")
     shapes = list(outputs.values())
     if kind is None:
-        kind = _kind(shapes, named, wanted)
+        kind = _kind_of_shapes(shapes, named, wanted)
     _check_kind(kind)
     of_boxes = boxes_first(outputs)[0] if kind in _SETS else None
     if of_boxes is not None:
@@ -173,7 +176,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     return Head(kind, columns, (height, width), sigmoids, kind != "yolox" or exponents)
 
 
-def _kind(shapes: list[tuple], named: int, wanted: int) -> str:
+def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
     """Return the kind of outputs of these shapes."""
     if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and any(s[2] == 4 for s in shapes):
         columns = sum(s[2] or 0 for s in shapes) - 4
@@ -191,18 +194,18 @@ def _kind(shapes: list[tuple], named: int, wanted: int) -> str:
 
 
 def boxes_first(outputs: dict[str, tuple]) -> list[str]:
-    """Return the names of the outputs of a set: that of the boxes (N, Q, 4), that of the classes.
+    """Return the names of the two outputs of a set: boxes (N, Q, 4), then classes.
 
     Raises:
-        ValueError: others, or the classes are four and no name speaks of boxes.
+        ValueError: there are other outputs, or four classes and no output with "box" in its name.
     """
     fours = [name for name, shape in outputs.items() if shape[2:] == (4,)]
     named = [name for name in fours if "box" in name.lower()]
     found = fours if len(fours) == 1 else named
     if len(outputs) != 2 or len(found) != 1:
         raise ValueError(
-            f"a set has boxes (N, Q, 4) and classes, and the outputs are {outputs}: name that of "
-            "the boxes 'boxes'"
+            f"a set has boxes (N, Q, 4) and classes, and the outputs are {outputs}: name the one "
+            "of the boxes 'boxes'"
         )
     return [*found, *(name for name in outputs if name not in found)]
 
@@ -224,12 +227,12 @@ def input_of(model: ModelProto) -> tuple:
 
 
 def output_shapes(model: ModelProto) -> dict[str, tuple]:
-    """Return the lengths of each output but the one that only the loss reads, None if unknown."""
+    """Return the lengths of the outputs, None if unknown; without the one that the loss reads."""
     return {name: shape for name, shape in outputs_of(model).items() if name != JOINED}
 
 
 def has_sigmoid(x: ir.Value) -> bool:
-    """Return whether a Sigmoid computes some of the elements of `x`, which others only move."""
+    """Return whether some elements of `x` are results of a Sigmoid, moved at most."""
     node = x.producer()
     if node is None or (node.op_type != "Sigmoid" and node.op_type not in MOVERS):
         return False
@@ -250,10 +253,10 @@ def class_layers(model: ModelProto, head: Head) -> list[str]:
         if node.op_type in MOVERS or node.op_type == "Sigmoid":
             for x in node.inputs if node.op_type == "Concat" else node.inputs[:1]:
                 visit(x)
-        elif node.op_type in ("Conv", "MatMul", "Gemm", "Add"):
+        elif node.op_type == "Add" or operator_of(node).traits & {"product", "convolution"}:
             tensors = [x for x in node.inputs if x is not None and x.const_value is not None]
             sizes = [list(x.shape or ()) for x in tensors]
-            at = 0 if node.op_type == "Conv" else -1
+            at = 0 if "convolution" in operator_of(node).traits else -1
             columns = head.classes + (head.kind == "detr")
             if sizes and sizes[0][at:][:1] == [columns]:
                 found.append([str(x.name) for x in tensors])
@@ -274,7 +277,7 @@ class Decoder:
     def __init__(self, head: Head) -> None:
         self.head = head
         self._runs: dict[Any, Callable[..., list]] = {}
-        self._last: tuple = (None, [])
+        self._newest: tuple = (None, [])
 
     def __deepcopy__(self, memo: Any) -> Decoder:
         return self  # a session cannot be copied
@@ -285,14 +288,16 @@ class Decoder:
         Args:
             prediction: the output (N, ...).
             score: the least probability.
-            iou: the largest overlap of two boxes of a class; those of sets are all kept.
+            iou: the largest overlap of two boxes of a class; of a set, all boxes are kept.
         """
         key = (prediction.shape[1:], score, iou)
         seen = key, zlib.crc32(np.ascontiguousarray(prediction).data)
-        if self._last[0] == seen:  # by another metric
-            return self._last[1]
+        if self._newest[0] == seen:  # asked before, by another metric
+            return self._newest[1]
         if key not in self._runs:
-            self._runs[key] = compiled(self._write(score, iou), (None, *prediction.shape[1:]))
+            self._runs[key] = compiled(
+                self._write_suppression(score, iou), (None, *prediction.shape[1:])
+            )
         boxes, scores, chosen = self._runs[key](np.asarray(prediction, np.float32))
         rows, classes, at = chosen.T
         found = np.concatenate(
@@ -301,7 +306,7 @@ class Decoder:
         found = found[np.argsort(-found[:, 1], kind="stable")]
         order = rows[np.argsort(-scores[rows, classes, at], kind="stable")]
         results = [found[order == row] for row in range(len(prediction))]
-        self._last = seen, results
+        self._newest = seen, results
         return results
 
     def lists(
@@ -311,7 +316,7 @@ class Decoder:
         true = [boxes[boxes[:, 0] >= 0, :5] for boxes in label]
         return self(prediction, _LEAST, _OVERLAP), true
 
-    def _write(self, score: float, iou: float) -> Callable[..., Sequence]:
+    def _write_suppression(self, score: float, iou: float) -> Callable[..., Sequence]:
         def write(op: Any, x: ir.Value) -> Sequence:
             parts = self.head.read(op, x)
             scores = self.head.scores(op, parts, self.head.probabilities)
