@@ -48,21 +48,33 @@ def test_joined_modules_of_the_network_stay_one(module, tmp_path):
 
 
 def joined_model(reader: str = "split") -> onnx.ModelProto:
-    """Return joined weights of q, k and v, with a bias, and what the builder writes behind it."""
+    """Return joined weights of q, k and v, with a bias, and what the builder writes behind it.
+
+    A `reader` of com.microsoft is an attention that reads all three in one operand.
+    """
     text = """f (float[N,4] x) => (float[N,8] q, float[N,2] k, float[N,2] v) { p = MatMul(x, w)
         s = Add(p, bias) q, k, v = Split<axis = -1>(s, sizes) }"""
     if reader == "unknown":
         text = """f (float[N,4] x) => (float[N,12] y) { p = MatMul(x, w) s = Add(p, bias)
             y = Add(s, sizes) }"""
-    sizes = np.array([8, 2, 2]) if reader == "split" else np.ones(12, np.float32)
+    if reader == "clipped":  # as some networks do with q, k and v
+        text = text.replace("s = Add(p, bias)", "a = Add(p, bias) s = Clip(a)")
+    if reader.endswith("Attention"):
+        text = f"""f (float[N,T,4] x, float[N,2,P,4] c, int32[N] n, int32 t) => (float[N,T,8] y)
+            {{ p = MatMul(x, w) s = Add(p, bias)
+            y = com.microsoft.{reader}<num_heads = 4, kv_num_heads = 1>(s, , , c, c, n, t) }}"""
+    sizes = np.array([8, 2, 2]) if reader in ("split", "clipped") else np.ones(12, np.float32)
     model = random_model(text, w=(4, 12), bias=(12,), sizes=sizes)
     return rename_constants(model, {"w": f"{LAYER}.attn.qkv_proj.MatMul.weight"})
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_a_split_tells_the_columns_of_q_k_and_v(use_dora, tmp_path):
-    """As for Qwen3, where norms stand between the product and attention."""
-    model, columns = joined_model(), {"q": slice(8), "k": slice(8, 10), "v": slice(10, 12)}
+@pytest.mark.parametrize(
+    ("reader", "use_dora"),
+    [("split", False), ("split", True), ("clipped", False), ("SparseAttention", False)],
+)
+def test_a_reader_tells_the_columns_of_q_k_and_v(reader, use_dora, tmp_path):
+    """As a Split for Qwen3, where norms stand between the product and attention."""
+    model, columns = joined_model(reader), {"q": slice(8), "k": slice(8, 10), "v": slice(10, 12)}
     adapted = shaken(og.add_lora(model, "*qkv*", rank=2, use_dora=use_dora))
     tensors = saved_tensors(adapted, tmp_path)
     count = 3 if use_dora else 2

@@ -243,6 +243,12 @@ FRONTS = {  # how a file says on which values its model was trained, and options
     "Div": ("y = Div(x, c)", {"c": [255.0]}, PIXELS),
     "Mul": ("y = Mul(c, x)", {"c": [1 / 255]}, PIXELS),
     "Sub": ("y = Sub(x, c)", {"c": [[[123.7]], [[116.8]], [[103.9]]]}, PIXELS),
+    "Sub of channels in another order": (
+        "o = Constant<value_ints=[2, 1, 0]>() r = Gather<axis=1>(x, o) y = Sub(r, c)",
+        {"c": [[[103.9]], [[116.8]], [[123.7]]]},
+        PIXELS,
+    ),
+    "Div behind an Add": ("a = Add(x, o) y = Div(a, c)", {"o": [1.0], "c": [255.0]}, PIXELS),
     "integers": (QUANTIZED, {"c": 1.0}, PIXELS),
     "signed integers": (QUANTIZED.replace("uint8", "int8"), {"c": 1 / 128}, SHARES),
     "BatchNormalization": (NORMALIZED, {**UNITS, "s": np.full(3, 3 * 70.0**2)}, PIXELS),

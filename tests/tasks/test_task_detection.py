@@ -11,6 +11,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.tasks.detection import Detection, Head, detection_loss
+from onnxgrad.tasks.detection_heads import has_sigmoid
 from onnxgrad.tasks.detection_losses import matcher
 from tests.support.detection_cases import (
     anchor_points,
@@ -374,6 +375,13 @@ def small_detr(classes=2, queries=6):
     lengths = {"logits_shape": [0, queries, classes + 1], "boxes_shape": [0, queries, 4]}
     lengths = {name: np.int64(shape) for name, shape in lengths.items()}
     return parse_model(text, opset=20, **random_weights(shapes), **lengths)
+
+
+@pytest.mark.parametrize("moved", ["Gather(p, i)", "DepthToSpace<blocksize=1>(p)", "Neg(p)"])
+def test_probabilities_are_found_behind_all_that_moves_them(moved):
+    text = "f (float[N,4,8,8] x, int64[2] i) => (float[A,B,C,D] y) "
+    graph = ir.from_proto(parse_model(f"{text} {{ p = Sigmoid(x) y = {moved} }}")).graph
+    assert has_sigmoid(graph.outputs[0]) == (moved != "Neg(p)")
 
 
 @pytest.mark.parametrize(
