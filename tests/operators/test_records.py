@@ -40,7 +40,7 @@ def misfits(key: tuple[str, str]) -> Iterator[str]:
     operands, variadic = len(schema.inputs), any(x.option.name == "Variadic" for x in schema.inputs)
     if len(operator.roles) > operands and not variadic:
         yield f"roles of {len(operator.roles)} of {operands} operands"
-    if set(operator.roles) - set("xafbsorqtphmwck"):
+    if set(operator.roles) - set("xafbsorqtphmwckeilv"):
         yield f"unknown roles in {operator.roles!r}"
     if operator.naming is not None:
         attribute, operand, _ = operator.naming

@@ -82,23 +82,34 @@ def _declare_elementwise(names: str, traits: str, **fields: Any) -> None:
     declare_operators(names, f"elementwise {traits}", shape=shape, axes=broadcast_axis, **fields)
 
 
-_SUM: dict[str, Any] = {"traits": "cheap arithmetic exact sums", "straight_through": ()}
+_SUM: dict[str, Any] = {
+    "traits": "cheap arithmetic exact sums",
+    "roles": "a",
+    "straight_through": (),
+}
 
 _declare_elementwise("Neg", "cheap arithmetic exact sums")
 _declare_elementwise("Ceil Floor Round", "cheap arithmetic", no_gradient=PIECEWISE)
-_declare_elementwise("Max Min", "cheap arithmetic exact", roles="c", straight_through=())
+_declare_elementwise("Max Min", "cheap arithmetic exact bounds", roles="v", straight_through=())
 _declare_elementwise("Add", elements=of_numbers(operator.add), **_SUM)
 _declare_elementwise("Sub", elements=of_numbers(operator.sub), **_SUM)
 _declare_elementwise(
-    "Mul", "cheap arithmetic exact", elements=of_each(multiply_lengths), straight_through=()
+    "Mul",
+    "cheap arithmetic exact powers",
+    roles="e",
+    elements=of_each(multiply_lengths),
+    straight_through=(),
 )
-_declare_elementwise("Div", "cheap arithmetic exact", elements=of_numbers(_truncated_quotient))
-_declare_elementwise("Abs Mean", "cheap")
-_declare_elementwise("Reciprocal Sqrt", "cheap exact")
+_declare_elementwise(
+    "Div", "cheap arithmetic exact powers", roles="e", elements=of_numbers(_truncated_quotient)
+)
+_declare_elementwise("Abs", "cheap powers")
+_declare_elementwise("Mean", "cheap", roles="a")
+_declare_elementwise("Reciprocal Sqrt", "cheap exact powers")
 _declare_elementwise("Relu", "cheap", straight_through=(0,))
-_declare_elementwise("Sum", "cheap sums", straight_through=())
+_declare_elementwise("Sum", "cheap sums", roles="a", straight_through=())
 _declare_elementwise("Sign", "cheap", no_gradient=PIECEWISE)
-_declare_elementwise("Mod", "cheap", roles="c", elements=of_numbers(_nonnegative_remainder))
+_declare_elementwise("Mod", "cheap", roles="v", elements=of_numbers(_nonnegative_remainder))
 _declare_elementwise(
     "Where",
     "cheap sums",
@@ -109,6 +120,7 @@ _declare_elementwise(
 )
 _declare_elementwise("BitwiseAnd BitwiseNot BitwiseOr BitwiseXor", "cheap", no_gradient=_OF_BITS)
 declare_operators("BitCast BitShift", no_gradient=_OF_BITS)
+declare_operators("BitShift BitwiseAnd BitwiseOr BitwiseXor", "bits")
 _declare_elementwise("IsInf IsNaN Xor", **_BOOLEAN)
 _declare_elementwise("Not", **_BOOLEAN, elements=of_numbers(operator.not_))
 _declare_elementwise("And", **_BOOLEAN, elements=of_numbers(lambda a, b: bool(a and b)))
@@ -120,22 +132,29 @@ _declare_elementwise("Less", **_BOOLEAN, roles="c", elements=of_numbers(operator
 _declare_elementwise("LessOrEqual", **_BOOLEAN, roles="c", elements=of_numbers(operator.le))
 _declare_elementwise(
     "Cast",
-    "cheap reorders exact never_fails",
+    "cheap moves reorders exact never_fails",
     result_type=_type_of_cast,
     elements=of_known(_cast_elements),
 )
-_declare_elementwise("CastLike", "unary cheap", elements=of_known(_cast_elements))
-_declare_elementwise("Clip", "unary cheap", roles="xc", straight_through=())
+_declare_elementwise("CastLike", "unary cheap moves", roles="xl", elements=of_known(_cast_elements))
+_declare_elementwise("Clip", "unary cheap bounds", roles="xc", straight_through=())
 _declare_elementwise("PRelu", "unary cheap", roles="xp")
 _declare_elementwise("HardSigmoid HardSwish LeakyRelu Shrink ThresholdedRelu", "unary cheap")
-_declare_elementwise("Pow", "transcendental", roles="c")
+_declare_elementwise("Pow", "transcendental powers", roles="v")
 _declare_elementwise(
     "Acos Acosh Asin Asinh Atan Atanh Cos Cosh Erf Exp Gelu Log Mish Sigmoid Sin Sinh Softplus "
     "Swish Tan Tanh",
     "transcendental",
 )
 _declare_elementwise("Celu Elu Selu Softsign", "unary transcendental")
-declare_operators("Dropout", "unary random", roles="xc", shape=like_first, axes=broadcast_axis)
+declare_operators(
+    "Dropout",
+    "unary random moves",
+    roles="xl",
+    ratio_operand=1,
+    shape=like_first,
+    axes=broadcast_axis,
+)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------

@@ -108,11 +108,11 @@ declare_operators(
     lengths=_length_of_range,
     settings=(0, 1, 2),
 )
-declare_operators("AffineGrid", roles="c")
+declare_operators("AffineGrid", roles="v")
 declare_operators(
     "OneHot", "cheap", roles="c", axes=first_operand(_axis_beside_classes), settings=(1,)
 )
-declare_operators("NonMaxSuppression", "int64", roles="c", no_gradient=INDEX)
+declare_operators("NonMaxSuppression", "int64", roles="i", no_gradient=INDEX)
 declare_operators("NonZero", "int64", no_gradient=INDEX)
 declare_operators(
     "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike",

@@ -68,8 +68,8 @@ _unless_named = first_operand(axis_unless_named)
 
 declare_operators(
     "Gather",
-    "cheap selects",
-    roles="tc",
+    "cheap moves selects",
+    roles="ti",
     elements=of_known(_gathered_elements),
     naming=FIRST,
     axes=_gathered_axis,
@@ -78,18 +78,30 @@ declare_operators(
 declare_operators(
     "GatherElements",
     "selects",
-    roles="tc",
+    roles="ti",
     shape=_like_indices,
     naming=FIRST,
     axes=_axis_of_gather_elements,
     members=shift_axes_of_all,
 )
-declare_operators("GatherND", "selects", roles="tc", axes=_axis_of_gather_nd)
-declare_operators("Compress", "selects", naming=Naming("axis"), axes=_unless_named)
+declare_operators("GatherND", "selects", roles="ti", axes=_axis_of_gather_nd)
+declare_operators(
+    "Compress", "moves selects", roles="xl", naming=Naming("axis"), axes=_unless_named
+)
 declare_operators("ScatterElements", shape=like_first, naming=FIRST, members=shift_axes_of_all)
 declare_operators("ScatterND", shape=like_first)
 declare_operators(
-    "TopK", "searches", result_type=_types_of_top_k, naming=LAST, axes=_unless_named, settings=(1,)
+    "TopK",
+    "searches",
+    roles="xl",
+    result_type=_types_of_top_k,
+    naming=LAST,
+    axes=_unless_named,
+    settings=(1,),
+    fitted=(
+        "selects the nearest of stored rows: such a model is its data, and is fitted by storing "
+        "others"
+    ),
 )
 
 

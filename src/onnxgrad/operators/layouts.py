@@ -125,10 +125,10 @@ def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Answer:
     return [i for i in range(len(node.inputs[0].shape) + len(new)) if i not in new][axis]
 
 
-_VIEW: dict[str, Any] = {"traits": "view cheap reorders", "elements": _viewed_elements}
+_VIEW: dict[str, Any] = {"traits": "view cheap moves reorders", "elements": _viewed_elements}
 _AXES = Naming("axes", 1)
 
-declare_operators("Flatten", "view cheap reorders", axes=reshaped_axis)
+declare_operators("Flatten", "view cheap moves reorders", axes=reshaped_axis)
 declare_operators(
     "Reshape",
     shape=_shape_of_reshape,
@@ -143,7 +143,7 @@ declare_operators(
 )
 declare_operators(
     "Identity",
-    "elementwise view cheap reorders sequences never_fails",
+    "elementwise view cheap moves reorders sequences never_fails",
     shape=like_first,
     result_type=type_of_first,
     elements=of_known(lambda node, x: x),
@@ -208,23 +208,23 @@ def _axis_of_reversed(node: Any, operand: int, axis: int) -> Place:
 FIRST = Naming("axis", default=lambda *_: [0])
 _PERM = Naming("perm", default=lambda n, *_: range(n)[::-1])
 
-declare_operators("DepthToSpace SpaceToDepth", "cheap reorders", axes=first_operand(row_axis))
+declare_operators("DepthToSpace SpaceToDepth", "cheap moves reorders", axes=first_operand(row_axis))
 declare_operators(
     "Transpose",
-    "cheap reorders never_fails",
+    "cheap moves reorders never_fails",
     shape=_shape_of_transpose,
     naming=_PERM,
     axes=_transposed_axis,
 )
 declare_operators(
     "Expand",
-    "cheap reorders",
+    "cheap moves reorders",
     shape=_shape_of_expand,
     lengths=_expand_to_lengths,
     axes=first_operand(broadcast_axis),
     settings=(1,),
 )
-declare_operators("Tile", "cheap reorders", axes=_tiled_axis, settings=(1,))
+declare_operators("Tile", "cheap moves reorders", axes=_tiled_axis, settings=(1,))
 declare_operators(
     "Concat",
     "cheap reorders",
@@ -237,7 +237,7 @@ declare_operators(
 )
 declare_operators(
     "ReverseSequence",
-    "reorders",
+    "moves reorders",
     naming=Naming("time_axis", default=lambda *_: [0]),
     axes=_axis_of_reversed,
     members=one_by_one,
@@ -279,7 +279,7 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
 
 declare_operators(
     "Slice",
-    "cheap selects",
+    "cheap moves selects",
     naming=Naming("axes", 3, _started_axes),
     axes=first_operand(_sliced_axis),
     elements=of_known(_sliced_elements),
@@ -287,7 +287,7 @@ declare_operators(
 )
 declare_operators(
     "Split",
-    "cheap selects",
+    "cheap moves selects",
     naming=FIRST,
     axes=first_operand(axis_unless_named),
     settings=(1,),
@@ -295,13 +295,15 @@ declare_operators(
 declare_operators(
     "Pad",
     "cheap",
-    roles="xc",
     naming=Naming("axes", 3, lambda n, *_: range(n)),
     axes=_padded_axis,
     settings=(1,),
     straight_through=(0, 2),
 )
 declare_operators("Trilu", "unary cheap sums", axes=axis_before_matrices, members=shift_named_axes)
+declare_operators(
+    "Expand Pad Reshape ReverseSequence Slice Split Squeeze Tile Trilu Unsqueeze", roles="xl"
+)
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -120,3 +120,11 @@ def remedy_by_name(node: ir.Node) -> str:
 
 
 DOMAIN_REMEDIES[DOMAIN] = remedy_by_name
+declare_contrib(
+    "Solve",
+    fitted=(
+        "is an operator that onnxruntime does not have, so that the model does not run: select "
+        "outputs in front of it, or use another classifier than the GaussianProcessClassifier of "
+        "scikit-learn"
+    ),
+)

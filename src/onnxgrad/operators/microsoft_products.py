@@ -228,6 +228,8 @@ def bias_add(op: Any, node: Any) -> list[ir.Value]:
 
 
 declare_contrib("BiasDropout", shape=like_first_twice, roles="xbac")
+declare_contrib("BiasDropout BitmaskBiasDropout", ratio_operand=3)
+declare_contrib("BitmaskDropout", ratio_operand=1)
 
 
 @lowering("BiasDropout", domain=DOMAIN)
@@ -256,7 +258,7 @@ def softmax_from(op: Any, x: ir.Value, axis: int) -> ir.Value:
     return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
 
 
-declare_contrib("GridSample", shape_like=("GridSample", 2), roles="xc")
+declare_contrib("GridSample", shape_like=("GridSample", 2), roles="xv")
 
 
 @lowering("GridSample", domain=DOMAIN)

@@ -26,6 +26,15 @@ declare_operators(
     no_gradient=PIECEWISE,
 )
 declare_operators(
+    "TreeEnsemble TreeEnsembleClassifier TreeEnsembleRegressor",
+    domain="ai.onnx.ml",
+    fitted=(
+        "decides by thresholds, which have no gradient: trees of scikit-learn, LightGBM, XGBoost "
+        "and CatBoost are trained by these libraries. As a part of a larger model, trees stay as "
+        "they are, and the layers behind them train"
+    ),
+)
+declare_operators(
     "CategoryMapper LabelEncoder OneHotEncoder",
     domain="ai.onnx.ml",
     no_gradient="a lookup by equality: zero almost everywhere",

@@ -36,8 +36,10 @@ declare_operators(
 )
 declare_operators("Hardmax LpNormalization", "unary", naming=LAST, axes=_unless_named)
 declare_operators("Hardmax", no_gradient=PIECEWISE)
+declare_operators("LpNormalization", "normalizes")
 declare_operators(
     "MeanVarianceNormalization",
+    "normalizes",
     naming=_CENTERED,
     axes=_unless_named,
     members=one_by_one,

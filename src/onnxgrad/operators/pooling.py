@@ -83,6 +83,7 @@ declare_operators(
     "AveragePool GlobalAveragePool GlobalLpPool GlobalMaxPool LpPool MaxPool",
     axes=first_operand(_pooled_axis),
 )
+declare_operators("GlobalAveragePool", "moments")
 declare_operators("MaxPool", straight_through=(0,))
 
 

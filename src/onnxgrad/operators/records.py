@@ -60,14 +60,19 @@ class Operator:
         lookup_operand: index of the operand that says which entries of a table are the result.
         scaled_operands: for each operand of integers that stand for floats, its index and the
             indices of its scale and of its zero points.
+        ratio_operand: index of the operand that holds the ratio of dropped elements; the training
+            mode follows it.
         coefficients: attributes that hold tensors: the name of each, and whether it is a weight if
             none is named.
+        fitted: how a model that it computes is fitted without gradients: an error says this
+            behind the name of the node.
         straight_through: how a gradient passes straight through its rounding. A formula, (walk,
             node) -> its results in floats, or None if its rule may do; or the indices of the
             operands whose integers it moves or combines, of which () is all: the same operator
             does so with floats.
         work: (node, function from a value to its lengths) -> its multiply-adds. The function raises
             `UnknownShapeError`, which is not caught.
+        kept_results: the number of values of the size of its result that its gradient reads.
         rule: writes the gradients of the inputs: (op, node, cotangents) -> one for each input.
         subgraph_rule: the same with captured values: (op, node, list of cotangents, values on the
             path) -> pairs of a value and its gradient.
@@ -95,9 +100,12 @@ class Operator:
     float32_operand: int | None = None
     lookup_operand: int | None = None
     scaled_operands: tuple[tuple[int, int, int], ...] = ()
+    ratio_operand: int | None = None
     coefficients: tuple[tuple[str, bool], ...] = ()
+    fitted: str = ""
     straight_through: Callable[..., Any] | tuple[int, ...] | None = None
     work: Callable[[ir.Node, Callable[[Any], Sequence[int]]], int] | None = None
+    kept_results: int = 1
     rule: Callable[..., Any] | None = field(default=None, metadata=_OF_RULE)
     subgraph_rule: Callable[..., list[tuple[ir.Value, ir.Value]]] | None = field(
         default=None, metadata=_OF_RULE
@@ -125,6 +133,7 @@ class Operator:
 # view            the elements of the first operand in their order, in another shape or none
 # reorders        every element of the operand is one of the result
 # selects         every element of the result is one of the first operand
+# moves           hands on one value in another order, shape or dtype, or parts along an axis
 # packs           the elements of tensors in sequences, or out of them
 # sequences       takes or returns sequences or Optionals
 # shape           reads the shape of its operand only, or makes a tensor of a shape
@@ -132,6 +141,10 @@ class Operator:
 # random          two equal nodes give two results
 # exact           an element has the same bits, however many elements there are
 # never_fails     computes a result for any operand
+# bounds          keeps elements above or below others
+# powers          multiplies elements, or takes a power or the magnitude of each
+# bits            shifts the bits of integers, or combines the bits of two
+# moments         sums, means, or roots of sums, of elements or their squares along axes
 # sums            an element of the result is a sum of elements, one of them, its negative, or 0
 # reduces         combines the elements along the axes that it names
 # searches        the last output holds positions on the axis that it names
@@ -151,14 +164,16 @@ class Operator:
 
 # The role of each operand is a letter; the last one of an operator applies to all that follow.
 #
-# x  data                         t  table whose rows are looked up
-# a  added to the data            p  slope
-# f  factor                       h  initial state
-# b  bias                         m  added to the scores of attention
-# s  scale of a normalization     w  chosen by a condition
-# o  bias of a normalization      c  setting: a bound, an exponent, a size
-# r  running statistic            k  rotary table
-# q  scale of quantization
+# x  data                             t  table whose rows are looked up
+# a  added to the data                i  index of a row or a region
+# e  factor, element by element       p  slope
+# f  factor of a product              h  initial state
+# b  bias                             m  added to the scores of attention
+# s  scale of a normalization         w  chosen by a condition
+# o  bias of a normalization          c  setting: a bound, a condition, a size
+# r  running statistic                v  setting in which the result varies smoothly: an exponent
+# q  scale of quantization            l  length, axis or place, which says where elements go
+# k  rotary table
 
 # why operators of several families have no gradient
 OF_SHAPE = "depends on the shape of its input only"

@@ -33,8 +33,9 @@ def _work_of_recurrent(node: ir.Node, lengths_of: Callable) -> int:
 
 
 declare_operators("GRU LSTM RNN", "recurrent", axes=_recurrent_axis, work=_work_of_recurrent)
-declare_operators("GRU RNN", roles="xffbch")
-declare_operators("LSTM", roles="xffbchhf")
+declare_operators("RNN", roles="xffbch", kept_results=2)
+declare_operators("GRU", roles="xffbch", kept_results=5)
+declare_operators("LSTM", roles="xffbchhf", kept_results=7)
 
 Function = Callable[[Any, ir.Value], ir.Value]
 

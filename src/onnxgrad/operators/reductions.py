@@ -75,6 +75,7 @@ for _name in (*_SUMS, *_OTHERS):
         naming=Naming("axes", 1, _reduced_axes),
         axes=first_operand(_axis_without_named),
     )
+declare_operators("ReduceL2 ReduceMean ReduceSum ReduceSumSquare", "moments")
 declare_operators("ReduceProd", elements=of_known(_product_of_elements))
 declare_operators(
     "ArgMax ArgMin",

@@ -22,7 +22,7 @@ def _axis_of_regions(_node: Any, operand: int, axis: int) -> Place:
     return axis if axis == (operand == 0) else None
 
 
-declare_operators("RoiAlign", roles="xc", axes=_axis_of_regions)
+declare_operators("RoiAlign", roles="xi", axes=_axis_of_regions)
 
 _LONG = ir.DataType.INT64
 

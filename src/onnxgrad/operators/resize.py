@@ -57,9 +57,9 @@ declare_operators(
     axes=first_operand(_resized_axis),
     members=one_by_one,
 )
-declare_operators("Resize Upsample", "real_settings", roles="xc", straight_through=(0,))
-declare_operators("Resize", settings=(1, 2, 3), float32_operand=2)
-declare_operators("Upsample", settings=(1,), float32_operand=1)
+declare_operators("Resize Upsample", "real_settings", straight_through=(0,))
+declare_operators("Resize", roles="xl", settings=(1, 2, 3), float32_operand=2)
+declare_operators("Upsample", roles="xc", settings=(1,), float32_operand=1)
 
 LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbor
 # modes in which positions may change at scale one

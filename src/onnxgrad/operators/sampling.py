@@ -28,7 +28,7 @@ def _sampled_axis(_node: Any, operand: int, axis: int) -> Place:
     return axis if axis < 2 - operand else None
 
 
-declare_operators("GridSample", "float32_in_reference", roles="xc", axes=_sampled_axis)
+declare_operators("GridSample", "float32_in_reference", roles="xv", axes=_sampled_axis)
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 _A = -0.75  # coefficient of cubic convolution (Keys 1981), as GridSample specifies

@@ -127,20 +127,26 @@ def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol
 declare_operators("If Loop Scan SequenceMap", "subgraphs")
 declare_operators(
     "ConcatFromSequence",
-    "packs sequences",
+    "moves packs sequences",
     shape=_shape_of_concatenated,
     result_type=_type_of_element,
 )
-declare_operators("SequenceAt", "packs sequences", shape=like_first, result_type=_type_of_element)
+declare_operators(
+    "SequenceAt", "moves packs sequences", shape=like_first, result_type=_type_of_element
+)
 declare_operators(
     "SequenceConstruct",
-    "packs sequences",
+    "moves packs sequences",
     shape=_shape_of_constructed,
     result_type=_type_of_sequence,
 )
 declare_operators(
-    "SplitToSequence", "packs sequences", shape=_shape_of_split, result_type=_type_of_sequence
+    "SplitToSequence",
+    "moves packs sequences",
+    shape=_shape_of_split,
+    result_type=_type_of_sequence,
 )
+declare_operators("SequenceAt SplitToSequence", roles="xl")
 declare_operators("SequenceErase", "sequences", shape=like_first, result_type=type_of_first)
 declare_operators("SequenceInsert", "sequences", shape=_shape_of_insert, result_type=type_of_first)
 declare_operators("Optional", "sequences", shape=like_first, result_type=_type_of_optional)

@@ -53,6 +53,18 @@ ATTENTION = """(float[N, 4, 3] X) => (float[N, 4, 3] Y) {
     P = Softmax<axis=-1>(M)  Y = MatMul(P, Q) }"""
 
 CASES = {
+    "scale and bias behind a GroupNormalization": (
+        role_case("""(float[N, 3, 5] X) => (float[N, 4, 5] Y) {
+            C = Conv(X, W) G = GroupNormalization<num_groups=2>(C, val_1, val_2)
+            S = Mul(G, factor) Y = Add(S, term) }""",
+              W=(4, 3, 1), val_1=np.ones(2), val_2=np.zeros(2), factor=(4, 1), term=(4, 1)),
+        {"W", "factor", "term"}),
+    "scale and bias of rows divided by a bounded norm": (
+        role_case("""(float[N, 3] X) => (float[N, 4] Y) {
+            Z = MatMul(X, W) L = ReduceL2(Z, last) B = Min(L, most) U = Div(Z, B)
+            S = Mul(U, factor) Y = Add(S, term) }""",
+              W=(3, 4), last=np.array([1]), most=np.array(9.0), factor=(4,), term=(4,)),
+        {"W", "factor", "term"}),
     "mask of -inf": (
         role_case(ATTENTION, W=(3, 3), scale=[0.57735026], mask=CAUSAL), {"W"}),
     "mask of huge numbers": (
@@ -107,6 +119,11 @@ CASES = {
             W = Transpose(R) Z = MatMul(X, W) Y = Mul(Z, gain) }""",
               Q=RNG.integers(0, 9, (4, 2, 4)).astype(np.uint8), scale=(4, 2),
               last=np.array([2]), shape=np.array([4, 8]), gain=(4,)), set()),
+    "integers that are bounded": (
+        role_case("""(float[N, 3] X) => (float[N, 4] Y) {
+            F = Cast<to=1>(Q) B = Max(F, low) W = Mul(B, scale) Z = MatMul(X, W) Y = Add(Z, b) }""",
+              Q=RNG.integers(-9, 9, (3, 4)).astype(np.int8), low=np.array(-8.0), scale=(4,),
+              b=(4,)), {"b"}),
     "integers that are scaled behind the product": (
         role_case("""(float[N, 3] X) => (float[N, 4] Y) {
             W = Cast<to=1>(Q) Z = MatMul(X, W) S = Mul(Z, scale) B = Add(S, b) R = Relu(B)
@@ -304,6 +321,15 @@ def test_roles(name):
     rows = trainable(proto)
     assert names_that_train(proto) == expected, rows
     assert all(t.why for t in rows)
+
+
+def test_scale_behind_an_rms_normalization_trains():
+    proto = parse_model(
+        """g (float[N, 3] X) => (float[N, 4] Y) {
+            Z = MatMul(X, W) U = RMSNormalization(Z, val_1) Y = Mul(U, factor) }""",
+        opset=23, W=drawn_normal(3, 4), val_1=np.ones(4, np.float32), factor=drawn_normal(4),
+    )  # fmt: skip
+    assert names_that_train(proto) == {"W", "factor"}
 
 
 def test_rows_and_table():

@@ -14,16 +14,10 @@ from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, keep_only, names_in
 from onnxgrad.model.weights import replace
 from onnxgrad.model.without_elements import empty_names
+from onnxgrad.operators import operator_of
 from onnxgrad.training.modes.ranges import with_learned_scales
 from onnxgrad.training.modes.stored_integers import folded
 
-# operator -> index of the operand of the ratio; training_mode follows
-_DROPOUTS = {
-    ("", "Dropout"): 1,
-    ("com.microsoft", "BitmaskDropout"): 1,
-    ("com.microsoft", "BiasDropout"): 3,
-    ("com.microsoft", "BitmaskBiasDropout"): 3,
-}
 _LAST_IS_TEST = 6  # opset: until then, the attribute `is_test` tells the mode
 _RUNNING = {1: 3, 2: 4}  # output of a BatchNormalization: the operand that it updates
 
@@ -121,7 +115,7 @@ def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
     if not domain and node.op_type == "BatchNormalization":
         mode = attributes.get("training_mode")
         return any(node.output[1:]) or (mode is not None and bool(mode.i or mode.ref_attr_name))
-    index = _DROPOUTS.get((domain, node.op_type))
+    index = operator_of(node).ratio_operand
     mode_name = "" if index is None else (*node.input, *[""] * 5)[index + 1]
     return bool(mode_name) and mode_name not in off
 
@@ -170,7 +164,7 @@ def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
     if opset <= _LAST_IS_TEST and not node.domain:
         _set_is_test(node)
         return set()
-    index = _DROPOUTS[standard(node.domain), node.op_type]
+    index = operator_of(node).ratio_operand
     lost = set(node.input[index:])
     del node.input[index:]
     while node.input and not node.input[-1]:

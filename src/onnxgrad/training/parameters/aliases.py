@@ -20,17 +20,11 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.model.constants import standard
 from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.operators import RECURRENT
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.flow import (
-    MOVES,
-    domain,
-    letter,
-    maker_of,
-    readers,
-    source_of,
-)
+from onnxgrad.training.parameters.flow import MOVES, letter, maker_of, readers, source_of
 from onnxgrad.training.parameters.roles import judge
 from onnxgrad.training.parameters.table import Tensor
 
@@ -269,7 +263,7 @@ class _Reader:
             role = _RECURRENT.get(index, _OTHER)
             return role if index > 3 else f"{role}_l{layer}"
         role = _BY_LETTER.get(letter(node, index), _OTHER)
-        if role == _OTHER and domain(node) == "":
+        if role == _OTHER and not standard(node.domain):
             role = PARAMETERS_OF_ARITHMETIC.get(node.op_type, _OTHER)
             if role == "bias" and sum(n != 1 for n in shape) > 1:
                 return _OTHER  # a table of positions
@@ -318,7 +312,7 @@ def _operands_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Val
         users = (n for n, _ in readers(node.outputs, through) if n.op_type not in through)
         neighbors += [n for n in users if _operand_letters(n).isdisjoint("fq")]
     for neighbor in neighbors:
-        adds = role == "weight" and neighbor.op_type == "Add" and domain(neighbor) == ""
+        adds = role == "weight" and neighbor.op_type == "Add" and not standard(neighbor.domain)
         for i, x in enumerate(neighbor.inputs):
             if x is not None and maker_of(x) is None and (adds or letter(neighbor, i) in letters):
                 yield neighbor, x
@@ -329,4 +323,4 @@ def _operand_letters(node: ir.Node) -> set[str]:
 
 
 def _is_recurrent(node: ir.Node) -> bool:
-    return domain(node) == "" and node.op_type in RECURRENT
+    return not standard(node.domain) and node.op_type in RECURRENT

@@ -15,6 +15,7 @@ from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import FLOATS, constant_refs
+from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.aliases import integer_aliases, read_aliases
 from onnxgrad.training.parameters.equal_constants import (
@@ -65,24 +66,6 @@ def integer_rows(proto: ModelProto) -> list[Tensor]:
     aliases = integer_aliases(proto, rows)
     return [replace(row, alias=aliases.get(row.name, "")) for row in rows]
 
-
-# why a model has nothing to train: operators that learn without gradients
-_WITHOUT_GRADIENT = {
-    (
-        "is an operator that onnxruntime does not have, so that the model does not run: select "
-        "outputs in front of it, or use another classifier than the GaussianProcessClassifier of "
-        "scikit-learn"
-    ): ("Solve",),
-    (
-        "decides by thresholds, which have no gradient: trees of scikit-learn, LightGBM, XGBoost "
-        "and CatBoost are trained by these libraries. As a part of a larger model, trees stay as "
-        "they are, and the layers behind them train"
-    ): ("TreeEnsemble", "TreeEnsembleRegressor", "TreeEnsembleClassifier"),
-    (
-        "selects the nearest of stored rows: such a model is its data, and is fitted by storing "
-        "others"
-    ): ("TopK",),
-}
 
 __all__ = ["Tensor", "Tensors", "default_weights", "names_and_reasons", "trainable"]
 
@@ -198,7 +181,7 @@ def trained_names(
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
         return [t.name for t in rows]  # the sweep raises an error that explains why
     if not names and needed:
-        why = _reason_without_gradient(proto)
+        why = _other_ways_to_fit(proto)
         if not rows:
             raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
         raise ValueError(
@@ -232,13 +215,12 @@ def announce_choice(rows: Tensors) -> None:
         warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
-def _reason_without_gradient(proto: ModelProto) -> str:
-    """Return the first node that learns without gradients and the reason, or an empty text."""
-    for reason, op_types in _WITHOUT_GRADIENT.items():
-        for node in nodes_of(proto):
-            if node.op_type in op_types:
-                name = f" {printable(node.name)!r}" if node.name else ""
-                return f"{node.op_type}{name} {reason}"
+def _other_ways_to_fit(proto: ModelProto) -> str:
+    """Return how the first model without gradients in `proto` is fitted, or an empty text."""
+    for node in nodes_of(proto):
+        if how := operator_of(node).fitted:
+            name = f" {printable(node.name)!r}" if node.name else ""
+            return f"{node.op_type}{name} {how}"
     return ""
 
 

@@ -6,46 +6,37 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import onnx_ir as ir
+from onnx import NodeProto
 
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.operators import OF_SHAPES, OPERATORS, PACKS, RANDOM, REORDERS, SELECTS, Operator
+from onnxgrad.model.constants import standard
+from onnxgrad.operators import RANDOM, REORDERS, names_with_trait, operator_of
 
-# these take one value and hand it on, in another order or shape or dtype
-MOVES = (REORDERS | SELECTS | PACKS | {"CastLike", "Dropout"}) - {
-    "Concat", "GatherElements", "GatherND"
-}  # fmt: skip
-
-# the first operand gives the elements of the result; the rest only say how
-_OF_FIRST = MOVES - {"Gather", "SequenceConstruct"} | {"Pad", "Resize", "TopK", "Trilu"}
-
-# the number of operands that a smooth function passes through; the rest choose or locate
-_LEADS = {"RoiAlign": 1, "Gather": 1, "GatherElements": 1, "GatherND": 1, "NonMaxSuppression": 0}
+MOVES = names_with_trait("moves")
+MOVES_OR_JOINS = MOVES | REORDERS  # a Concat is the only one to join values
 
 
-def letter(node: ir.Node, index: int) -> str:
+def letter(node: ir.Node | NodeProto, index: int) -> str:
     """Return the role of operand `index` of `node`, a letter of its record, or "" if unknown."""
-    letters = OPERATORS.get((domain(node), node.op_type), Operator()).roles
+    letters = operator_of(node).roles
     return letters[min(index, len(letters) - 1)] if letters else ""
-
-
-def domain(node: ir.Node) -> str:
-    """Return the domain of `node`, "" for the standard one."""
-    return "" if node.domain == "ai.onnx" else node.domain
 
 
 def value_operands(node: ir.Node) -> list[ir.Value]:
     """Return the operands whose elements the results are computed from."""
-    standard = domain(node) == ""
-    if standard and node.op_type in OF_SHAPES:
+    return _operands_of_other_roles(node, {"l"})
+
+
+def smooth_operands(node: ir.Node) -> list[ir.Value]:
+    """Return the operands whose elements the results may be a smooth function of."""
+    return _operands_of_other_roles(node, {"l", "i"})
+
+
+def _operands_of_other_roles(node: ir.Node, roles: Collection[str]) -> list[ir.Value]:
+    if "shape" in operator_of(node).traits:
         return []
-    first = standard and node.op_type in _OF_FIRST
-    return [x for x in (node.inputs[:1] if first else node.inputs) if x is not None]
-
-
-def leading_operands(node: ir.Node) -> list[ir.Value]:
-    """Return the operands through which a smooth function of them would pass."""
-    count = _LEADS.get(node.op_type, len(node.inputs)) if domain(node) == "" else len(node.inputs)
-    return [x for x in value_operands(node) if x in node.inputs[:count]]
+    operands = enumerate(node.inputs)
+    return [x for i, x in operands if x is not None and letter(node, i) not in roles]
 
 
 def reachable(
@@ -94,7 +85,7 @@ _Bindings = dict[ir.Value, list[ir.Value]]
 
 
 class Flow:
-    """The kinds of numbers from which every value of `graph` and of its subgraphs is computed.
+    """What every value of `graph` and of its subgraphs is computed from: data, shapes or weights.
 
     Attributes:
         nodes: all nodes, nodes of subgraphs included.
@@ -124,14 +115,14 @@ class Flow:
         self.fix(())
 
     def fix(self, factors: Collection[ir.Value]) -> None:
-        """Take `factors` for fixed, and find the values computed with weights, and before them."""
+        """Add fixed `factors`, and find the values computed with weights, and in front of these."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
                 self.fixed.update(node.outputs)
         self.weighted = self._computed_from(self._applies_weight)
         products = filter(self.product, self.nodes)
-        operands = (x for node in products for x in leading_operands(node))
+        operands = (x for node in products for x in smooth_operands(node))
         self.hidden = set(reachable(operands, self._smooth_sources))
 
     def _computed_from(
@@ -149,14 +140,14 @@ class Flow:
                 yield from node.outputs
 
     def _smooth_sources(self, value: ir.Value) -> Iterator[ir.Value]:
-        """Yield the operands of one node that a smooth function of `value` depends on."""
+        """Yield the operands of one node of which `value` may be a smooth function."""
         yield from self._bound_to.get(value, ())
         node = value.producer()
-        yield from () if node is None else leading_operands(node)
+        yield from () if node is None else smooth_operands(node)
 
     def _applies_weight(self, node: ir.Node) -> bool:
         """Return whether `node` applies a weight to data."""
-        if domain(node) not in ("", "com.microsoft"):
+        if standard(node.domain) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
         looks_up = any(x in self.data for x in node.inputs[1:])  # by these indices
         return self.product(node) or any(
@@ -177,7 +168,7 @@ class Flow:
 def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Yield operands of `node` with inputs of its subgraphs, and their outputs with its results."""
     graphs = list(subgraphs(node))
-    if not graphs or domain(node):
+    if not graphs or standard(node.domain):
         return
     pairs: list[tuple[ir.Value | None, ir.Value]] = []
     body, inputs = graphs[0], node.inputs

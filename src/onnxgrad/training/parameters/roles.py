@@ -12,14 +12,14 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.defaults import close_defaults
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.model import external, weights as constants
+from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import unsized_defaults
 from onnxgrad.operators import operator_of
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.flow import MOVES, domain, letter, source_of
+from onnxgrad.training.parameters.flow import MOVES, MOVES_OR_JOINS, letter, source_of
 from onnxgrad.training.parameters.surroundings import (
     ARITHMETIC,
-    FACTORS,
     WAVES,
     Surroundings,
     Use,
@@ -36,7 +36,6 @@ _REASONS = {
     "k": "rotary table of",
     "q": QUANTIZED,
 }
-_SMOOTH = frozenset("AffineGrid GridSample Max Min Mod Pow".split())  # in their settings, too
 _LARGE = 1000  # elements: most tensors of that size are weights
 
 
@@ -114,7 +113,7 @@ class _UseAs:
         self.name, self.array, self.counted = name, array, evidence.is_generated(name)
         self.kind = letter(use.node, use.index)
         self.where = f"{use.node.op_type} {use.node.name!r}" if use.node.name else use.node.op_type
-        self.adds = use.node.op_type not in FACTORS
+        self.adds = self.kind == "a"
         weighted = roles.around.weighted
         self.early = not any(x in weighted for x in use.node.inputs)  # before any weight
         self.moved = use.via <= MOVES  # the operand has the elements of the constant
@@ -152,18 +151,15 @@ class _UseAs:
         if self._is_ramp():
             why = f"numbers of classes, of which {where} computes the expected one"
             return Verdict(False, why, certain=True)
-        selects = node.op_type == "ArrayFeatureExtractor" and use.index == 0
-        if selects and not self.roles.from_sklearn:
-            return self._table_verdict()
-        if domain(node) == "ai.onnx.ml":
+        if node.domain == "ai.onnx.ml":
             return self._ml_verdict()
         if node.op_type == "CDist" or (kind == "f" and _is_part_of_distance(node)):
             return Verdict(False, f"stored rows, of which {where} computes distances")
-        if kind == "a" or (domain(node) == "" and node.op_type in ARITHMETIC):
-            return self._arithmetic_verdict()
-        if domain(node) == "" and node.op_type == "Concat":
+        if node.op_type == "Concat" and not standard(node.domain):
             return self._concat_verdict()
         by_kind = {
+            "a": self._arithmetic_verdict,
+            "e": self._arithmetic_verdict,
             "f": self._factor_verdict,
             "b": self._bias_verdict,
             "s": self._normalization_verdict,
@@ -173,6 +169,8 @@ class _UseAs:
             "m": self._score_verdict,
             "w": self._where_verdict,
             "c": self._setting_verdict,
+            "i": self._setting_verdict,
+            "v": self._setting_verdict,
         }
         if kind in by_kind:
             return by_kind[kind]()
@@ -181,7 +179,7 @@ class _UseAs:
         if any(target in self.around.data for target in self.around.bindings.get(use.value, ())):
             return self._state_verdict()
         operand = f"operand {use.index} of {where}"
-        if domain(node) not in ("", "com.microsoft") and self.array.size > 1:
+        if standard(node.domain) not in ("", "com.microsoft") and self.array.size > 1:
             return Verdict(True, f"{operand}, an operator of another domain")
         doubtful = self.array.size > (1 if not self.counted else _LARGE)
         return Verdict(False, f"{operand}, which takes no weights", doubtful)
@@ -192,7 +190,8 @@ class _UseAs:
             name, trains = names[self.use.index - 1]
             return Verdict(trains, f"{name} of {self.where}")
         if self.node.op_type == "ArrayFeatureExtractor" and self.use.index == 0:
-            return Verdict(False, f"stored data, from which {self.where} selects")
+            stored = Verdict(False, f"stored data, from which {self.where} selects")
+            return stored if self.roles.from_sklearn else self._table_verdict()
         return Verdict(False, f"operand {self.use.index} of {self.where}")
 
     def _is_ramp(self) -> bool:
@@ -264,7 +263,7 @@ class _UseAs:
             return self._stay_verdict("a fixed value concatenated with data")
         if evidence.is_wave(array) or evidence.is_mask(array):
             return self._stay_verdict("a fixed table concatenated with data")
-        if use.at_positions and not use.via <= MOVES | {"Concat", "Add"}:
+        if use.at_positions and not use.via <= MOVES_OR_JOINS | {"Add"}:
             return self._position_verdict()
         if not self.leads_to_weights:
             return self._stay_verdict("concatenated with results of the last weights")
@@ -274,7 +273,7 @@ class _UseAs:
         op_type, single = self.node.op_type, self.array.size == 1
         named = not (self.counted or evidence.sounds_fixed(self.name))
         if op_type != "Pow" or self.use.index != 1:
-            doubtful = named and not single and op_type in _SMOOTH
+            doubtful = named and not single and self.kind == "v"
             return Verdict(False, f"bound, size or other setting of {self.where}", doubtful)
         return Verdict(
             False, f"exponent of {self.where}", named and (self.roles.from_torch or not single)
@@ -332,7 +331,7 @@ class _UseAs:
             masked = "Gather" in use.via and use.via & ARITHMETIC <= {"Add"}  # added to a mask
             computed = use.at_positions and use.via & ARITHMETIC and not masked
             return self._position_verdict() if computed else self._score_verdict()
-        if use.at_positions and not use.via <= MOVES | {"Concat"} and "MatMul" not in use.via:
+        if use.at_positions and not use.via <= MOVES_OR_JOINS and "MatMul" not in use.via:
             return self._position_verdict()
         if evidence.is_wave(array) or (not adds and evidence.is_cosine(array)):
             return self._stay_verdict("table of sines and cosines")

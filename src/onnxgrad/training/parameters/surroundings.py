@@ -9,12 +9,19 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import subgraphs
-from onnxgrad.operators import made_by
+from onnxgrad.operators import (
+    ELEMENTWISE,
+    OPERATORS,
+    REORDERS,
+    made_by,
+    names_with_trait,
+    operator_of,
+)
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.flow import (
     MOVES,
+    MOVES_OR_JOINS,
     Flow,
-    domain,
     letter,
     maker_of,
     reachable,
@@ -26,10 +33,32 @@ _FEW_BITS = frozenset(
     """INT2 UINT2 INT4 UINT4 INT8 UINT8 INT16 UINT16 FLOAT4E2M1 FLOAT8E4M3FN FLOAT8E4M3FNUZ
     FLOAT8E5M2 FLOAT8E5M2FNUZ""".split()
 )
-_UNPACKS = frozenset("BitShift BitwiseAnd BitwiseOr BitwiseXor".split())
-_KEEPS = MOVES | _UNPACKS | frozenset("Concat Mod Clip Where".split())
-_SCALES = frozenset("Mul Div".split())
-_SHIFTS = frozenset("Add Sub".split())
+_BOUNDS = names_with_trait("bounds")
+_BITS = names_with_trait("bits")
+_KEEPS_INTEGERS = MOVES_OR_JOINS | _BITS | _BOUNDS | {"Mod", "Where"}
+_SHIFTS = frozenset({"Add", "Sub"})
+
+
+def _names_with_role(role: str) -> frozenset[str]:
+    """Return the standard operators all of whose operands have this role."""
+    return frozenset(
+        name for (domain, name), o in OPERATORS.items() if not domain and o.roles == role
+    )
+
+
+_FACTORS = _names_with_role("e")
+ARITHMETIC = _FACTORS | _names_with_role("a")
+WAVES = frozenset({"Sin", "Cos"})
+
+# a Tanh bounds scores smoothly; what stands in front of a Neg are distances
+_TO_SCORES = (MOVES_OR_JOINS | ARITHMETIC | _BOUNDS | names_with_trait("sums") | {"Tanh"}) - {"Neg"}
+_MOMENTS = names_with_trait("moments")
+_IN_PLACE = (ELEMENTWISE & REORDERS) | {"Expand", "Unsqueeze"}  # casts and broadcasts
+# from means and sums; an epsilon shifts or bounds these
+_TO_DEVIATIONS = names_with_trait("powers") | _SHIFTS | _BOUNDS | _IN_PLACE
+# by deviations of the data: a BatchNormalization divides by stored ones
+_NORMALIZES = names_with_trait("normalizes") - {"BatchNormalization"}
+_AROUND_ROUND = _SHIFTS | _BOUNDS | {"Cast"}
 
 
 class StoredIntegers:
@@ -49,8 +78,8 @@ class StoredIntegers:
         for node in nodes:
             op, inputs = node.op_type, [x for x in node.inputs if x is not None]
             for x in inputs:
-                if x not in self.sizes and _stores_integers(x, op):
-                    self.sizes[x] = _most_scales(x)
+                if x not in self.sizes and (size := _most_scales(x, op)):
+                    self.sizes[x] = size
                     unscaled.add(x)
             known = [x for x in inputs if x in self.sizes]
             others = [x for x in inputs if x not in self.sizes]
@@ -60,8 +89,8 @@ class StoredIntegers:
                 letter(node, i) == "f" and x in known for i, x in enumerate(node.inputs)
             ):
                 self.results.update(node.outputs if unscaled.issuperset(known) else ())
-            elif known and (op in _KEEPS or op in _SCALES | _SHIFTS):
-                scaled = op in _SCALES or not unscaled.issuperset(known)
+            elif known and op in _KEEPS_INTEGERS | _FACTORS | _SHIFTS:
+                scaled = op in _FACTORS or not unscaled.issuperset(known)
                 mixed = op not in MOVES and any(x in data for x in others)
                 gathered = any(y in data for y in node.outputs)
                 other = op in MOVES and known[0] is not inputs[0]  # only says how to move
@@ -73,9 +102,9 @@ class StoredIntegers:
     def beside(self, node: ir.Node, index: int) -> int:
         """Return how many elements operand `index` may have as a scale or shift; 0: it is none."""
         others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
-        if node.op_type in _SCALES and any(x in self.results for x in others):
+        if node.op_type in _FACTORS and any(x in self.results for x in others):
             return max(self.sizes.values())
-        if node.op_type in _SCALES | _SHIFTS:
+        if node.op_type in _FACTORS | _SHIFTS:
             return max((self.sizes.get(x, 0) for x in others), default=0)
         return 0
 
@@ -88,42 +117,23 @@ class StoredIntegers:
         return found
 
 
-def _stores_integers(x: ir.Value, op_type: str) -> bool:
-    """Return whether `x` is a constant of integers that are no mask of zeros and ones."""
+def _most_scales(x: ir.Value, op_type: str) -> int:
+    """Return how many elements a scale of `x` may have; 0 if `x` is no constant of integers.
+
+    Masks of zeros and ones are none, and neither are the sizes that a node computes with.
+    """
     if x.const_value is None or x.producer() is not None or x.dtype is None or x.is_graph_input():
-        return False
+        return 0
     size, kind = x.const_value.size, x.dtype.name
-    wide = kind in ("INT32", "INT64", "UINT32", "UINT64") and op_type in _UNPACKS
+    wide = kind in ("INT32", "INT64", "UINT32", "UINT64") and op_type in _BITS
     bias = kind == "INT32" and op_type == "Cast" and size in x.const_value.shape.numpy()
     if not (wide or bias or kind in _FEW_BITS) or size < 2:
-        return False
+        return 0
     array = x.const_value.numpy().astype(np.float32)
-    return not evidence.is_binary(array) and not (bias and evidence.is_ramp(array))
-
-
-def _most_scales(x: ir.Value) -> int:
-    assert x.const_value is not None
-    signs = bool((np.abs(x.const_value.numpy().astype(np.float32)) <= 1).all())
-    return x.const_value.size - signs
-
-
-FACTORS = frozenset("Mul Div".split())
-ARITHMETIC = FACTORS | frozenset("Add Sub Sum Mean".split())
-WAVES = frozenset("Sin Cos".split())
-
-_TO_SCORES = MOVES | ARITHMETIC | frozenset("Where Clip Max Min Trilu Tanh Concat".split())
-_OF_MEANS = frozenset(
-    "Sqrt Reciprocal Pow Add Max Clip Expand Identity Cast Div Mul Abs Sub Unsqueeze".split()
-)
-_MEANS = frozenset("ReduceMean ReduceSum ReduceSumSquare ReduceL2 GlobalAveragePool".split())
-_NORMALIZES = frozenset(
-    "InstanceNormalization LayerNormalization MeanVarianceNormalization LpNormalization".split()
-)
-_AROUND_ROUND = frozenset("Add Sub Clip Min Max Cast".split())
-_MODELS = frozenset(
-    """LinearClassifier LinearRegressor SVMClassifier SVMRegressor TreeEnsemble TopK
-    TreeEnsembleClassifier TreeEnsembleRegressor Less LessOrEqual ReduceLogSumExp""".split()
-)
+    if evidence.is_binary(array) or (bias and evidence.is_ramp(array)):
+        return 0
+    has_signs_only = bool((np.abs(array) <= 1).all())
+    return size - has_signs_only
 
 
 @dataclass(frozen=True)
@@ -172,13 +182,14 @@ class Surroundings(Flow):
 
     def _defines_role(self, node: ir.Node, index: int) -> bool:
         """Return whether this node defines the role of its operand."""
-        if domain(node) == "ai.onnx.ml":
+        if node.domain == "ai.onnx.ml":
             return True
         if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
             return False  # see `bindings`; others read only the shape
         kind = letter(node, index)
         own = kind == "f" and letter(node, 0) != "f"  # a MatMul has factors only
-        return own or kind not in ("f", "t", "x", "a", "") or self._reads_other_data(node, index)
+        depends = kind in {"f", "t", "x", "a", "e", ""}  # on what else the node reads
+        return own or not depends or self._reads_other_data(node, index)
 
     def _reads_other_data(self, node: ir.Node, index: int) -> bool:
         others = [x for i, x in enumerate(node.inputs) if i != index]
@@ -197,7 +208,7 @@ class Surroundings(Flow):
             return ()
         if node.op_type in ("Add", "Sum") and all(x in self.data for x in node.inputs):
             return node.inputs
-        scaled = node.op_type in FACTORS and (
+        scaled = node.op_type in _FACTORS and (
             self.is_quantized(node) or not self.stored.results.isdisjoint(node.inputs)
         )
         return node.inputs[:1] if scaled or node.op_type in MOVES else ()
@@ -214,11 +225,11 @@ class Surroundings(Flow):
         return False
 
     def leads_to_model(self, node: ir.Node) -> bool:
-        """Return whether a product with a weight, a model of `ai.onnx.ml`, a search for the nearest
-        rows, or the logarithm of a sum of likelihoods is computed from the results of `node`.
+        """Return whether a product with a weight or another part of a model reads the results of
+        `node`, also behind other nodes.
         """
         users = (user for v in reachable(node.outputs, self.onward) for user, _ in v.uses())
-        return any(self.product(user) or user.op_type in _MODELS for user in users)
+        return any(self.product(user) or _is_of_model(user) for user in users)
 
     def is_quantized(self, node: ir.Node) -> bool:
         """Return whether `node` scales a product of integers, or computes the factor for that."""
@@ -273,7 +284,7 @@ class Surroundings(Flow):
 
     def makes_waves(self, node: ir.Node) -> bool:
         """Return whether a Sin and a Cos read the results."""
-        users = readers(node.outputs, MOVES | {"Concat", "Mul"})
+        users = readers(node.outputs, MOVES_OR_JOINS | {"Mul"})
         return WAVES.issubset(user.op_type for user, _ in users)
 
     def reaches_softmax(self, value: ir.Value) -> bool:
@@ -288,7 +299,7 @@ class Surroundings(Flow):
         """Return whether a product with other data reads the result of a Softmax."""
         return any(
             letter(user, index) == "f" and self._reads_other_data(user, index)
-            for user, index in readers([weights], MOVES | {"Where", "Dropout", "Mul"})
+            for user, index in readers([weights], MOVES | {"Where", "Mul"})
         )
 
 
@@ -296,6 +307,15 @@ def origin(value: ir.Value) -> str:
     """Return the operator that computes `value`, ignoring nodes that only move its elements."""
     node = maker_of(value)
     return "" if node is None else node.op_type
+
+
+def _is_of_model(node: ir.Node) -> bool:
+    """Return whether `node` is a model of `ai.onnx.ml`, a search for the nearest rows, a comparison
+    with a threshold, or the logarithm of a sum of likelihoods.
+    """
+    operator = operator_of(node)
+    learns = bool(operator.fitted) or any(is_weight for _, is_weight in operator.coefficients)
+    return learns or node.op_type in ("Less", "LessOrEqual") or node.op_type == "ReduceLogSumExp"
 
 
 def _has_own_bias(product: ir.Node) -> bool:
@@ -322,9 +342,9 @@ def _is_from_means(value: ir.Value) -> bool:
         node = v.producer()
         if node is None or len(seen) > 24:
             continue
-        if node.op_type in _MEANS:
+        if node.op_type in _MOMENTS:
             return True
-        if node.op_type in _OF_MEANS:
+        if node.op_type in _TO_DEVIATIONS:
             sources = [x for x in node.inputs if x is not None and x not in seen]
             waiting += sources
             seen.update(sources)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, require_sums
 from onnxgrad.errors import ModelError
-from onnxgrad.operators import VIEWS, marks
+from onnxgrad.operators import VIEWS, marks, operator_of
 from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
@@ -28,7 +28,6 @@ FORWARD_BYTES = 1 << 27  # of the values of a forward pass at once, in a batch t
 # multiply-adds of a part for each weight, at least: each part adds up the gradients, which then
 # takes a fiftieth of its time, by the rates of a product and of a copy
 WORK_PER_WEIGHT = 800
-_STATES = {"LSTM": 7, "GRU": 5, "RNN": 2}  # results with the gates, which gradients read
 
 
 class Footprint:
@@ -47,7 +46,7 @@ class Footprint:
         self.unknown = False
         for node in graph:
             for y in node.outputs if node.op_type not in VIEWS else ():
-                self._add_bytes(y, _STATES.get(node.op_type, 1))
+                self._add_bytes(y, operator_of(node).kept_results)
         self._bytes.pop((), None)
 
     def _add_bytes(self, value: ir.Value, times: int) -> None:
