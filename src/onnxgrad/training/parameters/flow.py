@@ -77,7 +77,7 @@ def source_of(value: ir.Value) -> ir.Value:
 
 
 def maker_of(value: ir.Value) -> ir.Node | None:
-    """Return the node that computes `value`, ignoring nodes that only move its elements."""
+    """Return the node that computes `value`, ignoring nodes that only move it."""
     return source_of(value).producer()
 
 
@@ -121,7 +121,7 @@ class Flow:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
                 self.fixed.update(node.outputs)
         self.weighted = self._computed_from(self._applies_weight)
-        products = filter(self.product, self.nodes)
+        products = filter(self.is_product, self.nodes)
         operands = (x for node in products for x in smooth_operands(node))
         self.hidden = set(reachable(operands, self._smooth_sources))
 
@@ -150,12 +150,12 @@ class Flow:
         if standard(node.domain) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
         looks_up = any(x in self.data for x in node.inputs[1:])  # by these indices
-        return self.product(node) or any(
+        return self.is_product(node) or any(
             looks_up and letter(node, i) == "t" and x is not None and x not in self.data
             for i, x in enumerate(node.inputs)
         )
 
-    def product(self, node: ir.Node) -> bool:
+    def is_product(self, node: ir.Node) -> bool:
         """Return whether `node` is a matrix product or convolution of data with constants."""
         factors = [
             x not in self.data and x not in self.fixed

@@ -24,12 +24,12 @@ from onnxgrad.training.parameters.surroundings import (
     Surroundings,
     Use,
     has_one_feature,
-    origin,
+    maker_type,
 )
 from onnxgrad.training.parameters.table import Tensor, Tensors
 
 QUANTIZED = "scale or zero point of the quantized"
-# of operands whose letter says all
+# of roles that need no evidence
 _REASONS = {
     "r": "running statistic of",
     "p": "slope of",
@@ -68,7 +68,7 @@ class Roles:
         """Yield the factors of products before any weight that are fixed transforms."""
         around = self.around
         for node in around.nodes:
-            if not around.product(node) or any(x in around.weighted for x in node.inputs if x):
+            if not around.is_product(node) or any(x in around.weighted for x in node.inputs if x):
                 continue
             for i, x in enumerate(node.inputs):
                 if x is not None and x not in around.data and letter(node, i) == "f":
@@ -111,6 +111,7 @@ class _UseAs:
     def __init__(self, roles: Roles, name: str, array: np.ndarray, use: Use) -> None:
         self.roles, self.around, self.use, self.node = roles, roles.around, use, use.node
         self.name, self.array, self.counted = name, array, evidence.is_generated(name)
+        self.may_be_learned = not (self.counted or evidence.sounds_fixed(name))
         self.kind = letter(use.node, use.index)
         self.where = f"{use.node.op_type} {use.node.name!r}" if use.node.name else use.node.op_type
         self.adds = self.kind == "a"
@@ -199,7 +200,7 @@ class _UseAs:
         others = [x for i, x in enumerate(self.node.inputs) if i != self.use.index]
         return (
             (self.kind == "f" or self.node.op_type == "Mul")
-            and any(x is not None and origin(x) == "Softmax" for x in others)
+            and any(x is not None and maker_type(x) == "Softmax" for x in others)
             and evidence.is_ramp(self.array)
         )
 
@@ -212,9 +213,8 @@ class _UseAs:
         if use.via & WAVES:
             return self._stay_verdict("a table of sines and cosines is computed from it")
         if self.around.makes_waves(self.node):
-            doubtful = not (self.counted or evidence.sounds_fixed(self.name))
             why = f"frequencies: sines and cosines of the result of {where}"
-            return Verdict(False, why, doubtful)
+            return Verdict(False, why, self.may_be_learned)
         if self.early and evidence.is_transform(array):
             return Verdict(False, f"a fixed transform of an input: {where}")
         if use.at_positions and not self.moved and array.size == 1:
@@ -231,9 +231,8 @@ class _UseAs:
         return Verdict(True, f"bias of {self.where}")
 
     def _position_verdict(self) -> Verdict:
-        named = not (self.counted or evidence.sounds_fixed(self.name))
         why = f"it only combines with computed positions before {self.where}"
-        return Verdict(False, why, named and self.array.size > 1)
+        return Verdict(False, why, self.may_be_learned and self.array.size > 1)
 
     def _normalization_verdict(self) -> Verdict:
         node, array, scales = self.node, self.array, self.kind == "s"
@@ -248,9 +247,9 @@ class _UseAs:
         if evidence.is_wave(array):
             return self._stay_verdict("table of sines and cosines at positions")
         indices = node.inputs[1]
-        if around.stored.scaled_by(node.outputs[0]) >= max(array.size, 1):
+        if around.stored.most_scales_of(node.outputs[0]) >= max(array.size, 1):
             return self._stay_verdict("scales of stored integers", certain=True)
-        nearest = indices is not None and origin(indices) == "TopK"
+        nearest = indices is not None and maker_type(indices) == "TopK"
         if nearest and indices not in around.weighted:
             return Verdict(False, f"stored data of which {self.where} gathers the nearest")
         if around.reaches_softmax(node.outputs[0]) and evidence.is_mask(array):
@@ -270,14 +269,12 @@ class _UseAs:
         return self._train_verdict("learned rows (a class token, queries) concatenated with data")
 
     def _setting_verdict(self) -> Verdict:
-        op_type, single = self.node.op_type, self.array.size == 1
-        named = not (self.counted or evidence.sounds_fixed(self.name))
-        if op_type != "Pow" or self.use.index != 1:
-            doubtful = named and not single and self.kind == "v"
-            return Verdict(False, f"bound, size or other setting of {self.where}", doubtful)
-        return Verdict(
-            False, f"exponent of {self.where}", named and (self.roles.from_torch or not single)
-        )
+        several = self.array.size != 1
+        if self.node.op_type == "Pow" and self.use.index == 1:
+            doubtful = self.may_be_learned and (self.roles.from_torch or several)
+            return Verdict(False, f"exponent of {self.where}", doubtful)
+        doubtful = self.may_be_learned and several and self.kind == "v"
+        return Verdict(False, f"bound, size or other setting of {self.where}", doubtful)
 
     def _state_verdict(self) -> Verdict:
         same = evidence.is_all(self.array, None if self.counted else 0.0)
@@ -366,8 +363,7 @@ class _UseAs:
             return self._stay_verdict(f"{verb} an input before any weight", scores)
         if early:
             return self._train_verdict(f"{verb} an input that no other weight is applied to")
-        told = said is not None or self.counted or evidence.sounds_fixed(self.name)
-        doubtful = self.array.size > _LARGE or not told
+        doubtful = self.array.size > _LARGE or (said is None and self.may_be_learned)
         return self._stay_verdict(f"{verb} a result of the last weights: anchors, units", doubtful)
 
     def _scalar_verdict(self) -> Verdict:

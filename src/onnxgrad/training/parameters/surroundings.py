@@ -54,7 +54,7 @@ WAVES = frozenset({"Sin", "Cos"})
 _TO_SCORES = (MOVES_OR_JOINS | ARITHMETIC | _BOUNDS | names_with_trait("sums") | {"Tanh"}) - {"Neg"}
 _MOMENTS = names_with_trait("moments")
 _IN_PLACE = (ELEMENTWISE & REORDERS) | {"Expand", "Unsqueeze"}  # casts and broadcasts
-# from means and sums; an epsilon shifts or bounds these
+# an epsilon shifts or bounds moments, of which roots or reciprocals are taken
 _TO_DEVIATIONS = names_with_trait("powers") | _SHIFTS | _BOUNDS | _IN_PLACE
 # by deviations of the data: a BatchNormalization divides by stored ones
 _NORMALIZES = names_with_trait("normalizes") - {"BatchNormalization"}
@@ -99,7 +99,7 @@ class StoredIntegers:
                 self.sizes |= dict.fromkeys(node.outputs, max(self.sizes[x] for x in known))
                 unscaled.update(() if scaled else node.outputs)
 
-    def beside(self, node: ir.Node, index: int) -> int:
+    def most_scales_at(self, node: ir.Node, index: int) -> int:
         """Return how many elements operand `index` may have as a scale or shift; 0: it is none."""
         others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
         if node.op_type in _FACTORS and any(x in self.results for x in others):
@@ -108,12 +108,12 @@ class StoredIntegers:
             return max((self.sizes.get(x, 0) for x in others), default=0)
         return 0
 
-    def scaled_by(self, value: ir.Value) -> int:
-        """Return the same for `value`, through nodes that move it."""
+    def most_scales_of(self, value: ir.Value) -> int:
+        """Return how many elements a scale of `value` may have, behind nodes that move it."""
         found = 0
         for node, index in value.uses():
             moved = node.outputs if node.op_type in MOVES and index == 0 else ()
-            found = max([found, self.beside(node, index), *map(self.scaled_by, moved)])
+            found = max([found, self.most_scales_at(node, index), *map(self.most_scales_of, moved)])
         return found
 
 
@@ -143,7 +143,7 @@ class Use:
     node: ir.Node
     index: int  # of the operand
     value: ir.Value  # the operand: the constant, or a value computed from it
-    via: frozenset[str]  # the operators that compute `value` from the constant
+    via: frozenset[str]  # types of the nodes that compute `value` from the constant
     at_positions: bool  # whether one of them has an operand computed from shapes
     integers: int  # elements that a scale of integers may have; 0: it scales and shifts none
 
@@ -168,7 +168,7 @@ class Surroundings(Flow):
                 elif (reader := _passing_node(value, target)) is not None:
                     yield Use(*reader, value, via, moved, scaled)
             for node, index in value.uses():
-                integers = max(scaled, self.stored.beside(node, index))
+                integers = max(scaled, self.stored.most_scales_at(node, index))
                 if self._defines_role(node, index):
                     yield Use(node, index, value, via, moved, integers)
                 elif value in value_operands(node) and not any(subgraphs(node)):
@@ -198,13 +198,13 @@ class Surroundings(Flow):
     def product_without_bias(self, value: ir.Value) -> ir.Node | None:
         """Return the product without bias that `value` is a moved copy of, or a sum with data."""
         made = (v.producer() for v in reachable([value], self._sum_terms))
-        products = (node for node in made if node is not None and self.product(node))
+        products = (node for node in made if node is not None and self.is_product(node))
         return next((node for node in products if not _has_own_bias(node)), None)
 
     def _sum_terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
         """Return the operands of a sum of data, or the one that a node moves or scales."""
         node = value.producer()
-        if node is None or self.product(node):
+        if node is None or self.is_product(node):
             return ()
         if node.op_type in ("Add", "Sum") and all(x in self.data for x in node.inputs):
             return node.inputs
@@ -229,12 +229,12 @@ class Surroundings(Flow):
         `node`, also behind other nodes.
         """
         users = (user for v in reachable(node.outputs, self.onward) for user, _ in v.uses())
-        return any(self.product(user) or _is_of_model(user) for user in users)
+        return any(self.is_product(user) or _is_of_model(user) for user in users)
 
     def is_quantized(self, node: ir.Node) -> bool:
         """Return whether `node` scales a product of integers, or computes the factor for that."""
         return any(
-            origin(x) in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear")
+            maker_type(x) in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear")
             for x in node.inputs
             if x is not None
         )
@@ -303,8 +303,8 @@ class Surroundings(Flow):
         )
 
 
-def origin(value: ir.Value) -> str:
-    """Return the operator that computes `value`, ignoring nodes that only move its elements."""
+def maker_type(value: ir.Value) -> str:
+    """Return the type of the node that computes `value`, ignoring nodes that only move it."""
     node = maker_of(value)
     return "" if node is None else node.op_type
 
@@ -336,7 +336,7 @@ def _passing_node(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | No
 
 
 def _is_from_means(value: ir.Value) -> bool:
-    """Return whether `value` is computed from means or sums, through roots and the like."""
+    """Return whether `value` is a deviation, or is computed from means or sums like one."""
     waiting, seen = [value], {value}
     for v in waiting:  # the loop appends to it
         node = v.producer()

@@ -74,7 +74,7 @@ class Footprint:
         return most if most < rows else None
 
 
-def sized(objective: Objective, axes: Axes, shapes: Shapes) -> Footprint | None:
+def measure_footprint(objective: Objective, axes: Axes, shapes: Shapes) -> Footprint | None:
     """Return the footprint for data of these `shapes`; None unless `splits` is true."""
     proven = _prove_sums(objective, axes, shapes)
     names = [[str(x.name) for x in own] for own in (objective.data, objective.weights)]

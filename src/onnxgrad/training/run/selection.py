@@ -19,9 +19,9 @@ from onnxgrad.training.run.member_runner import MemberRunner, StackRunner
 from onnxgrad.training.run.process_runner import shared_runner
 from onnxgrad.training.run.row_parts import (
     Footprint,
+    measure_footprint,
     micro_batch_effect,
     mixes_no_rows,
-    sized,
     splits,
 )
 from onnxgrad.training.run.runner import Runner
@@ -166,7 +166,7 @@ class Compiled:
         shapes, rows = source.batch_shapes(), source.batch_size
         if self._footprint is not None and self._footprint.unknown and rows > _FEW:
             objective = self.objective if self.step is None else recipe.objective()
-            self._footprint = sized(objective, source.axes, shapes)
+            self._footprint = measure_footprint(objective, source.axes, shapes)
         most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
         return most if most is not None and most < source.rows else None
 
