@@ -8,9 +8,6 @@ from .adapters.files import (
     load_adapter as load_adapter,
     save_adapter as save_adapter,
 )
-from .adapters.ia3 import (
-    add_ia3 as add_ia3,
-)
 from .adapters.inputs import (
     adapter_inputs as adapter_inputs,
 )

@@ -198,22 +198,3 @@ def test_the_builders_adapter_is_recognized(
     )
     merged = model_logits(og.merge_lora(model))
     np.testing.assert_allclose(merged, network_logits(adapted_network), rtol=1e-3, atol=1e-4)
-
-
-def test_factors_of_peft_fit_packed_weights_both_ways(llama_network, genai_folders, tmp_path):
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    config = peft.IA3Config(
-        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
-    )
-    trained = peft.get_peft_model(copy.deepcopy(llama_network), config).eval()
-    with torch.no_grad():
-        for name, parameter in trained.named_parameters():
-            if "ia3" in name:
-                parameter.normal_(1.0, 0.5)
-    trained.save_pretrained(tmp_path / "peft")
-    adapted = og.load_adapter(onnx.load(genai_folders / "fp32" / "model.onnx"), tmp_path / "peft")
-    assert len(read_adapters(adapted)) == 2 * LAYERS
-    np.testing.assert_allclose(model_logits(adapted), network_logits(trained), rtol=1e-4, atol=5e-5)
-    og.save_adapter(adapted, tmp_path / "ours")
-    back = peft.PeftModel.from_pretrained(copy.deepcopy(llama_network), tmp_path / "ours").eval()
-    np.testing.assert_allclose(network_logits(back), network_logits(trained), rtol=1e-4, atol=5e-5)

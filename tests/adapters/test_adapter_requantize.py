@@ -131,28 +131,6 @@ def test_the_merged_model_is_as_close_as_the_quantized_one(form, model_of_form):
     assert relative_error(without_change(adapted), adapted, merged) < limit
 
 
-@BY_FORM
-def test_factors_are_merged_with_the_bias(form, model_of_form):
-    """Those of the output of a layer multiply its bias, too."""
-    patterns = ["w*"] if form == "QOperator" else ["w*", "v*"]  # whose QGemm gets no adapter
-    most = 1 if form == "QOperator" else 2  # whose results are clipped where they were before
-    adapted = og.add_ia3(model_of_form(form), patterns)
-    rng, held = np.random.default_rng(1), constant_arrays(adapted)
-    factors = {
-        name: rng.uniform(0.2, most, array.shape).astype(np.float32)
-        for name, array in held.items()
-        if ".ia3_l" in name
-    }
-    assert len(factors) == len(patterns)
-    changed = replace(adapted, factors)
-    merged = merge_anew(changed)
-    assert stored_form(merged) == stored_form(model_of_form(form))
-    one_scale = form.startswith(("int8", "uint8", "7 bits", "dynamic")) and "by" not in form
-    limit = 0.15 if one_scale else 0.12 if form.startswith("4") else 0.05
-    limit = 0.25 if form == "QOperator" else limit  # whose result is of 8 bits, too
-    assert relative_error(adapted, changed, merged) < limit
-
-
 def test_a_convolution_and_the_bias_beside_it(tmp_path):
     """onnxruntime computes in integers, with one scale for the product and the bias."""
     model = random_model(

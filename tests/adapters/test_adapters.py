@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     config = json.loads(path.read_text())
     for entry, match in (
         ({"peft_type": "LOHA"}, "'LOHA'"),
-        ({"peft_type": "IA3"}, "adapter of 'w'"),
+        ({"peft_type": "IA3"}, naming("'IA3'", "merge_and_unload", "add_lora")),
         ({"use_dora": True}, "contradict"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ):

@@ -441,13 +441,12 @@ def test_the_note_is_json_that_other_parts_read():
 
 
 @pytest.mark.parametrize("at", [None, "w"])
-@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "base"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "base"])
 def test_a_layer_with_an_adapter_is_no_head_to_be_replaced(kind, at):
     model = adapter_network("gemm")
     adapted = {
         "lora": lambda: og.add_lora(model, "w"),
         "dora": lambda: og.add_lora(model, "w", use_dora=True),
-        "ia3": lambda: og.add_ia3(model, "w"),
         "base": lambda: og.adapter_inputs(og.add_lora(model, "w")),
     }[kind]()
     with pytest.raises(ValueError, match=naming("adapter", "merge")):

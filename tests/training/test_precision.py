@@ -122,7 +122,6 @@ BESIDE = {
     "ranges": (lambda m, x: og.quantize(m, x), {"train_ranges": True}),
     "LoRA": (lambda m, x: og.add_lora(m, "w*", rank=2), {}),
     "DoRA": (lambda m, x: og.add_lora(m, "w*", rank=2, use_dora=True), {}),
-    "(IA)3": (lambda m, x: og.add_ia3(m, "w*"), {}),
     "LoRA beside integers": (
         lambda m, x: og.add_lora(og.Trainer(og.quantize(m, x), "cross_entropy").model, "*", rank=2),
         {},
@@ -130,9 +129,7 @@ BESIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [in_sweep(name) if name in ("LoRA", "(IA)3") else name for name in BESIDE]
-)
+@pytest.mark.parametrize("name", [in_sweep(n) if n == "LoRA" else n for n in BESIDE])
 def test_quantized_and_adapted(name):
     """The file keeps its integers, its scales of 16 bits, and adapters of float32."""
     made, options = BESIDE[name]

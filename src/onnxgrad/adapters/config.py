@@ -18,23 +18,7 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) -> dict[str, Any]:
-    """Return the settings of adapters as a `LoraConfig`, or `IA3Config`, of PEFT has them."""
-    if len({note["kind"] for note in notes}) > 1:
-        raise ValueError(
-            "adapters of LoRA and of (IA)3 cannot be in one folder of PEFT: save an .onnx_adapter"
-        )
-    if notes[0]["kind"] == "ia3":
-        return {
-            "peft_type": "IA3",
-            "task_type": None,
-            "base_model_name_or_path": None,
-            "inference_mode": True,
-            "fan_in_fan_out": False,
-            "init_ia3_weights": True,
-            "target_modules": [note["module"] for note in notes],
-            "feedforward_modules": [n["module"] for n in notes if n["feedforward"]],
-            "modules_to_save": modules_to_save or None,
-        }
+    """Return the settings of adapters as a `LoraConfig` of PEFT has them."""
     if len({note["use_dora"] for note in notes}) > 1:
         raise ValueError("adapters with and without use_dora cannot be in one file")
     rank, alpha, dropout = (
@@ -89,9 +73,10 @@ def read_config(source: Path) -> dict[str, Any]:
     except (ValueError, SafetensorError) as e:
         raise ValueError(f"{path} is damaged: {e}") from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind not in ("LORA", "IA3"):
+    if kind != "LORA":
         raise ValueError(
-            f"{path} describes adapters of the kind {kind!r}: only LORA and IA3 can be loaded"
+            f"{path} describes adapters of the kind {kind!r}: only LORA can be loaded. Merge them "
+            "in PEFT (merge_and_unload) and export the model again, or train LoRA (add_lora)"
         )
     if config.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise ValueError(
@@ -113,10 +98,6 @@ def _text(path: Path) -> str:
 
 def options_of(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:
     """Return the settings of the adapter of one module, with the rank that its tensors have."""
-    if config.get("peft_type") == "IA3":
-        listed = config.get("feedforward_modules") or ()
-        named = re.fullmatch(listed, module) if isinstance(listed, str) else None
-        return {"feedforward": bool(named or any(map(module.endswith, listed)))}
     alpha = float(_first_match(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
     rslora = bool(config.get("use_rslora", False))
     return {

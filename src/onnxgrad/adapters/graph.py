@@ -211,7 +211,7 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
     for base in bases:
         dead = [last[base]] if base in producers and base in last else []
         output = dead[0][1].output[0] if dead else ""
-        if dead and dead[0][1].op_type not in ("Add", "Mul"):  # the last node of an adapter
+        if dead and dead[0][1].op_type != "Add":  # the last node of an adapter
             dead = []
         for holder, node in dead:  # the loop appends to it
             inputs = [name for name in node.input if name]

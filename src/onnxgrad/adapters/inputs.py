@@ -17,7 +17,7 @@ from onnxgrad.adapters.uses import CONV, LEFT, Target, targets
 from onnxgrad.errors import escaping, named
 from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.weights import constant_refs, replace, take_out
+from onnxgrad.model.weights import constant_refs, take_out
 from onnxgrad.training.parameters.choice import matching_weights
 
 
@@ -31,9 +31,8 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     `RunOptions.add_active_adapter`, or onnxruntime-genai's `Adapters`: several adapters, of any
     rank and alpha, for one base. B in such a file is multiplied by alpha / rank already.
 
-    Factors of `add_ia3` are inputs whose default is 1. The tensors of a new head, and `weights`,
-    are inputs too. Their default is their value in `model`: pass the adapted model before its
-    training for the untrained head as the default.
+    The tensors of a new head, and `weights`, are inputs too. Their default is their value in
+    `model`: pass the adapted model before its training for the untrained head as the default.
 
     Of a base already, as Olive writes it, inputs without a default get one that changes nothing.
 
@@ -69,16 +68,12 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     if not tensors and not chosen:
         raise ValueError(f"the model has no adapters: {named('add_lora')} adds them")
     _check_served(notes)
-    lora = [note for note in notes if note["kind"] == "lora"]
-    remove(proto, [use["base"] for note in lora for use in note["uses"]], tensors)
-    factors = [note for note in notes if note["kind"] == "ia3"]
-    write_note(proto, ADAPTERS, factors)
+    remove(proto, [use["base"] for note in notes for use in note["uses"]], tensors)
+    write_note(proto, ADAPTERS, [])
     every, add = targets(proto), Additions(proto)
-    write_note(proto, INPUTS, [_write(add, note, every[note["weight"]]) for note in lora])
-    neutral = [name for note in factors for name in note["tensors"]]
-    _make_inputs(proto, [*neutral, *chosen])
-    shapes = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
-    return replace(proto, {name: np.ones(shapes[name], np.float32) for name in neutral})
+    write_note(proto, INPUTS, [_write(add, note, every[note["weight"]]) for note in notes])
+    _make_inputs(proto, chosen)
+    return proto
 
 
 def _chosen(proto: ModelProto, weights: str | Iterable[str]) -> list[str]:

@@ -110,7 +110,6 @@ def insert(
     names = list(slot.tensors) if slot else [add.name(f"{module}.{part}") for part in parts]
     values = {i: add.tensor(n, arrays[i]) for i, n in zip(order, names, strict=True)}
     note: dict[str, Any] = {
-        "kind": "lora",
         "form": first.form,
         "weight": name,
         "module": module,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.adapters import dora, ia3
+from onnxgrad.adapters import dora
 from onnxgrad.adapters.constant_operands import ConstantOperands
 from onnxgrad.adapters.graph import remove
 from onnxgrad.adapters.insertion import adopted
@@ -61,9 +61,8 @@ def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
             f"({argument('requantize', True)})"
         )
     losses = _merge(merged, notes)
-    bases = [use["base"] for note in notes for use in note["uses"] if "base" in use]
+    bases = [use["base"] for note in notes for use in note["uses"]]
     remove(merged, bases, [n for note in notes for n in note["tensors"]])
-    ia3.remove_scaled(merged, notes)
     write_note(merged, ADAPTERS, [])
     write_note(merged, HEAD, [])
     if losses:
@@ -84,16 +83,10 @@ def _merge(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list[Loss]:
             )
         ref = refs[note["weight"]]
         tensors = [refs[name].array().astype(np.float64) for name in note["tensors"]]
-        factors = tensors[0] if note["kind"] == "ia3" else None
-        if factors is not None:
-            update = partial(ia3.scaled, note, factors)
-            ia3.merge_bias(note, refs, merged, np.ones(1) if note["feedforward"] else factors)
-        else:
-            update = partial(_summed, note, tensors)
+        update = partial(_summed, note, tensors)
         if note["quantized"]:
             operands = operands or ConstantOperands(merged, refs.values())
-            of_bias = None if note.get("feedforward", True) else factors
-            losses.append(quantize_anew(operands, note, ref, update, of_bias))
+            losses.append(quantize_anew(operands, note, ref, update))
             continue
         old = ref.array()
         used = update(old.astype(np.float64).transpose(note["perm"]))

@@ -11,7 +11,6 @@ from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.training.parameters.aliases import aliases
 from onnxgrad.training.parameters.choice import integer_rows
 
-FACTORS = "ia3_l"  # of (IA)3
 _MAGNITUDE = "lora_magnitude_vector"
 
 

@@ -14,12 +14,11 @@ from onnx import ModelProto
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
-from onnxgrad.adapters import ia3
 from onnxgrad.adapters.config import CONFIG, config_of, read_config
 from onnxgrad.adapters.dora import unfit
 from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes
 from onnxgrad.adapters.insertion import adopted, insert, read_family
-from onnxgrad.adapters.names import FACTORS, module_names, tensor_names
+from onnxgrad.adapters.names import module_names, tensor_names
 from onnxgrad.adapters.slots import Slot
 from onnxgrad.adapters.tied import join_tensors, separate_entries, tied_paths
 from onnxgrad.adapters.torch_modules import Entry, packed_columns, to_model, to_torch, torch_path
@@ -36,7 +35,7 @@ WEIGHTS = f"adapter_model{_SUFFIX}"
 _PREFIX = "base_model.model."
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_[AB]"
-    r"|lora_magnitude_vector|ia3_l)"
+    r"|lora_magnitude_vector)"
 )
 
 
@@ -130,13 +129,6 @@ def _entries(proto: ModelProto, notes: list[dict[str, Any]]) -> dict[str, Entry]
     refs = {ref.name: ref for ref in constant_refs(proto)}
     entries = {}
     for note in notes:
-        if note["kind"] == "ia3":
-            [name] = note["tensors"]
-            factors = refs[name].array()
-            shape = (-1, 1) if note["form"] == LINEAR and not note["feedforward"] else (1, -1)
-            factors = factors.reshape(*shape, *factors.shape[1:])
-            entries[note["module"]] = Entry({FACTORS: factors}, note, note.get("path", ""))
-            continue
         names = tensor_names(note["form"], note["use_dora"])
         tensors = {
             part: _swap_axes(note["form"], refs[name].array())
@@ -199,10 +191,6 @@ def _add(
         name, entry = modules[module], entries[module]
         target, shapes = every[name], {part: x.shape for part, x in entry.tensors.items()}
         use, options = target.uses[0], entry.options
-        if "feedforward" in options:
-            note = ia3.insert(add, name, module, target, options["feedforward"])
-            notes.append(note | {"path": entry.path} if entry.path != torch_path(module) else note)
-            continue
         if options["use_dora"] and (reason := unfit(target)):
             raise ValueError(f"{name!r} cannot have the adapter of {entry.path!r}: {reason}")
         if options["use_dora"] != (tensor_names(use.form, True)[-1] in shapes):
@@ -248,18 +236,11 @@ def _values(note: Mapping[str, Any], entry: Entry) -> dict[str, tuple[str, np.nd
     Raises:
         ValueError: the file has others, or their scaling is not that of the model.
     """
-    lora = note["kind"] == "lora"
-    names = tensor_names(note["form"], note["use_dora"]) if lora else (FACTORS,)
+    names = tensor_names(note["form"], note["use_dora"])
     if {*names} != {*entry.tensors}:
         found = sorted(entry.tensors)
         raise ValueError(f"the adapter of {note['module']!r} has {list(names)}, the file {found}")
     keys = {n: f"{_PREFIX}{entry.path or note['module']}.{n}" for n in names}
-    if not lora:
-        if note["feedforward"] != entry.options["feedforward"]:
-            raise ValueError(f"{keys[FACTORS]} is of the input in one, of the output in the other")
-        factors = entry.tensors[FACTORS]
-        ones = (1 for _ in factors.shape[2:])
-        return {note["tensors"][0]: (keys[FACTORS], factors.reshape(-1, *ones))}
     scaling = entry.options["scaling"]
     if abs(scaling - note["scaling"]) > 1e-9 * abs(scaling):
         raise ValueError(

@@ -36,7 +36,6 @@ def requantize(
     note: Mapping[str, Any],
     ref: ConstantRef,
     update: Callable[[np.ndarray], np.ndarray],
-    of_bias: np.ndarray | None = None,
 ) -> Loss:
     """Change the quantized weight of an adapter, in place, and return what this costs.
 
@@ -49,7 +48,6 @@ def requantize(
         ref: the weight.
         update: function from the weight to its sum with the adapter, both with the axes that the
             node reads.
-        of_bias: by which the integers of a bias beside it are multiplied.
 
     Raises:
         ValueError: the weight is stored in a form that is not covered.
@@ -87,7 +85,7 @@ def requantize(
         new_zero = layout.as_stored(new_zero, stored)
         operands.write(zero_places, layout.pack(new_zero, zeros.array()))
     for node in nodes:
-        _rescale_biases(operands, node, new_scale / scale, of_bias)
+        _rescale_biases(operands, node, new_scale / scale)
     size = np.abs(updated).mean()
     return Loss(ref.name, float(difference.max()), float(difference.mean()), float(size))
 
@@ -172,9 +170,7 @@ def report(losses: list[Loss]) -> None:
     )
 
 
-def _rescale_biases(
-    operands: ConstantOperands, node: NodeProto, ratio: np.ndarray, factors: np.ndarray | None
-) -> None:
+def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarray) -> None:
     """Rescale the integers of the bias beside a quantized weight.
 
     onnxruntime adds both as integers: the scale of a bias is the scale of the data times the scale
@@ -193,7 +189,5 @@ def _rescale_biases(
             continue
         old, factor = scale.array(), ratio.reshape(-1) if ratio.size > 1 else ratio.reshape(())
         new = (old * factor).astype(old.dtype)
-        exact = q.array() * (old.astype(np.float64) / new)
-        rescaled = np.rint(exact if factors is None else exact * factors.reshape(-1))
-        operands.write([(maker, 0)], rescaled)
+        operands.write([(maker, 0)], np.rint(q.array() * (old.astype(np.float64) / new)))
         operands.write([(maker, 1)], new)

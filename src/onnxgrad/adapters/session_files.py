@@ -32,9 +32,6 @@ def write(proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str],
     values: Arrays = {}
     for note in notes:
         refuse_dora(note)
-        if note["kind"] == "ia3":
-            others = [*others, *note["tensors"]]
-            continue
         a, b = note["tensors"]
         layout = note.get("inputs", {"scale": 1.0})
         pair = arrays[a], arrays[b] * arrays[b].dtype.type(note["scaling"] / layout["scale"])
@@ -154,8 +151,6 @@ def _factors(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
     """
     if missing := [name for name in note["tensors"] if name not in arrays]:
         raise ValueError(f"{source} lacks the adapter {missing[0]!r} of the model")
-    if note["kind"] == "ia3":
-        return {name: arrays[name] for name in note["tensors"]}
     a, b = note["tensors"]
     layout = note.get("inputs", {"transposed": (False, False), "scale": 1.0})
     flip_a, flip_b = layout["transposed"]

@@ -19,7 +19,7 @@ from onnx import ModelProto, NodeProto
 
 from onnxgrad.adapters.config import options_of
 from onnxgrad.adapters.dora import lengths, unfit
-from onnxgrad.adapters.names import FACTORS, tensor_names
+from onnxgrad.adapters.names import tensor_names
 from onnxgrad.adapters.uses import CONV, LINEAR, Target, Use, attributes
 from onnxgrad.errors import unknown
 from onnxgrad.model.constants import ConstantRef
@@ -156,7 +156,7 @@ def to_model(
         separate = [places.get(_sibling_path(_portable_name(module), part), []) for part in parts]
         if not close and len(place) == 1 and place[0][1] is None:
             close = [place[0][0]]
-        linear = {*tensors} in ({A, B}, {A, B, _LENGTHS}, {FACTORS})
+        linear = {*tensors} in ({A, B}, {A, B, _LENGTHS})
         rank = _rank_of(tensors, modules[close[0]].uses[0] if len(close) == 1 else None)
         entry = Entry(tensors, options_of(config, module, rank), module)
         if len(close) == 1:
@@ -187,23 +187,15 @@ def _join_parts(
     lengths `base` of the weight.
 
     Raises:
-        ValueError: the columns have lengths or factors of their inputs that are not those of one.
+        ValueError: some columns have no lengths.
     """
     pieces = sorted(pieces, key=lambda piece: piece[0].start)
     (_, first), entries = pieces[0], [entry for _, entry in pieces]
     covered = sum(rows.stop - rows.start for rows, _ in pieces) == total
-    if FACTORS in first.tensors:
-        given = [entry.tensors[FACTORS] for entry in entries]
-        if first.options["feedforward"]:
-            if covered and all(np.array_equal(x, given[0]) for x in given):
-                return Entry(first.tensors, first.options)
-            raise _not_one(module)
-        factors = np.ones((total, 1), given[0].dtype)
-        for (rows, _), x in zip(pieces, given, strict=True):
-            factors[rows] = x
-        return Entry({FACTORS: factors}, first.options)
     if _LENGTHS in first.tensors and base is None and not covered:
-        raise _not_one(module)
+        raise ValueError(
+            f"the parts of {module!r} have lengths that one adapter of all columns cannot have"
+        )
     scalings = [entry.options["scaling"] for entry in entries]
     scaling = scalings[0] if len(set(scalings)) == 1 else 1.0
     factors_a = [entry.tensors[A] for entry in entries]
@@ -278,13 +270,6 @@ def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Ent
     A fresh adapter, whose B is zero, gives one for each part.
     """
     tensors, options = entry.tensors, entry.options
-    if FACTORS in tensors:
-        if options["feedforward"]:
-            return dict.fromkeys(columns, entry)
-        cut = {part: tensors[FACTORS][rows] for part, rows in columns.items()}
-        return {
-            n: Entry({FACTORS: x}, options, entry.path) for n, x in cut.items() if np.any(x != 1)
-        }
     a, b, result = tensors[A], tensors[B], {}
     for part, rows in columns.items():
         used = np.asarray(b[rows].any(0)) if b.any() else np.ones(len(a), bool)
@@ -300,13 +285,6 @@ def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Ent
             entry.path,
         )
     return result
-
-
-def _not_one(module: str) -> ValueError:
-    return ValueError(
-        f"the parts of {module!r} have lengths, or factors of their inputs, that one adapter of "
-        "all columns cannot have"
-    )
 
 
 def _width(target: Target) -> int:

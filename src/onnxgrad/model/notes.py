@@ -26,7 +26,7 @@ CLASSES = "onnxgrad.classes"  # a list of labels: the classes of a model without
 PRIMAL = "onnxgrad.primal"  # of a node: name of the output of the node that it differentiates
 LOSS = "onnxgrad.loss"  # of `add_loss_output`, a dict: names of label and prediction, and more
 
-_WORDS = ("kind", "form", "module", "path")  # entries of an adapter that are no names of values
+_WORDS = ("form", "module", "path")  # entries of an adapter that are no names of values
 
 
 def read_note(proto: ModelProto, key: str) -> list[Any]:
