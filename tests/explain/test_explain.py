@@ -359,38 +359,6 @@ def test_pgd_stays_in_bounds_and_in_the_ball():
         assert (np.linalg.norm(ours - inside, order, axis=1) <= 0.3 + 1e-5).all()
 
 
-def test_no_attention():
-    with pytest.raises(ValueError, match="attention"):
-        explain.attention_rollout(LINEAR, X)
-    with pytest.raises(ValueError, match="attention 'p'"):
-        explain.attention_rollout(LINEAR, X, ["p"])
-    cross = parse_model(
-        "f (float[N,T,4] x, float[N,S,4] z) => (float[N,T,4] y) { k = Transpose<perm=[0,2,1]>(z)"
-        "s = MatMul(x, k)  p = Softmax(s)  y = MatMul(p, z) }"
-    )
-    feed = {"x": np.ones((1, 3, 4), np.float32), "z": np.ones((1, 2, 4), np.float32)}
-    with pytest.raises(ValueError, match=naming("'p'", "[1, 3, 2]")):
-        explain.attention_rollout(cross, feed)
-
-
-def test_attention_is_a_softmax_of_the_last_axis_that_a_product_reads():
-    text = """f (float[N,T,4] x) => (float[N,T,4] y) { k = Transpose<perm=[0,2,1]>(x)
-        s = MatMul(x, k)  p = Softmax(s)  c = Cast<to=1>(p)  h = MatMul(c, x)
-        a = Softmax<axis=1>(h)  g = MatMul(s, a)  b = Softmax(g)  y = Mul(b, x) }"""
-    assert explain.attention_names(parse_model(text)) == ["p"]
-
-
-def test_attention_inside_of_an_operator():
-    text = "f (float[N,2,T,4] x) => (float[N,2,T,4] y) { y = Attention(x, x, x) }"
-    model = parse_model(text, opset=23)
-    x = RNG.standard_normal((2, 2, 3, 4)).astype(np.float32)
-    p = np.exp(x @ x.swapaxes(-1, -2) / 2)
-    p = (p / p.sum(-1, keepdims=True)).mean(axis=1)
-    np.testing.assert_allclose(
-        explain.attention_rollout(model, x), (p + np.eye(3)) / 2, rtol=1e-4, atol=1e-6
-    )
-
-
 def test_influence_of_a_linear_regression():
     """The gradient of (x w - t)^2 is 2 (x w - t) x."""
     t = RNG.standard_normal((5, 3)).astype(np.float32)
@@ -485,7 +453,6 @@ def test_influence_refuses(options, named):
         (lambda: explain.saliency(LINEAR, [{"x": X}], 0), "list of batches"),
         (lambda: explain.integrated_gradients(PAIR, PAIR_FEED, 0, X), "a dict"),
         (lambda: explain.integrated_gradients(LINEAR, X, 0, X + 1j), "complex"),
-        (lambda: explain.attention_rollout(LINEAR, X, heads="least"), "`heads` 'least'"),
         (lambda: explain.show_text(["a"], [1.0, 2.0]), "1 names"),
         (lambda: explain.show_image(np.zeros((2, 8, 8, 8))), "of one row"),
         (lambda: explain.show_image(np.full((8, 8), np.nan)), "not finite"),

@@ -21,14 +21,11 @@ from onnxgrad.explain.influences import influence
 from onnxgrad.explain.layer_attributions import grad_cam, layer_conductance
 from onnxgrad.explain.occlusions import occlusion
 from onnxgrad.explain.pictures import show_image, show_table, show_text
-from onnxgrad.explain.rollout import attention_names, attention_rollout
 from onnxgrad.explain.score_function import ScoreFunction
 
 __all__ = [
     "Counterfactual",
     "ScoreFunction",
-    "attention_names",
-    "attention_rollout",
     "completeness_gap",
     "counterfactual",
     "fgsm",
