@@ -114,8 +114,10 @@ def test_options_of_eval(here):
             (*NUMBERS, "--loss", "l2", "--monitor", "loss"),
             "--monitor ... --early-stopping ... --checkpoint",
         ),
-        ((*NUMBERS, "--loss", "l2", "--local-steps", 2), "--local-steps ... torchrun ... mpirun"),
-        ((*NUMBERS, "--loss", "l2", "--shard-optimizer"), "--shard-optimizer ... torchrun"),
+        (
+            (*NUMBERS, "--loss", "l2", "--shard-optimizer"),
+            "--shard-optimizer ... torchrun ... mpirun",
+        ),
         ((*NUMBERS, "--loss", "l2", "--sync-batch-norm"), "--sync-batch-norm ... torchrun"),
         (
             (*NUMBERS, "--loss", "l2", "--checkpoint-seconds", 1),

@@ -62,49 +62,16 @@ def test_processes_of_mpi_train_what_one_trains(processes):
             assert_as_one_process(job, result[job])
 
 
-def torch_parameters(name: str) -> dict[str, torch.Tensor]:
-    """Return the parameters of a network in float64."""
-    return {n: p.detach().double() for n, p in worker.torch_network(name)[0].named_parameters()}
-
-
-def loss_gradients(network: str, parameters: dict, X, y) -> tuple[dict, torch.Tensor]:
-    """Return the gradients of the sum of losses, and the result of the first layer."""
+def norm_gradients(parameters: dict, X, y) -> tuple[dict, torch.Tensor]:
+    """Return gradients of the sum of losses of the network "norm", and its first result."""
     own = {n: p.clone().requires_grad_() for n, p in parameters.items()}
-    first = hidden = torch.tensor(X).double() @ own["0.weight"].T + own["0.bias"]
-    last = "2"
-    if network == "norm":
-        last, norm = "3", (own["1.weight"], own["1.bias"])
-        eps = float(np.float32(1e-5))  # as attributes of ONNX are stored
-        hidden = torch.nn.functional.batch_norm(hidden, None, None, *norm, training=True, eps=eps)
-    scores = torch.tanh(hidden) @ own[f"{last}.weight"].T + own[f"{last}.bias"]
+    first = torch.tensor(X).double() @ own["0.weight"].T + own["0.bias"]
+    norm = own["1.weight"], own["1.bias"]
+    eps = float(np.float32(1e-5))  # as attributes of ONNX are stored
+    hidden = torch.nn.functional.batch_norm(first, None, None, *norm, training=True, eps=eps)
+    scores = torch.tanh(hidden) @ own["3.weight"].T + own["3.bias"]
     torch.nn.functional.cross_entropy(scores, torch.tensor(y), reduction="sum").backward()
     return {n: p.grad for n, p in own.items()}, first.detach()
-
-
-@pytest.mark.parametrize("processes", [2, in_sweep(4)])
-def test_local_steps_are_those_of_pytorch_averaged(processes):
-    X, y = worker.rows_and_labels("mlp")
-    every = [torch_parameters("mlp") for _ in range(processes)]
-    step = 0
-    for epoch in range(3):
-        order = np.random.default_rng([0, epoch]).permutation(len(X))
-        starts = range(0, len(X), 10)
-        for start in starts:
-            batch = order[start : start + 10]
-            for rank, own in enumerate(every):
-                rows = batch[Part(rank, processes).rows(len(batch))]
-                if len(rows):
-                    gradients, _ = loss_gradients("mlp", own, X[rows], y[rows])
-                    own |= {n: p - 0.01 / len(rows) * gradients[n] for n, p in own.items()}
-            step += 1
-            if step % 4 == 0 or start == starts[-1]:
-                means = {n: torch.stack([own[n] for own in every]).mean(0) for n in every[0]}
-                every = [dict(means) for _ in every]
-    file = worker.network_file("mlp")
-    for weights in results_of_group(worker.train_locally, file, 4, processes=processes):
-        assert weights.keys() == every[0].keys()
-        for name, p in every[0].items():
-            np.testing.assert_allclose(weights[name], p, rtol=0, atol=1e-6)
 
 
 def test_running_statistics_of_own_rows_are_averaged():
@@ -114,13 +81,14 @@ def test_running_statistics_of_own_rows_are_averaged():
     file = worker.network_file("norm", np.float64)
     start = initializer_arrays(onnx.load_from_string(file))
     mean, var = (torch.tensor(start[f"1.running_{name}"]) for name in ("mean", "var"))
-    parameters, kept = torch_parameters("norm"), 0.9
+    network, kept = worker.torch_network("norm")[0], 0.9
+    parameters = {n: p.detach().double() for n, p in network.named_parameters()}
     for start in [*range(0, rows, 10)] * 2:
         batch = range(rows)[start : start + 10]
         gradients, means, variances = [], 0.0, 0.0
         for rank in (0, 1):
             own = list(batch[Part(rank, 2).rows(len(batch))])
-            found, first = loss_gradients("norm", parameters, X[own], y[own])
+            found, first = norm_gradients(parameters, X[own], y[own])
             gradients.append(found)
             share = len(own) / len(batch)
             means = means + share * first.mean(0)

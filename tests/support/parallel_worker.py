@@ -185,15 +185,7 @@ def mlp_trainer(file: bytes, **arguments: Any) -> og.Trainer:
     return og.Trainer(file, "cross_entropy", **arguments)
 
 
-# -- local steps, and running statistics of the rows of each process -----------------------------
-
-
-def train_locally(file: bytes, steps: int) -> dict[str, np.ndarray]:
-    """Return the weights of processes that train alone for `steps` steps, then average."""
-    X, y = rows_and_labels("mlp")
-    how = og.DataParallel(local_steps=steps)
-    trainer = mlp_trainer(file, optimizer=og.sgd(), learning_rate=0.01, parallel=how)
-    return trainer.fit(X, y, epochs=3, batch_size=10).state.weights
+# -- running statistics of the rows of each process ----------------------------------------------
 
 
 def train_with_own_statistics(file: bytes, rows: int) -> tuple[dict, dict, list[str]]:

@@ -278,7 +278,6 @@ def test_roles_and_order_of_the_columns_of_files_are_compared(change, tmp_path):
 
 SHARED = {  # what a group computes, by an option that differs from the default
     "sync_batch_norm": ({"sync_batch_norm": True}, "train"),
-    "local_steps": ({"local_steps": 4}, "frozen"),
     "shards": ({"shards": True}, "frozen"),
 }
 

@@ -74,7 +74,6 @@ GROUPS = {  # arguments of DataParallel
     "alone": None,
     "group": {},
     "synchronized": {"sync_batch_norm": True},
-    "local": {"local_steps": 3},
 }
 
 

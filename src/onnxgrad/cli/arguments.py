@@ -53,12 +53,11 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
 
 def _parallel(options: RunOptions) -> DataParallel | None:
     """Return how several processes train together; None: by default, if there are several."""
-    names = ("sync_batch_norm", "shard_optimizer", "local_steps")
-    chosen = {name: getattr(options, name) for name in names}
-    if chosen == {name: getattr(DataParallel(), name) for name in names}:
+    chosen = {name: getattr(options, name) for name in ("sync_batch_norm", "shard_optimizer")}
+    given = next((name for name, value in chosen.items() if value), None)
+    if given is None:
         return None
     if group_of(None) is None:
-        given = next(name for name in names if chosen[name] != getattr(DataParallel(), name))
         raise ValueError(
             f"--{given.replace('_', '-')} is for several processes, and there is one: start them "
             "by torchrun --nproc-per-node 4 -m onnxgrad train, or mpirun -n 4 onnxgrad train"

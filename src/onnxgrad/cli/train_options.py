@@ -217,11 +217,6 @@ class RunOptions:
         False,
         show_default=False,
     )
-    local_steps: int = option(
-        "Of several processes: steps that each trains alone before the weights are averaged.",
-        1,
-        min=1,
-    )
     seed: int = option(
         "Of the split, of the order of rows, of dropout and of new weights.", 0, min=0
     )

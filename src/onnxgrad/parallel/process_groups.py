@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onnxgrad.checks import check_choice, check_count
+from onnxgrad.checks import check_choice
 from onnxgrad.parallel.engines import (
     MpiGroup,
     TorchGroup,
@@ -31,8 +31,8 @@ class DataParallel:
 
     Without it, a `Trainer` inside of an initialized group of `torch.distributed`, or of MPI, uses
     the defaults. The batch size is that of all processes together, and the weights are those of one
-    process up to rounding, except where masks of dropout are drawn, with `local_steps`, and with
-    statistics of batches that are not synchronised.
+    process up to rounding, except where masks of dropout are drawn, and with statistics of batches
+    that are not synchronised.
 
     Args:
         engine: "torch": the default group of `torch.distributed`, with gloo, mpi or nccl; "mpi":
@@ -42,35 +42,26 @@ class DataParallel:
             statistics are averaged.
         shard_optimizer: each process keeps the slots of some of the weights only, updates these,
             and sends them to the others (ZeRO, stage 1).
-        local_steps: 1: gradients are added up in every step. k > 1: each process trains alone for k
-            steps, then weights, slots and buffers are averaged (local SGD).
         shards: whether the data that a process passes are its own rows, of which its batches
             consist, such as those of a DataLoader with a DistributedSampler. Otherwise all pass the
             same data, and each takes its part of every batch.
 
     Raises:
-        ValueError: an unknown engine, or `local_steps` below 1.
+        ValueError: an unknown engine.
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.DataParallel(shard_optimizer=True).local_steps
-        1
+        >>> og.DataParallel(shard_optimizer=True).engine
+        'auto'
     """
 
     engine: str = "auto"
     sync_batch_norm: bool = False
     shard_optimizer: bool = False
-    local_steps: int = 1
     shards: bool = False
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, ("auto", "torch", "mpi"))
-        check_count("local_steps", self.local_steps)
-        if self.local_steps > 1 and (self.shard_optimizer or self.sync_batch_norm):
-            raise ValueError(
-                "local_steps: a process that trains alone needs all slots, and has statistics of "
-                "its own rows only: leave out shard_optimizer and sync_batch_norm"
-            )
 
 
 class Group(Protocol):

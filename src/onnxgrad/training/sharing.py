@@ -54,20 +54,16 @@ class Sharing:
         return self.part if self.options.sync_batch_norm else None
 
     @property
-    def across(self) -> Across | None:
-        """How a step is shared; None: each process does steps of its own."""
-        if self.options.local_steps > 1:
-            return None
+    def across(self) -> Across:
+        """How a step is shared."""
         shards = self.options.shard_optimizer and self.part.size > 1
         return Across(self.part, self.options.sync_batch_norm, shards)
 
     def identity(self, batch_norm: str) -> dict[str, Any]:
         """Return on which options and processes the weights depend by more than rounding."""
         options, own = self.options, {}
-        if options.local_steps > 1:
-            own = {"local_steps": options.local_steps, "processes": self.part.size}
         if batch_norm == "train" and not options.sync_batch_norm and self.part.size > 1:
-            own |= {"sync_batch_norm": False, "processes": self.part.size}
+            own = {"sync_batch_norm": False, "processes": self.part.size}
         return own | ({"shards": True, "processes": self.part.size} if options.shards else {})
 
     def callbacks(self, callbacks: Callbacks) -> Callbacks:
@@ -198,7 +194,7 @@ class Sharing:
         Shapes of batches from files and iterables are unknown here: of these, it tells only
         statistics of batches, and dropout.
         """
-        if self.part.rank or self.options.local_steps > 1 or self.options.sync_batch_norm:
+        if self.part.rank or self.options.sync_batch_norm:
             return
         if isinstance(source, ArraySource):
             proven = splits(objective, source.axes, source.batch_shapes())

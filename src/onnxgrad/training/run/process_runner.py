@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -14,8 +13,8 @@ import onnxruntime as ort
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
-from onnxgrad.parallel import MESSAGES, DataParallel, Group, Part, cut
-from onnxgrad.runtime.values import array_of, is_finite
+from onnxgrad.parallel import MESSAGES, Group, Part, cut
+from onnxgrad.runtime.values import is_finite
 from onnxgrad.training.batches import rows_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
@@ -25,7 +24,6 @@ from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.run.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.inputs import Call, Slice
 
 LARGE = 1 << 23  # bytes of a message, from which it pays to send half of it earlier
@@ -173,71 +171,14 @@ class InPlacePieceRunner(PieceRunner, InPlaceRunner):
             self.group.broadcast(weights.reshape(-1), owner)
 
 
-class LocalSgdRunner(Runner):
-    """A `Runner` that trains on its rows alone, and averages the states every `steps` steps."""
-
-    of_several = True
-
-    def __init__(self, *arguments: Any, group: Group, steps: int) -> None:
-        super().__init__(*arguments)
-        self.group, self.steps, self.part = group, steps, Part(group.rank, group.size)
-        self._averaged: Now | None = None
-
-    def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
-        """Announce the shapes of most batches, if they are known, and the axes of their rows."""
-        super().expect(part_shapes(shapes, axes, self.part), axes)
-
-    def budget(self) -> int:
-        """Return how many batches the next call may run: as many as in the other processes."""
-        return 1
-
-    def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
-        """Train on the batch of `piece`; return the losses of all processes."""
-        start = time.perf_counter()
-        new, losses = self.now.states, None
-        if piece.counted:
-            new, losses = self.computed(self.call(piece, rates, position))
-        reported = len(self.outputs) - len(self.step.inputs.carried) - bool(self.step.norms)
-        terms = np.zeros((2, 1, reported // 2))
-        if losses is not None:
-            terms[0], terms[1] = losses.sums, losses.counts
-        self.group.sum(terms)()
-        before = self.now
-        done = self.finished(piece, list(new), Losses(terms[0], terms[1]), start)
-        if any(self.agree([done is None])):
-            self.now = before
-            return None
-        if self.now.steps % self.steps == 0:
-            self.collect()
-        return done
-
-    def collect(self) -> None:
-        """Average the states of all processes."""
-        if self._averaged is self.now:
-            return
-        kept = [None if s is None else self._average_state(array_of(s)) for s in self.now.states]
-        self.now = self._averaged = Now(kept, self.now.steps)
-
-    def _average_state(self, state: np.ndarray) -> ort.OrtValue:
-        """Return the mean of the processes, computed in float32 for 16 bits."""
-        total = np.array(state, np.float32 if state.dtype.itemsize < 4 else state.dtype)
-        self.group.sum(total)()
-        return self.device.ortvalue(np.asarray(total / self.group.size, state.dtype))
-
-
 def shared_runner(
     step: Step,
     target: Target,
     work: float,
     fields: Fields,
     group: Group,
-    options: DataParallel,
     part_rows: int | None = None,
-) -> Runner:
+) -> PieceRunner:
     """Return the runner of a step for one process of a group; it takes the step over."""
-    if options.local_steps > 1:
-        model = build_epoch(step, target)
-        arguments = model, step, target.device, work, fields
-        return LocalSgdRunner(*arguments, group=group, steps=options.local_steps)
     kind = PieceRunner if step.updates is None else InPlacePieceRunner
     return kind(step, target, work, fields, group, part_rows)

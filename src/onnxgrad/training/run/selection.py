@@ -9,7 +9,7 @@ from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
 from onnxgrad.native import Target
 from onnxgrad.operators import marks
-from onnxgrad.parallel import Alone, DataParallel
+from onnxgrad.parallel import Alone
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
@@ -115,9 +115,9 @@ class Compiled:
         )
         target = Target.of(device, work, rows)
         if shared is not None:
-            return shared_runner(step, target, work, fields, shared.group, shared.options)
+            return shared_runner(step, target, work, fields, shared.group)
         if most is not None:
-            return shared_runner(step, target, work, fields, Alone(), DataParallel(), most)
+            return shared_runner(step, target, work, fields, Alone(), most)
         return new_runner(step, target, work, fields, objective.carried)
 
     def _adds_losses(self, recipe: Recipe, source: BatchSource, fixed: int | None) -> bool:
