@@ -85,8 +85,8 @@ def test_a_rate_that_is_none_is_trained_with():
     one = og.Trainer(MODEL, "mse", optimizer="sgd").fit(X, X[:, :1])
     other = og.Trainer(MODEL, "mse", optimizer="sgd", learning_rate=0.01).fit(X, X[:, :1])
     np.testing.assert_array_equal(one.state.weights["w"], other.state.weights["w"])
-    stack = og.TrainerStack(MODEL, "mse", optimizer=["sgd", "lion"])
-    assert stack.learning_rates == [og.constant(0.01), og.constant(1e-4)]
+    stack = og.TrainerStack(MODEL, "mse", optimizer=["sgd", "sgd"], learning_rate=[None, 0.1])
+    assert stack.learning_rates == [og.constant(0.01), og.constant(0.1)]
 
 
 def test_the_command_trains_as_a_trainer_does(working_folder):

@@ -151,7 +151,7 @@ class Recipe:
 
     @property
     def members(self) -> Members | None:
-        """The members of a stack, before it is known which of them share a step."""
+        """The members of a stack."""
         if self.job.members is None:
             return None
         return Members([*map(self._clipping, self.job.optimizers)], self.state.weights)
@@ -193,8 +193,7 @@ class Recipe:
 
         It returns the norms of gradients if `norms`; None: if a callback asks for them. With
         `in_place`, it may be only its first half: see `Step.updates`. `across` is how others share
-        it; None: it is that of the rows of this process. `members`: those of a stack that may
-        share it.
+        it; None: it is that of the rows of this process. `members`: those of a stack.
 
         `fixed_rows` are those that the model takes of the `rows` of a batch, if not all;
         `adds_losses`: whether the loss of a batch is the sum of those of its micro-batches.
@@ -205,6 +204,7 @@ class Recipe:
         """
         job, on_cpu = self.job, self.job.device.kind == "cpu"
         in_place &= on_cpu and (self.sharing is None or across is not None)
+        in_place &= members is None
         norms = self.norms if norms is None else norms
         options = StepOptions(
             norms, blocks and on_cpu, job.recompute, in_place, across, members=members

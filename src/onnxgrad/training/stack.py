@@ -42,8 +42,8 @@ class TrainerStack(TrainerBase):
     networks the time of a step is that of its nodes, and many members take little longer than one.
     All members see the same batches, and the same masks of dropout. Each has weights, slots and
     running statistics of its own, and may have an optimizer and a learning rate of its own; its
-    result is that of a `Trainer` with these, up to rounding. Members whose optimizers differ in
-    numbers only share the nodes of the update; those with other optimizers run one after the other.
+    result is that of a `Trainer` with these, up to rounding. The optimizers are of one kind, whose
+    numbers may differ.
 
     A member whose loss or weights become NaN or infinite is frozen where it was before that step,
     and does not disturb the others: `state.frozen` names it, and `fit` warns. A callback freezes a
@@ -63,7 +63,8 @@ class TrainerStack(TrainerBase):
             "redrawn": weights with two or more axes are drawn from the normal distribution with the
             mean and standard deviation that they have in the model. "glorot": they are drawn by
             Glorot's rule. Others, such as biases, are the model's. Member k draws by `seed` and k.
-        optimizer: one for all, by name or as an object, or a list of one for each member.
+        optimizer: one for all, by name or as an object, or a list of one for each member; `fit`
+            raises ValueError if these are of different kinds.
         learning_rate: a number or a schedule for all, or a list of one for each member. None:
             that of the optimizer, as for `Trainer`.
         train: as for `Trainer`.

@@ -15,7 +15,7 @@ from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
-from onnxgrad.training.run.member_runner import MemberRunner, StackRunner
+from onnxgrad.training.run.member_runner import MemberRunner
 from onnxgrad.training.run.process_runner import shared_runner
 from onnxgrad.training.run.row_parts import (
     Footprint,
@@ -30,7 +30,6 @@ from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.inputs import WHOLE
-from onnxgrad.training.step.members import Members
 
 _FEW = 8  # rows for which shapes that are unknown are not inferred
 
@@ -99,9 +98,6 @@ class Compiled:
         `fixed` is the number of rows that the model takes of a batch; None: it takes all.
         """
         objective, rows, device = self.objective, source.batch_size, recipe.job.device
-        if recipe.job.members is not None:
-            target = Target.of(device, work, rows)
-            return self._build_stack_runner(recipe, fields, fixed, rows, target, work)
         if shared is not None:
             shared.warn(objective, source)
             rows //= shared.part.size
@@ -111,9 +107,17 @@ class Compiled:
         if most is not None:
             work, rows, across = work * most / rows, most, Across(WHOLE)
         self.step = step = recipe.step(
-            objective, across=across, fixed_rows=fixed, rows=rows, adds_losses=self.adds_losses
+            objective,
+            across=across,
+            members=recipe.members,
+            fixed_rows=fixed,
+            rows=rows,
+            adds_losses=self.adds_losses,
         )
         target = Target.of(device, work, rows)
+        if step.members is not None:
+            model = build_epoch(step, target)
+            return MemberRunner(model, step, target.device, work, fields, objective.carried)
         if shared is not None:
             return shared_runner(step, target, work, fields, shared.group)
         if most is not None:
@@ -169,38 +173,6 @@ class Compiled:
             self._footprint = measure_footprint(objective, source.axes, shapes)
         most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
         return most if most is not None and most < source.rows else None
-
-    def _build_stack_runner(
-        self,
-        recipe: Recipe,
-        fields: Fields,
-        fixed: int | None,
-        rows: int,
-        target: Target,
-        work: float,
-    ) -> MemberRunner | StackRunner:
-        """Build the steps of the members of a stack, of which several may share one."""
-        every, runners = recipe.members, list[MemberRunner]()
-        assert every is not None
-        left, count = list(range(len(every.optimizers))), len(every.optimizers)
-        while left:
-            objective = self.objective if not runners else recipe.objective()
-            members = Members(
-                [every.optimizers[k] for k in left], {n: w[left] for n, w in every.weights.items()}
-            )
-            self.step = step = recipe.step(
-                objective,
-                in_place=False,
-                members=members,
-                fixed_rows=fixed,
-                rows=rows,
-                adds_losses=self.adds_losses,
-            )
-            ids = [left[i] for i in members.sharing]
-            arguments = build_epoch(step, target), step, target.device, work, fields
-            runners.append(MemberRunner(ids, count, *arguments, objective.carried))
-            left = [k for k in left if k not in ids]
-        return runners[0] if len(runners) == 1 else StackRunner(runners)
 
 
 def _fixed_rows(recipe: Recipe, source: BatchSource, fields: Fields) -> int | None:

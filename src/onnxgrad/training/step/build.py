@@ -118,7 +118,7 @@ class StepOptions:
     - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
     - `across`: how processes share the step, whose graph has nodes that exchange values.
     - `packed`: elements up to which weights are small, and parts of one input; None is the default.
-    - `members`: the members of a stack, of which some share the step; None: it trains one model.
+    - `members`: the members of a stack; None: it trains one model.
     """
 
     norms: bool = False

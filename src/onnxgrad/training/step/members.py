@@ -1,13 +1,14 @@
 """The step of the members of a stack: the axis of members is pushed through the step of one.
 
-Each member may have another optimizer. Members whose updates are the same nodes, and differ in
-constants only, such as rates of decay, share a step, in which these constants have the axis, too.
+Members may have optimizers of one kind: their updates are the same nodes, and differ in constants
+only, such as rates of decay, which have the axis, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +18,8 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import attribute_key
 from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.optimizers import AddDecayedWeights, Chain, Inputs, Optimizer
+from onnxgrad.optimizers.base import Slots
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.inputs import FEEDS, StepInputs, feed_inputs, feed_of
 from onnxgrad.training.step.update import Update, update_groups
@@ -29,43 +31,48 @@ Places = dict[tuple[int, int], np.ndarray]  # constants by the node and operand 
 
 @dataclass
 class Members:
-    """The members of a stack that are to share a step.
+    """The members of a stack.
 
     Attributes:
         optimizers: the optimizer of each member.
         weights: (members, ...), by name; a step reads the weights that the loss does not train.
-        sharing: the indices of the members that do share it, known when it is written.
-        constants: values that stand for constants of the update, and the constants of these
-            members, along the first axis.
+        constants: values that stand for constants of the update, and the constants of the members,
+            along the first axis.
     """
 
     optimizers: Sequence[Optimizer]
     weights: Mapping[str, np.ndarray]
-    sharing: list[int] = field(default_factory=list)
     constants: dict[ir.Value, np.ndarray] = field(default_factory=dict)
 
     def write_update(
         self, op: Emit, gradients: dict[ir.Value, ir.Value], packed: int | None = None
     ) -> Update:
-        """Write the update of one member, as `write_update`; decide which members share it."""
-        first, *_ = self.optimizers
-        pairs = write_groups(op, gradients, first, packed, blocks=False)
+        """Write the update of one member, as `write_update`: all differ from it in constants only.
+
+        Raises:
+            ValueError: optimizers of different kinds.
+        """
+        same = all(optimizer == self.optimizers[0] for optimizer in self.optimizers)
+        every = self.optimizers if same else [*map(_with_written_decays, self.optimizers)]
+        pairs = write_groups(op, gradients, every[0], packed, blocks=False)
         groups, own = [group for group, _ in pairs], [g for _, g in pairs]
-        sketch, places = _Sketch(op, groups, own, first), dict[int, Places]()
-        known: list[tuple[Optimizer, Places | None]] = []  # optimizers are compared, not hashed
-        for k, optimizer in enumerate(self.optimizers):
-            index = next(
-                (i for i, (other, _) in enumerate(known) if other == optimizer), len(known)
-            )
-            if index == len(known):
-                optimizer.check_names([str(w.name) for w in gradients])
-                alike = _groups_with_optimizer(groups, optimizer)
-                other = None if alike is None else _Sketch(op, alike, own, optimizer)
-                known.append((optimizer, None if other is None else sketch.differences(other)))
-            if (found := known[index][1]) is not None:
-                places[k] = found
-        self.sharing = list(places)
-        return sketch.write(op, self._write_constants(op, sketch, list(places.values())))
+        sketch, places = _Sketch(op, groups, own, every[0]), list[Places]()
+        for k, optimizer in enumerate(every):
+            if (known := every.index(optimizer)) < k:  # optimizers are compared, not hashed
+                places.append(places[known])
+                continue
+            optimizer.check_names([str(w.name) for w in gradients])
+            alike = _groups_with_optimizer(groups, optimizer)
+            other = None if alike is None else _Sketch(op, alike, own, optimizer)
+            differences = None if other is None else sketch.differences(other)
+            if differences is None:
+                raise ValueError(
+                    f"the members 0 and {k} of a stack have optimizers of different kinds, "
+                    f"{self.optimizers[0]} and {self.optimizers[k]}: train a TrainerStack for each "
+                    "kind. Within one, numbers may differ that leave out no part of the update"
+                )
+            places.append(differences)
+        return sketch.write(op, self._write_constants(op, sketch, places))
 
     def _write_constants(
         self, op: Emit, sketch: _Sketch, places: list[Places]
@@ -87,14 +94,14 @@ class Members:
         return values
 
     def push(self, op: Emit, inputs: StepInputs) -> StepInputs:
-        """Push the axis of the sharing members through a step; return its inputs with the axis.
+        """Push the axis of members through a step; return its inputs with the axis.
 
         Weights, slots, buffers and rates have the axis; data have none.
 
         Raises:
             ValueError: a node that cannot be written for all members.
         """
-        graph, axis = op.graph, MemberAxis(op, len(self.sharing), {})
+        graph, axis = op.graph, MemberAxis(op, len(self.optimizers), {})
         Walk(graph).infer(graph)  # a node whose operands have unknown ranks is written for each
         own = {v: feed for v in inputs.feeds.values() if (feed := feed_of(v)) and feed.of_members}
         for v in (*inputs.carried, *own):
@@ -104,7 +111,7 @@ class Members:
         for v, array in self.constants.items():
             axis.let(v, op.const(array))
         for name in [name for name in graph.initializers if name in self.weights]:
-            axis.let(graph.initializers[name], op.const(self.weights[name][self.sharing]))
+            axis.let(graph.initializers[name], op.const(self.weights[name]))
         graph.inputs[:] = axis.all_of(graph.inputs)
         count, outputs = len(inputs.carried), list(graph.outputs)
         axis.push(graph)
@@ -115,6 +122,26 @@ class Members:
             inputs.data,
             {name: axis.of(v) for name, v in inputs.feeds.items()},
         )
+
+
+@dataclass(frozen=True)
+class _WrittenDecay(AddDecayedWeights):
+    """Weight decay whose nodes are written for decays of 0 and 1, too."""
+
+    elementwise = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Return u + decay w."""
+        return u + op.emit("Mul", [self.decay, inputs.weight], {}, fresh=True), {}
+
+
+def _with_written_decays(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer whose chain writes the same nodes for each weight decay."""
+    if isinstance(optimizer, Chain):
+        return replace(optimizer, parts=tuple(map(_with_written_decays, optimizer.parts)))
+    if isinstance(optimizer, AddDecayedWeights):
+        return _WrittenDecay(optimizer.decay, optimizer.exclude)
+    return optimizer
 
 
 class _Sketch:
