@@ -392,9 +392,10 @@ def _kernel_values(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count
 @lowering("SVMClassifier", domain="ai.onnx.ml")
 def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
     """scores = post(x CT + rho) without support vectors; with them, the scores of all pairs of
-    classes, or probabilities coupled from these.
+    classes, or the probabilities of two classes.
 
-    The label is the class of the largest score, or the class that wins the most pairs.
+    The label is the class of the largest score, or the class that wins the most pairs. Of more
+    classes, onnxruntime couples the probabilities of pairs in steps that have no gradient.
     """
     x, coefficients, rho, vectors, prob_a, prob_b = _svm_operands(node)
     classes = len(class_labels(node))
@@ -405,15 +406,21 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
         return [label_of(op, node, winner), post_transform(op, node, raw, classes)]
     if classes < 2:
         raise refused(node, "one class has no scores; use a regressor with one_class")
+    if prob_a is not None and classes > 2:
+        raise refused(
+            node,
+            f"it iterates to couple the probabilities of its {classes} classes, which has no "
+            "gradient; fit the SVC with probability=False before its export, whose scores train",
+        )
     x = matrix(op, x, vectors, sum(sizes))
     k = _kernel_values(op, node, x, vectors, sum(sizes))
     pairs = list(combinations(range(classes), 2))
     raw = _pair_scores(op, k, coefficients, rho, sizes, pairs)
     label = label_of(op, node, _most_votes(op, raw, pairs, classes))
     if prob_a is not None:
-        a, b = _first_elements(op, prob_a, len(pairs)), _first_elements(op, prob_b, len(pairs))
-        scores = _couple_pairs(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
-        return [label, post_transform(op, node, scores, classes)]
+        a, b = _first_elements(op, prob_a, 1), _first_elements(op, prob_b, 1)
+        first = op.Clip(op.Sigmoid(op.Neg(raw * a + b)), 1e-7, 1 - 1e-7)  # Platt 1999
+        return [label, post_transform(op, node, op.Concat(first, 1.0 - first, axis=1), classes)]
     if classes > 2:
         scores = post_transform(op, node, raw, len(pairs))
     else:
@@ -424,17 +431,17 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
 
 def _why_not_classes(node: ir.Node, classes: int) -> str:
     """Return the error text for scores per pair of classes: their meaning, and the remedy."""
-    where, export = f"SVMClassifier (node {node.name!r})", "export the SVC with probability=True"
+    where = f"SVMClassifier (node {node.name!r})"
     if classes > 2:
         return (
-            f"has a score for each pair of the {classes} classes, by {where}: {export}, or with "
+            f"has a score for each pair of the {classes} classes, by {where}: export the SVC with "
             "decision_function_shape='ovr'"
         )
     return (
         f"has the scores of both classes, by {where}, in the order opposite to its labels: the "
-        f"second column is large for the first class. {export}, or train it by "
-        "onnxgrad.sklearn.OnnxClassifier, which reads the order, or pass the labels 1 - y and "
-        f"{argument('loss_options', {'from_logits': True})}"
+        "second column is large for the first class. Export the SVC with probability=True, or "
+        "train it by onnxgrad.sklearn.OnnxClassifier, which reads the order, or pass the labels "
+        f"1 - y and {argument('loss_options', {'from_logits': True})}"
     )
 
 
@@ -476,34 +483,3 @@ def _most_votes(op: Any, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
     )
     votes = op.MatMul(op.Cast(op.Greater(raw, 0.0), to=FLOAT), first - second) + second.sum(0)
     return op.ArgMax(votes, axis=1, keepdims=0)
-
-
-def _couple_pairs(op: Any, r: ir.Value, pairs: list, classes: int) -> ir.Value:
-    """Return the probabilities p of the classes from r, of class i against j for pairs i < j.
-
-    Wu, Lin & Weng 2004, section 2.3: p minimizes sum (r_ji p_i - r_ij p_j)^2 = 2 pT Q p subject to
-    sum(p) = 1, so that all elements of (Q + 1) p are equal. onnxruntime, like libsvm, iterates and
-    stops within 0.005 of this p; here p is exact, and so is its gradient.
-    """
-    r = op.Clip(r, 1e-7, 1 - 1e-7)
-    if classes == 2:
-        return op.Concat(r, 1.0 - r, axis=1)
-    columns = np.zeros((classes, classes), np.int64)
-    for n, (i, j) in enumerate(pairs):
-        columns[i, j], columns[j, i] = n, n + len(pairs)
-    one = np.eye(classes, dtype=np.float32)
-    r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns.ravel(), axis=1)
-    r = op.Reshape(r, [-1, classes, classes]) * (1 - one)
-    q = op.ReduceSum(r * r, [1], keepdims=1) * one - r * op.Transpose(r, perm=[0, 2, 1])
-    p = op.Max(_solve_for_ones(op, q + 1.0, classes), 0.0)  # up to rounding, they are positive
-    return p / op.ReduceSum(p, [1], keepdims=1)
-
-
-def _solve_for_ones(op: Any, a: ir.Value, n: int) -> ir.Value:
-    """Return y with a y = 1, a positive definite, by Gauss-Jordan elimination without pivots."""
-    a = op.Pad(a, [0, 0, 0, 0, 0, 1], 1.0)
-    for i, one in enumerate(np.eye(n, dtype=np.float32)[..., None]):
-        column, rest = op.Slice(a, [0], [1], [2]), op.Slice(a, [1], [n + 1], [2])
-        pivot, row = (op.Slice(v, [i], [i + 1], [1]) for v in (column, rest))
-        a = rest - (column - one) * (row / pivot)
-    return op.Squeeze(a, [2])

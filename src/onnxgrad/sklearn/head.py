@@ -186,7 +186,7 @@ def _refuse_pairs(node: NodeProto | None) -> None:
     if len(labels) > 2 and "prob_a" not in {a.name for a in node.attribute}:
         raise ValueError(
             f"{node.output[1]!r} has a score for each pair of the {len(labels)} classes: export "
-            "the SVC with decision_function_shape='ovr', or with probability=True"
+            "the SVC with decision_function_shape='ovr'"
         )
 
 
