@@ -141,12 +141,12 @@ def test_like_a_detector_of_pytorch(name, dynamo, fixed, classes):
 def test_metadata_of_a_detector():
     torch = pytest.importorskip("torch")
     model = exported_detector(yolov8(3), torch.randn(2, 3, 16, 16), False, True)
-    for key, text in {"names": "{0: 'a', 1: 'b', 2: 'c'}", "nc": "3", "stride": "32"}.items():
+    for key, text in {"names": "{0: 'a', 1: 'b', 2: 'c'}", "stride": "32"}.items():
         model.metadata_props.add(key=key, value=text)
     new = og.replace_head(model, ["cat", "dog"], "cv3.*.2")
     found = {p.key: p.value for p in new.metadata_props}
     assert found["names"] == "{0: 'cat', 1: 'dog'}"
-    assert (found["nc"], found["stride"]) == ("2", "32")
+    assert found["stride"] == "32"
 
 
 # -- what is behind the layers ---------------------------------------------------------------------

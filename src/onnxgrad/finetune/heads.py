@@ -143,9 +143,7 @@ class Request:
         It is changed in place: metadata about the `old` classes, see `NewClasses`, and the IR
         version, which is that of `origin`.
         """
-        tables = {t.dims[0] for t in proto.graph.initializer if len(t.dims) == 2}
-        tables -= {t.dims[0] for t in proto.graph.initializer if t.name in tensors}
-        NewClasses(old, self.units, self.classes, alone, frozenset(tables)).update(proto)
+        NewClasses(old, self.classes, alone).update(proto)
         proto.ir_version = max(4, origin.ir_version)  # before, initializers had to be inputs too
         own = {t.name for t in proto.graph.initializer}
         earlier = [name for name in read_note(proto, HEAD) if name in own]
