@@ -127,7 +127,7 @@ def test_keys_of_meta_are_declared_written_and_read():
 # -- budgets: who raises a number says why in the same commit --------------------------------------
 
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
-    "adapters": (2250, 20),
+    "adapters": (2200, 20),
     "artifacts": (650, 9),
     "autodiff": (5350, 39),
     "cli": (3800, 40),
