@@ -203,8 +203,7 @@ class Recipe:
             NoGradientRule: an operator on the way has no rule.
         """
         job, on_cpu = self.job, self.job.device.kind == "cpu"
-        in_place &= on_cpu and (self.sharing is None or across is not None)
-        in_place &= members is None
+        in_place &= on_cpu and members is None
         norms = self.norms if norms is None else norms
         options = StepOptions(
             norms, blocks and on_cpu, job.recompute, in_place, across, members=members
