@@ -145,6 +145,18 @@ FEATURES = {
         {"optimizer": Chain((clip_by_norm(0.1), og.lookahead(og.sgd(), 3)))},
     ),
     "decays": (perceptron, {"optimizer": [og.adamw(weight_decay=d) for d in (0.0, 0.1, 1.0)]}),
+    "decays of gradients": (
+        perceptron,
+        {"optimizer": [og.sgd(0.9, weight_decay=d) for d in (0.0, 0.1, 1.0)], "clip_norm": 0.5},
+    ),
+    "decays or none": (
+        perceptron,
+        {"optimizer": [og.sgd(weight_decay=d) for d in (0.1, 0.0, 0.0)]},
+    ),
+    "decays of averages": (
+        perceptron,
+        {"optimizer": [og.ema(og.adam(weight_decay=d), 0.9) for d in (0.0, 0.1, 0.0)]},
+    ),
     "clips": (
         perceptron,
         {"optimizer": [Chain((clip_by_global_norm(c), og.adam())) for c in (0.1, 1.0, 0.1)]},
@@ -187,7 +199,6 @@ def test_every_optimizer_with_everything(optimizer):
     [
         (["adam", "adam", "sgd"], ["members 0 and 2", "ScaleByAdam", "ScaleByLearningRate"]),
         ([og.adam(), og.adam(amsgrad=True)], ["members 0 and 1", "amsgrad=True"]),
-        ([og.sgd(), og.sgd(weight_decay=0.1)], ["AddDecayedWeights(decay=0.1"]),
         (["muon", og.ema(og.adam(), 0.9)], ["Orthogonalize", "ScaleByAdam"]),
     ],
 )

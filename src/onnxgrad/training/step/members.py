@@ -19,6 +19,7 @@ from onnxgrad.graph.traversal import attribute_key
 from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.optimizers import AddDecayedWeights, Chain, Inputs, Optimizer
+from onnxgrad.optimizers.averages import Around
 from onnxgrad.optimizers.base import Slots
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.inputs import FEEDS, StepInputs, feed_inputs, feed_of
@@ -53,7 +54,7 @@ class Members:
             ValueError: optimizers of different kinds.
         """
         same = all(optimizer == self.optimizers[0] for optimizer in self.optimizers)
-        every = self.optimizers if same else [*map(_with_written_decays, self.optimizers)]
+        every = self.optimizers if same else _with_equal_parts(self.optimizers)
         pairs = write_groups(op, gradients, every[0], packed, blocks=False)
         groups, own = [group for group, _ in pairs], [g for _, g in pairs]
         sketch, places = _Sketch(op, groups, own, every[0]), list[Places]()
@@ -139,9 +140,40 @@ def _with_written_decays(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer whose chain writes the same nodes for each weight decay."""
     if isinstance(optimizer, Chain):
         return replace(optimizer, parts=tuple(map(_with_written_decays, optimizer.parts)))
+    if isinstance(optimizer, Around):
+        return replace(optimizer, optimizer=_with_written_decays(optimizer.optimizer))
     if isinstance(optimizer, AddDecayedWeights):
         return _WrittenDecay(optimizer.decay, optimizer.exclude)
     return optimizer
+
+
+def _parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    return optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
+
+
+def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
+    """Return an optimizer that decays by zero where `other` decays and it has no weight decay."""
+    if isinstance(optimizer, Around) and isinstance(other, Around):
+        inner = _with_decays_of(optimizer.optimizer, other.optimizer)
+        return replace(optimizer, optimizer=inner)
+    parts, wanted = _parts_of(optimizer), _parts_of(other)
+    if optimizer is other or len(wanted) - len(parts) not in (0, 1):
+        return optimizer
+    if len(wanted) > len(parts):
+        added = (i for i, part in enumerate(wanted) if isinstance(part, AddDecayedWeights))
+        i = next(added, len(parts))
+        parts = (*parts[:i], _WrittenDecay(0.0), *parts[i:])
+    if len(parts) == 1:
+        return optimizer
+    return Chain(tuple(map(_with_decays_of, parts, wanted)))
+
+
+def _with_equal_parts(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return optimizers that write the same nodes, whatever their weight decays are."""
+    written = [*map(_with_written_decays, optimizers)]
+    for other in written:
+        written = [_with_decays_of(optimizer, other) for optimizer in written]
+    return written
 
 
 class _Sketch:
