@@ -137,7 +137,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "finetune": (2300, 19),
     "graph": (1350, 9),
     "language": (1900, 16),
-    "losses": (3600, 33),
+    "losses": (3550, 33),
     "metrics": (1050, 14),
     "model": (2450, 20),
     "modules": (450, 8),
@@ -185,9 +185,18 @@ def test_no_room_outgrows_its_budget():
 # files of upper rooms that still have such tables: who moves them into records drops the file here
 FILES_WITH_TABLES = set(
     """
+<<<<<<< HEAD
     explain/rollout
     losses/applied_to losses/class_axis losses/class_columns losses/in_graph losses/logits
     losses/row_losses losses/value_range
+=======
+    adapters/requantize adapters/slots adapters/torch_modules
+    cli/value_range explain/rollout
+    finetune/follow finetune/label_outputs finetune/layers finetune/locate
+    sklearn/head tasks/detection_heads
+    training/modes/inference_form training/parameters/choice training/parameters/flow
+    training/parameters/roles training/parameters/surroundings training/run/row_parts
+>>>>>>> e1fd5602 (Declare ranges, features and classes of operators in their records)
 """.split()
 )
 LEAST_ENTRIES = 3  # of a table; two names are a pattern that a rewrite looks for

@@ -122,6 +122,20 @@ AXES = {
         u = Constant <value_ints = [0, 2]>() e = Unsqueeze(f, u) y = Add(a, e)
         i = Constant <value_int = 1>()""", LAST, 2,
     ),
+    "running sum": (
+        "o = Constant <value_int = 2>() a = MatMul(x, w) y = CumSum(a, o)", LAST, 2,
+    ),
+    "product over the steps": (
+        "o = Constant <value_ints = [1]>() a = MatMul(x, w) y = ReduceProd <keepdims = 0>(a, o)",
+        "float[N,T,U,3] x", 2,
+    ),
+    "largest steps": (
+        "o = Constant <value_ints = [2]>() a = MatMul(x, w) y, i = TopK <axis = 1>(a, o)", LAST, 2,
+    ),
+    "of integers": (
+        """q, s, z = DynamicQuantizeLinear(x) p, r, o = DynamicQuantizeLinear(w)
+        a = MatMulInteger(q, p, z, o) f = Cast <to = 1>(a) y = Mul(f, s)""", LAST, 2,
+    ),
     "two axes": ("y = MatMul(x, w)", "float[N,3] x", 1),
 }  # fmt: skip
 REFUSED = {
@@ -179,6 +193,13 @@ def test_what_does_not_decide_the_axis(case):
 def test_a_prediction_that_no_linear_operator_precedes():
     y = prediction_of("y = Mul(x, x)", LAST)
     assert class_axis(y, otherwise=1) == 1
+
+
+def test_a_bound_that_is_computed_limits_nothing():
+    body = """m = ReduceMax <keepdims = 0>(x) s = Softplus(x) y = Clip(s, zero, m)
+        zero = Constant <value_float = 0.0>()"""
+    y = prediction_of(body, "float[N,3] x", trained=False)
+    assert value_range(y) == (-np.inf, np.inf)
 
 
 def test_a_constant_node_in_a_file_as_it_is():
@@ -266,6 +287,7 @@ WRITTEN = {  # a softmax over the last axis, of the scores s = x w
     "cast": "p = Softmax(s) y = Cast <to = 11>(p)",
     "squeezed": "u = Unsqueeze(s, last) p = Softmax <axis = 1>(u) y = Squeeze(p, last2)",
     "reshaped": "p = Softmax(s) y = Reshape(p, rows)",
+    "expanded": "p = Softmax(s) shape = Shape(s) y = Expand(p, shape)",
     "permuted": "p = Softmax(s) y = Gather <axis = 1>(p, order)",
     "exp, sum, div": "e = Exp(s) t = ReduceSum(e, last1) y = Div(e, t)",
     "stable": """m = ReduceMax(s, last1) c = Sub(s, m) e = Exp(c)
@@ -283,6 +305,7 @@ SIGMOIDS = {
     "stable": """n = Neg(s) e = Exp(n) d = Add(unit, e) a = Div(unit, d) f = Exp(s) g = Add(unit, f)
         b0 = Div(f, g) c = GreaterOrEqual(s, nil) y = Where(c, a, b0)""",
     "complement": "n = Neg(s) p = Sigmoid(n) y = Sub(unit, p)",
+    "expanded": "p = Sigmoid(s) shape = Shape(s) y = Expand(p, shape)",
 }  # fmt: skip
 CONSTANTS = """unit = Constant <value_float = 1.0>() minus = Constant <value_float = -1.0>()
     nil = Constant <value_float = 0.0>() last1 = Constant <value_ints = [1]>()
@@ -342,6 +365,8 @@ def test_shares_that_are_no_probabilities():
     for body in (
         "e = Exp(s) t = ReduceSum(e, zeroth) y = Div(e, t) zeroth = Constant <value_ints = [0]>()",
         "p = Softmax(s) y = Slice(p, last1, last2, last1)",
+        "p = Softmax(s) f = Constant <value_ints = [0]>() y = Slice(p, f, last2, last1)",
+        "p = Softmax(s) i = ArgMax <axis = 0>(p) y = GatherElements <axis = 0>(p, i)",
         "p = Softmax <axis = 0>(s) y = Identity(p)",
     ):
         y = prediction_of(CONSTANTS + body, "float[N,3] x")
@@ -355,6 +380,7 @@ def test_shares_that_are_no_probabilities():
 
 CLIPPED = {  # what holds the clipped scores s, and the operator that clips them
     "a line": ("c = Clip(s, minus, unit) a = Add(unit, c) y = Mul(a, half)", "Clip"),
+    "negated": ("c = Clip(s, minus, nil) y = Neg(c)", "Clip"),
     "hard sigmoid": ("h = HardSigmoid(s) y = Sub(unit, h)", "HardSigmoid"),
     "shares": ("c = Clip(s, nil, unit) t = ReduceSum(c, last1) y = Div(c, t)", "Clip"),
     "shares or one": (
@@ -378,6 +404,19 @@ def test_clipped_scores_are_named(form, caplog):
     warned = {r.message for r in caplog.records if r.levelname == "WARNING"}
     assert len(warned) == (clip is not None)
     assert all(f"by {clip}" in text and "scores 's'" in text for text in warned)
+
+
+def test_a_mask_of_integers_is_no_vote(caplog):
+    """Added to scores, it masks them: comparisons and labels alone make votes."""
+    body = """f = Cast <to = 1>(m) d = Sub(unit, f) n = Mul(d, masked) y = Add(s, n)
+        masked = Constant <value_float = -1e4>()"""
+    proto = constant_model(CONSTANTS + body, "float[N,3] x, int64[N,7] m", "float[N,7] y")
+    proto = replace(proto, {"w": np.zeros((3, 7), np.float32)})
+    mask = np.int64([[1, 1, 0, 0, 0, 0, 0]] * 4)
+    X = {"x": np.ones((4, 3), np.float32), "m": mask}
+    found = Trainer(proto, "cross_entropy").evaluate(X, np.zeros(4, np.int64))["loss"]
+    assert found == pytest.approx(np.log(2), rel=1e-5)
+    assert "votes" not in caplog.text
 
 
 def test_plain_options_stay():

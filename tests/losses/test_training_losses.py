@@ -587,6 +587,7 @@ def test_losses_whose_labels_cannot_be_left_out(name):
     [
         ("y = ArgMax<axis=-1, keepdims=0>(s)", "int64[N,5] y"),
         (in_sweep("values, y = TopK(s, one)", "int64[N,5,1] y")),
+        ("i = ArgMax<axis=2>(s)  y = Flatten(i)", "int64[N,5] y"),
         ("i = ArgMax<axis=2>(s)  q = Squeeze(i, last)  y = Gather(names, q)", "string[N,5] y"),
     ],
 )

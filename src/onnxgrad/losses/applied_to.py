@@ -1,4 +1,4 @@
-"""What a loss is applied to: options left to the graph are decided by what computes a prediction.
+"""Options of a loss that are left to the graph, decided by the nodes that compute a prediction.
 
 `axis=None` is the axis of the classes, as `class_axis` follows it. `from_logits=None` asks whether
 the prediction is a probability, which is between 0 and 1 whatever the weights and the data are, or
@@ -18,7 +18,7 @@ from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.logits import (
-    of_log_softmax,
+    log_softmax_logits,
     sigmoid_logits,
     softmax_logits,
     written_sigmoid,
@@ -27,19 +27,17 @@ from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import (
     before_casts,
     behind_guard,
-    number,
+    constant_range,
+    moved_operands,
     quotient,
     summed_axes,
     value_range,
 )
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.operators import VIEWS, made_by
+from onnxgrad.operators import made_by, operator_of
 from onnxgrad.operators.shapes import Dims, dims, rank
 from onnxgrad.reporting import logger
-
-_LINES = VIEWS | frozenset("Add Cast Concat Div Gather Mul Slice Sub Transpose".split())
-_SAME_ELEMENTS = VIEWS | frozenset("Cast Clip Gather Slice Split Transpose".split())
 
 
 def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
@@ -60,14 +58,15 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
     filled: dict[str, Any] = {}
     n = rank(prediction)
     if "axis" in options and n is not None and n >= 2:
-        filled["axis"] = _axis(spec, prediction, n, otherwise)
+        filled["axis"] = _checked_axis(spec, prediction, n, otherwise)
         if spec.activation == "Softmax" and (dims(prediction) or ())[filled["axis"]] == 1:
             raise ValueError(
-                f"{name!r} holds one score, and {spec.name!r} compares those of several classes: "
+                f"{name!r} holds one score, and {spec.name!r} compares scores of several classes: "
                 "use 'binary_cross_entropy', or another loss of one score"
             )
     if options.get("soft_labels", False) is None:
-        filled["soft_labels"] = _are_soft(spec.label_shape, dims(prediction), filled.get("axis", 1))
+        shape = dims(prediction)
+        filled["soft_labels"] = _are_soft_labels(spec.label_shape, shape, filled.get("axis", 1))
         logger.info("labels of %r: %s", name, "soft" if filled["soft_labels"] else "class indices")
     if options.get("from_logits") is None and "from_logits" in options:
         filled["from_logits"] = _is_score(spec, prediction)
@@ -87,22 +86,23 @@ def before_activation(
     """Return the loss of the logits, and the logits, if the prediction is a softmax or sigmoid.
 
     The loss is the same, but stable and without clipping. The activation may be written out, and
-    followed by what moves or casts its results; see `losses.logits`. Where `from_logits` is not
+    followed by nodes that move or cast its results; see `losses.logits`. Where `from_logits` is not
     left to the graph, or the graph does not prove an activation, this returns `plain` and
     `prediction`.
 
     Args:
         op: emitter of the graph.
         spec: the loss with the options that the user set.
-        plain: what `decide_options` returns for it.
+        plain: the loss with all options, from `decide_options`.
         prediction: the prediction.
     """
     if spec.activation is None or spec.all_options.get("from_logits") is not None:
         return plain, prediction
     if spec.activation == "Softmax":
         axis = plain.all_options.get("axis", 1)
-        look = softmax_logits if plain.all_options.get("from_logits") is False else of_log_softmax
-        logits = look(op, prediction, axis)
+        holds_shares = plain.all_options.get("from_logits") is False
+        find_logits = softmax_logits if holds_shares else log_softmax_logits
+        logits = find_logits(op, prediction, axis)
     else:
         logits = sigmoid_logits(op, prediction)
     if logits is None:
@@ -117,23 +117,32 @@ def before_activation(
 def _warn_of_clipping(prediction: ir.Value) -> None:
     """Warn if the prediction is a line in scores that are clipped, beyond which it has no slope."""
     x: ir.Value | None = prediction
-    while (node := made_by(x, *_LINES, "Clip", "HardSigmoid")) is not None:
-        score = node.inputs[0]
-        if node.op_type in _LINES:
-            rest = [v for v in node.inputs if v is not None and number(v) is None]
-            x = rest[-1] if node.op_type in ("Concat", "Div") or len(rest) == 1 else score
-            if node.op_type == "Div" and len(rest) == 2:
-                x = behind_guard(rest[0])
-            continue
-        if score is None or (node.op_type == "Clip" and value_range(score) != (-inf, inf)):
-            return
+    while x is not None and (clip := made_by(x, "Clip", "HardSigmoid")) is None:
+        x = _operand_of_line(x)
+    score = None if clip is None else clip.inputs[0]
+    if clip is None or score is None:
+        return
+    if clip.op_type == "HardSigmoid" or value_range(score) == (-inf, inf):
         logger.warning(
             "%r is clipped by %s (node %r): rows whose scores %r are outside of the bounds "
             "have no gradient and do not train. Train the scores in front, as %s",
-            prediction.name, node.op_type, node.name, score.name,
+            prediction.name, clip.op_type, clip.name, score.name,
             argument("loss", {score.name: "binary_cross_entropy"}),
         )  # fmt: skip
-        return
+
+
+def _operand_of_line(x: ir.Value) -> ir.Value | None:
+    """Return the value of which `x` is a line or a share, or whose elements it holds, else None."""
+    node = x.producer()
+    if node is None or not (moved_operands(node) or "affine" in operator_of(node).traits):
+        return None
+    varying = [v for v in node.inputs if v is not None and constant_range(v) is None]
+    if not varying:
+        return None
+    if node.op_type == "Div" and len(varying) == 2:
+        return behind_guard(varying[0])
+    is_last = node.op_type in ("Concat", "Div") or len(varying) == 1
+    return varying[-1] if is_last else node.inputs[0]
 
 
 def _warn_of_shares(prediction: ir.Value) -> None:
@@ -151,7 +160,7 @@ def _warn_of_shares(prediction: ir.Value) -> None:
         )  # fmt: skip
 
 
-def _axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
+def _checked_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
     axis = spec.all_options["axis"]
     if axis is None:
         axis = class_axis(prediction, otherwise)
@@ -163,7 +172,7 @@ def _axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -
     return int(axis) % n
 
 
-def _are_soft(labels: tuple[int, ...] | None, prediction: Dims | None, axis: int) -> bool:
+def _are_soft_labels(labels: tuple[int, ...] | None, prediction: Dims | None, axis: int) -> bool:
     """Return whether labels of this shape have the axis of the classes."""
     if labels is None or prediction is None or len(labels) != len(prediction):
         return False
@@ -176,12 +185,12 @@ def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
     Raises:
         ValueError: the prediction is neither a score nor a probability as the loss needs it.
     """
-    last = _last_of_elements(prediction)
+    last = _element_operator(prediction)
     if last in ("Sigmoid", "HardSigmoid") and spec.activation == "Softmax":
         raise ValueError(
             f"{prediction.name!r} holds the results of a {last}, which do not sum to 1 over the "
             f"classes, and {spec.name!r} needs scores or the results of a Softmax: use "
-            "binary_cross_entropy, or say what it is by "
+            "binary_cross_entropy, or decide it by "
             f"{argument('loss_options.from_logits', False)} or True"
         )
     logarithm = last in ("Log", "LogSoftmax") and value_range(prediction)[1] <= 0
@@ -226,14 +235,16 @@ def are_probabilities(model: ModelLike, output: str) -> bool:
 def is_probability(prediction: ir.Value) -> bool:
     """Return whether the graph proves that all numbers are from 0 to 1; shapes are inferred."""
     low, high = value_range(prediction)
-    return (low >= 0 and high <= 1) or _last_of_elements(prediction) == "Sigmoid"
+    return (low >= 0 and high <= 1) or _element_operator(prediction) == "Sigmoid"
 
 
-def _last_of_elements(x: ir.Value) -> str | None:
-    """Return the operator that computes the elements of `x`, which others only move or clip."""
-    while (mover := made_by(x, *_SAME_ELEMENTS)) is not None and mover.inputs[0] is not None:
-        x = mover.inputs[0]
+def _element_operator(x: ir.Value) -> str | None:
+    """Return the operator that computes the elements of `x`, behind what moves or clips them."""
+    while (node := x.producer()) is not None:
+        sources = node.inputs[:1] if made_by(x, "Clip") else moved_operands(node)
+        if len(sources) != 1 or sources[0] is None:
+            break
+        x = sources[0]
     if written_sigmoid(x) is not None:
         return "Sigmoid"
-    node = x.producer()
     return None if node is None or node.domain else node.op_type

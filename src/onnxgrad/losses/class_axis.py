@@ -1,8 +1,9 @@
-"""The axis of the classes of a prediction: that which the last linear operator before it writes.
+"""The axis of the classes of a prediction: the axis that the last linear operator in front writes.
 
-MatMul, Gemm and recurrent operators write features along the last axis, Conv along axis 1. From
-there, the axis is followed to the prediction through operators that keep or move it, and refused
-where a Reshape is not proven to keep it, or where two branches disagree.
+MatMul, Gemm and recurrent operators write features along the last axis, Conv along axis 1, as the
+records of operators say. From there, the axis is followed to the prediction through operators that
+keep or move it, and refused where a Reshape is not proven to keep it, or where two branches
+disagree.
 """
 
 from __future__ import annotations
@@ -11,33 +12,22 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from onnxgrad.errors import argument, printable
+from onnxgrad.errors import argument, node_text, printable
 from onnxgrad.graph.traversal import dependents, nodes_behind, reads, subgraphs
-from onnxgrad.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
+from onnxgrad.operators import ELEMENTWISE, OF_SHAPES, UNARY, operator_of
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import places
+from onnxgrad.operators.axes import named_axes, places
 from onnxgrad.operators.shapes import dims, einsum_terms, rank
 
 # An axis; None if no linear operator precedes the value; or why it cannot be decided.
 Answer = int | str | None
 
-_PRODUCTS = {"MatMul": 1, "Gemm": 1, "MatMulInteger": 1, "QLinearMatMul": 3}  # where weights are
-_LINEAR = frozenset("Conv ConvTranspose LSTM GRU RNN Einsum Gather".split()) | {*_PRODUCTS}
-_SOFTMAX = frozenset("Softmax LogSoftmax Hardmax".split())
-_KEEPS = UNARY - {"CumSum", "CumProd"} - _SOFTMAX | frozenset(
-    "AveragePool GlobalAveragePool GlobalMaxPool GroupNormalization LRN LpNormalization MaxPool "
-    "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile "
-    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear".split()
-)
-_REDUCES = frozenset("ReduceMean ReduceSum ReduceMax ReduceMin ReduceLogSumExp ReduceL2".split())
-_FIRST = _KEEPS | VIEWS | _REDUCES | {"Transpose", "Expand"}  # the axis is one of the first operand
-
 
 def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
     """Return the axis of the classes of `prediction`, counted from the first.
 
-    Of two axes, it is the second. Otherwise it is the axis of a Softmax or LogSoftmax, or else that
-    along which the last linear operator writes its features.
+    Of two axes, it is the second. Otherwise it is the axis of a Softmax or LogSoftmax, or else the
+    axis along which the last linear operator writes its features.
 
     Args:
         prediction: a value of a graph whose shapes are inferred.
@@ -49,35 +39,31 @@ def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
     n = rank(prediction)
     if n is None or n < 2:
         raise ValueError(
-            f"{prediction.name!r} has no axis of classes: its shape is {_shape(prediction)}"
+            f"{prediction.name!r} has no axis of classes: its shape is {_shape_text(prediction)}"
         )
-    answer: Answer = 1 if n == 2 else _Walk(prediction).answers.get(prediction)
+    answer: Answer = 1 if n == 2 else _AxisSearch(prediction).answers.get(prediction)
     if answer is None:
         answer = "no linear operator precedes it" if otherwise is None else otherwise
     if isinstance(answer, str):
         raise ValueError(
-            f"cannot decide which axis of {prediction.name!r}, {_shape(prediction)}, is that of "
+            f"cannot decide which axis of {prediction.name!r}, {_shape_text(prediction)}, holds "
             f"the classes: {answer}; say it with {argument('loss_options.axis')}, as "
             f"{argument('loss_options.axis', 1)} or {argument('loss_options.axis', -1)}"
         )
     return answer
 
 
-def _shape(x: ir.Value) -> str:
+def _shape_text(x: ir.Value) -> str:
     return printable(dims(x))
 
 
-def _text(node: ir.Node) -> str:
-    return f"{node.op_type} (node {node.name!r})"
-
-
-class _Walk:
-    """What is known of the values behind a prediction.
+class _AxisSearch:
+    """The search for the axis of the classes in the values behind a prediction.
 
     Attributes:
-        data: those that depend on an input other than a weight, and not only on its shape. Weights
+        data: values that depend on an input other than a weight, and not only on its shape. Weights
             are inputs with an initial value.
-        linear: those behind an operator that may be linear in data.
+        linear: values behind an operator that may be linear in data.
         answers: the axis of each result.
     """
 
@@ -92,16 +78,18 @@ class _Walk:
         self.answers: dict[ir.Value, Answer] = {}
         for node in nodes:
             for y in node.outputs:
-                self.answers[y] = self._answer(node, y)
+                self.answers[y] = self._axis_of_result(node, y)
 
     def _linear_results(self, nodes: list[ir.Node]) -> Iterator[ir.Value]:
         for node in nodes:
-            may_be_linear = node.domain or node.op_type in _LINEAR or any(subgraphs(node))
+            operator = operator_of(node)
+            is_product = operator.work is not None or operator.lookup_operand is not None
+            may_be_linear = is_product or node.domain or any(subgraphs(node))
             if may_be_linear and not self.data.isdisjoint(reads(node)):
                 yield from node.outputs
 
-    def _answer(self, node: ir.Node, x: ir.Value) -> Answer:
-        """Return the axis of the result `x`, from those of operands or of what `node` writes."""
+    def _axis_of_result(self, node: ir.Node, x: ir.Value) -> Answer:
+        """Return the axis of the result `x`, from the axes of operands, or by the operator."""
         if operands := self._looks_through(node):
             axes = {v: a for v in operands if (a := self.answers.get(v)) is not None}
             moved = {
@@ -111,49 +99,46 @@ class _Walk:
             if reasons or not moved:
                 return reasons[0] if reasons else None
             first, *others = sorted(a for a in moved if isinstance(a, int))
-            return f"the operands of {_text(node)} disagree" if others else first
-        if (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits"):
-            n = rank(x)
-            return f"the rank of {x.name!r} is unknown" if n is None else n - 1
-        own = None if node.domain else self._own_axis(node, x)
-        return f"{_text(node)} computes it" if own is None and x in self.linear else own
+            return f"the operands of {node_text(node)} disagree" if others else first
+        own = self._written_axis(node, x)
+        return f"{node_text(node)} computes it" if own is None and x in self.linear else own
 
     def _looks_through(self, node: ir.Node) -> list[ir.Value]:
         """Return the operands of which the result of `node` may have the axis of the classes."""
-        inputs = [v for v in node.inputs if v is not None]
-        if node.domain:
+        operator, inputs = operator_of(node), [v for v in node.inputs if v is not None]
+        is_table = operator.roles.startswith("t") and inputs[0] not in self.data
+        if node.domain or operator.work or is_table or "distribution" in operator.traits:
             return []
         if node.op_type == "Where":
             return inputs[1:]
         if node.op_type == "Concat" or node.op_type in ELEMENTWISE - UNARY:
             return [v for v in inputs if dims(v) != ()] or inputs  # a scale has no axis
-        is_selection = node.op_type == "Gather" and inputs[0] in self.data
-        return inputs[:1] if node.op_type in _FIRST or is_selection else []
+        return inputs[:1] if operator.axes or "aligned" in operator.traits else []
 
-    def _own_axis(self, node: ir.Node, x: ir.Value) -> Answer:
+    def _written_axis(self, node: ir.Node, x: ir.Value) -> Answer:
         """Return the axis that a linear operator or a Softmax writes; None for other operators."""
-        n, first = rank(x), (*node.inputs, None)[0]
-        if node.op_type in ("Conv", "ConvTranspose"):
-            return 1
+        operator, n, first = operator_of(node), rank(x), (*node.inputs, None)[0]
+        weights, axis = operator.features or (0, None)
+        if axis == 1:
+            return axis
         if n is None:
-            return f"the rank of {x.name!r} is unknown"
-        if node.op_type in _SOFTMAX:
+            is_unknown = node.domain and axis is None
+            return None if is_unknown else f"the rank of {x.name!r} is unknown"
+        if "distribution" in operator.traits:
             return int_attribute(node, "axis") % n
-        if node.op_type in ("LSTM", "GRU", "RNN"):
-            return n - 1
         if x not in self.data:
             return None
+        if axis is not None:
+            # weights in front may mix positions instead of features
+            second = node.inputs[weights]
+            if second in self.data or 1 in (rank(first), rank(second)):
+                return f"{node_text(node)} has no matrix of weights as its second operand"
+            return n - 1
         if node.op_type == "Einsum":
             return self._new_axis(node)
-        if node.op_type in _PRODUCTS:
-            # weights in front may mix positions instead of features
-            second = node.inputs[_PRODUCTS[node.op_type]]
-            if second in self.data or 1 in (rank(first), rank(second)):
-                return f"{_text(node)} has no matrix of weights as its second operand"
-            return n - 1
         if node.op_type == "Gather":  # an embedding: logits from a table
             is_matrix = rank(first) == 2 and int_attribute(node, "axis") == 0
-            return n - 1 if is_matrix else f"{_text(node)} computes it"
+            return n - 1 if is_matrix else f"{node_text(node)} computes it"
         return None
 
     def _new_axis(self, node: ir.Node) -> Answer:
@@ -163,7 +148,7 @@ class _Walk:
         of_data = "".join(term for term, v in operands if v in self.data)
         new = [i for i, index in enumerate(output) if index not in of_data]
         if len(new) != 1 or "." in output[: new[0]]:
-            return f"{_text(node)} does not write one new axis"
+            return f"{node_text(node)} does not write one new axis"
         return new[0]
 
 
@@ -175,8 +160,11 @@ def _axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     place = places(node, list(node.inputs).index(x), axis)[list(node.outputs).index(y)]
     if isinstance(place, int):
         return place
-    if len(before) == len(after) and node.op_type in _KEEPS | {"Concat", "Gather"}:
-        return axis  # also where they mix or select classes
-    if node.op_type in _REDUCES | {"Squeeze"}:
-        return f"{_text(node)} removes it"
-    return f"{_text(node)} reshapes {_shape(x)} to {_shape(y)}"
+    traits, named = operator_of(node).traits, named_axes(node) or ()
+    if len(before) == len(after) and not traits.isdisjoint(("aligned", "unary")):
+        return axis  # also where it mixes or selects classes
+    if axis in named and (len(after) < len(before) or after[axis] == 1):
+        return f"{node_text(node)} removes it"
+    if "view" not in traits:
+        return f"{node_text(node)} computes it"
+    return f"{node_text(node)} reshapes {_shape_text(x)} to {_shape_text(y)}"

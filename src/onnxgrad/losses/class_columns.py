@@ -6,30 +6,26 @@ the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from math import inf
 from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.errors import named
-from onnxgrad.graph.traversal import reads
+from onnxgrad.errors import named, node_text
+from onnxgrad.graph.traversal import dependents, nodes_behind, reads
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import before_casts, value_range
-from onnxgrad.operators import VIEWS, made_by, marks
-from onnxgrad.operators.shapes import constant, is_real
+from onnxgrad.operators import OF_SHAPES, made_by, marks, operator_of
+from onnxgrad.operators.shapes import is_real
 from onnxgrad.reporting import logger
-
-_OF_FIRST = VIEWS | frozenset("Cast Expand Gather Slice Split Tile Transpose".split())
-_OF_ALL = frozenset("Add Concat Max Min Mul Neg ReduceSum Sub Sum".split())
-_STEPS = frozenset("Ceil Floor Hardmax OneHot Round Sign".split())
 
 
 def refuse_other_columns(spec: LossSpec, prediction: ir.Value) -> None:
     """Raise `ValueError` if the loss takes class indices, and the columns are not of the classes.
 
-    It does not if the user said what the columns are, by `from_logits`.
+    Users who state `from_logits` have decided it.
     """
     said = spec.all_options.get("from_logits") is not None
     of_classes = spec.activation == "Softmax" or spec.label_kind.dtype is not None
@@ -54,12 +50,14 @@ def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
     if spec.activation != "Softmax" or spec.all_options.get("from_logits") is not None:
         return prediction
     operands = [] if node is None else [v for v in node.inputs if v is not None]
-    votes = [v for v in operands if _steps(v, 32)]
-    if node is None or len(operands) != 2 or len(votes) != 1:
+    if node is None or len(operands) != 2:
+        return prediction
+    votes = _values_by_steps(node, operands)
+    if len(votes) != 1:
         return prediction
     scores = _before_squashing(next(v for v in operands if v is not votes[0]))
     low, high = value_range(scores)
-    where = f"{node.op_type} (node {node.name!r})"
+    where = node_text(node)
     if low > -inf and high < inf:
         raise ValueError(
             f"{where} adds {votes[0].name!r} to the scores of {prediction.name!r}: these are "
@@ -77,24 +75,35 @@ def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
     return scores
 
 
-def _steps(x: ir.Value | None, depth: int) -> bool | None:
-    """Return whether `x` depends on data by comparisons, labels and the like only.
+def _values_by_steps(node: ir.Node, operands: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the operands that depend on data by comparisons, labels and the like only.
 
-    None: it depends on no data.
+    There are none if no operand has a slope.
     """
-    node = None if x is None else x.producer()
-    if x is None or constant(x) is not None or made_by(x, "Constant"):
-        return None
-    if node is None or node.domain or depth == 0:
+    behind = nodes_behind(node.outputs)
+    nodes = [n for n in node.graph or () if n in behind and n.op_type not in OF_SHAPES]
+    read = (x for n in nodes for x in reads(n))
+    inputs = {x for x in read if x.producer() is None and x.const_value is None}
+    data = dependents(nodes, inputs)
+    with_slope = dependents([n for n in nodes if not _is_step(n, data)], inputs)
+    if with_slope.isdisjoint(operands):
+        return []
+    return [v for v in operands if v in data and v not in with_slope]
+
+
+def _is_step(node: ir.Node, data: Collection[ir.Value]) -> bool:
+    """Return whether the results are constant between jumps, as functions of computed integers.
+
+    Integers that stand for floats are trained straight through their rounding, and trees have
+    scores, no votes.
+    """
+    operator = operator_of(node)
+    is_trained = operator.straight_through is not None or "random" in operator.traits
+    if node.domain or is_trained:
         return False
-    is_of_integers = node.op_type == "Cast" and not all(map(is_real, reads(node)))
-    if node.op_type in _STEPS or is_of_integers:
-        return True
-    if node.op_type not in _OF_ALL | _OF_FIRST:
-        return False
-    operands = node.inputs if node.op_type in _OF_ALL else node.inputs[:1]
-    parts = {_steps(v, depth - 1) for v in operands} - {None}
-    return all(parts) if parts else None
+    varying = [x for x in reads(node) if x in data]
+    of_integers = not any(is_real(x) or x.producer() is None for x in varying)
+    return bool(operator.no_gradient) or of_integers
 
 
 def _before_squashing(x: ir.Value) -> ir.Value:

@@ -23,7 +23,7 @@ from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.feeds import caches
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
-from onnxgrad.operators import shapes
+from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
 from onnxgrad.runtime.run_shapes import confirmed_by_run
 
 
@@ -219,28 +219,23 @@ def choose_output(
 
 
 def scores_behind(proto: ModelProto) -> list[str]:
-    """Return the tensors in outputs that are maps, or else those whose largest ones are labels.
+    """Return the tensors in outputs that are maps, else the scores whose largest ones are labels.
 
     Each is named once; none is an output.
     """
     makers = {y: node for node in proto.graph.node for y in node.output}
     found = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
     for output in [] if any(found) else proto.graph.output:
-        name, node = output.name, makers.get(output.name)
-        while node is not None and node.op_type in _OF_LABELS:
-            name = node.input[_OF_LABELS[node.op_type]]
+        name = output.name
+        while (node := makers.get(name)) is not None:
+            operand = operator_of(node).lookup_operand
             if node.op_type in ("ArgMax", "TopK"):
-                found.append(name)
+                found.append(node.input[0])
                 break
-            node = makers.get(name)
+            if operand is None and node.op_type not in SAME_ELEMENTS:
+                break
+            name = node.input[operand or 0]
     return [x for x in dict.fromkeys(found) if x and x not in float_outputs(proto)]
-
-
-# operators from scores to labels, and which operand holds the scores, or the indices
-_OF_LABELS = {
-    **dict.fromkeys("ArgMax Cast Identity LabelEncoder Reshape Squeeze TopK Unsqueeze".split(), 0),
-    **dict.fromkeys(("ArrayFeatureExtractor", "Gather"), 1),
-}
 
 
 def float_outputs(proto: ModelProto) -> list[str]:

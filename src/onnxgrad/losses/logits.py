@@ -13,13 +13,19 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.losses.value_range import before_casts, behind_guard, number, quotient, summed_axes
-from onnxgrad.operators import VIEWS, made_by
+from onnxgrad.losses.value_range import (
+    before_casts,
+    behind_guard,
+    constant_range,
+    moved_operands,
+    quotient,
+    summed_axes,
+)
+from onnxgrad.operators import SAME_ELEMENTS, made_by
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import places
 from onnxgrad.operators.shapes import constant, dims, rank
 
-_MOVES = VIEWS | frozenset("Cast Gather Slice Transpose".split())
 _DEPTH = 24  # nodes in a row
 _ONE = (1.0, 1.0)  # the range of the number 1
 
@@ -30,60 +36,60 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
     if node is None or node.domain or depth == 0:
         return None
     inputs = [v for v in node.inputs if v is not None]
-    if node.op_type in _MOVES:
+    if len(moved_operands(node)) == 1:
         before = _axis_before(node, x, axis)
         z = None if before is None else softmax_logits(op, inputs[0], before, depth - 1)
-        return None if z is None else _again(op, node, z)
+        return None if z is None else _write_again(op, node, z)
     if n is None:
         return None
     if node.op_type == "Softmax":
-        return _with_shape(inputs[0], x) if int_attribute(node, "axis") % n == axis else None
+        return _give_shape(inputs[0], x) if int_attribute(node, "axis") % n == axis else None
     if node.op_type == "Exp":
-        return _in_front_of_logarithm(inputs[0], axis, n)
+        return _scores_of_log_softmax(inputs[0], axis, n)
     share = quotient(node) if node.op_type in ("Div", "Mul") else None
     if share is not None and {a % n for a in summed_axes(*share) or ()} == {axis}:
-        return _like(op, logarithm(op, behind_guard(share[0]), depth - 1), x)
+        return _in_dtype_of(op, write_logarithm(op, behind_guard(share[0]), depth - 1), x)
     if node.op_type == "Concat" and len(inputs) == 2 and int_attribute(node, "axis") % n == axis:
         first, second = inputs
-        if _complement(first) is second or _complement(second) is first:
-            return _like(op, logarithm(op, x, depth - 1), x)
+        if _find_complement(first) is second or _find_complement(second) is first:
+            return _in_dtype_of(op, write_logarithm(op, x, depth - 1), x)
     return None
 
 
-def _of_elements(find: Callable[[Any, ir.Value, int], ir.Value | None]) -> Callable[..., Any]:
+def _through_moves(find: Callable[[Any, ir.Value, int], ir.Value | None]) -> Callable[..., Any]:
     """Let `find` look at the values, too, whose elements its argument moves and joins."""
 
     def found(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
         node = x.producer()
         if node is None or node.domain or depth == 0:
             return None
-        if (z := find(op, x, depth)) is not None or node.op_type not in _MOVES | {"Concat"}:
+        sources = moved_operands(node)
+        if (z := find(op, x, depth)) is not None or not sources or len(node.outputs) > 1:
             return z
-        sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
         parts = [found(op, v, depth - 1) for v in sources if v is not None]
         values = [z for z in parts if z is not None]
-        return _again(op, node, *values) if len(values) == len(parts) else None
+        return _write_again(op, node, *values) if len(values) == len(parts) else None
 
     return found
 
 
-@_of_elements
+@_through_moves
 def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     """Return z with sigmoid(z) = `x`, or None if the elements of `x` are not proven to be that."""
     if (score := written_sigmoid(x)) is not None:
         s, negated = score
-        return _like(op, op.Neg(s) if negated else s, x)
-    if made_by(x, "Sub") and (p := _complement(x)) is not None:
+        return _in_dtype_of(op, op.Neg(s) if negated else s, x)
+    if made_by(x, "Sub") and (p := _find_complement(x)) is not None:
         z = sigmoid_logits(op, p, depth - 1)
-        return None if z is None else _like(op, op.Neg(z), x)
+        return None if z is None else _in_dtype_of(op, op.Neg(z), x)
     if node := made_by(x, "Where"):  # a form for scores above zero, and one for those below
         first, second = (sigmoid_logits(op, v, depth - 1) for v in node.inputs[1:] if v is not None)
         return first if first is second else None
     return None
 
 
-@_of_elements
-def logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
+@_through_moves
+def write_logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     """Return log(`x`), from the scores that `x` is computed from; None for other values."""
     if (z := sigmoid_logits(op, x, depth)) is not None:
         return op.Neg(op.Softplus(op.Neg(z)))
@@ -107,29 +113,29 @@ def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
     share = quotient(node)
     whole = None if share is None else made_by(before_casts(share[1]), "Add")
     terms = [] if whole is None else [v for v in whole.inputs if v is not None]
-    powers = [v for v in terms if number(v) is None]
-    if len(powers) != 1 or {number(v) for v in terms} != {None, _ONE}:
+    powers = [v for v in terms if constant_range(v) is None]
+    if len(powers) != 1 or {constant_range(v) for v in terms} != {None, _ONE}:
         return None
     power = made_by(before_casts(powers[0]), "Exp")
     if power is None or share is None or power.inputs[0] is None:
         return None
     if before_casts(share[0]) is before_casts(powers[0]):
         return power.inputs[0], False
-    return _without_sign(power.inputs[0]) if number(share[0]) == _ONE else None
+    return _without_sign(power.inputs[0]) if constant_range(share[0]) == _ONE else None
 
 
 def _without_sign(s: ir.Value) -> tuple[ir.Value, bool]:
-    """Return the score of which 1 / (1 + e^s) is the sigmoid: -s, or what `s` is minus of."""
+    """Return (z, negated) with 1 / (1 + e^s) the sigmoid of z, or of -z if it is negated."""
     if (node := made_by(s, "Neg")) and node.inputs[0] is not None:
         return node.inputs[0], False
     inputs = [v for v in node.inputs if v is not None] if (node := made_by(s, "Mul")) else []
     for a, b in zip(inputs, inputs[::-1], strict=True):
-        if number(b) == (-1.0, -1.0):
+        if constant_range(b) == (-1.0, -1.0):
             return a, False
     return s, True
 
 
-def _in_front_of_logarithm(x: ir.Value, axis: int, n: int) -> ir.Value | None:
+def _scores_of_log_softmax(x: ir.Value, axis: int, n: int) -> ir.Value | None:
     """Return z if `x` is the logarithm of a softmax: LogSoftmax(z), or z - logsumexp(z)."""
     node = made_by(before_casts(x), "LogSoftmax", "Sub")
     if node is None or node.inputs[0] is None:
@@ -138,63 +144,76 @@ def _in_front_of_logarithm(x: ir.Value, axis: int, n: int) -> ir.Value | None:
         axes: tuple[int, ...] | None = (int_attribute(node, "axis"),)
     else:
         axes = summed_axes(node.inputs[0], node.inputs[1], ("ReduceLogSumExp",))
-    return _with_shape(node.inputs[0], x) if {a % n for a in axes or ()} == {axis} else None
+    return _give_shape(node.inputs[0], x) if {a % n for a in axes or ()} == {axis} else None
 
 
-def of_log_softmax(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
+def log_softmax_logits(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
     """Return the logits if `x` is the logarithm of a softmax of them along `axis`."""
     n, node = rank(x), made_by(before_casts(x), "Log")
     if node is not None and node.inputs[0] is not None:
         return softmax_logits(op, node.inputs[0], axis)
-    return None if n is None else _in_front_of_logarithm(x, axis, n)
+    return None if n is None else _scores_of_log_softmax(x, axis, n)
 
 
-def _complement(x: ir.Value) -> ir.Value | None:
+def _find_complement(x: ir.Value) -> ir.Value | None:
     """Return p if `x` is 1 - p."""
     node = made_by(before_casts(x), "Sub")
-    is_complement = node is not None and node.inputs[0] and number(node.inputs[0]) == _ONE
+    is_complement = node is not None and node.inputs[0] and constant_range(node.inputs[0]) == _ONE
     return node.inputs[1] if node is not None and is_complement else None
 
 
 def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:
-    """Return the axis of the operand that is `axis` of `x`, if the node keeps all of it."""
+    """Return the axis of the operand that is `axis` of `x`, if the node keeps all of it.
+
+    The elements along it stay together: no other operand says for each one where it goes.
+    """
     before, after = dims(node.inputs[0]), dims(x)
     if before is None or after is None:
         return axis if node.op_type in ("Cast", "Identity") else None
+    if len(node.outputs) > 1:
+        return None
     axes = [a for a in range(len(before)) if places(node, 0, a) == [axis]]
-    if len(axes) == 1 or len(before) != len(after):
-        return axes[0] if len(axes) == 1 else None
-    n = before[axis]
+    if len(axes) == 1:
+        n, others = before[axes[0]], range(1, len(node.inputs))
+        is_whole = node.op_type in SAME_ELEMENTS or (n is not None and n == after[axis])
+        is_chosen = any(_has_axis_at(node, i, axis) for i in others)
+        return axes[0] if is_whole and not is_chosen else None
+    n = before[axis] if len(before) == len(after) else None
+    if not isinstance(n, int):
+        return None
     if node.op_type == "Slice":
-        return axis if isinstance(n, int) and n == after[axis] else None
+        return axis if n == after[axis] else None
     indices = constant(node.inputs[1]) if node.op_type == "Gather" else None
-    if indices is None or not isinstance(n, int):
+    if indices is None:
         return None
     return axis if sorted(int(i) % n for i in indices.ravel()) == list(range(n)) else None
 
 
-def _again(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value:
-    """Return the output of a node like `node` for other first operands."""
+def _has_axis_at(node: ir.Node, operand: int, axis: int) -> bool:
+    """Return whether an axis of an operand stands at `axis` of the result."""
+    n = rank(node.inputs[operand]) or 0
+    return any(places(node, operand, a) == [axis] for a in range(n))
+
+
+def _write_again(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value | None:
+    """Return the output of a node like `node` whose first operands are `values`."""
     if node.op_type in ("Identity", "Concat") and len(values) == 1:
         return values[0]
     attributes = {a.name: a.value for a in node.attributes.values()}
     z = op.emit(node.op_type, [*values, *node.inputs[len(values) :]], attributes)
-    return _cast_like(op, z, node.outputs[0])
+    return _in_dtype_of(op, z, node.outputs[0])
 
 
-def _like(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | None:
-    """Return `z` in the dtype of `x`, and of its shape; None for None."""
-    return None if z is None else _cast_like(op, z, x)
-
-
-def _cast_like(op: Any, z: ir.Value, x: ir.Value) -> ir.Value:
-    """Return `z` in the dtype of `x`, and of its shape."""
+def _in_dtype_of(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | None:
+    """Return `z` in the dtype of `x`, and with its shape if `z` has none; None for None."""
+    if z is None:
+        return None
     if x.dtype is not None and z.dtype is not None and z.dtype != x.dtype:
         z = op.Cast(z, to=x.dtype)
-    return _with_shape(z, x)
+    return _give_shape(z, x)
 
 
-def _with_shape(z: ir.Value, x: ir.Value) -> ir.Value:
+def _give_shape(z: ir.Value, x: ir.Value) -> ir.Value:
     """Return `z`, with the shape of `x` if it has none."""
     z.shape = x.shape if z.shape is None else z.shape
     return z

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
-from onnxgrad.errors import printable
+from onnxgrad.errors import node_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
@@ -17,17 +17,7 @@ from onnxgrad.graph.traversal import dependents
 from onnxgrad.losses.info import METADATA, loss_info
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.operators import shapes
-
-# reduction -> function that it applies to every element before the sum
-_REDUCTIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
-    "ReduceSum": lambda op, x: x,
-    "ReduceMean": lambda op, x: x,
-    "ReduceSumSquare": lambda op, x: op.Mul(x, x),
-    "ReduceL1": lambda op, x: op.Abs(x),
-}
-_LOSS_OPERATORS = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-_SAME_NUMBER = ("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
+from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
 
 
 class _NoSum(ValueError):
@@ -40,7 +30,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     `onx` is a model of `add_loss_output`, or any other with an output that is the sum or the mean
     of losses of the rows. Terms that do not depend on the rows (penalties) are dropped, constant
     factors are kept, and a division by a value that depends on the rows (their number, the sum of
-    their weights) is taken as that of the mean. The inputs stay, sample weights included.
+    their weights) is taken as the division of a mean. The inputs stay, sample weights included.
 
     Args:
         onx: model, serialized model or path; never modified.
@@ -107,12 +97,12 @@ def _row_losses(
         name = None if total is None else total.name
         raise _NoSum(f"{name!r} is not the first output of a standard operator")
     op_type, operands = node.op_type, node.inputs
-    if op_type in _LOSS_OPERATORS:
-        return _of_operator(op, node)
-    if op_type in _REDUCTIONS:
-        return _of_reduction(op, node, data)
+    if op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
+        return _losses_of_operator(op, node)
+    if operator_of(node).terms is not None:
+        return _losses_of_reduction(op, node, data)
     varying = [x for x in operands if x in depends]
-    if op_type in _SAME_NUMBER or (op_type == "Div" and varying == [*operands]):
+    if op_type in SAME_ELEMENTS or (op_type == "Div" and varying == [*operands]):
         return _row_losses(op, operands[0], depends, data)
     if op_type == "Neg" or (op_type == "Sub" and varying == [operands[1]]):
         return op.Neg(_row_losses(op, varying[0], depends, data))
@@ -123,30 +113,33 @@ def _row_losses(
         if set(shapes.dims(factor) or ()) <= {1}:
             number = op.Reshape(factor, [])
             return op.emit(op_type, [_row_losses(op, varying[0], depends, data), number], {})
-    raise _NoSum(f"it is computed by {_text(node)}, not by a sum or a mean")
+    raise _NoSum(f"it is computed by {node_text(node)}, not by a sum or a mean")
 
 
-def _of_operator(op: Any, node: Any) -> ir.Value:
+def _losses_of_operator(op: Any, node: Any) -> ir.Value:
+    """Write the losses of the rows of a loss operator of ONNX that reduces them."""
     attributes = {a.name: a.value for a in node.attributes.values()}
     reduction = attributes.get("reduction", "mean")
     if reduction == "none":
-        raise _NoSum(f"{_text(node)} does not reduce: its reduction is 'none'")
+        raise _NoSum(f"{node_text(node)} does not reduce: its reduction is 'none'")
     losses = op.emit(node.op_type, node.inputs, attributes | {"reduction": "none"})
-    losses.shape = node.inputs[1].shape  # that of the labels
+    losses.shape = node.inputs[1].shape  # of the labels
     return _one_column(op, losses, reduction == "mean")
 
 
-def _of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
-    x, reduced = node.inputs[0], shapes.dims(node.outputs[0])
+def _losses_of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
+    """Write the terms of a reduction to one number, added or averaged row by row."""
+    x, reduced, write_terms = node.inputs[0], shapes.dims(node.outputs[0]), operator_of(node).terms
     assert x is not None
+    assert write_terms is not None
     shape = shapes.dims(x)
     if set(reduced or ()) - {1} or (reduced is None and len(node.inputs) > 1):
         shown = reduced or "unknown"
-        raise _NoSum(f"{_text(node)} does not reduce to one number: its shape is {shown}")
+        raise _NoSum(f"{node_text(node)} does not reduce to one number: its shape is {shown}")
     first = shape[0] if shape else None
     if shape == () or (isinstance(first, int) and not _may_be_rows(first, data)):
-        raise _NoSum(f"{_text(node)} reduces the shape {shape}, which has no axis of rows")
-    return _one_column(op, _REDUCTIONS[node.op_type](op, x), node.op_type == "ReduceMean")
+        raise _NoSum(f"{node_text(node)} reduces the shape {shape}, which has no axis of rows")
+    return _one_column(op, write_terms(op, x), node.op_type == "ReduceMean")
 
 
 def _may_be_rows(length: int, data: list[ir.Value]) -> bool:
@@ -156,13 +149,10 @@ def _may_be_rows(length: int, data: list[ir.Value]) -> bool:
 
 
 def _one_column(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
+    """Write the losses as one column, the sums or means of the rows; (N,) is not changed."""
     shape = shapes.dims(losses)
     if shape is not None and (len(shape) == 1 or shape[1:] == (1,)):
         return losses
     if shape is None or len(shape) != 2:
         losses = op.Flatten(losses, axis=1)
     return op.emit("ReduceMean" if mean else "ReduceSum", [losses, [1]], {"keepdims": 1})
-
-
-def _text(node: ir.Node) -> str:
-    return f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"

@@ -6,96 +6,73 @@ It tells probabilities, which lie between 0 and 1, from scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import exp, inf, log
+from math import inf
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import subgraphs
-from onnxgrad.operators import REORDERS, SELECTS, VIEWS, made_by
+from onnxgrad.operators import VIEWS, made_by, operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import named_axes
+from onnxgrad.operators.records import Range
 from onnxgrad.operators.shapes import constant, dims, rank
 
-Range = tuple[float, float]
-
-_ANY: Range = (-inf, inf)
+_UNBOUNDED: Range = (-inf, inf)
 _DEPTH = 32  # nodes in a row; what is further away does not decide
-_FIXED: dict[str, Range] = {
-    **dict.fromkeys(("Sigmoid", "Softmax", "HardSigmoid", "Hardmax"), (0.0, 1.0)),
-    **dict.fromkeys(("Tanh", "Softsign", "Sin", "Cos", "Erf"), (-1.0, 1.0)),
-    **dict.fromkeys(("Softplus", "Abs", "Sqrt"), (0.0, inf)),
-    "LogSoftmax": (-inf, 0.0),
-}
-_OF_FIRST = REORDERS | SELECTS | frozenset(  # every element is one of the operand, or an average
-    "GlobalAveragePool GlobalMaxPool MaxPool ReduceMax ReduceMean ReduceMin".split()
-)  # fmt: skip
-_OF_ALL = frozenset("Concat Mean".split())
-_ALONG = VIEWS | {"Cast", "Expand", "Tile"}  # from a sum to what it divides
-_GUARDS = frozenset("Where Max Clip Add".split())  # against a sum of zero
 
 
 def value_range(x: ir.Value) -> Range:
     """Return bounds of the elements of `x` for any weights and data, infinite where none follow."""
-    return _range(x, _DEPTH, {})
+    return _known_range(x, _DEPTH, {})
 
 
-def _range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Range:
+def _known_range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Range:
     """Return the range of `x`, and keep it in `ranges`."""
     if x is None or not depth:
-        return _ANY
+        return _UNBOUNDED
     if x not in ranges:
-        ranges[x] = _range_of_result(x, lambda v: _range(v, depth - 1, ranges))
+        ranges[x] = _range_of_result(x, lambda v: _known_range(v, depth - 1, ranges))
     return ranges[x]
 
 
 def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Range:
-    """Return the range of `x` from those of the operands of its node."""
+    """Return the range of `x` from the ranges of the operands of its node."""
     node = x.producer()
     if node is None or made_by(x, "Constant"):
-        return number(x) or _ANY
-    if node.domain:
-        return _ANY
-    op_type, inputs = node.op_type, node.inputs
+        return constant_range(x) or _UNBOUNDED
     if x.dtype == ir.DataType.BOOL:
         return 0.0, 1.0
-    if op_type in _FIXED:
-        return _FIXED[op_type]
-    if op_type == "Clip":
-        return _clip(range_of(inputs[0]), inputs)
-    if sources := _sources(node, x):
+    if sources := [*moved_operands(node), *_results_of_bodies(node, x)]:
         lows, highs = zip(*map(range_of, sources), strict=True)
         return min(lows), max(highs)
-    share = quotient(node) if op_type in ("Div", "Mul") else None
+    share = quotient(node)
     if share is not None and summed_axes(*share) is not None and range_of(share[0])[0] >= 0:
         return 0.0, 1.0
-    if op_type == "Sub" and summed_axes(inputs[0], inputs[1], ("ReduceLogSumExp", "ReduceMax")):
+    inputs = node.inputs
+    if made_by(x, "Sub") and summed_axes(inputs[0], inputs[1], ("ReduceLogSumExp", "ReduceMax")):
         return -inf, 0.0
-    if op_type in _INCREASING:
-        lows, highs = zip(*map(range_of, inputs), strict=True)
-        return _INCREASING[op_type](*lows), _INCREASING[op_type](*highs)
-    return _ARITHMETIC[op_type](*map(range_of, inputs)) if op_type in _ARITHMETIC else _ANY
+    known = operator_of(node).value_range
+    if known is None or x.index():
+        return _UNBOUNDED
+    return known(node, [range_of(v) for v in inputs]) if callable(known) else known
 
 
-def _sources(node: ir.Node, x: ir.Value) -> Sequence[ir.Value | None]:
-    """Return values such that every element of the result `x` is one of theirs, or an average.
+def moved_operands(node: ir.Node) -> Sequence[ir.Value | None]:
+    """Return the operands whose elements a node moves or casts, and perhaps leaves out or repeats.
 
-    For other operators, there are none.
+    Each element of the results is an element of them. Operators that compute elements have none.
     """
-    if node.op_type in ("If", "Loop", "Scan"):
-        return _in_subgraphs(node, x)
-    if node.op_type == "Where":
-        return node.inputs[1:]
-    if node.op_type == "Resize":  # cubic interpolation may exceed its operands
-        return node.inputs[: node.attributes.get_string("mode", "nearest") != "cubic"]
-    if node.op_type in _OF_ALL:
-        return node.inputs
-    return node.inputs[:1] if node.op_type in _OF_FIRST else ()
+    if operator_of(node).traits.isdisjoint(("reorders", "selects")):
+        return ()
+    return node.inputs if node.op_type == "Concat" else node.inputs[:1]
 
 
-def _in_subgraphs(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
+def _results_of_bodies(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
     """Return the values that an output of an If, Loop or Scan may be, and a state's initial one."""
     graphs, index = list(subgraphs(node)), x.index() or 0
+    if not graphs or node.domain:
+        return []
     before = 2 if node.op_type == "Loop" else 0  # trip count, condition
     values: list[ir.Value | None] = [g.outputs[index + before // 2] for g in graphs]
     states = len(graphs[0].inputs) - before - node.attributes.get_int("num_scan_inputs", 0)
@@ -104,19 +81,12 @@ def _in_subgraphs(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
     return values
 
 
-def number(x: ir.Value) -> Range | None:
+def constant_range(x: ir.Value) -> Range | None:
     """Return the range of a constant of one element; larger tensors may be weights."""
     array = constant(x)
     if array is None or array.size != 1 or array.dtype.kind not in "fiu":
         return None
     return float(array.item()), float(array.item())
-
-
-def _clip(x: Range, inputs: Sequence[ir.Value | None]) -> Range:
-    """Return the range of a Clip, by those of its bounds that are constants."""
-    bounds = [None if v is None else number(v) for v in (*inputs[1:], None, None)[:2]]
-    low, high = (b[0] if b else end for b, end in zip(bounds, _ANY, strict=True))
-    return min(max(x[0], low), high), max(min(x[1], high), low)
 
 
 def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
@@ -146,16 +116,18 @@ def summed_axes(
     The reduction may be guarded against zero, and then `x` too, by 1 where the sum is zero.
     """
     guarded, column = False, None
-    while (node := made_by(total, *_ALONG, *_GUARDS)) is not None:
-        if node.op_type in _ALONG:
+    while (node := None if total is None else total.producer()) is not None:
+        if _keeps_order(node):
             column = column or (total if node.op_type in ("Reshape", "Squeeze") else None)
             total = node.inputs[0]
-        else:
+        elif made_by(total, "Where", "Max", "Clip", "Add"):  # each of them guards against zero
             operands = node.inputs[node.op_type == "Where" :]
             rest = [v for v in operands if v is not None and not _is_guard(v)]
             if len(rest) != 1:
                 return None
             guarded, total = True, rest[0]
+        else:
+            break
     node = made_by(total, *reductions)
     if node is None or x is None or node.inputs[0] is None:
         return None
@@ -178,9 +150,15 @@ def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[
     return tuple(along) if is_aligned else None
 
 
+def _keeps_order(node: ir.Node) -> bool:
+    """Return whether the results are the elements of the operand in their order, or copies."""
+    is_copy = node.op_type in ("Expand", "Tile")
+    return bool(moved_operands(node)) and (is_copy or node.op_type in VIEWS | {"Cast"})
+
+
 def _is_guard(x: ir.Value) -> bool:
     """Return whether `x` is a number >= 0, or one that a condition chooses."""
-    if (value := number(x)) is not None:
+    if (value := constant_range(x)) is not None:
         return value[0] >= 0
     node = x.producer()
     if node is None or node.domain or not node.inputs or node.inputs[0] is None:
@@ -204,30 +182,3 @@ def before_casts(x: ir.Value) -> ir.Value:
             break
         x = node.inputs[0]
     return x
-
-
-def _product(a: Range, b: Range) -> Range:
-    products = [x * y if x and y else 0.0 for x in a for y in b]
-    return min(products), max(products)
-
-
-def _quotient(a: Range, b: Range) -> Range:
-    return _ANY if b[0] <= 0 <= b[1] else _product(a, (1 / b[1], 1 / b[0]))
-
-
-# of the lower ends of all operands the lower end, and of the upper ends the upper one
-_INCREASING: dict[str, Callable[..., float]] = {
-    **dict.fromkeys(("Add", "Sum"), lambda *xs: sum(xs)),
-    "Max": lambda *xs: max(xs),
-    "Min": lambda *xs: min(xs),
-    "Relu": lambda x: max(x, 0.0),
-    "Log": lambda x: -inf if x <= 0 else log(x),
-    "Exp": lambda x: inf if x > 700 else exp(x),
-}
-_ARITHMETIC: dict[str, Callable[..., Range]] = {
-    "Sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "Neg": lambda x: (-x[1], -x[0]),
-    "Mul": _product,
-    "Div": _quotient,
-    "Reciprocal": lambda x: _quotient((1.0, 1.0), x),
-}

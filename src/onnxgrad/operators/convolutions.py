@@ -55,6 +55,8 @@ declare_operators("ConvTranspose", work=_work_of_transposed_convolution)
 declare_operators("DeformConv", roles="xfxbx", work=work_of_convolution(1, 3))
 declare_operators("ConvInteger", "convolution", work=work_of_convolution(1, 4))
 declare_operators("QLinearConv", "convolution", work=work_of_convolution(3, 8))
+declare_operators("Conv ConvInteger ConvTranspose DeformConv", features=(1, 1))
+declare_operators("QLinearConv", features=(3, 1))
 
 
 @rule("Conv", "ConvTranspose")

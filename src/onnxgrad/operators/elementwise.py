@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from math import log, pi, sqrt
+from math import exp, inf, log, pi, sqrt
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,10 @@ from onnxgrad.operators.outputs import (
     of_each,
     of_known,
     of_numbers,
+    range_if_increasing,
+    range_of_all,
 )
-from onnxgrad.operators.records import PIECEWISE, declare_operators
+from onnxgrad.operators.records import PIECEWISE, Range, declare_operators
 from onnxgrad.operators.registry import elementwise, lowering, rule
 from onnxgrad.operators.shapes import Dims, broadcast, dims
 
@@ -155,6 +157,43 @@ declare_operators(
     shape=like_first,
     axes=broadcast_axis,
 )
+declare_operators("Add Div Mean Mul Neg Sub Sum", "affine")
+
+# -- ranges of the elements of results -------------------------------------------------------------
+
+
+def _range_of_product(a: Range, b: Range) -> Range:
+    products = [x * y if x and y else 0.0 for x in a for y in b]
+    return min(products), max(products)
+
+
+def _range_of_quotient(a: Range, b: Range) -> Range:
+    return (-inf, inf) if b[0] <= 0 <= b[1] else _range_of_product(a, (1 / b[1], 1 / b[0]))
+
+
+def _range_of_clip(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+    """Return the range of a Clip, a minimum of a maximum; bounds that are left out are infinite."""
+    x, low, high = (*ranges, (-inf, -inf), (inf, inf))[:3]
+    return min(max(x[0], low[0]), high[0]), min(max(x[1], low[1]), high[1])
+
+
+declare_operators("HardSigmoid Sigmoid", value_range=(0.0, 1.0))
+declare_operators("Cos Erf Sin Softsign Tanh", value_range=(-1.0, 1.0))
+declare_operators("Abs Softplus Sqrt", value_range=(0.0, inf))
+declare_operators("Clip", value_range=_range_of_clip)
+declare_operators("Mean", value_range=range_of_all)
+declare_operators("Where", value_range=lambda node, ranges: range_of_all(node, ranges[1:]))
+declare_operators("Add Sum", value_range=range_if_increasing(lambda *ends: sum(ends)))
+declare_operators("Max", value_range=range_if_increasing(lambda *ends: max(ends)))
+declare_operators("Min", value_range=range_if_increasing(lambda *ends: min(ends)))
+declare_operators("Relu", value_range=range_if_increasing(lambda x: max(x, 0.0)))
+declare_operators("Log", value_range=range_if_increasing(lambda x: -inf if x <= 0 else log(x)))
+declare_operators("Exp", value_range=range_if_increasing(lambda x: inf if x > 700 else exp(x)))
+declare_operators("Neg", value_range=lambda node, x: (-x[0][1], -x[0][0]))
+declare_operators("Sub", value_range=lambda node, x: (x[0][0] - x[1][1], x[0][1] - x[1][0]))
+declare_operators("Mul", value_range=lambda node, x: _range_of_product(*x))
+declare_operators("Div", value_range=lambda node, x: _range_of_quotient(*x))
+declare_operators("Reciprocal", value_range=lambda node, x: _range_of_quotient((1.0, 1.0), *x))
 
 
 # -- arithmetic ------------------------------------------------------------------------------------

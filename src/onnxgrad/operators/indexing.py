@@ -68,7 +68,7 @@ _unless_named = first_operand(axis_unless_named)
 
 declare_operators(
     "Gather",
-    "cheap moves selects",
+    "cheap moves selects aligned",
     roles="ti",
     elements=of_known(_gathered_elements),
     naming=FIRST,

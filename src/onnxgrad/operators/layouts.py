@@ -208,7 +208,9 @@ def _axis_of_reversed(node: Any, operand: int, axis: int) -> Place:
 FIRST = Naming("axis", default=lambda *_: [0])
 _PERM = Naming("perm", default=lambda n, *_: range(n)[::-1])
 
-declare_operators("DepthToSpace SpaceToDepth", "cheap moves reorders", axes=first_operand(row_axis))
+declare_operators(
+    "DepthToSpace SpaceToDepth", "cheap moves reorders aligned", axes=first_operand(row_axis)
+)
 declare_operators(
     "Transpose",
     "cheap moves reorders never_fails",
@@ -224,10 +226,10 @@ declare_operators(
     axes=first_operand(broadcast_axis),
     settings=(1,),
 )
-declare_operators("Tile", "cheap moves reorders", axes=_tiled_axis, settings=(1,))
+declare_operators("Tile", "cheap moves reorders aligned", axes=_tiled_axis, settings=(1,))
 declare_operators(
     "Concat",
-    "cheap reorders",
+    "cheap reorders aligned",
     shape=_shape_of_concat,
     elements=of_known(lambda node, *parts: np.concatenate(parts)),
     naming=FIRST,
@@ -279,7 +281,7 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
 
 declare_operators(
     "Slice",
-    "cheap moves selects",
+    "cheap moves selects aligned",
     naming=Naming("axes", 3, _started_axes),
     axes=first_operand(_sliced_axis),
     elements=of_known(_sliced_elements),
@@ -287,14 +289,14 @@ declare_operators(
 )
 declare_operators(
     "Split",
-    "cheap moves selects",
+    "cheap moves selects aligned",
     naming=FIRST,
     axes=first_operand(axis_unless_named),
     settings=(1,),
 )
 declare_operators(
     "Pad",
-    "cheap",
+    "cheap aligned",
     naming=Naming("axes", 3, lambda n, *_: range(n)),
     axes=_padded_axis,
     settings=(1,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ declare_operators(
 declare_operators("Hardmax LpNormalization", "unary", naming=LAST, axes=_unless_named)
 declare_operators("Hardmax", no_gradient=PIECEWISE)
 declare_operators("LpNormalization", "normalizes")
+declare_operators("Hardmax Softmax", "distribution", value_range=(0.0, 1.0))
+declare_operators("LogSoftmax", "distribution", value_range=(-inf, 0.0))
+declare_operators("LRN LpNormalization MeanVarianceNormalization RMSNormalization", "aligned")
 declare_operators(
     "MeanVarianceNormalization",
     "normalizes",

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.operators.records import standard_operator
+from onnxgrad.operators.records import Range, standard_operator
 from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, static
 
 
@@ -77,6 +77,29 @@ def type_of_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypePr
 def like_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
     """Return the shape of the first operand."""
     return dims(inputs[0]) if inputs else None
+
+
+def range_of_first(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+    """Return the range of the first operand."""
+    return ranges[0]
+
+
+def range_of_all(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+    """Return the smallest range that holds the ranges of all operands."""
+    lows, highs = zip(*ranges, strict=True)
+    return min(lows), max(highs)
+
+
+def range_if_increasing(
+    function: Callable[..., float],
+) -> Callable[[ir.Node, Sequence[Range]], Range]:
+    """Return the function of the range of an operator that increases in each operand."""
+
+    def range_between_ends(_node: ir.Node, ranges: Sequence[Range]) -> Range:
+        lows, highs = zip(*ranges, strict=True)
+        return function(*lows), function(*highs)
+
+    return range_between_ends
 
 
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import Answer, first_operand
 from onnxgrad.operators.layouts import scatter_flat
+from onnxgrad.operators.outputs import range_of_first
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering, rule
 from onnxgrad.operators.rule_nodes import attributes_of, distinct_positions, last_writes, output
@@ -81,10 +82,12 @@ def _shape_of_pool(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | No
 declare_operators("AveragePool LpPool MaxPool", shape=_shape_of_pool)
 declare_operators(
     "AveragePool GlobalAveragePool GlobalLpPool GlobalMaxPool LpPool MaxPool",
+    "aligned",
     axes=first_operand(_pooled_axis),
 )
 declare_operators("GlobalAveragePool", "moments")
 declare_operators("MaxPool", straight_through=(0,))
+declare_operators("GlobalAveragePool GlobalMaxPool MaxPool", value_range=range_of_first)
 
 
 @lowering("AveragePool", "LpPool", "MaxPool")

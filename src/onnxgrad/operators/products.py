@@ -142,6 +142,8 @@ declare_operators(
 declare_operators(
     "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum, work=_work_of_einsum
 )
+declare_operators("Gemm MatMul MatMulInteger", features=(1, -1))
+declare_operators("QLinearMatMul", features=(3, -1))
 declare_operators("Det", axes=axis_before_matrices, members=shift_named_axes)
 declare_operators("SwiGLU", roles="f")
 

@@ -110,6 +110,7 @@ declare_operators(
     "product",
     domain="com.microsoft",
 )
+declare_operators("DequantizeLinear DynamicQuantizeLinear QuantizeLinear", "aligned")
 declare_operators(
     "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QAttention "
     "QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearConv QLinearGlobalAveragePool "
@@ -186,6 +187,7 @@ declare_contrib(
     scaled_operands=((1, 2, 3),),
     work=_work_of_packed_bits,
 )
+declare_contrib("MatMulNBits", features=(1, -1))
 
 
 @rule("MatMulNBits", domain=DOMAIN)

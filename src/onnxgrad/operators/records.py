@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 from onnx import NodeProto
 
+Range = tuple[float, float]
+
 
 class Naming(NamedTuple):
     """How an operator names axes of its first operand; an Unsqueeze, of its output.
@@ -51,8 +53,13 @@ class Operator:
             lengths. None is an unknown operand, and an unknown result.
         lengths: (node, elements of each operand) -> the shape of the result, where elements are its
             lengths.
+        value_range: (node, range of the elements of each operand) -> the range of the elements of
+            the first output; or that range, if it is the same for all operands.
         naming: how it names axes.
         axes: (node, operand, axis) -> where the axis stands in the outputs: see `axes`.
+        features: the index of the operand of weights that makes the features of the result, and
+            the axis of these.
+        terms: (op, operand) -> the terms that a reduction adds, or averages, one for each element.
         roles: the role of each operand, a letter: see below.
         settings: indices of the operands that say how to compute, or decide sizes: neither weights
             nor inputs of a derivative by default.
@@ -93,8 +100,11 @@ class Operator:
     result_type: Callable[[Sequence, Mapping[str, Any]], ir.TypeProtocol | None] | None = None
     elements: Callable[..., Any] | None = None
     lengths: Callable[..., Any] | None = None
+    value_range: Callable[[ir.Node, Sequence[Range]], Range] | Range | None = None
     naming: Naming | None = None
     axes: Callable[..., Any] | None = None
+    features: tuple[int, int] | None = None
+    terms: Callable[[Any, ir.Value], ir.Value] | None = None
     roles: str = ""
     settings: tuple[int, ...] = ()
     float32_operand: int | None = None
@@ -134,6 +144,10 @@ class Operator:
 # reorders        every element of the operand is one of the result
 # selects         every element of the result is one of the first operand
 # moves           hands on one value in another order, shape or dtype, or parts along an axis
+# aligned         the axes of the first operand are the axes of the result; an index along one means
+#                 the same in all rows, even where the axis is mixed or cut
+# affine          adds, subtracts, multiplies or divides at each position
+# distribution    shares of one along the named axis, or their logarithms
 # packs           the elements of tensors in sequences, or out of them
 # sequences       takes or returns sequences or Optionals
 # shape           reads the shape of its operand only, or makes a tensor of a shape

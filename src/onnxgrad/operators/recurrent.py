@@ -36,6 +36,7 @@ declare_operators("GRU LSTM RNN", "recurrent", axes=_recurrent_axis, work=_work_
 declare_operators("RNN", roles="xffbch", kept_results=2)
 declare_operators("GRU", roles="xffbch", kept_results=5)
 declare_operators("LSTM", roles="xffbchhf", kept_results=7)
+declare_operators("GRU LSTM RNN", features=(1, -1))
 
 Function = Callable[[Any, ir.Value], ir.Value]
 

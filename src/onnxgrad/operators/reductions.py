@@ -20,7 +20,13 @@ from onnxgrad.operators.axes import (
     named_axes,
 )
 from onnxgrad.operators.layouts import FIRST
-from onnxgrad.operators.outputs import Elements, like_first, of_known, product_of_lengths
+from onnxgrad.operators.outputs import (
+    Elements,
+    like_first,
+    of_known,
+    product_of_lengths,
+    range_of_first,
+)
 from onnxgrad.operators.records import INDEX, Naming, declare_operators
 from onnxgrad.operators.registry import elementwise, rule
 from onnxgrad.operators.rule_nodes import product_of_others
@@ -76,6 +82,10 @@ for _name in (*_SUMS, *_OTHERS):
         axes=first_operand(_axis_without_named),
     )
 declare_operators("ReduceL2 ReduceMean ReduceSum ReduceSumSquare", "moments")
+declare_operators("ReduceMean ReduceSum", terms=lambda op, x: x)
+declare_operators("ReduceL1", terms=lambda op, x: op.Abs(x))
+declare_operators("ReduceSumSquare", terms=lambda op, x: op.Mul(x, x))
+declare_operators("ReduceMax ReduceMean ReduceMin", value_range=range_of_first)
 declare_operators("ReduceProd", elements=of_known(_product_of_elements))
 declare_operators(
     "ArgMax ArgMin",

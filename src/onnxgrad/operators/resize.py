@@ -7,6 +7,7 @@ axis if no length changes. The gradient is computed by Resize too, and so follow
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axes_named_by, first_operand, named_axes
 from onnxgrad.operators.member_forms import one_by_one
-from onnxgrad.operators.records import Naming, declare_operators
+from onnxgrad.operators.records import Naming, Range, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
 from onnxgrad.operators.rule_nodes import attributes_of, wide
 from onnxgrad.operators.shapes import Dims, constant, dims, equal, rank, static
@@ -50,14 +51,21 @@ def _resized_axis(node: Any, _operand: int, axis: int) -> Place:
     return axis if stretches and before == after is not None else None
 
 
+def _range_of_resize(node: ir.Node, ranges: Sequence[Range]) -> Range:
+    """Return the range of the image, which cubic interpolation may exceed."""
+    is_cubic = node.attributes.get_string("mode", "nearest") == "cubic"
+    return (-inf, inf) if is_cubic else ranges[0]
+
+
 declare_operators(
     "Resize",
     shape=_shape_of_resize,
     naming=Naming("axes", default=lambda n, *_: range(n)),
     axes=first_operand(_resized_axis),
+    value_range=_range_of_resize,
     members=one_by_one,
 )
-declare_operators("Resize Upsample", "real_settings", straight_through=(0,))
+declare_operators("Resize Upsample", "real_settings aligned", straight_through=(0,))
 declare_operators("Resize", roles="xl", settings=(1, 2, 3), float32_operand=2)
 declare_operators("Upsample", roles="xc", settings=(1,), float32_operand=1)
 
