@@ -1,5 +1,7 @@
 """`Trainer` for the inputs and outputs that published files have: scalars, states, false shapes."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -183,7 +185,8 @@ def test_a_label_is_not_broadcast_along_a_length_that_the_model_computes():
     trainer = og.Trainer(parse_model(text, w=W, nought=np.float32(0)), "mse")
     x = np.float32([[1, 1, -1]])
     assert trainer.predict(x).shape == (1, 2)
-    with pytest.raises(Exception, match="reshape"):
+    wrong = naming("'label' must have shape (rows, 2), not (1, 1)", "'y' of shape (1, 2)")
+    with pytest.raises(ValueError, match=wrong):
         trainer.evaluate(x, np.float32([[0.5]]))
 
 
@@ -593,3 +596,70 @@ def test_numbers_of_classes_for_a_loss_of_numbers():
     x = np.ones((6, 3))
     with pytest.raises(ValueError, match=naming("'label'", "(rows, 4)", "'cross_entropy'")):
         og.Trainer(made, "mse").fit(x, np.arange(6) % 4)
+
+
+def model_of_computed_width():
+    """Return a model of three scores, whose number its graph computes."""
+    return parse_model(
+        """f (float[N,4] x) => (float[N,W] y) { scores = MatMul(x, w)  found = NonZero(chosen)
+        numbers = Squeeze(found, zero)  y = Gather <axis=1>(scores, numbers) }""",
+        w=RNG.standard_normal((4, 4)).astype("f"), chosen=[1.0, 1.0, 1.0, 0.0], zero=np.int64([0]),
+    )  # fmt: skip
+
+
+FEATURES, WIDE = RNG.standard_normal((8, 4)).astype("f"), np.zeros((8, 2), np.float32)
+FITTING = np.zeros((8, 3), np.float32)
+MISFIT = naming("'label' must have shape (rows, 3), not (4, 2)", "'y' of shape (4, 3)", "pass")
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, in_sweep({"recompute": "all"})])
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_labels_that_do_not_fit_a_computed_width(options, width):
+    """onnxruntime names a node of the loss; the error names the label and the prediction."""
+    trainer = og.Trainer(model_of_computed_width(), "mse", **options)
+    before = trainer.evaluate(FEATURES, FITTING)["loss"]
+    label = np.zeros((8, width), np.float32)
+    wrong = naming("'label'", f"(rows, 3), not (4, {width})", "'y' of shape (4, 3)", "pass labels")
+    warned = (
+        pytest.warns(match=naming("accumulate=2")) if "accumulate" in options else nullcontext()
+    )
+    with warned, pytest.raises(ValueError, match=wrong):
+        trainer.fit(FEATURES, label, epochs=2, batch_size=4)
+    with pytest.raises(ValueError, match=wrong):
+        trainer.evaluate(FEATURES, label, batch_size=4)
+    assert trainer.evaluate(FEATURES, FITTING)["loss"] == before
+
+
+def test_validation_labels_that_do_not_fit_a_computed_width():
+    for metrics in ([], ["mae"]):
+        trainer = og.Trainer(model_of_computed_width(), "mse", metrics=metrics)
+        with pytest.raises(ValueError, match=MISFIT):
+            trainer.fit(FEATURES, FITTING, batch_size=4, validation=(FEATURES, WIDE))
+
+
+def test_a_stack_whose_labels_do_not_fit_a_computed_width():
+    stack = og.TrainerStack(model_of_computed_width(), "mse", learning_rate=[0.1, 0.2])
+    for call in (stack.fit, stack.evaluate):
+        with pytest.raises(ValueError, match=MISFIT):
+            call(FEATURES, WIDE, batch_size=4)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])
+def test_classes_beyond_a_computed_number_of_them(weights):
+    trainer = og.Trainer(model_of_computed_width(), "cross_entropy", class_weight=weights)
+    labels = np.arange(8) % 4
+    wrong = naming("'label' holds labels outside 0..2", "'y' of shape (8, 3)", "pass labels")
+    for call in (trainer.fit, trainer.evaluate):
+        with pytest.raises(ValueError, match=wrong):
+            call(FEATURES, labels, batch_size=8)
+
+
+def test_a_model_that_fails_itself_keeps_its_error():
+    made = parse_model(
+        """f (float[N,4] x) => (float[N,W] y) {
+        found = NonZero(x)  shape = Shape(found)  few = Reshape(x, shape)  y = MatMul(few, w) }""",
+        w=np.ones((8, 3), np.float32),
+    )
+    with pytest.raises(Exception, match=naming("Reshape")) as raised:
+        og.Trainer(made, "mse").evaluate(FEATURES, FITTING)
+    assert raised.value.__cause__ is None

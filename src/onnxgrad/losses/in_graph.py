@@ -23,7 +23,7 @@ from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.feeds import caches
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
-from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
+from onnxgrad.operators import SAME_ELEMENTS, marks, operator_of, shapes
 from onnxgrad.runtime.run_shapes import confirmed_by_run
 
 
@@ -264,8 +264,10 @@ def label_input(
     if shape is not None:
         fed = {d for x in op.root.graph.inputs for d in shapes.dims(x) or ()}
         shape = tuple(d if isinstance(d, int) or d in fed else None for d in shape)
-    return ir.Value(
+    label = ir.Value(
         name=op.name(name),
         type=ir.TensorType(kind.dtype or dtype),
         shape=None if shape is None else ir.Shape(shape),
     )
+    label.meta[marks.LABEL_SHAPE] = kind.shape
+    return label

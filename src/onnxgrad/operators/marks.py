@@ -61,6 +61,10 @@ LEAST_SIDES = "onnxgrad.least_sides"
 # training/run/selection and training/run/row_parts read it
 PLAIN_SUM = "onnxgrad.plain_sum"
 
+# returns the shape of this label for the shape of its prediction: losses/in_graph writes it,
+# training/diagnose reads it
+LABEL_SHAPE = "onnxgrad.label_shape"
+
 # the feed of an input, whose values follow from the call: training/step/inputs writes and reads it
 FEED = "onnxgrad.feed"
 

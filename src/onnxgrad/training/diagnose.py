@@ -1,4 +1,4 @@
-"""Why a training ended, and why a loss or a weight is not finite: rows, and node of file or step.
+"""Why a training ended: rows and node of a number that is not finite, and labels that do not fit.
 
 The steps that this needs alone are here, too: the one that gave NaN or infinity, and a sample.
 """
@@ -6,19 +6,22 @@ The steps that this needs alone are here, too: the one that gave NaN or infinity
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import ConvergenceError, argument, first_line, named
 from onnxgrad.graph.precision import HALVES
+from onnxgrad.losses.info import LossInfo
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.native import Target, to_native
+from onnxgrad.operators import marks
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.not_finite import first_not_finite
@@ -272,6 +275,42 @@ def largest_number(
         if largest > _LARGE:
             found.append((largest, clause))
     return max(found)[1] if found else None
+
+
+def label_misfit(
+    inputs: Iterable[ir.Value],
+    infos: Mapping[str, LossInfo],
+    fields: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Arrays,
+) -> str | None:
+    """Return which label does not fit a prediction whose shape the model computes, and the remedy.
+
+    A node of the loss fails then, and onnxruntime names neither. None if all labels fit.
+
+    Args:
+        inputs: the inputs of data, of a graph with the loss.
+        infos: what is known of the labels, by input.
+        fields: the checks of the inputs of data.
+        shapes: the shapes of the predictions of a batch, by output.
+        arrays: the data of the batch, by input.
+    """
+    for x in inputs:
+        info, label_shape = infos.get(str(x.name)), x.meta.get(marks.LABEL_SHAPE)
+        shape = None if info is None else shapes.get(str(info.prediction))
+        if info is None or label_shape is None or shape is None:
+            continue
+        field = fields.fields[x.name]
+        classes = None if info.classes is None else shape[1 if info.axis is None else info.axis]
+        declared = replace(field, shape=label_shape(shape), classes=classes)
+        try:
+            declared.check(arrays[field.name], fields.row_axes.stated(field.name) or 0)
+        except ValueError as e:
+            return (
+                f"{e}. The model computes {info.prediction!r} of shape {shape} for this batch: "
+                "pass labels that fit it, or train another output"
+            )
+    return None
 
 
 def _is_finite_at_start(model: ModelProto, inputs: Arrays) -> bool:

@@ -26,7 +26,7 @@ from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.batches import BatchSource, ReaderSource, rows_of
-from onnxgrad.training.diagnose import cause_in_evaluation
+from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective, Plan, build_objective
 from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of_outputs
@@ -332,11 +332,40 @@ class Evaluator:
             fed = {**values, **arrays, **begun, **carried}
             if running is None:
                 running = self._running(name, piece.own)
-            results = running(fed)
+            try:
+                results = running(fed)
+            except Exception as e:
+                if self.has_computed_labels and (misfit := self.label_misfit(fed)):
+                    raise ValueError(misfit) from e
+                raise
             if self.failed is None and not all(np.isfinite(y).all() for y in results[:parts]):
                 (self.failed,) = piece.each(number)
             carried = dict(zip(states, results[len(results) - len(states) :], strict=True))
             yield arrays if piece.counted else {}, results
+
+    @property
+    def has_computed_labels(self) -> bool:
+        """Whether the model computes a length of a label, or the number of its classes."""
+        one = self.described
+        labels = [(dims(x), one.labels[x.name]) for x in one.data if x.name in one.labels]
+        return any(
+            isinstance(info.classes, str) or shape is None or None in shape[1:]
+            for shape, info in labels
+        )
+
+    def label_misfit(self, fed: Arrays) -> str | None:
+        """Return which label does not fit its prediction, with a remedy; None if all fit.
+
+        Args:
+            fed: the weights and the data of a batch, whose loss could not be computed.
+        """
+        one, axis = self.described, int(self.members is not None)
+        try:
+            outputs = self._running("predictions", 1)(fed)
+        except Exception:  # the model itself fails for these data
+            return None
+        shapes = {n: y.shape[axis:] for n, y in zip(one.predictions, outputs, strict=False)}
+        return label_misfit(one.data, one.labels, self.fields, shapes, fed)
 
     def _watched(self, source: BatchSource) -> Iterator[Slice]:
         """Yield the batches one by one, with a progress bar on a terminal if one is asked for."""

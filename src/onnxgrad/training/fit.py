@@ -36,6 +36,7 @@ from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.run_length import check_length
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.step.inputs import Batch
 from onnxgrad.training.step.loss_scale import INITIAL
 
 SIZE = 32  # rows of a step
@@ -164,6 +165,7 @@ class Fit:
             resumable=True,
             evaluate=None if held_out is None else self._validate,
             explain=self._explain,
+            label_misfit=self._label_misfit,
         )
         return self.loop
 
@@ -193,6 +195,13 @@ class Fit:
             values = {name: array[0] for name, array in values.items()}
         known = self.names.columns, self.evaluator.fields.weight
         return cause_in_fit(loop, job.file, read, failed, self.evaluator, values, *known)
+
+    def _label_misfit(self, batch: Batch) -> str | None:
+        """Return which label of a batch does not fit its prediction; None if all fit."""
+        if not self.evaluator.has_computed_labels:  # data are checked against declared shapes
+            return None
+        values = self.buffers | self.trainer.evaluated()
+        return self.evaluator.label_misfit({**values, **batch.arrays})
 
     def _validate(self) -> dict[str, Any]:
         """Return the entries of the history for validation data."""

@@ -21,7 +21,7 @@ from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members, shown
 from onnxgrad.training.run.runner import Asked, Losses, Runner
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.step.inputs import Slice
+from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.loss_scale import SCALE, SKIPPED
 from onnxgrad.training.unseen import unseen_epochs
 
@@ -41,6 +41,7 @@ class Loop:
     - `evaluate`: returns the entries that an evaluation adds to the history; None without data.
     - `evaluate_every`: epochs between two evaluations.
     - `explain`: says why the loss or a weight is not finite, and what helps.
+    - `label_misfit`: says which label of a batch does not fit its prediction; None if all fit.
     """
 
     trainer: Any
@@ -59,6 +60,7 @@ class Loop:
     log_epochs: bool = False
     first_epoch: int | None = None  # the present one
     explain: Callable[[Any], str] = lambda loop: "Lower the learning rate, or scale the data"
+    label_misfit: Callable[[Batch], str | None] = lambda batch: None
     control: Control = field(default_factory=Control)
     interrupts: Interrupts = field(default_factory=Interrupts)
     sample: tuple[Slice, np.ndarray, int] | None = None  # arguments of a run, while it trains
@@ -114,7 +116,7 @@ class Loop:
 
         States in a circle of references would stay in memory until the garbage is collected.
         """
-        vars(self).update(source=None, evaluate=None, explain=None, _before=None)
+        vars(self).update(source=None, evaluate=None, explain=None, label_misfit=None, _before=None)
 
     @property
     def moved(self) -> bool:
@@ -188,7 +190,7 @@ class Loop:
             state.epoch = first
             piece, batches = source.epochs(orders), source.batches
             rates = self.rates.at(state.step, piece.batches)
-            losses = self.runner.run(piece, rates, 0)
+            losses = self._run_steps(piece, rates, 0)
             for i in range(count):
                 part = slice(i * batches, (i + 1) * batches)
                 self._totals = self._resumed_totals()
@@ -307,13 +309,29 @@ class Loop:
         arguments = piece, rates, state.position
         if self.sample is None or piece.rows >= self.sample[0].rows:  # not a short last batch
             self.sample = arguments
-        losses = self.runner.run(*arguments)
+        losses = self._run_steps(*arguments)
         self._seconds[1] += time.perf_counter() - start
         if losses is None:
             state.learning_rate, self.failed = rates[-1].tolist(), arguments
             kept = "the state before it is kept"
             raise divergence_error(self, "the loss or a weight", self._epochs_done + 1, kept)
         self._count(piece.batches, piece.rows, rates, losses)
+
+    def _run_steps(self, piece: Slice, rates: np.ndarray, position: int) -> Losses | None:
+        """Return the losses of the steps of a slice; None if one is not finite.
+
+        Raises:
+            ValueError: onnxruntime fails, as a label does not fit its prediction.
+        """
+        try:
+            return self.runner.run(piece, rates, position)
+        except Asked:
+            raise
+        except Exception as e:
+            misfits = map(self.label_misfit, piece.each(position))
+            if misfit := next(filter(None, misfits), None):
+                raise ValueError(misfit) from e
+            raise
 
     def _count(self, batches: int, rows: int, rates: np.ndarray, losses: Losses) -> None:
         """Count steps in the state, one for each of the batches of so many rows."""
