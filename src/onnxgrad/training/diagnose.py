@@ -290,7 +290,7 @@ def label_misfit(
 
     Args:
         inputs: the inputs of data, of a graph with the loss.
-        infos: what is known of the labels, by input.
+        infos: the facts of the losses, by label.
         fields: the checks of the inputs of data.
         shapes: the shapes of the predictions of a batch, by output.
         arrays: the data of the batch, by input.
