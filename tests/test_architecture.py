@@ -132,7 +132,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "autodiff": (5350, 39),
     "cli": (3800, 40),
     "compat": (1850, 14),
-    "data": (3500, 28),
+    "data": (3550, 28),
     "explain": (1400, 15),
     "finetune": (2300, 19),
     "graph": (1350, 9),
@@ -142,7 +142,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "model": (2450, 20),
     "modules": (450, 8),
     "native": (1450, 12),
-    "operators": (5850, 38),
+    "operators": (5950, 38),
     "optimizers": (1100, 10),
     "parallel": (550, 6),
     "plot": (1550, 13),
@@ -153,7 +153,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "sklearn": (950, 9),
     "tasks": (2150, 15),
     "torch": (550, 5),
-    "training": (11750, 84),
+    "training": (11850, 84),
 }
 
 
@@ -182,23 +182,6 @@ def test_no_room_outgrows_its_budget():
 
 # -- one record for each operator: no table keyed by operators stands elsewhere --------------------
 
-# files of upper rooms that still have such tables: who moves them into records drops the file here
-FILES_WITH_TABLES = set(
-    """
-<<<<<<< HEAD
-    explain/rollout
-    losses/applied_to losses/class_axis losses/class_columns losses/in_graph losses/logits
-    losses/row_losses losses/value_range
-=======
-    adapters/requantize adapters/slots adapters/torch_modules
-    cli/value_range explain/rollout
-    finetune/follow finetune/label_outputs finetune/layers finetune/locate
-    sklearn/head tasks/detection_heads
-    training/modes/inference_form training/parameters/choice training/parameters/flow
-    training/parameters/roles training/parameters/surroundings training/run/row_parts
->>>>>>> e1fd5602 (Declare ranges, features and classes of operators in their records)
-""".split()
-)
 LEAST_ENTRIES = 3  # of a table; two names are a pattern that a rewrite looks for
 
 
@@ -270,6 +253,4 @@ def test_all_that_is_known_of_an_operator_is_its_record():
         for name, file in module_files().items()
         if room(name) != "operators" and has_table_of_operators(file.read_text())
     }
-    assert found == FILES_WITH_TABLES
-    engine = {"autodiff", "graph", "model", "native", "runtime", "plot", "quantization"}
-    assert engine.isdisjoint(name.split("/")[0] for name in FILES_WITH_TABLES)
+    assert not found

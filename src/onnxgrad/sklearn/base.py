@@ -27,7 +27,6 @@ from onnxgrad.sklearn.front import by_name, takes_raw, text_inputs
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
 from onnxgrad.sklearn.network import Network, Predictor
-from onnxgrad.training.arguments import select_rate
 from onnxgrad.training.batches import Split
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
@@ -223,9 +222,7 @@ class OnnxEstimator(BaseEstimator):
         changed = {name for name in new if not same(new[name], old[name])}
         if changed == {"learning_rate"}:
             old["learning_rate"] = self.learning_rate
-            trainer = self._network.trainer
-            rate = select_rate(self.learning_rate, trainer._job.optimizer)
-            trainer._change(learning_rates=[rate])
+            self._network.trainer._change_rate(self.learning_rate)
         elif changed:
             self._renew()
 

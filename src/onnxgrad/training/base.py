@@ -23,7 +23,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.parallel import DataParallel
 from onnxgrad.reporting import html_table, logger
 from onnxgrad.schedules.base import LearningRate
-from onnxgrad.training.arguments import ARGUMENTS, check_arguments, refuse_unknown
+from onnxgrad.training.arguments import ARGUMENTS, check_arguments, refuse_unknown, select_rate
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
@@ -103,6 +103,10 @@ class TrainerBase:
     def _change(self, **fields: Any) -> None:
         """Let calls to come have other values of these fields of the job."""
         self._job = replace(self._job, **fields)
+
+    def _change_rate(self, rate: RateLike | None) -> None:
+        """Let calls to come have another learning rate."""
+        self._change(learning_rates=[select_rate(rate, self._job.optimizer)])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies have: no data and sessions of a call, and a state of their own."""
