@@ -8,7 +8,7 @@ import pytest
 import onnxgrad as og
 from tests.support.errors import naming
 from tests.support.models import parse_model
-from tests.support.running import in_sweep, run
+from tests.support.running import in_sweep, run, run_named
 from tests.support.trainings import ActAtStep, assert_close_arrays, stop_training
 
 RNG = np.random.default_rng(0)
@@ -598,12 +598,13 @@ def test_numbers_of_classes_for_a_loss_of_numbers():
         og.Trainer(made, "mse").fit(x, np.arange(6) % 4)
 
 
-def model_of_computed_width():
-    """Return a model of three scores, whose number its graph computes."""
+def model_of_computed_width(width=3):
+    """Return a model of some scores, whose number its graph computes."""
     return parse_model(
         """f (float[N,4] x) => (float[N,W] y) { scores = MatMul(x, w)  found = NonZero(chosen)
         numbers = Squeeze(found, zero)  y = Gather <axis=1>(scores, numbers) }""",
-        w=RNG.standard_normal((4, 4)).astype("f"), chosen=[1.0, 1.0, 1.0, 0.0], zero=np.int64([0]),
+        w=RNG.standard_normal((4, 4)).astype("f"), chosen=np.float32(np.arange(4) < width),
+        zero=np.int64([0]),
     )  # fmt: skip
 
 
@@ -628,6 +629,22 @@ def test_labels_that_do_not_fit_a_computed_width(options, width):
     with pytest.raises(ValueError, match=wrong):
         trainer.evaluate(FEATURES, label, batch_size=4)
     assert trainer.evaluate(FEATURES, FITTING)["loss"] == before
+
+
+def test_a_single_score_is_not_compared_with_several_labels():
+    """It would be broadcast, and the loss a number that looks right."""
+    model = model_of_computed_width(1)
+    wrong = naming("'label'", "(rows, 1), not (8, 3)", "'y' of shape (8, 1)")
+    trainer = og.Trainer(model, "mse")
+    for call in (trainer.fit, trainer.evaluate):
+        with pytest.raises(ValueError, match=wrong):
+            call(FEATURES, FITTING, batch_size=8)
+    inside = og.add_loss_output(model)
+    with pytest.raises(Exception, match="Reshape"):
+        run_named(inside, {"x": FEATURES, "label": FITTING})
+    column = FITTING[:, :1]
+    total = run_named(inside, {"x": FEATURES, "label": column})["loss"].item()
+    assert total == pytest.approx(8 * trainer.evaluate(FEATURES, column)["loss"], rel=1e-5)
 
 
 def test_validation_labels_that_do_not_fit_a_computed_width():

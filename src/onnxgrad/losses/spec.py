@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import check_options, unknown
+from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dims, dims, equal, rank
 
 LEFT_OPEN = ("from_logits", "soft_labels")  # options that model and labels decide
@@ -214,6 +215,7 @@ class LossSpec:
 
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the weighted loss of every element or every row; their sum is the loss."""
+        label = shaped_label(op, label, prediction)
         known, nan = self._labels(op, label)
         losses = self.formula(op, prediction, known, **self._formula_options)
         if isinstance(losses, Terms):
@@ -221,10 +223,7 @@ class LossSpec:
         return losses if nan is None else self._without_nan(op, losses, label, nan)
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
-        """Write the terms whose weighted mean is the loss of a batch.
-
-        A label without a shape is reshaped to that of the prediction.
-        """
+        """Write the terms whose weighted mean is the loss of a batch."""
         label = shaped_label(op, label, prediction)
         known, nan = self._labels(op, label)
         write = self.write_terms or self.formula
@@ -284,7 +283,16 @@ def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
 
 
 def shaped_label(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
-    """Return a label, reshaped to the prediction if it has no shape."""
-    if label.shape is not None:
+    """Return a label in the shape of the prediction, if only that one is known.
+
+    Where the model computes a length, the nodes fail for a label that has the shape of the
+    prediction in its kind, and another one in a batch: it would be broadcast, silently.
+    """
+    own, wanted, known = dims(label), op.Shape(prediction), dims(prediction)
+    if own is None:
+        return op.Reshape(label, wanted)  # or (N,) would meet (N, 1), and become (N, N)
+    shape_of_kind = label.meta.get(marks.LABEL_SHAPE)
+    if None not in own or shape_of_kind is None or shape_of_kind(known) != known:
         return label
-    return op.Reshape(label, op.Shape(prediction))  # or (N,) would meet (N, 1), and become (N, N)
+    both = op.Reshape(op.Expand(label, wanted), op.Shape(label))  # fails for a shorter label
+    return op.set_type_like(op.Reshape(both, wanted), prediction)  # and for a shorter prediction

@@ -200,7 +200,8 @@ class Fit:
         """Return which label of a batch does not fit its prediction; None if all fit."""
         if not self.evaluator.has_computed_labels:  # data are checked against declared shapes
             return None
-        values = self.buffers | self.trainer.evaluated()
+        assert self.loop is not None
+        values = self.buffers | self.job.values_to_evaluate(self.loop.state)
         return self.evaluator.label_misfit({**values, **batch.arrays})
 
     def _validate(self) -> dict[str, Any]:
