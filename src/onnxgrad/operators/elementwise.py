@@ -37,7 +37,7 @@ _BOOLEAN: dict[str, Any] = {"traits": "cheap boolean", "no_gradient": "the outpu
 _OF_BITS = "works on bits: no useful derivative"
 
 
-def broadcast_operands(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
+def shape_of_broadcast(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
     """Return the shape to which all operands broadcast."""
     return broadcast(*(dims(v) for v in inputs if v is not None))
 
@@ -80,7 +80,7 @@ def _cast_elements(node: ir.Node, x: Elements, *_like: Elements | None) -> Eleme
 
 def _declare_elementwise(names: str, traits: str, **fields: Any) -> None:
     """Declare operators whose operands broadcast, and for "unary" ones to the first operand."""
-    shape = like_first if "unary" in traits else broadcast_operands
+    shape = like_first if "unary" in traits else shape_of_broadcast
     declare_operators(names, f"elementwise {traits}", shape=shape, axes=broadcast_axis, **fields)
 
 

@@ -48,7 +48,8 @@ def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
     first, *others = node.inputs
     if "unary" not in operator.traits:
         return m.write_node(node, [m.aligned(x, n) for x in node.inputs])
-    if operator.roles == "xc" and not m.shares_operands(others):  # a setting is a scalar
+    has_settings = not {"c", "l"}.isdisjoint(operator.roles[1:])  # which are scalars
+    if has_settings and not m.shares_operands(others):
         return None
     aligned = [None if x is None else m.aligned(x, n) for x in others]
     return m.write_node(node, [m.expanded(first), *aligned])

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.convolutions import work_of_convolution
-from onnxgrad.operators.elementwise import broadcast_operands
+from onnxgrad.operators.elementwise import shape_of_broadcast
 from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, divide_length, like_first_twice
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.products import product, shape_of_gemm, shape_of_matmul
@@ -308,7 +308,7 @@ def expand_dims(op: Any, node: Any) -> list[ir.Value]:
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]
 
 
-declare_contrib("ComplexMul ComplexMulConj", shape=broadcast_operands, roles="f")
+declare_contrib("ComplexMul ComplexMulConj", shape=shape_of_broadcast, roles="f")
 
 
 @lowering("ComplexMul", "ComplexMulConj", domain=DOMAIN)

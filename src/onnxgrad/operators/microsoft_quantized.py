@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute
-from onnxgrad.operators.elementwise import broadcast_operands
+from onnxgrad.operators.elementwise import shape_of_broadcast
 from onnxgrad.operators.microsoft import DOMAIN, declare_contrib
 from onnxgrad.operators.microsoft_products import attributes_without, softmax_from
 from onnxgrad.operators.outputs import like_first
@@ -73,7 +73,7 @@ def _is_quantized(*values: Operand) -> bool:
 declare_contrib(
     "QLinearAdd QLinearMul",
     # the second operand stands behind scale and zero point of the first
-    shape=lambda inputs, attributes: broadcast_operands([inputs[0], inputs[3]], attributes),
+    shape=lambda inputs, attributes: shape_of_broadcast([inputs[0], inputs[3]], attributes),
     roles="q",
 )
 declare_contrib("QLinearLeakyRelu QLinearSigmoid QLinearSoftmax", shape=like_first, roles="q")
