@@ -62,7 +62,7 @@ LEAST_SIDES = "onnxgrad.least_sides"
 PLAIN_SUM = "onnxgrad.plain_sum"
 
 # returns the shape of this label for the shape of its prediction: losses/in_graph writes it,
-# training/diagnose reads it
+# losses/spec and training/diagnose read it
 LABEL_SHAPE = "onnxgrad.label_shape"
 
 # the feed of an input, whose values follow from the call: training/step/inputs writes and reads it
