@@ -465,7 +465,7 @@ def test_indices_into_tables_of_a_single_number():
 
 
 def slices_of(model, data, batch_axes=None, size=2):
-    source = Dataset(*data).source(fields_of(model, weights=("W",)), size, batch_axes)
+    source = Dataset(*data).source(fields_of(model, batch_axes, ["W"]), size)
     pieces = list(source.epoch(np.random.default_rng(0), 0, lambda batch: 2))
     order = np.random.default_rng(0).permutation(source.rows)
     return pieces, [order[i : i + size] for i in range(0, source.rows, size)]
@@ -473,7 +473,7 @@ def slices_of(model, data, batch_axes=None, size=2):
 
 def check_batches(pieces, cut, data, axes):
     """Check that the batches are the rows of `data` along `axes`, in the order of `cut`."""
-    found = [{n: a[i] for n, a in p.arrays.items()} for p in pieces for i in range(p.batches)]
+    found = [{n: a[i] for n, a in p.fed().items()} for p in pieces for i in range(p.batches)]
     assert len(found) == len(cut)
     for batch, rows in zip(found, cut, strict=True):
         for name, axis in axes.items():
@@ -603,6 +603,12 @@ def test_several_labels():
 # -- files and tables ----------------------------------------------------------------------------
 
 
+def one_batch(data, fields):
+    """Return the arrays of all rows, by input."""
+    (piece,) = data.source(fields, 1000).epoch(None, 0, lambda batch: 1)
+    return piece.one_batch()
+
+
 def test_lists_become_axes_and_columns_go_to_their_inputs(tmp_path):
     text = """g (float[N,2,2] x, int64[N] k) => (float[N,2] y)
         { e = Gather(t, k)  s = ReduceSum<keepdims=0>(x, o)  y = Add(s, e) }"""
@@ -621,15 +627,16 @@ def test_lists_become_axes_and_columns_go_to_their_inputs(tmp_path):
         np.testing.assert_allclose(piece.arrays[name][0], expected, rtol=1e-6)
     assert made.names.columns == {"x": ["image"], "k": ["kind"]}
     assert made.names.target == ["u", "v"]
-    again = Dataset(reader).arrays(fields_of(model, weights=["t"]))
+    again = one_batch(Dataset(reader), fields_of(model, weights=["t"]))
     np.testing.assert_array_equal(again["k"], k)
 
 
 def test_columns_with_the_names_of_inputs(tmp_path):
     pq.write_table(pa.table({"label": Y[:, 0], "x": X.tolist()}), tmp_path / "a.parquet")
     for data in (Dataset(tmp_path / "a.parquet"), Dataset(pq.read_table(tmp_path / "a.parquet"))):
-        np.testing.assert_array_equal(data.arrays(fields_of())["x"], X)
-        np.testing.assert_array_equal(data.arrays(fields_of())["label"], Y)
+        arrays = one_batch(data, fields_of())
+        np.testing.assert_array_equal(arrays["x"], X)
+        np.testing.assert_array_equal(arrays["label"], Y)
 
 
 def test_large_integers_beside_floats_are_exact():
@@ -641,7 +648,7 @@ def test_large_integers_beside_floats_are_exact():
     )
     ids = 2**60 + np.arange(10)
     data = arrow_dataset(pa.table({"id": ids, "x": np.ones(10), "label": np.ones(10)}))
-    np.testing.assert_array_equal(Dataset(data).arrays(fields_of(model))["id"], ids)
+    np.testing.assert_array_equal(one_batch(Dataset(data), fields_of(model))["id"], ids)
 
 
 def test_files_that_cannot_be_read(tmp_path):

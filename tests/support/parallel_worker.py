@@ -30,6 +30,7 @@ NORM = {"batch_norm": "train", "optimizer": og.momentum()}
 MISSING = {"loss": "mse", "loss_options": {"ignore_nan": True}, "metrics": ["mse"]}
 SYNC, SHARDS = {"sync_batch_norm": True}, {"shard_optimizer": True}
 DOUBLE = {"dtype": np.float64}
+BEHIND = {"batch_axes": {"x": 1}}  # of the network "behind", whose rows are on the last axis
 
 # network, arguments of the Trainer, arguments of DataParallel, and form of the data and the network
 JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -54,6 +55,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # without accumulation, where the count of terms is in the message of the gradients
     "double_masked": ("mlp", MISSING | {"clip_norm": 0.5}, {}, DOUBLE | {"masked": True}),
     "own_rows": ("mlp", {}, {"shards": True}, {"batches": True}),
+    "own_rows_behind": ("behind", BEHIND, {"shards": True}, {"batches": True}),
     "half_mixed": ("mlp", {"optimizer": "adam", "precision": "mixed"}, SHARDS, {"half": True}),
 }
 MORE_JOBS = {
@@ -68,6 +70,8 @@ MORE_JOBS = {
     "share": ("mlp", {"optimizer": "adam"}, {}, {"share": 0.3}),
     "weighted": ("mlp", {}, {}, {"weighted": True}),
     "batches": ("mlp", {}, {}, {"batches": True}),
+    "behind": ("behind", BEHIND | {"accumulate": 2}, {}, {"share": 0.3}),
+    "batches_behind": ("behind", BEHIND, {}, {"batches": True}),
     "half": ("mlp", ADAM, {}, {"half": True}),
 }
 JOB_NAMES = [*JOBS, *map(in_sweep, MORE_JOBS)]
@@ -80,7 +84,7 @@ def torch_network(name: str) -> tuple[Any, tuple[int, ...]]:
     from torch import nn
 
     torch.manual_seed(0)
-    if name == "mlp":
+    if name in ("mlp", "behind"):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, CLASSES)), (6,)
     if name == "norm":
         norm = nn.BatchNorm1d(16)
@@ -93,6 +97,21 @@ def torch_network(name: str) -> tuple[Any, tuple[int, ...]]:
     return nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, CLASSES)), (200,)
 
 
+def _of_columns(module: Any) -> Any:
+    """Return a network that computes `module` for the columns of its input."""
+    from torch import nn
+
+    class OfColumns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = module
+
+        def forward(self, x: Any) -> Any:
+            return self.own(x.T)
+
+    return OfColumns()
+
+
 def network_file(name: str, dtype: Any = np.float32) -> bytes:
     """Return a network as a file, in training form."""
     import torch
@@ -100,7 +119,11 @@ def network_file(name: str, dtype: Any = np.float32) -> bytes:
     module, shape = torch_network(name)
     module = module.to(torch.float64 if dtype == np.float64 else torch.float32)
     example = torch.zeros(2, *shape, dtype=next(module.parameters()).dtype)
-    options = {"input_names": ["x"], "dynamic_axes": {"x": {0: "N"}}, "do_constant_folding": False}
+    rows = 0
+    if name == "behind":
+        module, example, rows = _of_columns(module), example.T, 1
+    axes = {"x": {rows: "N"}}
+    options = {"input_names": ["x"], "dynamic_axes": axes, "do_constant_folding": False}
     return export_module(module, (example,), train=True, **options).SerializeToString()
 
 
@@ -137,12 +160,13 @@ def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: An
     dtype, callbacks = form.get("dtype", np.float32), more.pop("callbacks", ())
     X, y = rows_and_labels(network, dtype)
     model: Any = onnx.load_from_string(file)
+    placed = np.transpose if network == "behind" else np.asarray
     if form.get("half"):
         model = in_precision(model, ir.DataType.FLOAT16)
     how = og.DataParallel(**options) if parallel else False
     own = {"loss": "cross_entropy", "metrics": ["accuracy"], "parallel": how} | arguments
     trainer = og.Trainer(model, learning_rate=0.01, callbacks=callbacks, **own)
-    more |= {"epochs": epochs, "validation": form.get("share", (X[:31], y[:31]))}
+    more |= {"epochs": epochs, "validation": form.get("share", (placed(X[:31]), y[:31]))}
     with _limits(form):
         if form.get("batches"):
             batches = [(X[i : i + 10], y[i : i + 10]) for i in range(0, ROWS, 10)]
@@ -151,7 +175,8 @@ def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: An
                 # of each batch, rows of one process; some have none left of the last one
                 cut = [(b[rank::size], labels[rank::size]) for b, labels in batches]
                 batches = [(b, labels) for b, labels in cut if len(b)]
-                more["validation"] = X[rank:31:size], y[rank:31:size]
+                more["validation"] = placed(X[rank:31:size]), y[rank:31:size]
+            batches = [(placed(b), labels) for b, labels in batches]
             return trainer.fit(batches, shuffle=False, **more)
         weight = np.linspace(0.5, 2, ROWS).astype(dtype) if form.get("weighted") else None
         if form.get("masked"):  # numbers, some of them missing, with a weight for each
@@ -160,7 +185,7 @@ def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: An
             y[rng.random(y.shape) < 0.4] = np.nan
             y[20:24] = np.nan
             more["validation"] = X[:31], y[:31], weight[:31]
-        return trainer.fit(X, y, sample_weight=weight, batch_size=10, **more)
+        return trainer.fit(placed(X), y, sample_weight=weight, batch_size=10, **more)
 
 
 def training_arrays(trainer: og.Trainer) -> dict[str, np.ndarray]:

@@ -16,6 +16,10 @@ class Part:
         """Return the rows of this part of a batch of `count` rows; there may be none."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
+    def count(self, count: int) -> int:
+        """Return how many rows `fed` takes of a batch of `count` rows."""
+        return len(range(count)[self.fed(count)])
+
     def fed(self, count: int) -> slice:
         """Return these rows, or one other row if there are none: a model needs at least one."""
         own = self.rows(count)

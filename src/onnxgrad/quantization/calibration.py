@@ -12,7 +12,6 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import read_names
 from onnxgrad.data.indices import tables
 from onnxgrad.losses.objectives import Written
-from onnxgrad.training.batches import rows_of
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.model_loss import BATCH
@@ -38,11 +37,11 @@ def feeds(proto: ModelProto, data: Any, batch_size: int, rows: int) -> Iterator[
     source = Dataset(as_dataset(data).X).source(fields, size)
     left = rows
     for piece in source.epoch(None, 0, lambda batch: 1):
-        arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
-        axes = fields.axes(arrays)
+        arrays = piece.one_batch()
         if fields.fixed_rows is None and piece.own > left:
-            arrays = {name: rows_of(a, axes[name], slice(0, left)) for name, a in arrays.items()}
-        yield {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            arrays = fields.row_axes.take_rows(arrays, slice(0, left))
+        data = fields.row_axes.as_declared(arrays)
+        yield {name: np.ascontiguousarray(array) for name, array in data.items()}
         left -= piece.own
         if left <= 0:
             return

@@ -33,11 +33,12 @@ class _Classes:
     """Counts of pairs of a class and the predicted one."""
 
     info: LossInfo
+    axis: int  # of the rows in the output of the model
     counts: Counter = field(default_factory=Counter)
     classes: int = 2
 
     def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        about = prediction_info(self.info, prediction)
+        about = prediction_info(self.info, prediction, self.axis)
         rows = Batch(_NAME, about, prediction, label).class_rows()
         self.classes = rows.scores.shape[1] if rows.scores.ndim == 2 else 2
         pairs = rows.true * self.classes + rows.predicted(about)
@@ -54,12 +55,13 @@ class _Numbers:
     """Predictions and labels of a regression."""
 
     info: LossInfo
+    axis: int  # of the rows in the output of the model
     predictions: list[np.ndarray] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
     wide: int = 0
 
     def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        info = prediction_info(self.info, prediction)
+        info = prediction_info(self.info, prediction, self.axis)
         shown, wanted, counts = Batch(_NAME, info, prediction, label).number_rows()
         if counts is not None:  # the others are no labels
             wanted = np.where(counts, wanted, np.nan)
@@ -110,7 +112,9 @@ class Examination:
         values = call.job.values_to_evaluate(self.trainer.state)
         one = evaluator.described
         parts = {
-            label: (_Numbers if info.classes is None and info.threshold is None else _Classes)(info)
+            label: (_Numbers if info.classes is None and info.threshold is None else _Classes)(
+                info, evaluator.row_axis(str(info.prediction), label)
+            )
             for label, info in one.labels.items()
         }
         single = not one.states and evaluator.fields.fixed_rows in (None, 1)
@@ -120,16 +124,15 @@ class Examination:
         for arrays, predictions in evaluator.examine(values, source):
             for label, part in parts.items():
                 part.add(*_pair(part.info, predictions, arrays[label]))
-            rows = _rows(arrays, evaluator.fields.axes(arrays))
+            whole = evaluator.fields.row_axes.without_rows(arrays)
+            rows = next(len(array) for name, array in arrays.items() if name not in whole)
             for i in range(rows if single and losses == count else 0):
                 if time.monotonic() > deadline:
                     break
                 losses += 1
                 loss = evaluator.row_loss(values, arrays, i)
                 if math.isfinite(loss):
-                    shown = [
-                        _row_values(p.info, predictions, arrays[n], i) for n, p in parts.items()
-                    ]
+                    shown = [_row_values(p, predictions, arrays[n], i) for n, p in parts.items()]
                     _keep(worst, (loss, -(count + i), shown))
             count += rows
         worst.sort(key=lambda entry: entry[:2], reverse=True)
@@ -179,10 +182,6 @@ def _keep(worst: list[Any], entry: tuple[float, int, Any]) -> None:
         heapq.heapreplace(worst, entry)
 
 
-def _rows(arrays: Arrays, axes: Mapping[str, int | None]) -> int:
-    return next(a.shape[axes[n]] for n, a in arrays.items() if axes[n] is not None)  # type: ignore
-
-
 def _pair(info: LossInfo, predictions: Arrays, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return predictions and labels, as metrics get them."""
     assert info.prediction is not None
@@ -190,15 +189,18 @@ def _pair(info: LossInfo, predictions: Arrays, label: np.ndarray) -> tuple[np.nd
     return (shown[:, :-1], label[:, 1:]) if info.shift else (shown, label)
 
 
-def _row_values(info: LossInfo, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
+def _row_values(
+    part: _Classes | _Numbers, predictions: Arrays, label: np.ndarray, row: int
+) -> dict[str, Any]:
     """Return the label and the prediction of a row: class numbers, or some of the elements."""
+    info = part.info
     prediction, wanted = _pair(info, predictions, label)
     if len(prediction) != len(label):
         return {"label": None, "prediction": None}
     prediction, wanted = prediction[row : row + 1], wanted[row : row + 1]
     if info.classes is None and info.threshold is None:
         return {"label": _first(wanted), "prediction": _first(prediction)}
-    about = prediction_info(info, prediction)
+    about = prediction_info(info, prediction, part.axis)
     rows = Batch(_NAME, about, prediction, wanted).class_rows()
     shown = {"label": _first(rows.true), "prediction": _first(rows.predicted(about))}
     scores = rows.scores.max(axis=1) if rows.scores.ndim == 2 else rows.scores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from onnxgrad.errors import argument
 from onnxgrad.parallel import Part
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import fitted
-from onnxgrad.training.row_axes import Axes, count_rows
+from onnxgrad.training.row_axes import Axes, RowAxes, take_rows
 from onnxgrad.training.step.inputs import WHOLE, Slice
 
 SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
@@ -86,50 +86,62 @@ class ArraySource(BatchSource):
     """Batches drawn from arrays: every row once an epoch, the last batch shorter.
 
     Args:
-        arrays: checked arrays by input.
-        axes: the axis of the rows of each, None for an array that every batch gets whole.
-        batch_size: rows of a batch.
+        arrays: checked arrays by input, with the rows first in all that have any.
+        whole: the names of those that have none, and go into every batch.
+        row_axes: where the model has the rows.
+        batch_size: rows of a batch, at most; fewer rows are one batch.
     """
 
     in_memory = True
 
-    def __init__(self, arrays: dict[str, np.ndarray], axes: Axes, batch_size: int) -> None:
-        self.arrays, self.axes, self.batch_size = arrays, axes, int(batch_size)
-        self.rows: int = count_rows(arrays, axes)
+    def __init__(
+        self,
+        arrays: dict[str, np.ndarray],
+        whole: Collection[str],
+        row_axes: RowAxes,
+        batch_size: int,
+    ) -> None:
+        self.arrays, self.whole, self.row_axes = arrays, whole, row_axes
+        self.rows: int = next(len(a) for n, a in arrays.items() if n not in whole)
+        self.batch_size = min(int(batch_size), self.rows)
         self.numbers: np.ndarray | None = None  # of these rows in the source they were taken from
         self.batches: int = -(-self.rows // self.batch_size)
-        per_row = sum(a.nbytes for n, a in arrays.items() if axes[n] is not None) / self.rows
-        whole = sum(a.nbytes for n, a in arrays.items() if axes[n] is None)
-        self._nbytes = max(1, per_row * self.batch_size + whole)  # of a batch
+        per_row = sum(a.nbytes for n, a in arrays.items() if n not in whole) / self.rows
+        without_rows = sum(arrays[name].nbytes for name in whole)
+        self._nbytes = max(1, per_row * self.batch_size + without_rows)  # of a batch
 
     def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
         """Yield the arrays."""
         yield self.arrays
 
-    def batch_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a batch."""
-        shapes = {}
-        for name, array in self.arrays.items():
-            shape, axis = list(array.shape), self.axes[name]
-            if axis is not None:
-                shape[axis] = self.batch_size
-            shapes[name] = tuple(shape)
-        return shapes
+    @property
+    def axes(self) -> Axes:
+        """The axis of the rows of each array in the model, None for one without rows."""
+        moved = self.row_axes.moved
+        return {name: None if name in self.whole else moved.get(name, 0) for name in self.arrays}
+
+    def batch_shapes(self, rows: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that the model has of a batch, or of so many rows."""
+        rows = self.batch_size if rows is None else rows
+        return self.row_axes.declared_shapes(
+            {
+                name: array.shape if name in self.whole else (rows, *array.shape[1:])
+                for name, array in self.arrays.items()
+            }
+        )
 
     def take(self, indices: np.ndarray) -> ArraySource:
         """Return the source of some of the rows."""
-        arrays = {
-            name: array if axis is None else array.take(indices, axis)
-            for (name, array), axis in zip(self.arrays.items(), self.axes.values(), strict=True)
-        }
-        taken = ArraySource(arrays, self.axes, min(self.batch_size, len(indices)))
+        arrays = take_rows(self.arrays, indices, self.whole)
+        taken = ArraySource(arrays, self.whole, self.row_axes, self.batch_size)
         taken.numbers = indices
         return taken
 
     @cached_property
     def description(self) -> dict[str, Any]:
         """Shapes, dtypes and a digest of rows."""
-        return describe_arrays("arrays", self.arrays) | {"rows": self.rows}
+        arrays = self.row_axes.as_declared(self.arrays)
+        return describe_arrays("arrays", arrays) | {"rows": self.rows}
 
     def epoch(
         self, rng: np.random.Generator | None, skip: int, budget: Budget
@@ -169,10 +181,13 @@ class ArraySource(BatchSource):
         """Return the batches of these rows in order, which are those of the slice `taken`."""
         batches = len(order) // length
         chosen = order.reshape(batches, length)[:, self.part.fed(length)].ravel()
-        piece = Slice({}, batches, length, self.part)
-        indices = chosen if taken is None else taken
-        for name, array in self.arrays.items():
-            piece.arrays[name] = _cut(array, self.axes[name], indices, batches, piece.own)
+        piece = Slice({}, batches, length, self.row_axes, self.part)
+        rows = take_rows(self.arrays, chosen if taken is None else taken, self.whole)
+        for name, array in rows.items():
+            if name in self.whole:
+                piece.arrays[name] = np.broadcast_to(array, (batches, *array.shape))
+            else:
+                piece.arrays[name] = array.reshape(batches, piece.own, *array.shape[1:])
         piece.numbers = chosen if self.numbers is None else self.numbers[chosen]
         return piece
 
@@ -214,24 +229,6 @@ def _no_share() -> ValueError:
         f"{argument('validation')}<share> needs arrays, tables or texts in memory: pass other "
         "validation data"
     )
-
-
-def _cut(
-    array: np.ndarray, axis: int | None, indices: np.ndarray | slice, batches: int, length: int
-) -> np.ndarray:
-    """Return the rows of `indices` as [batches, ...], each batch with its rows on `axis`.
-
-    A slice of the first axis is not copied.
-    """
-    if axis == 0:
-        taken = array[indices] if isinstance(indices, slice) else array.take(indices, 0)
-        return np.ascontiguousarray(taken.reshape(batches, length, *array.shape[1:]))
-    if axis is None:
-        return np.ascontiguousarray(np.broadcast_to(array, (batches, *array.shape)))
-    axis %= array.ndim
-    taken = np.moveaxis(np.moveaxis(array, axis, 0)[indices], 0, axis)
-    cut = taken.reshape(*array.shape[:axis], batches, length, *array.shape[axis + 1 :])
-    return np.ascontiguousarray(np.moveaxis(cut, axis, 0))
 
 
 class ReaderSource(BatchSource):
@@ -315,7 +312,7 @@ class ReaderSource(BatchSource):
             if self.reader.reuses:
                 arrays = {name: array.copy() for name, array in arrays.items()}
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
-                yield _stack(held, rows, begins)
+                yield self._stack(held, rows, begins)
                 held, begins = [], []
             if self.fields.divides and count != (self.fields.fixed_rows or count):
                 yield from self._in_fixed_batches(arrays, count, begin)
@@ -331,10 +328,10 @@ class ReaderSource(BatchSource):
             begin = False
             number += 1
             if len(held) >= most:
-                yield _stack(held, rows, begins)
+                yield self._stack(held, rows, begins)
                 held, begins = [], []
         if held:
-            yield _stack(held, rows, begins)
+            yield self._stack(held, rows, begins)
 
     def _items(self, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of the reader; late labels are computed here, and not ahead."""
@@ -350,21 +347,16 @@ class ReaderSource(BatchSource):
         self, arrays: Mapping[str, np.ndarray], rows: int, begins: bool
     ) -> Iterator[Slice]:
         """Yield the rows of a batch in the batches that the model takes."""
-        axes, size = self.fields.axes(arrays), self.fields.fixed_rows or rows
+        size = self.fields.fixed_rows or rows
         for start in range(0, rows, size):
-            part = slice(start, start + size)
-            rest = {n: rows_of(a, axes[n], part) for n, a in arrays.items()}
-            yield _stack([rest], size, [begins and not start])
+            part = self.fields.row_axes.take_rows(arrays, slice(start, start + size))
+            yield self._stack([part], size, [begins and not start])
 
-
-def _stack(batches: list[dict[str, np.ndarray]], rows: int, begins: list[bool]) -> Slice:
-    if len(batches) == 1:
-        arrays = {name: a[None] for name, a in batches[0].items()}
-    else:
-        arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
-    return Slice(arrays, len(batches), rows, begins=np.array(begins) if any(begins) else None)
-
-
-def rows_of(array: np.ndarray, axis: int | None, rows: slice) -> np.ndarray:
-    """Return some rows of an array, whose rows are on `axis`; None: it has none."""
-    return array if axis is None else array[(slice(None),) * (axis % array.ndim) + (rows,)]
+    def _stack(self, batches: list[dict[str, np.ndarray]], rows: int, begins: list[bool]) -> Slice:
+        """Return batches of equal shapes as a slice; `begins`: which of them begin a sequence."""
+        if len(batches) == 1:
+            arrays = {name: a[None] for name, a in batches[0].items()}
+        else:
+            arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+        begin = np.array(begins) if any(begins) else None
+        return Slice(arrays, len(batches), rows, self.fields.row_axes, begins=begin)

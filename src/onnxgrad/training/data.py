@@ -37,10 +37,6 @@ from onnxgrad.training.batches import (
     Split,
 )
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.row_axes import Axes, count_rows
-from onnxgrad.training.step.inputs import Slice
-
-_ROWS = 1024  # of a batch that is only concatenated with others
 
 
 class Given(NamedTuple):
@@ -189,26 +185,10 @@ class Dataset:
         """
         return split_columns(self.X, self.y, self.sample_weight)
 
-    def arrays(self, fields: Fields) -> dict[str, np.ndarray]:
-        """Return the checked arrays by input name, those of all batches concatenated.
-
-        Raises:
-            ValueError: data that the inputs do not accept, batches that differ in shape, or no
-                batch.
-        """
-        if not self.batched:
-            return fields.arrays(*self.by_name)
-        assert self.stream is not None
-        size = fields.fixed_rows or _ROWS
-        slices = list(ReaderSource(self.stream, fields, size, 0).epoch(None, 0, lambda batch: 1))
-        axes = fields.axes({name: array[0] for name, array in slices[0].arrays.items()})
-        return {name: _join(name, slices, axes) for name in fields.fields}
-
     def source(
         self,
         fields: Fields,
         batch_size: int,
-        batch_axes: Mapping[str, int | None] | None = None,
         prefetch: int = PREFETCHED,
     ) -> BatchSource:
         """Return the source of batches.
@@ -216,14 +196,12 @@ class Dataset:
         Args:
             fields: the inputs.
             batch_size: rows of a batch, at most; fewer rows are one batch.
-            batch_axes: `{input: axis of its rows}`, None for an array that every batch gets whole;
-                the default is that of `fields`.
             prefetch: slices that a thread reads ahead, of data that are not in memory.
 
         Raises:
             ValueError: data that the inputs do not accept, or fewer rows than a fixed batch has.
         """
-        fields, reader = fields.with_axes(batch_axes), self.reader
+        reader = self.reader
         if fields.fixed_rows and fields.divides:
             batch_size = fields.fixed_rows
         if reader is None and self.stream is not None:
@@ -235,15 +213,14 @@ class Dataset:
                 fields.check_rows(reader.rows)
                 fields.check_batch(batch_size)
             return ReaderSource(reader, fields, batch_size, prefetch)
-        arrays = fields.arrays(*self.by_name)
-        axes = fields.axes(arrays)
-        batch_size = min(batch_size, rows := count_rows(arrays, axes))
-        if batch_size < rows:
-            fields.axes(arrays, cut=True)
-        if fields.weight in arrays and not arrays[fields.weight].any():
+        arrays = fields.row_axes.rows_first(fields.arrays(*self.by_name))
+        whole = fields.row_axes.without_rows(arrays)
+        source = ArraySource(arrays, whole, fields.row_axes, batch_size)
+        if source.batch_size < source.rows:
+            fields.row_axes.without_rows(arrays, cut=True)  # raises where rows may be cut wrongly
+        if fields.weight in source.arrays and not source.arrays[fields.weight].any():
             raise ValueError(f"{named('sample_weight')} is 0 in all rows, so that none counts")
-        source = ArraySource(arrays, axes, batch_size)
-        fields.check_batch(batch_size)
+        fields.check_batch(source.batch_size)
         return source
 
     def _batches(self) -> Batches:
@@ -401,16 +378,3 @@ def _names(value: Any, key: str) -> list[str] | None:
     if not _is_named(value):
         raise ValueError(f"{key} must name columns of the data, not be {type(value).__name__}")
     return [value] if isinstance(value, str) else list(value)
-
-
-def _join(name: str, slices: Sequence[Slice], axes: Axes) -> np.ndarray:
-    """Return the rows of all slices, of one batch each, in one array."""
-    arrays, axis = [piece.arrays[name][0] for piece in slices], axes[name]
-    if axis is None:
-        if any(not np.array_equal(array, arrays[0]) for array in arrays[1:]):
-            raise ValueError(f"{name!r} has no rows and differs between batches")
-        return arrays[0]
-    try:
-        return np.concatenate(arrays, axis)
-    except ValueError as e:
-        raise ValueError(f"the batches of {name!r} differ in shape: {e}") from None

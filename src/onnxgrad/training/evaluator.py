@@ -25,7 +25,7 @@ from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
-from onnxgrad.training.batches import BatchSource, ReaderSource, rows_of
+from onnxgrad.training.batches import BatchSource, ReaderSource
 from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective, Plan, build_objective
@@ -220,13 +220,14 @@ class Evaluator:
             info, axis = judge.info, 1 if judge.info.axis is None else judge.info.axis
             shape = dims(one.predictions[str(info.prediction)])
             if shape and (info.classes is None or isinstance(shape[axis], int)):
-                judge.begin(np.empty([d if isinstance(d, int) else 0 for d in shape]))
+                empty = np.empty([d if isinstance(d, int) else 0 for d in shape])
+                judge.begin(np.moveaxis(empty, judge.axis, 0))
 
     def _judges(self, metrics: ByOutput) -> list[list[OutputMetrics]]:
         """Return the metrics of the outputs of each model."""
         labels = self.described.labels
         return [
-            metrics_of_outputs(labels, metrics, self.row_axes) for _ in range(self.members or 1)
+            metrics_of_outputs(labels, metrics, self.row_axis) for _ in range(self.members or 1)
         ]
 
     def _judge(
@@ -265,20 +266,23 @@ class Evaluator:
     def examine(
         self, values: Arrays, source: BatchSource
     ) -> Iterator[tuple[Arrays, dict[str, np.ndarray]]]:
-        """Yield the data of every batch, and the predictions for it by output."""
+        """Yield the data of every batch, and the predictions by output, with the rows first."""
         one = self.described
         first = 2 * len(one.written.sums)
+        labels = {str(info.prediction): label for label, info in one.labels.items()}
+        axes = {name: self.row_axis(name, labels.get(name)) for name in one.predictions}
         for arrays, results in self._results("all", values, source):
-            yield arrays, dict(zip(one.predictions, results[first:], strict=False))
+            pairs = zip(one.predictions, results[first:], strict=False)
+            predictions = {n: np.moveaxis(y, axes[n], 0) if axes[n] else y for n, y in pairs}
+            yield arrays, predictions
 
     @escaping()
     def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
         """Return the loss of one row of a batch alone; NaN if no term of it counts."""
-        running, axes = self._running("all", 1), self.fields.axes(arrays)
-        fed = {n: rows_of(a, axes[n], slice(row, row + 1)) for n, a in arrays.items()}
-        fed = {**values, **{n: np.asarray(a, order="C") for n, a in fed.items()}}
+        running, axes = self._running("all", 1), self.fields.row_axes
+        fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
         parts = len(self.described.written.sums)
-        results = running(fed)
+        results = running({**values, **fed})
         totals = Totals.of(tuple(self.described.written.factors), {})
         totals.add(*self._terms(results, parts), 1)
         return totals.mean
@@ -290,7 +294,7 @@ class Evaluator:
         predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
-            whole = _joined(name, every, self.row_axis(name) + axis, source)
+            whole = _join_rows(name, every, self.row_axis(name) + axis, source)
             predictions[name] = whole.astype(self._declared.get(name, whole.dtype), copy=False)
         return predictions
 
@@ -308,30 +312,27 @@ class Evaluator:
             return shape.index(axes.symbol)
         return 0 if label is None else axes.stated(label) or 0
 
-    def row_axes(self, output: str, label: str) -> tuple[int, int]:
-        """Return the axes of the rows of an output and of its label."""
-        return self.row_axis(output, label), self.fields.row_axes.stated(label) or 0
-
     def _results(
         self, name: str, values: Arrays, source: BatchSource, parts: int = 0
     ) -> Generator[Results, None, None]:
-        """Yield every batch and the outputs for it; states go from batch to batch.
+        """Yield every batch, with the rows first, and the outputs for it.
 
-        A batch whose rows do not count is empty. The first `parts` outputs are losses: the first
-        batch in which they are not finite is noted.
+        States go from batch to batch. A batch whose rows do not count is empty. The first `parts`
+        outputs are losses: the first batch in which they are not finite is noted.
         """
         carried: dict[str, np.ndarray] = {}
         running = None
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched(source)):
-            arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
+            arrays = piece.one_batch()
+            data = piece.row_axes.as_declared(arrays)
             if piece.begins is not None:
                 carried = {}
             first = () if carried else states
-            begun = {n: np.broadcast_to(arrays[n], (*axis, *arrays[n].shape)) for n in first}
-            fed = {**values, **arrays, **begun, **carried}
+            begun = {n: np.broadcast_to(data[n], (*axis, *data[n].shape)) for n in first}
             if running is None:
                 running = self._running(name, piece.own)
+            fed = {**values, **data, **begun, **carried}
             try:
                 results = running(fed)
             except Exception as e:
@@ -387,7 +388,9 @@ class Evaluator:
                 bar.advance(task, piece.rows)
 
 
-def _joined(name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSource) -> np.ndarray:
+def _join_rows(
+    name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSource
+) -> np.ndarray:
     """Return the results of all batches, with the rows on `axis` in their order in the data.
 
     Raises:

@@ -71,13 +71,10 @@ class Fields:
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
         self.one_value: str | None = objective.model.graph.meta.get(marks.ONE_VALUE_NODE)
         self.parts_of: Callable[[int], int] = lambda rows: 1  # of a batch, each normalized alone
-        self._called = objective.model.graph.meta.get(marks.ROW_SYMBOLS, ())
-        self._set_axes(batch_axes or {})
-
-    def _set_axes(self, batch_axes: Mapping[str, int | None]) -> None:
         shapes = {name: field.shape for name, field in self.fields.items()}
-        axes = dict(batch_axes)
-        self.row_axes = RowAxes(shapes, self.features, self.label, axes, self._called)
+        axes = dict(batch_axes or {})
+        called = objective.model.graph.meta.get(marks.ROW_SYMBOLS, ())
+        self.row_axes = RowAxes(shapes, self.features, self.label, axes, called)
         weight, label = self.weight, self.label
         if weight and label and self._weight_axes > 1 and (axis := self.row_axes.stated(label)):
             self.row_axes = replace(self.row_axes, batch_axes={weight: axis, **axes})
@@ -129,14 +126,6 @@ class Fields:
         stated = (self.row_axes.stated(name) for name in self.fields)
         return bool(self.row_axes.batch_axes) or any(stated)
 
-    def with_axes(self, batch_axes: Mapping[str, int | None] | None) -> Fields:
-        """Return the same inputs with the rows on other axes; `names` are shared."""
-        if batch_axes is None:
-            return self
-        new = self.copy()
-        new._set_axes(batch_axes)
-        return new
-
     def without_labels(self) -> Fields:
         """Return the inputs other than labels and sample weights, which data may have all the same.
 
@@ -149,7 +138,7 @@ class Fields:
         return new
 
     def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:
-        """Return checked arrays by input name.
+        """Return checked arrays by input name, with the rows where the model has them.
 
         Raises:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
@@ -218,7 +207,10 @@ class Fields:
         numbers = {name: self._numbers(name, value) for name, value in data.items()}
         if self.weight in numbers:
             numbers[self.weight] = self._spread(numbers[self.weight], numbers)
-        axes = {n: self.row_axes.stated(n) for n in names} if whole else self.axes(numbers)
+        if whole:
+            axes = {n: self.row_axes.stated(n) for n in names}
+        else:
+            axes = self.row_axes.of({n: a.shape for n, a in numbers.items()})
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
         rows = self._count_as_it_is(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight in names and self.weight not in arrays:
@@ -233,18 +225,6 @@ class Fields:
             cells = self.fields[name].cells(data.get(name))
             self.fields[name].check_indices(arrays, axes[name], cells)
         return arrays, rows
-
-    def axes(self, arrays: Mapping[str, np.ndarray], cut: bool = False) -> Axes:
-        """Return the axis of the rows of each array, None for one that every batch gets whole.
-
-        Raises:
-            ValueError: several axes may be theirs, and the rows are to be `cut`.
-        """
-        lengths = {name: array.shape for name, array in arrays.items()}
-        axes = self.row_axes.of(lengths)
-        if cut:
-            self.row_axes.check_whole(lengths, axes)
-        return axes
 
     def _check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise if axes of one symbolic dimension differ in length."""
@@ -357,6 +337,8 @@ class Fields:
     def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of one batch of an iterable, and its number of rows.
 
+        The rows are first, in arrays that have any.
+
         (X, y) and (X, y, weight) have rows. A dict goes in as it is: dtypes and declared shapes are
         checked, and that dimensions of one symbol agree. Its rows are then those of the label, or
         the first axis of the label, or 1.
@@ -369,7 +351,7 @@ class Fields:
             arrays, rows = self._check(self._in_order(given), list(self.fields), whole=True)
             if self.one_value is not None:
                 self.check_batch(rows)
-            return arrays, rows
+            return self.row_axes.rows_first(arrays), rows
         parts = item if isinstance(item, (tuple, list)) else [item]
         if len(parts) > 3:
             raise ValueError(
@@ -378,7 +360,7 @@ class Fields:
         data = self.by_input(*parts[: 1 if self.left_out else 3])
         arrays, rows = self._check(data, list(self.fields))
         self.check_batch(rows)
-        return arrays, rows
+        return self.row_axes.rows_first(arrays), rows
 
     def _numbers(self, name: str, data: Any) -> np.ndarray:
         """Return the data of an input as numbers; those of a label may be names of classes."""

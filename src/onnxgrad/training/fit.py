@@ -137,9 +137,9 @@ class Fit:
         callbacks = job.callbacks
         if shared is not None:
             shared.check(job, state, identity(), source, held_out)
-            source, callbacks = shared.source(source, fields.axes), shared.callbacks(callbacks)
+            source, callbacks = shared.source(source), shared.callbacks(callbacks)
             if held_out is not None:
-                held_out = shared.source(held_out, self.evaluator.fields.axes)
+                held_out = shared.source(held_out)
         self.validated = held_out
         fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
         runner = compiled.runner(self.recipe, source, fields, fixed, shared)

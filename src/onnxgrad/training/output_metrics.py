@@ -39,21 +39,26 @@ def select_metrics(metrics: Any) -> ByOutput:
 class OutputMetrics:
     """The metrics of one output; `prefix` begins their names.
 
-    `axes` are the axes of the rows in a prediction and in its labels. Metrics see rows first.
+    `axis` is the axis of the rows in a prediction; labels and weights have them first. Metrics see
+    the rows of all first.
     """
 
     metrics: Sequence[Metric]  # of this evaluation only
     label: str
     info: LossInfo
     prefix: str
-    axes: tuple[int, int]
+    axis: int
     begun: bool = False
     undefined: bool = False  # as predictions are not finite
 
     def begin(self, prediction: np.ndarray) -> None:
-        """Tell the metrics once about the predictions; raise `ValueError` if these do not fit."""
+        """Tell the metrics once about predictions, with the rows first.
+
+        Raises:
+            ValueError: they do not fit.
+        """
         if not self.begun:
-            info = prediction_info(self.info, prediction, self.axes[0])
+            info = prediction_info(self.info, prediction, self.axis)
             for metric in self.metrics:
                 metric.begin(info)
         self.begun = True
@@ -61,16 +66,15 @@ class OutputMetrics:
     def update(
         self, predictions: Arrays, arrays: Arrays, weight: np.ndarray | None, finite: bool
     ) -> None:
-        """Take a batch: the predictions by output, and the data by input.
+        """Take a batch: the predictions by output, and the data by input, with the rows first.
 
         If the loss is not `finite`, metrics that refuse the predictions are NaN.
         """
         assert self.info.prediction is not None
         shown, labels = predictions[self.info.prediction], arrays[self.label]
+        shown = np.moveaxis(shown, self.axis, 0) if self.axis else shown
         self.begin(shown)
-        shown, labels = _rows_first(shown, self.axes[0]), _rows_first(labels, self.axes[1])
         if weight is not None and weight.ndim > 1:  # one for each row, or for each label
-            weight = _rows_first(weight, self.axes[1])
             of_rows = weight.size == len(weight)
             weight = weight.ravel() if of_rows else np.broadcast_to(weight, labels.shape)
         if self.info.shift:  # (N, T, V) and (N, T), as in the loss
@@ -100,7 +104,7 @@ class OutputMetrics:
 def metrics_of_outputs(
     labels: Mapping[str, LossInfo],
     metrics: ByOutput,
-    axes: Callable[[str, str], tuple[int, int]],
+    row_axis: Callable[[str, str], int],
 ) -> list[OutputMetrics]:
     """Return the metrics of the outputs that have some, for one evaluation.
 
@@ -109,7 +113,7 @@ def metrics_of_outputs(
     Args:
         labels: the facts of the loss, by label input.
         metrics: by output; with the name of an output, metrics are called as "box_mae".
-        axes: returns the axes of the rows of an output and its labels.
+        row_axis: returns the axis of the rows of an output with these labels.
 
     Raises:
         ValueError: metrics without labels, of an unknown output, or of one of several outputs that
@@ -132,13 +136,9 @@ def metrics_of_outputs(
         label, info = next(iter(by_output.values())) if output is None else by_output[output]
         prefix = "" if output is None else f"{output}_"
         own = [_copy_metric(metric) for metric in listed]
-        result.append(OutputMetrics(own, label, info, prefix, axes(str(info.prediction), label)))
+        axis = row_axis(str(info.prediction), label)
+        result.append(OutputMetrics(own, label, info, prefix, axis))
     return result
-
-
-def _rows_first(array: np.ndarray, axis: int) -> np.ndarray:
-    """Return an array whose rows are along `axis` with its rows first."""
-    return np.moveaxis(array, axis, 0) if axis else array
 
 
 def _copy_metric(metric: Metric) -> Metric:
@@ -153,12 +153,16 @@ def _copy_metric(metric: Metric) -> Metric:
 
 
 def prediction_info(info: LossInfo, prediction: np.ndarray, rows: int = 0) -> PredictionInfo:
-    """Return the facts of a prediction that metrics need; they see its axis `rows` first."""
+    """Return the facts of a prediction that metrics need.
+
+    The prediction has the rows first, and the output of the model has them on its axis `rows`.
+    """
     axis = 1 if info.axis is None else info.axis
-    before = rows and axis % prediction.ndim < rows % prediction.ndim
+    if rows and axis % prediction.ndim < rows % prediction.ndim:
+        axis = axis % prediction.ndim + 1
     return PredictionInfo(
         classes=None if info.classes is None else prediction.shape[axis],
-        axis=axis % prediction.ndim + 1 if before else axis,
+        axis=axis,
         threshold=info.threshold,
         from_logits=bool(info.from_logits),
         ignore_index=info.ignore_index,

@@ -1,8 +1,13 @@
-"""Where the rows are in the arrays for the inputs of a model."""
+"""Where the rows are in the arrays for the inputs of a model.
+
+A model may have the rows of an input on any axis. Between the check of data and the session, arrays
+have their rows on the first axis, or no rows at all: `rows_first` and `as_declared` are the way in
+and out, and `take_rows` cuts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +20,8 @@ from onnxgrad.operators.shapes import Dims, is_stated
 from onnxgrad.training.model_loss import BATCH
 
 Axes = dict[str, int | None]  # of the rows of each input, None for an array that has none
+Arrays = Mapping[str, np.ndarray]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,67 @@ class RowAxes:
             return None
         return shape.index(symbol)
 
-    def of(self, lengths: Mapping[str, tuple[int, ...]]) -> Axes:
-        """Return the axis of the rows of each array.
+    # -- rows on the first axis ---------------------------------------------------------------
+
+    @cached_property
+    def moved(self) -> dict[str, int]:
+        """The inputs whose rows are on another axis than the first, and this axis."""
+        moved = {}
+        for name, shape in self.shapes.items():
+            axis = self.stated(name)
+            if axis and (axis := axis if shape is None else axis % len(shape)):
+                moved[name] = axis
+        return moved
+
+    def rows_first(self, arrays: Arrays) -> dict[str, np.ndarray]:
+        """Return arrays for the model as views with their rows on the first axis."""
+        moved = self.moved
+        return {n: np.moveaxis(a, moved[n], 0) if n in moved else a for n, a in arrays.items()}
+
+    def as_declared(self, arrays: Arrays, rows: int = 0) -> Arrays:
+        """Return arrays with their rows on the axis `rows` as views for the model.
+
+        Axes before that of the rows, such as one of batches, stay where they are.
+        """
+        if not self.moved:
+            return arrays
+        moved = {n: axis if axis < 0 else axis + rows for n, axis in self.moved.items()}
+        return {n: np.moveaxis(a, rows, moved[n]) if n in moved else a for n, a in arrays.items()}
+
+    def declared_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return the shapes for the model of arrays that have shapes with the rows first."""
+        declared = dict(shapes)
+        for name in self.moved.keys() & shapes.keys():
+            rows, *rest = shapes[name]
+            rest.insert(self.moved[name] % len(shapes[name]), rows)
+            declared[name] = tuple(rest)
+        return declared
+
+    def without_rows(self, arrays: Arrays, cut: bool = False) -> set[str]:
+        """Return the names of the arrays that have no rows; the others have them first.
+
+        Raises:
+            ValueError: the declared shapes allow several axes; or the rows are to be `cut`, and may
+                be on an axis of an array that is taken to have none.
+        """
+        lengths = self.declared_shapes({name: array.shape for name, array in arrays.items()})
+        axes = self.of(lengths)
+        if cut:
+            self._check_whole(lengths, axes)
+        return {name for name, axis in axes.items() if axis is None}
+
+    def take_rows(self, arrays: Arrays, rows: slice | np.ndarray) -> dict[str, np.ndarray]:
+        """Return some rows of arrays that have them first, and the arrays without rows.
+
+        Raises:
+            ValueError: the declared shapes allow several axes.
+        """
+        return take_rows(arrays, rows, self.without_rows(arrays))
+
+    # -- the axis of the rows -----------------------------------------------------------------
+
+    def of(self, lengths: Mapping[str, Shape]) -> Axes:
+        """Return the axis of the rows of each array, as the model has it.
 
         An input that declares no rows has them on its first axis if it is as long, or else is the
         same for every batch.
@@ -109,7 +175,7 @@ class RowAxes:
     def _found(self) -> dict[Any, Axes]:
         return {}
 
-    def _of_lengths(self, lengths: Mapping[str, tuple[int, ...]]) -> Axes:
+    def _of_lengths(self, lengths: Mapping[str, Shape]) -> Axes:
         self._check_unambiguous(lengths)
         axes: Axes = {}
         for name, shape in lengths.items():
@@ -126,8 +192,8 @@ class RowAxes:
             axes |= {n: 0 for n in self.features if lengths.get(n) and n not in self.batch_axes}
         return {name: axes[name] for name in lengths}
 
-    def check_whole(self, lengths: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
-        """Raise if rows are cut, and may be on an axis of an array that has none by `axes`."""
+    def _check_whole(self, lengths: Mapping[str, Shape], axes: Axes) -> None:
+        """Raise if rows may be on an axis of an array that has none by `axes`."""
         rows = self._rows(lengths, axes)
         known = {d for name, axis in axes.items() if axis is not None for d in self._of(name)}
         for name in (n for n, axis in axes.items() if axis is None and n not in self.batch_axes):
@@ -140,7 +206,7 @@ class RowAxes:
                         "with None that every batch gets all of it"
                     )
 
-    def _rows(self, lengths: Mapping[str, tuple[int, ...]], axes: Axes) -> int:
+    def _rows(self, lengths: Mapping[str, Shape], axes: Axes) -> int:
         """Return the number of rows by the declared axes, or else by the label or first feature."""
         for name, axis in axes.items():
             if axis is not None and len(lengths[name]) > axis:
@@ -148,7 +214,7 @@ class RowAxes:
         names = [n for n in (self.label, *self.features) if n is not None and lengths.get(n)]
         return lengths[names[0]][0] if names else 0
 
-    def _has_rows(self, name: str, shape: tuple[int, ...], rows: int) -> bool:
+    def _has_rows(self, name: str, shape: Shape, rows: int) -> bool:
         declared = (self.shapes[name] or (None,))[0]
         return shape[:1] == (rows,) and not (isinstance(declared, int) and declared == rows)
 
@@ -164,7 +230,7 @@ class RowAxes:
             return False
         return first != symbol and not any(s[0] == symbol for s in features)
 
-    def _check_unambiguous(self, lengths: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_unambiguous(self, lengths: Mapping[str, Shape]) -> None:
         if self._ambiguous:
             names = [n for n in (*self.features, self.label) if n and self.symbol in (self._of(n))]
             shown = ", ".join(f"{n!r} {self._declared(n)}" for n in names)
@@ -192,8 +258,26 @@ class RowAxes:
         return any(isinstance(name, str) and "batch" in name.lower() for name in names)
 
 
-def count_rows(arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
-    """Return the number of rows of all arrays.
+def take_rows(
+    arrays: Arrays, rows: slice | np.ndarray, whole: Collection[str]
+) -> dict[str, np.ndarray]:
+    """Return some rows of arrays that have them first, and the arrays `whole`, which have none.
+
+    `take` is faster than an index, but copies the whole of an array that is not contiguous.
+    """
+    taken = {}
+    for name, array in arrays.items():
+        if name in whole:
+            taken[name] = array
+        elif isinstance(rows, slice) or not array.flags.c_contiguous:
+            taken[name] = array[rows]
+        else:
+            taken[name] = array.take(rows, 0)
+    return taken
+
+
+def count_rows(arrays: Arrays, axes: Axes) -> int:
+    """Return the number of rows of all arrays, which the model has on `axes`.
 
     Raises:
         ValueError: it differs, or no array has rows.

@@ -14,19 +14,17 @@ import numpy as np
 
 from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
-from onnxgrad.training.batches import ArraySource, BatchSource, Budget, rows_of
+from onnxgrad.training.batches import ArraySource, BatchSource, Budget
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import describe, options_of
 from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.inputs import Slice
 
 _SHOWN = 80  # characters of a value in a message
-AxesOf = Callable[[Mapping[str, np.ndarray]], Axes]  # of the arrays of a batch
 
 
 class Sharing:
@@ -87,12 +85,12 @@ class Sharing:
             raise result
         return result
 
-    def source(self, source: BatchSource, axes: AxesOf) -> BatchSource:
-        """Return the batches of this process; `axes` tells where the rows of arrays are."""
+    def source(self, source: BatchSource) -> BatchSource:
+        """Return the batches of this process."""
         if self.options.shards:
-            return Shards(source, self.group, axes)
+            return Shards(source, self.group)
         if not isinstance(source, ArraySource):
-            return Same(source, self.group, axes)
+            return Same(source, self.group)
         source.part = self.part
         return source
 
@@ -224,8 +222,8 @@ def shared_call(parallel: DataParallel | bool | None) -> Iterator[Sharing | None
 class _OfGroup(BatchSource):
     """Batches of a source, one a slice, that the processes of a group share."""
 
-    def __init__(self, source: BatchSource, group: Group, axes: AxesOf) -> None:
-        self._source, self._group, self._axes = source, group, axes
+    def __init__(self, source: BatchSource, group: Group) -> None:
+        self._source, self._group = source, group
         self._rank = Part(group.rank, group.size)
         self.batch_size, self.shuffles = source.batch_size, source.shuffles
 
@@ -264,7 +262,7 @@ class Shards(_OfGroup):
                 if piece is not None:
                     last = piece
                 elif last is not None:
-                    first = _cut(last, self._axes, slice(0, 1))
+                    first = last.take_rows(slice(0, 1))
                     last = replace(last, arrays=first, own=1, counted=0)
                 else:
                     raise ValueError(
@@ -290,8 +288,8 @@ class Same(_OfGroup):
                 self._compare(number, piece)
                 if piece is None:
                     return
-                own = _cut(piece, self._axes, self._rank.fed(piece.rows))
-                yield Slice(own, 1, piece.rows, self._rank)
+                own = piece.take_rows(self._rank.fed(piece.rows))
+                yield Slice(own, 1, piece.rows, piece.row_axes, self._rank)
 
     def _compare(self, number: int, piece: Slice | None) -> None:
         """Raise `ValueError` in all processes if a batch is not that of each, or some have none."""
@@ -312,15 +310,6 @@ class Same(_OfGroup):
                 "of its batches: pass parallel=DataParallel(shards=True) if the data of a process "
                 "are its own, or data in the same order"
             )
-
-
-def _cut(piece: Slice, axes_of: AxesOf, rows: slice) -> dict[str, np.ndarray]:
-    """Return some rows of the only batch of a slice."""
-    axes = axes_of({name: array[0] for name, array in piece.arrays.items()})
-    return {
-        name: np.ascontiguousarray(rows_of(array[0], axes[name], rows))[None]
-        for name, array in piece.arrays.items()
-    }
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -25,7 +25,6 @@ from onnxgrad.operators.shapes import dims, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import Binding, array_of, bind_output, is_finite
-from onnxgrad.training.fields import Fields
 from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step
@@ -41,12 +40,11 @@ def new_runner(
     step: Step,
     target: Target,
     work: float,
-    fields: Fields | None = None,
     carried: Mapping[str, str] | None = None,
 ) -> Runner:
     """Return the runner of a step, which takes over its graph; `Runner` has the arguments."""
     kind, build = (Runner, build_epoch) if step.updates is None else (InPlaceRunner, build_half)
-    return kind(build(step, target), step, target.device, work, fields, carried)
+    return kind(build(step, target), step, target.device, work, carried)
 
 
 def build_half(step: Step, target: Target) -> ModelProto:
@@ -129,18 +127,24 @@ class InPlaceRunner(Runner):
     def _run_first_half(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
         """Compute the gradients; return the new buffers and the losses."""
         own, states = self.step.inputs, self.states(call.piece)
-        fed = own.fed(call, self.data(call))
+        fed = own.fed(call, data := call.data())
         inputs = {str(v.name): states[str(v.name)] for v in own.carried}
         inputs |= {name: np.asarray(array[0], order="C") for name, array in fed.items()}
-        results, count = self.half(inputs, call.piece), len(own.carried)
+        results, count = self.half(inputs, data, call.piece), len(own.carried)
         losses = self.read_losses([array_of(y)[None] for y in results[count:]], call.piece)
         return results[len(own.states) : count], losses
 
     def half(
-        self, inputs: Mapping[str, ort.OrtValue | np.ndarray], piece: Slice
+        self,
+        inputs: Mapping[str, ort.OrtValue | np.ndarray],
+        data: Mapping[str, np.ndarray],
+        piece: Slice,
     ) -> list[ort.OrtValue]:
-        """Return the outputs of the first half; the gradients come into `self.gradients`."""
-        running = self.sessions.of(piece.arrays)
+        """Return the outputs of the first half; the gradients come into `self.gradients`.
+
+        `inputs` have all values for it, also those of the batch of `piece`: `data`, as a stack.
+        """
+        running = self.sessions.of(data)
         if not self.gradients:
             self.gradients = [np.empty_like(next(iter(own))) for own in self.by_group()]
         pairs = zip(self.outputs, self.gradients, strict=False)

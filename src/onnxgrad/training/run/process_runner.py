@@ -15,11 +15,9 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.parallel import MESSAGES, Group, Part, cut
 from onnxgrad.runtime.values import is_finite
-from onnxgrad.training.batches import rows_of
-from onnxgrad.training.fields import Fields
-from onnxgrad.training.row_axes import Axes, count_rows
+from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.run.in_place import InPlaceRunner
-from onnxgrad.training.run.row_parts import part_shapes, rows_at_once
+from onnxgrad.training.run.row_parts import rows_at_once, rows_of_part
 from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.run.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
@@ -38,7 +36,6 @@ class PieceRunner(Runner):
         step: it has nodes that exchange values.
         target: where the sessions run.
         work: multiply-adds of the rows of this process.
-        fields: the inputs of data.
         group: the processes.
         part_rows: rows that are computed at once, at most; None: all.
     """
@@ -48,23 +45,26 @@ class PieceRunner(Runner):
         step: Step,
         target: Target,
         work: float,
-        fields: Fields,
         group: Group,
         part_rows: int | None = None,
     ) -> None:
         graph = step.model.graph
         rewrite(graph, GROUPS[MESSAGES])
         to_native(graph, target)
-        super().__init__(to_proto(step.model), step, target.device, work, fields)
+        super().__init__(to_proto(step.model), step, target.device, work)
         self.group, self.part = group, Part(group.rank, group.size)
         self.of_several, self.part_rows = group.size > 1, part_rows
         pieces = cut(step.model, LARGE if group.size > 1 else inf)
         self.stages = Stages(pieces, step, self.device, work, group)
         self._collected: tuple[Now, dict[str, Arrays]] | None = None
 
-    def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
-        """Announce the shapes of most batches, if they are known, and the axes of their rows."""
-        self.stages.expect(part_shapes(shapes, axes, self.part, self.part_rows))
+    def expect(self, source: ArraySource | None) -> None:
+        """Announce the source of most batches; None if it is not known."""
+        if source is None:
+            self.stages.expect({})
+        else:
+            rows = rows_of_part(source.batch_size, self.part, self.part_rows)
+            self.stages.expect(source.batch_shapes(rows))
 
     def budget(self) -> int:
         """Return how many batches the next call may run: as many as in the other processes."""
@@ -73,11 +73,11 @@ class PieceRunner(Runner):
     def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
         """Return the states after the steps of a call, and their losses."""
         piece, states = call.piece, dict[str, Value](self.states(call.piece))
-        fed = self.step.inputs.fed(call, self.data(call))
+        fed = self.step.inputs.fed(call, call.data())
         every = []
         for i in range(piece.batches):
             arrays = {name: np.asarray(stack[i], order="C") for name, stack in fed.items()}
-            results = self.results({**states, **arrays}, piece.counted > 0)
+            results = self.results({**states, **arrays}, piece)
             states = {name: self._keep_state(y) for name, y in zip(states, results, strict=False)}
             every.append([np.array(as_array(y)) for y in results[len(states) :]])
         reported = [np.stack(column) for column in zip(*every, strict=True)]
@@ -93,25 +93,25 @@ class PieceRunner(Runner):
             return None
         return super().finished(piece, new, losses, start)
 
-    def results(self, inputs: dict[str, Value], counts: bool) -> list[Value]:
-        """Return the outputs of the step; `counts`: whether the rows of this process count."""
+    def results(self, inputs: dict[str, Value], piece: Slice) -> list[Value]:
+        """Return the outputs of the step, for the values of all inputs and a batch of `piece`."""
         names = [str(v.name) for v in self.step.inputs.data.values()]
         data = {name: as_array(inputs.pop(name)) for name in names}
-        values = self.stages.run(inputs, self._split_rows(data), counts)
+        parts = self._split_rows(data, piece)
+        values = self.stages.run(inputs, parts, counts=piece.counted > 0)
         return [values[name] for name in self.outputs]
 
-    def _split_rows(self, data: Arrays) -> list[Arrays]:
-        """Return the rows in parts, which are computed one after the other."""
-        if self.part_rows is None or self.fields is None:
+    def _split_rows(self, data: Arrays, piece: Slice) -> list[Arrays]:
+        """Return the rows of a batch of `piece` in parts, which run one after the other."""
+        if self.part_rows is None:
             return [data]
-        axes = self.fields.axes(data)
-        count = count_rows(data, axes)
-        size = rows_at_once(count, self.part_rows)
-        cuts = [slice(i, i + size) for i in range(0, count, size)]
-        return [
-            {n: np.asarray(rows_of(a, axes[n], rows), order="C") for n, a in data.items()}
-            for rows in cuts
+        axes, size = piece.row_axes, rows_at_once(piece.own, self.part_rows)
+        rows_first = axes.rows_first(data)
+        parts = [
+            axes.as_declared(axes.take_rows(rows_first, slice(i, i + size)))
+            for i in range(0, piece.own, size)
         ]
+        return [{n: np.asarray(a, order="C") for n, a in part.items()} for part in parts]
 
     def _keep_state(self, value: Value) -> ort.OrtValue:
         """Return a state; an array, which is in the buffer of an exchange, is copied."""
@@ -157,9 +157,11 @@ class InPlacePieceRunner(PieceRunner, InPlaceRunner):
         """Train on the batch of `piece`."""
         return InPlaceRunner.run(self, piece, rates, position)
 
-    def half(self, inputs: Mapping[str, Value], piece: Slice) -> list[Any]:
+    def half(
+        self, inputs: Mapping[str, Value], data: Mapping[str, np.ndarray], piece: Slice
+    ) -> list[Any]:
         """Return the outputs of the first half; the gradients are also in `self.gradients`."""
-        results = self.results(dict(inputs), piece.counted > 0)
+        results = self.results(dict(inputs), piece)
         count = len(self.step.groups)
         self.gradients = [as_array(y) for y in results[:count]]
         return [*results[:count], *(self._keep_state(y) for y in results[count:])]
@@ -175,10 +177,9 @@ def shared_runner(
     step: Step,
     target: Target,
     work: float,
-    fields: Fields,
     group: Group,
     part_rows: int | None = None,
 ) -> PieceRunner:
     """Return the runner of a step for one process of a group; it takes the step over."""
     kind = PieceRunner if step.updates is None else InPlacePieceRunner
-    return kind(step, target, work, fields, group, part_rows)
+    return kind(step, target, work, group, part_rows)

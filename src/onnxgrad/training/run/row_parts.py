@@ -154,15 +154,7 @@ def rows_at_once(rows: int, most: int) -> int:
     return rows // min(counts, key=lambda count: (rows % count, count))
 
 
-def part_shapes(
-    shapes: Shapes, axes: Axes, part: Part, most: int | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a part of a batch of these shapes, of which `most` rows run at once."""
-    own = {}
-    for name, shape in shapes.items():
-        axis, lengths = axes[name], list(shape)
-        if axis is not None:
-            rows = len(range(shape[axis])[part.fed(shape[axis])])
-            lengths[axis] = rows if most is None else rows_at_once(rows, most)
-        own[name] = tuple(lengths)
-    return own
+def rows_of_part(rows: int, part: Part, most: int | None = None) -> int:
+    """Return how many rows of a batch of `rows` a process runs at once, `most` at most."""
+    own = part.count(rows)
+    return own if most is None else rows_at_once(own, most)

@@ -17,8 +17,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.parallel import Alone, Group
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of, bind_output, is_finite
-from onnxgrad.training.fields import Fields
-from onnxgrad.training.row_axes import Axes
+from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
@@ -63,10 +62,8 @@ class Asked(Exception):
 class Runner:
     """Runs slices of batches; keeps the states on the device between calls.
 
-    With `in_place`, there is no other copy of the states.
-
-    `fields` are the inputs of data, needed to split batches into micro-batches; `carried` the data
-    inputs of buffers whose first value is in the data.
+    With `in_place`, there is no other copy of the states. `carried` are the data inputs of buffers
+    whose first value is in the data.
     """
 
     in_place = False
@@ -81,12 +78,11 @@ class Runner:
         step: Step,
         device: Any,
         work: float,
-        fields: Fields | None = None,
         carried: Mapping[str, str] | None = None,
     ) -> None:
         self.device = Device.of(device).check()
         self.model, self.sessions = model, Sessions(model, step, self.device, work)
-        self.step, self.fields, self.carried = step, fields, carried or {}
+        self.step, self.carried = step, carried or {}
         own = [str(v.name) for v in step.inputs.all]
         self.names = dict(zip(own, (x.name for x in model.graph.input), strict=True))
         self.outputs = [y.name for y in model.graph.output]
@@ -120,9 +116,9 @@ class Runner:
         """Whether states alone give values at hardly any cost, which are copies for a stack."""
         return self.device == CPU and not self.member_shape
 
-    def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
-        """Announce the shapes of most batches, if they are known, and the axes of their rows."""
-        self.sessions.expect(shapes)
+    def expect(self, source: ArraySource | None) -> None:
+        """Announce the source of most batches; None if it is not known."""
+        self.sessions.expect({} if source is None else source.batch_shapes())
 
     def budget(self) -> int:
         """Return how many batches the next call may run."""
@@ -163,13 +159,13 @@ class Runner:
 
     def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
         """Return the states after the steps of a call, and their losses."""
-        piece = call.piece
-        running = self.sessions.of(piece.arrays)
+        piece, data = call.piece, call.data()
+        running = self.sessions.of(data)
         binding = running.io_binding()
         states = self.states(piece)
         for name, state in states.items():
             binding.bind_ortvalue_input(self.names[name], state)
-        for name, array in self.step.inputs.fed(call, self.data(call)).items():
+        for name, array in self.step.inputs.fed(call, data).items():
             binding.bind_cpu_input(self.names[name], array)
         arrays = map(self._memory_for, states, states.values())
         memory = dict(zip(self.outputs, arrays, strict=False))
@@ -227,29 +223,18 @@ class Runner:
         finite = np.isfinite(losses.sums).all() and all(map(is_finite, new))
         return new if finite else None
 
-    def data(self, call: Call) -> Mapping[str, np.ndarray]:
-        """Return the data of the steps of a call, split into micro-batches if there are any."""
-        arrays, count = call.piece.arrays, call.micro_batches
-        if count is None:
-            return arrays
-        assert self.fields is not None
-        one = {name: array[0] for name, array in arrays.items()}
-        axes = self.fields.axes(one, cut=count > 1)
-        return {name: split_batches(a, count, axes[name]) for name, a in arrays.items()}
-
     def states(self, piece: Slice) -> dict[str, ort.OrtValue]:
         """Return states and buffers; one without a value gets zeros of the shape of its input."""
         names = [str(v.name) for v in (*self.step.states, *self.step.inputs.buffers)]
         return {
-            name: self.device.ortvalue(self.zeros_like_data(piece.arrays[self.carried[name]][0]))
-            if state is None
-            else state
+            name: self.device.ortvalue(self._first_state(piece, name)) if state is None else state
             for name, state in zip(names, self.now.states, strict=True)
         }
 
-    def zeros_like_data(self, array: np.ndarray) -> np.ndarray:
-        """Return the value of a buffer before the first batch, which has `array` as data."""
-        return np.zeros((*self.member_shape, *array.shape), array.dtype)
+    def _first_state(self, piece: Slice, name: str) -> np.ndarray:
+        """Return the zeros of a buffer before the first batch, which has its value as data."""
+        array = piece.fed()[self.carried[name]]
+        return np.zeros((*self.member_shape, *array.shape[1:]), array.dtype)
 
     def read_losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
         """Return the losses from the outputs of a step, and keep the norms of its gradients."""
@@ -335,11 +320,3 @@ def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:
     largest = -(-rows // parts)
     count = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= largest)
     return 1 if statistics and count == rows != parts else count
-
-
-def split_batches(array: np.ndarray, count: int, axis: int | None) -> np.ndarray:
-    """Return [batches, ...] as [batches, micro-batches, ...], split along the axis of the rows."""
-    if axis is None:
-        return np.repeat(array[:, None], count, axis=1)
-    axis %= array.ndim - 1
-    return np.stack(np.split(array, count, axis=axis + 1), axis=1)

@@ -74,13 +74,9 @@ class Compiled:
             if self.step is not None:  # it has taken the graph of the objective
                 self.objective = recipe.objective()
             self.adds_losses = self._adds_losses(recipe, source, rows)
-            self.running = self._build_runner(recipe, sharing, source, fields, rows, work, most)
+            self.running = self._build_runner(recipe, sharing, source, rows, work, most)
             self._key = key
-        self.running.fields = fields
-        if isinstance(source, ArraySource):
-            self.running.expect(source.batch_shapes() if fixed else {}, source.axes)
-        else:
-            self.running.expect({}, {})
+        self.running.expect(source if fixed and isinstance(source, ArraySource) else None)
         return self.running
 
     def _build_runner(
@@ -88,7 +84,6 @@ class Compiled:
         recipe: Recipe,
         shared: Sharing | None,
         source: BatchSource,
-        fields: Fields,
         fixed: int | None,
         work: float,
         most: int | None,
@@ -117,12 +112,12 @@ class Compiled:
         target = Target.of(device, work, rows)
         if step.members is not None:
             model = build_epoch(step, target)
-            return MemberRunner(model, step, target.device, work, fields, objective.carried)
+            return MemberRunner(model, step, target.device, work, objective.carried)
         if shared is not None:
-            return shared_runner(step, target, work, fields, shared.group)
+            return shared_runner(step, target, work, shared.group)
         if most is not None:
-            return shared_runner(step, target, work, fields, Alone(), most)
-        return new_runner(step, target, work, fields, objective.carried)
+            return shared_runner(step, target, work, Alone(), most)
+        return new_runner(step, target, work, objective.carried)
 
     def _adds_losses(self, recipe: Recipe, source: BatchSource, fixed: int | None) -> bool:
         """Return whether the loss of a batch is the sum of the losses of its micro-batches.

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators import marks
 from onnxgrad.parallel import Part
+from onnxgrad.training.row_axes import RowAxes
 
 Arrays = dict[str, np.ndarray]
 WHOLE = Part(0, 1)
@@ -32,17 +33,19 @@ class Batch(NamedTuple):
 
 @dataclass
 class Slice:
-    """Batches of one shape for one call of the runtime: each array is [batches, ...].
+    """Batches of one shape for one call of the runtime: each array is [batches, rows, ...].
 
-    A batch has `rows` rows. The arrays may have only a `part` of them: `own` rows, of which the
-    first `counted` count; if none does, there is another row, as a model needs one. `numbers` says
-    where all own rows are in the data, if these are in memory. `begins` says which batches begin a
+    An array without rows is [batches, ...]; `row_axes` says where the model has the rows. A batch
+    has `rows` rows. The arrays may have only a `part` of them: `own` rows, of which the first
+    `counted` count; if none does, there is another row, as a model needs one. `numbers` says where
+    all own rows are in the data, if these are in memory. `begins` says which batches begin a
     sequence; None: none beside the first of an epoch.
     """
 
     arrays: dict[str, np.ndarray]
     batches: int
     rows: int
+    row_axes: RowAxes
     part: Part = WHOLE
     own: int = -1
     counted: int = -1
@@ -51,9 +54,37 @@ class Slice:
 
     def __post_init__(self) -> None:
         if self.own < 0:
-            self.own = len(range(self.rows)[self.part.fed(self.rows)])
+            self.own = self.part.count(self.rows)
         if self.counted < 0:
             self.counted = len(range(self.rows)[self.part.rows(self.rows)])
+
+    def fed(self, micro_batches: int | None = None) -> Mapping[str, np.ndarray]:
+        """Return the arrays as the model has them: [batches, ...], or [batches, parts, ...].
+
+        Raises:
+            ValueError: the rows are to be cut into several `micro_batches`, and these may be on
+                several axes, or are no multiple of them.
+        """
+        if micro_batches is None:
+            return self.row_axes.as_declared(self.arrays, 1)
+        parts, split = micro_batches, {}
+        whole = self.row_axes.without_rows(self.one_batch(), cut=parts > 1)
+        for name, array in self.arrays.items():
+            if name in whole:
+                split[name] = np.repeat(array[:, None], parts, axis=1)
+            else:
+                shape = len(array), parts, array.shape[1] // parts, *array.shape[2:]
+                split[name] = array.reshape(shape)
+        return self.row_axes.as_declared(split, 2)
+
+    def one_batch(self) -> Arrays:
+        """Return the arrays of the first batch."""
+        return {name: np.asarray(array[0]) for name, array in self.arrays.items()}
+
+    def take_rows(self, rows: slice) -> Arrays:
+        """Return some rows of the first batch, as a stack of one batch."""
+        taken = self.row_axes.take_rows(self.one_batch(), rows)
+        return {name: array[None] for name, array in taken.items()}
 
     def part_of(self, first: int, batches: int) -> Slice:
         """Return so many of the batches, the first of which has the number `first` here."""
@@ -66,9 +97,10 @@ class Slice:
         return replace(self, arrays=arrays, batches=batches, numbers=numbers, begins=begins)
 
     def each(self, first: int) -> Iterator[Batch]:
-        """Yield the batches, the first of which has the number `first` in its epoch."""
+        """Yield the batches as the model has them; `first` is the number of the first of them."""
+        fed = self.fed()
         for i in range(self.batches):
-            arrays = {name: stack[i] for name, stack in self.arrays.items()}
+            arrays = {name: stack[i] for name, stack in fed.items()}
             if self.numbers is None:
                 yield Batch(arrays, range(self.own), f" of batch {first + i}")
             else:
@@ -91,6 +123,14 @@ class Call:
     done: int
     position: int
     micro_batches: int | None = None
+
+    def data(self) -> Mapping[str, np.ndarray]:
+        """Return the arrays of the batches as the model has them, in micro-batches if it has any.
+
+        Raises:
+            ValueError: rows that have to be cut may be on several axes.
+        """
+        return self.piece.fed(self.micro_batches)
 
     @property
     def numbers(self) -> np.ndarray:
