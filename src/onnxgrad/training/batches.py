@@ -123,12 +123,8 @@ class ArraySource(BatchSource):
     def batch_shapes(self, rows: int | None = None) -> dict[str, tuple[int, ...]]:
         """Return the shapes that the model has of a batch, or of so many rows."""
         rows = self.batch_size if rows is None else rows
-        return self.row_axes.declared_shapes(
-            {
-                name: array.shape if name in self.whole else (rows, *array.shape[1:])
-                for name, array in self.arrays.items()
-            }
-        )
+        batch = self.row_axes.as_declared(take_rows(self.arrays, slice(rows), self.whole))
+        return {name: array.shape for name, array in batch.items()}
 
     def take(self, indices: np.ndarray) -> ArraySource:
         """Return the source of some of the rows."""

@@ -201,23 +201,23 @@ class Dataset:
         Raises:
             ValueError: data that the inputs do not accept, or fewer rows than a fixed batch has.
         """
-        reader = self.reader
+        reader, row_axes = self.reader, fields.row_axes
         if fields.fixed_rows and fields.divides:
             batch_size = fields.fixed_rows
         if reader is None and self.stream is not None:
             in_memory = isinstance(self.X, (list, tuple))
             return ReaderSource(self.stream, fields, batch_size, 0 if in_memory else prefetch)
-        if reader is not None and not (isinstance(reader, DiskArrays) and fields.may_move_rows):
+        on_disk = isinstance(reader, DiskArrays)  # which cuts rows of the first axis only
+        if reader is not None and not (on_disk and (row_axes.batch_axes or row_axes.moved)):
             if reader.count is None and reader.rows is not None:
                 batch_size = min(batch_size, reader.rows)
                 fields.check_rows(reader.rows)
                 fields.check_batch(batch_size)
             return ReaderSource(reader, fields, batch_size, prefetch)
-        arrays = fields.row_axes.rows_first(fields.arrays(*self.by_name))
-        whole = fields.row_axes.without_rows(arrays)
-        source = ArraySource(arrays, whole, fields.row_axes, batch_size)
+        arrays = row_axes.rows_first(fields.arrays(*self.by_name))
+        source = ArraySource(arrays, row_axes.without_rows(arrays), row_axes, batch_size)
         if source.batch_size < source.rows:
-            fields.row_axes.without_rows(arrays, cut=True)  # raises where rows may be cut wrongly
+            row_axes.without_rows(arrays, cut=True)  # raises where rows may be on another axis
         if fields.weight in source.arrays and not source.arrays[fields.weight].any():
             raise ValueError(f"{named('sample_weight')} is 0 in all rows, so that none counts")
         fields.check_batch(source.batch_size)

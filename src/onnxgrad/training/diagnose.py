@@ -416,7 +416,7 @@ def _states_and_feeds(
     call = runner.call(piece, rates, position)
     names = [str(v.name) for v in step.inputs.carried]
     states = dict(zip(names, map(to_numpy, runner.states(piece).values()), strict=True))
-    return states, step.inputs.fed(call, call.data())
+    return states, step.inputs.fed(call)
 
 
 def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:

@@ -120,12 +120,6 @@ class Fields:
         new.__dict__.update(self.__dict__)
         return new
 
-    @property
-    def may_move_rows(self) -> bool:
-        """Whether an input may have its rows on another axis than the first, or none."""
-        stated = (self.row_axes.stated(name) for name in self.fields)
-        return bool(self.row_axes.batch_axes) or any(stated)
-
     def without_labels(self) -> Fields:
         """Return the inputs other than labels and sample weights, which data may have all the same.
 

@@ -119,15 +119,6 @@ class RowAxes:
         moved = {n: axis if axis < 0 else axis + rows for n, axis in self.moved.items()}
         return {n: np.moveaxis(a, rows, moved[n]) if n in moved else a for n, a in arrays.items()}
 
-    def declared_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return the shapes for the model of arrays that have shapes with the rows first."""
-        declared = dict(shapes)
-        for name in self.moved.keys() & shapes.keys():
-            rows, *rest = shapes[name]
-            rest.insert(self.moved[name] % len(shapes[name]), rows)
-            declared[name] = tuple(rest)
-        return declared
-
     def without_rows(self, arrays: Arrays, cut: bool = False) -> set[str]:
         """Return the names of the arrays that have no rows; the others have them first.
 
@@ -135,7 +126,7 @@ class RowAxes:
             ValueError: the declared shapes allow several axes; or the rows are to be `cut`, and may
                 be on an axis of an array that is taken to have none.
         """
-        lengths = self.declared_shapes({name: array.shape for name, array in arrays.items()})
+        lengths = {name: array.shape for name, array in self.as_declared(arrays).items()}
         axes = self.of(lengths)
         if cut:
             self._check_whole(lengths, axes)

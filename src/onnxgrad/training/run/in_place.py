@@ -127,24 +127,18 @@ class InPlaceRunner(Runner):
     def _run_first_half(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
         """Compute the gradients; return the new buffers and the losses."""
         own, states = self.step.inputs, self.states(call.piece)
-        fed = own.fed(call, data := call.data())
+        fed = own.fed(call)
         inputs = {str(v.name): states[str(v.name)] for v in own.carried}
         inputs |= {name: np.asarray(array[0], order="C") for name, array in fed.items()}
-        results, count = self.half(inputs, data, call.piece), len(own.carried)
+        results, count = self.half(inputs, call.piece), len(own.carried)
         losses = self.read_losses([array_of(y)[None] for y in results[count:]], call.piece)
         return results[len(own.states) : count], losses
 
     def half(
-        self,
-        inputs: Mapping[str, ort.OrtValue | np.ndarray],
-        data: Mapping[str, np.ndarray],
-        piece: Slice,
+        self, inputs: Mapping[str, ort.OrtValue | np.ndarray], piece: Slice
     ) -> list[ort.OrtValue]:
-        """Return the outputs of the first half; the gradients come into `self.gradients`.
-
-        `inputs` have all values for it, also those of the batch of `piece`: `data`, as a stack.
-        """
-        running = self.sessions.of(data)
+        """Return the outputs of the first half; the gradients come into `self.gradients`."""
+        running = self.sessions.of(piece.fed())
         if not self.gradients:
             self.gradients = [np.empty_like(next(iter(own))) for own in self.by_group()]
         pairs = zip(self.outputs, self.gradients, strict=False)

@@ -91,9 +91,7 @@ class MemberRunner(Runner):
         """Run the batches of a slice one at a time, and freeze members; None if none is left."""
         results = []
         for i in range(piece.batches):
-            arrays = {name: array[i : i + 1] for name, array in piece.arrays.items()}
-            begins = None if piece.begins is None else piece.begins[i : i + 1]
-            one = replace(piece, arrays=arrays, batches=1, begins=begins)
+            one = piece.part_of(i, 1)
             while (losses := super().run(one, rates[i : i + 1], position + i)) is None:
                 self.freeze(self._bad, not_finite=True)
                 if not self.living.any():

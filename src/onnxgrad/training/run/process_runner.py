@@ -73,7 +73,7 @@ class PieceRunner(Runner):
     def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
         """Return the states after the steps of a call, and their losses."""
         piece, states = call.piece, dict[str, Value](self.states(call.piece))
-        fed = self.step.inputs.fed(call, call.data())
+        fed = self.step.inputs.fed(call)
         every = []
         for i in range(piece.batches):
             arrays = {name: np.asarray(stack[i], order="C") for name, stack in fed.items()}
@@ -157,9 +157,7 @@ class InPlacePieceRunner(PieceRunner, InPlaceRunner):
         """Train on the batch of `piece`."""
         return InPlaceRunner.run(self, piece, rates, position)
 
-    def half(
-        self, inputs: Mapping[str, Value], data: Mapping[str, np.ndarray], piece: Slice
-    ) -> list[Any]:
+    def half(self, inputs: Mapping[str, Value], piece: Slice) -> list[Any]:
         """Return the outputs of the first half; the gradients are also in `self.gradients`."""
         results = self.results(dict(inputs), piece)
         count = len(self.step.groups)

@@ -159,13 +159,13 @@ class Runner:
 
     def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
         """Return the states after the steps of a call, and their losses."""
-        piece, data = call.piece, call.data()
-        running = self.sessions.of(data)
+        piece = call.piece
+        running = self.sessions.of(piece.fed())
         binding = running.io_binding()
         states = self.states(piece)
         for name, state in states.items():
             binding.bind_ortvalue_input(self.names[name], state)
-        for name, array in self.step.inputs.fed(call, data).items():
+        for name, array in self.step.inputs.fed(call).items():
             binding.bind_cpu_input(self.names[name], array)
         arrays = map(self._memory_for, states, states.values())
         memory = dict(zip(self.outputs, arrays, strict=False))

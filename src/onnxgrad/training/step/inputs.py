@@ -124,14 +124,6 @@ class Call:
     position: int
     micro_batches: int | None = None
 
-    def data(self) -> Mapping[str, np.ndarray]:
-        """Return the arrays of the batches as the model has them, in micro-batches if it has any.
-
-        Raises:
-            ValueError: rows that have to be cut may be on several axes.
-        """
-        return self.piece.fed(self.micro_batches)
-
     @property
     def numbers(self) -> np.ndarray:
         """The numbers of the steps, from 0 on."""
@@ -277,8 +269,13 @@ class StepInputs:
         feeds = ((feed_of(v), v) for v in self.feeds.values())
         return [*self.data.values(), *(v for feed, v in feeds if feed and feed.of_rows)]
 
-    def fed(self, call: Call, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the values of data and feeds for the steps of a call, by the names of inputs."""
+    def fed(self, call: Call) -> Arrays:
+        """Return the values of data and feeds for the steps of a call, by the names of inputs.
+
+        Raises:
+            ValueError: the batches cannot be split into micro-batches; see `Slice.fed`.
+        """
+        arrays = call.piece.fed(call.micro_batches)
         fed = {str(x.name): arrays[name] for name, x in self.data.items()}
         for value in self.feeds.values():
             if (feed := feed_of(value)) is not None:
