@@ -20,6 +20,7 @@ from onnx import TensorProto, numpy_helper
 
 import onnxgrad as og
 from onnxgrad.quantization import overflow
+from onnxgrad.quantization.calibration import feeds
 from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
 from tests.support.quantized_models import dynamic_model, static_model, weight_only_model
@@ -689,6 +690,22 @@ def test_ranges_of_an_activation_are_those_of_a_row():
         found.append(trainer.state.weights)
     for name in found[0]:
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_calibration_cuts_rows_along_their_axes():
+    model = parse_model(
+        """f (float[N,2] x, float[2,N,3] state, float[4] bias) => (float[N,3] y)
+        { m = ReduceMean<keepdims=0>(state, zero)  h = MatMul(x, w)  y = Add(h, m) }""",
+        w=np.ones((2, 3), F), zero=np.array([0]),
+    )  # fmt: skip
+    data = {"x": RNG.normal(size=(6, 2)), "state": RNG.normal(size=(2, 6, 3)), "bias": np.ones(4)}
+    data = {name: array.astype(F) for name, array in data.items()}
+    found = list(feeds(model, [(data,)], 6, 4))  # one batch, of which four rows are wanted
+    found += feeds(model, data, 3, 6)
+    for batch, rows in zip(found, [slice(0, 4), slice(0, 3), slice(3, 6)], strict=True):
+        np.testing.assert_array_equal(batch["x"], data["x"][rows])
+        np.testing.assert_array_equal(batch["state"], data["state"][:, rows])
+        np.testing.assert_array_equal(batch["bias"], data["bias"])
 
 
 def test_frozen_ranges():

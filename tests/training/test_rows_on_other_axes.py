@@ -122,6 +122,17 @@ def test_classes_beside_rows_on_other_axes(model, axis):
     assert_same_history(first, second)
 
 
+@pytest.mark.parametrize("accumulate", [2, in_sweep(1)])
+def test_sequences_without_alignment_beside_rows_behind_steps(accumulate):
+    labels = np.random.default_rng(1).integers(1, 3, (ROWS, 2))
+    options = {"loss": "ctc", "metrics": (), "accumulate": accumulate, "validation": 0.3}
+    first = train(FIRST, X, labels, sample_weight=OF_ROWS, **options)
+    options |= {"loss_options": {"time_major": True}, "batch_axes": {"x": 1, "label": 0}}
+    second = train(SECOND, steps_first(X), labels, sample_weight=OF_ROWS, **options)
+    assert_close_arrays(second.state.weights, first.state.weights, rtol=1e-4, atol=1e-6)
+    assert_same_history(first, second)
+
+
 def test_a_resumed_training_is_the_same_bit_for_bit(tmp_path):
     def trained(*callbacks, epochs, **options):
         trainer = og.Trainer(SECOND, "mse", callbacks=callbacks, batch_axes=AXES)

@@ -87,7 +87,7 @@ class ArraySource(BatchSource):
 
     Args:
         arrays: checked arrays by input, with the rows first in all that have any.
-        whole: the names of those that have none, and go into every batch.
+        whole: the names of the arrays without rows, which go into every batch.
         row_axes: where the model has the rows.
         batch_size: rows of a batch, at most; fewer rows are one batch.
     """
@@ -144,7 +144,7 @@ class ArraySource(BatchSource):
     ) -> Generator[Slice, None, None]:
         """Yield the slices of one epoch."""
         rows, size = self.rows, self.batch_size
-        order = self._order(rng)
+        order = self._row_order(rng)
         start = skip * size
         most = max(1, int(SLICE_BYTES / self._nbytes))
         while start < rows:
@@ -154,14 +154,16 @@ class ArraySource(BatchSource):
             taken = slice(start, start + batches * length)
             start += batches * length
             in_place = rng is None and self.part == WHOLE  # slices are views
-            yield self._slice(order[taken], length, taken if in_place else None)
+            yield self._slice_of_rows(order[taken], length, taken if in_place else None)
 
     def epochs(self, rngs: Sequence[np.random.Generator | None]) -> Slice:
         """Return all batches of an epoch for each of `rngs`, which are equally long, as one slice.
 
         `joins` says how many epochs there may be.
         """
-        return self._slice(np.concatenate([self._order(rng) for rng in rngs]), self.batch_size)
+        return self._slice_of_rows(
+            np.concatenate([self._row_order(rng) for rng in rngs]), self.batch_size
+        )
 
     @property
     def joins(self) -> int:
@@ -170,10 +172,10 @@ class ArraySource(BatchSource):
             return 0
         return int(JOINED_BYTES / (self._nbytes * self.batches))
 
-    def _order(self, rng: np.random.Generator | None) -> np.ndarray:
+    def _row_order(self, rng: np.random.Generator | None) -> np.ndarray:
         return np.arange(self.rows) if rng is None else rng.permutation(self.rows)
 
-    def _slice(self, order: np.ndarray, length: int, taken: slice | None = None) -> Slice:
+    def _slice_of_rows(self, order: np.ndarray, length: int, taken: slice | None = None) -> Slice:
         """Return the batches of these rows in order, which are those of the slice `taken`."""
         batches = len(order) // length
         chosen = order.reshape(batches, length)[:, self.part.fed(length)].ravel()
@@ -273,7 +275,7 @@ class ReaderSource(BatchSource):
         seed = None
         if rng is not None and self.reader.shuffles:
             seed = int(rng.integers(1 << 62))  # for generators that only the thread uses
-        counts, slices = [0, 0], self._slices(seed, skip, budget)
+        counts, slices = [0, 0], self._read_slices(seed, skip, budget)
         if self.prefetch and self.reader.late_labels is None:
             slices = read_ahead(slices, self.prefetch)
         try:
@@ -291,13 +293,15 @@ class ReaderSource(BatchSource):
                 )
             self.batches, self.rows = counts
 
-    def _slices(self, seed: int | None, skip: int, budget: Budget) -> Generator[Slice, None, None]:
+    def _read_slices(
+        self, seed: int | None, skip: int, budget: Budget
+    ) -> Generator[Slice, None, None]:
         """Yield slices of batches of equal shapes."""
         number, most, shapes = skip, 1, None
         held: list[dict[str, np.ndarray]] = []
         begins: list[bool] = []
         rows, begin = 0, False
-        for item in self._items(seed, skip):
+        for item in self._read_batches(seed, skip):
             if item is None:
                 begin = True
                 continue
@@ -308,7 +312,7 @@ class ReaderSource(BatchSource):
             if self.reader.reuses:
                 arrays = {name: array.copy() for name, array in arrays.items()}
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
-                yield self._stack(held, rows, begins)
+                yield self._stack_batches(held, rows, begins)
                 held, begins = [], []
             if self.fields.divides and count != (self.fields.fixed_rows or count):
                 yield from self._in_fixed_batches(arrays, count, begin)
@@ -324,12 +328,12 @@ class ReaderSource(BatchSource):
             begin = False
             number += 1
             if len(held) >= most:
-                yield self._stack(held, rows, begins)
+                yield self._stack_batches(held, rows, begins)
                 held, begins = [], []
         if held:
-            yield self._stack(held, rows, begins)
+            yield self._stack_batches(held, rows, begins)
 
-    def _items(self, seed: int | None, skip: int) -> Iterator[Any]:
+    def _read_batches(self, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of the reader; late labels are computed here, and not ahead."""
         items = (item for item in self.reader.batches(self.batch_size, seed, skip))
         if (label := self.reader.late_labels) is None:
@@ -346,9 +350,11 @@ class ReaderSource(BatchSource):
         size = self.fields.fixed_rows or rows
         for start in range(0, rows, size):
             part = self.fields.row_axes.take_rows(arrays, slice(start, start + size))
-            yield self._stack([part], size, [begins and not start])
+            yield self._stack_batches([part], size, [begins and not start])
 
-    def _stack(self, batches: list[dict[str, np.ndarray]], rows: int, begins: list[bool]) -> Slice:
+    def _stack_batches(
+        self, batches: list[dict[str, np.ndarray]], rows: int, begins: list[bool]
+    ) -> Slice:
         """Return batches of equal shapes as a slice; `begins`: which of them begin a sequence."""
         if len(batches) == 1:
             arrays = {name: a[None] for name, a in batches[0].items()}

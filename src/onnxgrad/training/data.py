@@ -95,10 +95,12 @@ class Dataset:
         if type(X) is np.ndarray:
             return None
         if _is_path(X) or is_arrow_dataset(X) or _are_paths(X):
-            return arrow_dataset(X, y=_names(y, "y"), sample_weight=_names(weight, "sample_weight"))
+            return arrow_dataset(
+                X, y=_column_list(y, "y"), sample_weight=_column_list(weight, "sample_weight")
+            )
         if is_hugging_face(X):
             form = HuggingFaceStream if is_hugging_face_stream(X) else HuggingFaceRows
-            return form(X, _names(y, "y"), _names(weight, "sample_weight"))
+            return form(X, _column_list(y, "y"), _column_list(weight, "sample_weight"))
         own: Reader | None = None
         if isinstance(X, Reader):
             own = X
@@ -126,7 +128,7 @@ class Dataset:
     @cached_property
     def stream(self) -> Reader | None:
         """What `X` is read by, batch by batch; None for arrays, in memory or on disk."""
-        return (self.reader or self._batches()) if self.batched else None
+        return (self.reader or self._new_batches()) if self.batched else None
 
     @cached_property
     def first(self) -> tuple[Any, Any, Any]:
@@ -223,7 +225,7 @@ class Dataset:
         fields.check_batch(source.batch_size)
         return source
 
-    def _batches(self) -> Batches:
+    def _new_batches(self) -> Batches:
         if self.y is None and self.sample_weight is None:
             return Batches(self.X)
         return NamedBatches(self.X, self.y, self.sample_weight)
@@ -262,7 +264,7 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             return {name: named_part(f"{key}[{name!r}]", part) for name, part in value.items()}
         if not isinstance(value, str) and (columns is None or not _names_any(value, X, columns)):
             return value
-        names = columns_of[key] = _names(value, key) or []
+        names = columns_of[key] = _column_list(value, key) or []
         if columns is None:
             raise ValueError(f"{key}={names} names columns, and X is no table with named columns")
         if wrong := next((name for name in names if name not in columns), None):
@@ -367,7 +369,7 @@ def _is_named(value: Any) -> bool:
     )
 
 
-def _names(value: Any, key: str) -> list[str] | None:
+def _column_list(value: Any, key: str) -> list[str] | None:
     """Return the names of columns in `value`, a name or a list of names.
 
     Raises:

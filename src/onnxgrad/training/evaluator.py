@@ -88,7 +88,7 @@ class Evaluator:
 
     def with_names(self, names: Names) -> Self:
         """Return a copy for one call, of which columns of tables have these names."""
-        self.fields, self._work, self._declared, self._is_small  # noqa: B018  # what copies share
+        self.fields, self._work_per_row, self._dtypes_of_halves, self._is_small  # noqa: B018  # what copies share
         new = object.__new__(type(self))  # faster than `copy.copy`
         new.__dict__.update(self.__dict__)
         new.fields, new.failed = self.fields.copy(), None
@@ -134,20 +134,20 @@ class Evaluator:
             shape = dims(v)
             own = None if shape is None else static(tuple(1 if d == symbol else d for d in shape))
             numbers += _NUMBERS + 1 if own is None else prod(own)
-        return self._work <= _SMALL and numbers <= _NUMBERS and not self.plan.job.carry
+        return self._work_per_row <= _SMALL and numbers <= _NUMBERS and not self.plan.job.carry
 
     @cached_property
-    def _work(self) -> float:
+    def _work_per_row(self) -> float:
         """The multiply-adds of a row."""
         return work(self.described.model.graph) * (self.members or 1)
 
-    def _running(self, name: str, rows: int) -> Running:
+    def _session_for(self, name: str, rows: int) -> Running:
         """Return what computes "predictions", "losses", or both: "all", of batches of `rows` rows.
 
         A few rows may not be worth the threads that many are. Predictions that nothing reads may
         be many more numbers than the losses need.
         """
-        few = self._work * min(rows, _MANY) < 2 * WORK_PER_THREAD
+        few = self._work_per_row * min(rows, _MANY) < 2 * WORK_PER_THREAD
         key = name, few
         if key not in self._sessions:
             one = self.objective()
@@ -159,7 +159,7 @@ class Evaluator:
             tidy(one.model)
             if not losses:  # labels are not read
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
-            multiply_adds = 0.0 if few else self._work * _MANY
+            multiply_adds = 0.0 if few else self._work_per_row * _MANY
             to_native(graph, Target.of(self.device, multiply_adds, self.rows))
             built = session(to_proto(one.model), self.device, multiply_adds)
             self._sessions[key] = Running(built, [x.name for x in built.get_inputs()])
@@ -181,19 +181,21 @@ class Evaluator:
         one = self.described
         parts = len(one.written.sums)
         totals = Totals.of(tuple(one.written.factors), {}, self.members)
-        judging = self._judges(metrics or {})
+        judging = self._new_metrics(metrics or {})
         self.failed = None
-        batches = self._results("all" if any(judging) else "losses", values, source, parts)
-        for arrays, results in batches if group is None else self._of_all(batches, group):
-            totals.add(*self._terms(results, parts), 0)
-            self._judge(judging, arrays, results[2 * parts :], np.isfinite(totals.sums).all(axis=0))
+        batches = self._batch_results("all" if any(judging) else "losses", values, source, parts)
+        for arrays, results in batches if group is None else self._results_of_group(batches, group):
+            totals.add(*self._loss_terms(results, parts), 0)
+            self._update_metrics(
+                judging, arrays, results[2 * parts :], np.isfinite(totals.sums).all(axis=0)
+            )
         everything = {"loss": totals.mean}
         scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
         if self.members is None:
             return everything | scores[0]
         return everything | {name: np.array([own[name] for own in scores]) for name in scores[0]}
 
-    def _terms(self, results: list[np.ndarray], parts: int) -> tuple[np.ndarray, np.ndarray]:
+    def _loss_terms(self, results: list[np.ndarray], parts: int) -> tuple[np.ndarray, np.ndarray]:
         """Return sums and counts of the loss of one batch, (1, parts), or (1, parts, members)."""
         shape = () if self.members is None else (self.members,)
         numbers = [np.asarray(y, np.float64).reshape(-1) for y in results[: 2 * parts]]
@@ -208,13 +210,15 @@ class Evaluator:
         """
         if not any(metrics.values()):
             return
-        one, judging = self.described, self._judges(metrics)
+        one, judging = self.described, self._new_metrics(metrics)
         if source.in_memory:
-            with closing(self._results("all", values, source)) as results:
+            with closing(self._batch_results("all", values, source)) as results:
                 arrays, outputs = next(results)
             parts = len(one.written.sums)
-            sums, _ = self._terms(outputs, parts)
-            self._judge(judging, arrays, outputs[2 * parts :], np.isfinite(sums[0]).all(axis=0))
+            sums, _ = self._loss_terms(outputs, parts)
+            self._update_metrics(
+                judging, arrays, outputs[2 * parts :], np.isfinite(sums[0]).all(axis=0)
+            )
             return
         for judge in judging[0]:
             info, axis = judge.info, 1 if judge.info.axis is None else judge.info.axis
@@ -223,14 +227,14 @@ class Evaluator:
                 empty = np.empty([d if isinstance(d, int) else 0 for d in shape])
                 judge.begin(np.moveaxis(empty, judge.axis, 0))
 
-    def _judges(self, metrics: ByOutput) -> list[list[OutputMetrics]]:
+    def _new_metrics(self, metrics: ByOutput) -> list[list[OutputMetrics]]:
         """Return the metrics of the outputs of each model."""
         labels = self.described.labels
         return [
             metrics_of_outputs(labels, metrics, self.row_axis) for _ in range(self.members or 1)
         ]
 
-    def _judge(
+    def _update_metrics(
         self, judging: list[list[OutputMetrics]], arrays: Arrays, outputs: list, finite: np.ndarray
     ) -> None:
         """Let the metrics of each model take a batch; `finite`: whether its losses are so far."""
@@ -243,7 +247,7 @@ class Evaluator:
             for judge in own:
                 judge.update(dict(zip(one.predictions, read, strict=False)), arrays, weight, fine)
 
-    def _of_all(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
+    def _results_of_group(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
         """Yield the batches of all processes: the labels and weights, and the outputs."""
         one = self.described
         for arrays, results in batches:
@@ -271,7 +275,7 @@ class Evaluator:
         first = 2 * len(one.written.sums)
         labels = {str(info.prediction): label for label, info in one.labels.items()}
         axes = {name: self.row_axis(name, labels.get(name)) for name in one.predictions}
-        for arrays, results in self._results("all", values, source):
+        for arrays, results in self._batch_results("all", values, source):
             pairs = zip(one.predictions, results[first:], strict=False)
             predictions = {n: np.moveaxis(y, axes[n], 0) if axes[n] else y for n, y in pairs}
             yield arrays, predictions
@@ -279,40 +283,41 @@ class Evaluator:
     @escaping()
     def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
         """Return the loss of one row of a batch alone; NaN if no term of it counts."""
-        running, axes = self._running("all", 1), self.fields.row_axes
+        running, axes = self._session_for("all", 1), self.fields.row_axes
         fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
         parts = len(self.described.written.sums)
         results = running({**values, **fed})
         totals = Totals.of(tuple(self.described.written.factors), {})
-        totals.add(*self._terms(results, parts), 1)
+        totals.add(*self._loss_terms(results, parts), 1)
         return totals.mean
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
         """Return the predictions for the data of a source, by output; (members, ...) of a stack."""
-        parts = [results for _, results in self._results("predictions", values, source)]
+        parts = [results for _, results in self._batch_results("predictions", values, source)]
         predictions, axis = {}, int(self.members is not None)  # in front of those of one model
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
             whole = _join_rows(name, every, self.row_axis(name) + axis, source)
-            predictions[name] = whole.astype(self._declared.get(name, whole.dtype), copy=False)
+            dtype = self._dtypes_of_halves.get(name, whole.dtype)
+            predictions[name] = whole.astype(dtype, copy=False)
         return predictions
 
     @cached_property
-    def _declared(self) -> dict[str, np.dtype]:
+    def _dtypes_of_halves(self) -> dict[str, np.dtype]:
         """The dtypes of the outputs that are declared to have 16 bits."""
         stated = {y.name: y.type.tensor_type.elem_type for y in self.proto.graph.output}
         return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
 
     def row_axis(self, output: str, label: str | None = None) -> int:
-        """Return the axis of the rows of an output; that of its label if none is declared."""
+        """Return the axis of the rows of an output; if it declares none, the axis of its label."""
         axes = self.fields.row_axes
         shape = dims(self.described.predictions[output]) or ()
         if axes.symbol in shape:
             return shape.index(axes.symbol)
-        return 0 if label is None else axes.stated(label) or 0
+        return 0 if label is None else axes.moved.get(label, 0)
 
-    def _results(
+    def _batch_results(
         self, name: str, values: Arrays, source: BatchSource, parts: int = 0
     ) -> Generator[Results, None, None]:
         """Yield every batch, with the rows first, and the outputs for it.
@@ -323,7 +328,7 @@ class Evaluator:
         carried: dict[str, np.ndarray] = {}
         running = None
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
-        for number, piece in enumerate(self._watched(source)):
+        for number, piece in enumerate(self._watched_batches(source)):
             arrays = piece.one_batch()
             data = piece.row_axes.as_declared(arrays)
             if piece.begins is not None:
@@ -331,7 +336,7 @@ class Evaluator:
             first = () if carried else states
             begun = {n: np.broadcast_to(data[n], (*axis, *data[n].shape)) for n in first}
             if running is None:
-                running = self._running(name, piece.own)
+                running = self._session_for(name, piece.own)
             fed = {**values, **data, **begun, **carried}
             try:
                 results = running(fed)
@@ -362,13 +367,13 @@ class Evaluator:
         """
         one, axis = self.described, int(self.members is not None)
         try:
-            outputs = self._running("predictions", 1)(fed)
+            outputs = self._session_for("predictions", 1)(fed)
         except Exception:  # the model itself fails for these data
             return None
         shapes = {n: y.shape[axis:] for n, y in zip(one.predictions, outputs, strict=False)}
         return label_misfit(one.data, one.labels, self.fields, shapes, fed)
 
-    def _watched(self, source: BatchSource) -> Iterator[Slice]:
+    def _watched_batches(self, source: BatchSource) -> Iterator[Slice]:
         """Yield the batches one by one, with a progress bar on a terminal if one is asked for."""
         slices = source.epoch(None, 0, lambda batch: 1)
         if self.shown is None:

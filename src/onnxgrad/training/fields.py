@@ -85,7 +85,7 @@ class Fields:
         """How many axes sample weights have: 1 for those of rows, those of the losses otherwise."""
         return 0 if self.weight is None else len(self.fields[self.weight].shape or ())
 
-    def _spread(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
+    def _spread_weights(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
         """Return sample weights with as many axes as the losses have, if these are several.
 
         Raises:
@@ -138,7 +138,7 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        return self._check(self.by_input(X, y, sample_weight), list(self.fields))[0]
+        return self._check_arrays(self.by_input(X, y, sample_weight), list(self.fields))[0]
 
     def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
         """Return what `arrays` checks, by input name.
@@ -190,7 +190,7 @@ class Fields:
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
 
-    def _check(
+    def _check_arrays(
         self, data: Mapping[str, Any], names: list[str], whole: bool = False
     ) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of the inputs `names`, and the number of rows.
@@ -198,18 +198,18 @@ class Fields:
         A `whole` batch is one that goes in as it is: rows are where the declared shapes say so.
         """
         self._check_names(data, names)
-        numbers = {name: self._numbers(name, value) for name, value in data.items()}
+        numbers = {name: self._numbers_of_input(name, value) for name, value in data.items()}
         if self.weight in numbers:
-            numbers[self.weight] = self._spread(numbers[self.weight], numbers)
+            numbers[self.weight] = self._spread_weights(numbers[self.weight], numbers)
         if whole:
             axes = {n: self.row_axes.stated(n) for n in names}
         else:
-            axes = self.row_axes.of({n: a.shape for n, a in numbers.items()})
+            axes = self.row_axes.axes_of({n: a.shape for n, a in numbers.items()})
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
         rows = self._count_as_it_is(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight in names and self.weight not in arrays:
             axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
-            ones, axis = self._spread(np.ones(rows), {}), axes[self.weight]
+            ones, axis = self._spread_weights(np.ones(rows), {}), axes[self.weight]
             arrays[self.weight] = self.fields[self.weight].check(ones, axis, whole)
         if not whole:
             self.check_rows(rows)
@@ -301,7 +301,7 @@ class Fields:
                 f"the model has several inputs: pass a dict of {self.features}, or a table with "
                 "columns of these names"
             )
-        return self._split(X, names, columns_of)
+        return self._split_table(X, names, columns_of)
 
     def _label_columns(self, names: list[str]) -> dict[str, list[str]]:
         """Return the columns of labels in a table: those of their names, or of the training."""
@@ -311,7 +311,7 @@ class Fields:
             return {self.labels[0]: target}
         return named
 
-    def _split(
+    def _split_table(
         self, X: Any, names: list[str], columns_of: Mapping[str, list[str]]
     ) -> dict[str, Any]:
         """Return the columns of a table by input; `columns_of` are those of labels and weights."""
@@ -342,7 +342,7 @@ class Fields:
         """
         if isinstance(item, Mapping):
             given = self._by_name(item, not self.left_out, not self.left_out)
-            arrays, rows = self._check(self._in_order(given), list(self.fields), whole=True)
+            arrays, rows = self._check_arrays(self._in_order(given), list(self.fields), whole=True)
             if self.one_value is not None:
                 self.check_batch(rows)
             return self.row_axes.rows_first(arrays), rows
@@ -352,11 +352,11 @@ class Fields:
                 f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
             )
         data = self.by_input(*parts[: 1 if self.left_out else 3])
-        arrays, rows = self._check(data, list(self.fields))
+        arrays, rows = self._check_arrays(data, list(self.fields))
         self.check_batch(rows)
         return self.row_axes.rows_first(arrays), rows
 
-    def _numbers(self, name: str, data: Any) -> np.ndarray:
+    def _numbers_of_input(self, name: str, data: Any) -> np.ndarray:
         """Return the data of an input as numbers; those of a label may be names of classes."""
         own = self.fields[name]
         if name in self.classified and not self.numbered:

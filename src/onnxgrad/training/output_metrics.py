@@ -39,8 +39,8 @@ def select_metrics(metrics: Any) -> ByOutput:
 class OutputMetrics:
     """The metrics of one output; `prefix` begins their names.
 
-    `axis` is the axis of the rows in a prediction; labels and weights have them first. Metrics see
-    the rows of all first.
+    `axis` is the axis of the rows in an output of the model; labels and weights have rows first, as
+    metrics need them.
     """
 
     metrics: Sequence[Metric]  # of this evaluation only

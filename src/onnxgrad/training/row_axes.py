@@ -88,7 +88,7 @@ class RowAxes:
         if name in self.batch_axes:
             return self.batch_axes[name]
         shape, symbol = self.shapes[name], self.symbol
-        if self._ambiguous or shape is None or symbol is None or shape.count(symbol) != 1:
+        if self._is_ambiguous or shape is None or symbol is None or shape.count(symbol) != 1:
             return None
         return shape.index(symbol)
 
@@ -127,7 +127,7 @@ class RowAxes:
                 be on an axis of an array that is taken to have none.
         """
         lengths = {name: array.shape for name, array in self.as_declared(arrays).items()}
-        axes = self.of(lengths)
+        axes = self.axes_of(lengths)
         if cut:
             self._check_whole(lengths, axes)
         return {name for name, axis in axes.items() if axis is None}
@@ -142,7 +142,7 @@ class RowAxes:
 
     # -- the axis of the rows -----------------------------------------------------------------
 
-    def of(self, lengths: Mapping[str, Shape]) -> Axes:
+    def axes_of(self, lengths: Mapping[str, Shape]) -> Axes:
         """Return the axis of the rows of each array, as the model has it.
 
         An input that declares no rows has them on its first axis if it is as long, or else is the
@@ -155,18 +155,18 @@ class RowAxes:
             ValueError: the declared shapes allow several axes.
         """
         key = tuple(lengths.items())
-        axes = self._found.get(key)
+        axes = self._known_axes.get(key)
         if axes is None:
-            axes = self._of_lengths(lengths)
-            self._found.clear()  # those of the last call
-            self._found[key] = axes
+            axes = self._find_axes(lengths)
+            self._known_axes.clear()  # only the last call is likely to come again
+            self._known_axes[key] = axes
         return axes.copy()
 
     @cached_property
-    def _found(self) -> dict[Any, Axes]:
+    def _known_axes(self) -> dict[Any, Axes]:
         return {}
 
-    def _of_lengths(self, lengths: Mapping[str, Shape]) -> Axes:
+    def _find_axes(self, lengths: Mapping[str, Shape]) -> Axes:
         self._check_unambiguous(lengths)
         axes: Axes = {}
         for name, shape in lengths.items():
@@ -174,7 +174,7 @@ class RowAxes:
                 axes[name] = self.stated(name)
             elif self.shapes[name] == () and not shape:
                 axes[name] = None
-        rows = self._rows(lengths, axes)
+        rows = self._count_rows(lengths, axes)
         for name, shape in lengths.items():
             if name not in axes:
                 required = name not in self.features or self.symbol is None
@@ -185,8 +185,10 @@ class RowAxes:
 
     def _check_whole(self, lengths: Mapping[str, Shape], axes: Axes) -> None:
         """Raise if rows may be on an axis of an array that has none by `axes`."""
-        rows = self._rows(lengths, axes)
-        known = {d for name, axis in axes.items() if axis is not None for d in self._of(name)}
+        rows = self._count_rows(lengths, axes)
+        known = {
+            d for name, axis in axes.items() if axis is not None for d in self._declared_dims(name)
+        }
         for name in (n for n, axis in axes.items() if axis is None and n not in self.batch_axes):
             declared = self.shapes[name] or (None,) * len(lengths[name])
             for axis, (d, length) in enumerate(zip(declared, lengths[name], strict=False)):
@@ -197,7 +199,7 @@ class RowAxes:
                         "with None that every batch gets all of it"
                     )
 
-    def _rows(self, lengths: Mapping[str, Shape], axes: Axes) -> int:
+    def _count_rows(self, lengths: Mapping[str, Shape], axes: Axes) -> int:
         """Return the number of rows by the declared axes, or else by the label or first feature."""
         for name, axis in axes.items():
             if axis is not None and len(lengths[name]) > axis:
@@ -210,7 +212,7 @@ class RowAxes:
         return shape[:1] == (rows,) and not (isinstance(declared, int) and declared == rows)
 
     @cached_property
-    def _ambiguous(self) -> bool:
+    def _is_ambiguous(self) -> bool:
         """Whether features and label begin with different dimensions that the other has, too."""
         symbol = self.symbol
         if symbol is None or any(a is not None for a in self.batch_axes.values()):
@@ -222,27 +224,31 @@ class RowAxes:
         return first != symbol and not any(s[0] == symbol for s in features)
 
     def _check_unambiguous(self, lengths: Mapping[str, Shape]) -> None:
-        if self._ambiguous:
-            names = [n for n in (*self.features, self.label) if n and self.symbol in (self._of(n))]
-            shown = ", ".join(f"{n!r} {self._declared(n)}" for n in names)
+        if self._is_ambiguous:
+            names = [
+                n
+                for n in (*self.features, self.label)
+                if n and self.symbol in (self._declared_dims(n))
+            ]
+            shown = ", ".join(f"{n!r} {self._shape_in_file(n)}" for n in names)
             raise ValueError(
                 f"which axis is that of the rows? The model declares {shown}: say it with "
                 f"batch_axes={{{names[0]!r}: axis}}, or pass batches as dicts"
             )
         for name in lengths if self.symbol is not None else ():
-            if name not in self.batch_axes and self._of(name).count(self.symbol) > 1:
+            if name not in self.batch_axes and self._declared_dims(name).count(self.symbol) > 1:
                 raise ValueError(
-                    f"{name!r} has the rows on several axes {self._declared(name)}: say which "
+                    f"{name!r} has the rows on several axes {self._shape_in_file(name)}: say which "
                     f"with batch_axes={{{name!r}: axis}}, or None if every batch gets it whole"
                 )
 
-    def _of(self, name: str) -> Dims:
+    def _declared_dims(self, name: str) -> Dims:
         return self.shapes.get(name) or ()
 
-    def _declared(self, name: str) -> str:
+    def _shape_in_file(self, name: str) -> str:
         """Return the declared shape of an input, in which the rows are called as in the file."""
         rows = self.called[0] if len(self.called) == 1 else "rows"
-        return shape_text([rows if d == BATCH else d for d in self._of(name)])
+        return shape_text([rows if d == BATCH else d for d in self._declared_dims(name)])
 
     def _means_rows(self, symbol: Any) -> bool:
         names = self.called if symbol == BATCH else [symbol]
