@@ -104,9 +104,10 @@ class RowAxes:
                 moved[name] = axis
         return moved
 
-    def rows_first(self, arrays: Arrays) -> dict[str, np.ndarray]:
+    def rows_first(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return arrays for the model as views with their rows on the first axis."""
-        moved = self.moved
+        if not (moved := self.moved):
+            return arrays
         return {n: np.moveaxis(a, moved[n], 0) if n in moved else a for n, a in arrays.items()}
 
     def as_declared(self, arrays: Arrays, rows: int = 0) -> Arrays:
