@@ -62,12 +62,12 @@ def test_imports_run_down():
 
 
 def test_tasks_use_public_names_only():
-    """They ask the records of operators, too, so that they need no tables of names."""
+    """They ask the records of operators, too, and run files by the one predictor."""
     tasks = [name for name in module_files() if room(name) == "tasks"]
     used = {other for name in tasks for other in imported_modules(name)}
-    records = ("onnxgrad.operators.__init__", "onnxgrad.operators.records")
+    allowed = ("operators.__init__", "operators.records", "runtime.predictor")
     others = {other for other in used if room(other) not in ("tasks", "__init__")}
-    assert others <= {*records}
+    assert others <= {f"onnxgrad.{name}" for name in allowed}
 
 
 def test_no_circle():
@@ -148,10 +148,10 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "plot": (1550, 13),
     "quantization": (450, 6),
     "report": (1150, 11),
-    "runtime": (750, 7),
+    "runtime": (850, 8),
     "schedules": (500, 6),
     "sklearn": (950, 9),
-    "tasks": (2150, 15),
+    "tasks": (2100, 15),
     "torch": (550, 5),
     "training": (11850, 84),
 }

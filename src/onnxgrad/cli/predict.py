@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.cli.class_labels import ClassLabels
@@ -32,11 +31,9 @@ from onnxgrad.data.field import Field
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import escaping, printable, unknown
 from onnxgrad.model.feeds import inputs_without_default
-from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.predictor import ROWS, Predictor
 
 Arrays = dict[str, np.ndarray]
-_ROWS = 256
 
 
 def predict(options: PredictOptions) -> None:
@@ -49,7 +46,7 @@ def predict(options: PredictOptions) -> None:
     check_output(options.output, options.overwrite, inputs, options.json, binary=False)
     proto = read_model(options.model, options.data)
     check_not_data(options.output, options.model)
-    predictor = Predictor(proto, options)
+    predictor = PredictedRows(proto, options)
     with writer(options.output) as write:
         for columns in predictor.columns():
             write(columns)
@@ -64,7 +61,7 @@ def predict(options: PredictOptions) -> None:
         note(f"wrote {options.output}")
 
 
-class Predictor:
+class PredictedRows:
     """Runs a model on data, some rows at a time.
 
     `rows` counts those that were predicted; `names` are those of the columns; `notes` are messages.
@@ -83,46 +80,33 @@ class Predictor:
         self.fixed = self._fixed_rows()
         self.labels = ClassLabels.of(proto, self.outputs)
 
-    def _fixed_rows(self) -> int | None:
-        """Return the rows of a static batch; None if any number goes."""
+    def _fixed_rows(self) -> int:
+        """Return the rows of a static batch; 0 if any number goes."""
         first = [(field.shape or (None,))[0] for field in self.fields if field.shape != ()]
         counts = {d for d in first if isinstance(d, int) and d > 0}
-        return counts.pop() if len(counts) == 1 and all(isinstance(d, int) for d in first) else None
+        return counts.pop() if len(counts) == 1 and all(isinstance(d, int) for d in first) else 0
 
     @escaping()
     def columns(self) -> Iterator[Columns]:
         """Yield the columns of some rows at a time."""
-        settings = ort.SessionOptions()
-        settings.log_severity_level = 4
-        providers = Device.of(self.options.device).check().providers
-        session = loaded(self.proto, settings, providers=providers)
+        predictor = Predictor(self.proto, self.outputs, self.options.device, self.fixed)
         for feed, count, extra in self._batches():
-            padded = {name: self._pad(array) for name, array in feed.items()}
-            results = session.run(self.outputs, padded)
-            named = dict(zip(self.outputs, results, strict=True))
+            named = dict(zip(self.outputs, predictor.run_rows(feed), strict=True))
             own = self.labels.columns(named, count) if self.labels else {}
             columns = {**extra, **own, **self._by_row(named, count)}
             self.rows, self.names = self.rows + count, list(columns)
             yield columns
 
-    def _pad(self, array: np.ndarray) -> np.ndarray:
-        """Return the rows of a batch; the last one is repeated up to the rows of a static batch."""
-        if self.fixed is None or len(array) == self.fixed:
-            return array
-        last = np.repeat(array[-1:], self.fixed - len(array), axis=0)
-        return np.concatenate([array, last])
-
     def _by_row(self, results: Mapping[str, Any], count: int) -> Arrays:
         """Return the columns of outputs: arrays with a row each, or lists of maps."""
-        size = self.fixed or count
         columns: Arrays = {}
         for name, value in results.items():
-            rows = isinstance(value, list) and len(value) == size
+            rows = isinstance(value, list) and len(value) == count
             if rows and all(isinstance(row, dict) for row in value):
                 for key in value[0]:
-                    columns[f"{name}_{key}"] = np.array([row[key] for row in value[:count]])
-            elif isinstance(value, np.ndarray) and value.ndim and len(value) == size:
-                columns[name] = value[:count]
+                    columns[f"{name}_{key}"] = np.array([row[key] for row in value])
+            elif isinstance(value, np.ndarray) and value.ndim and len(value) == count:
+                columns[name] = value
             elif name in self.options.outputs:
                 raise DataError(
                     f"output {name!r} has no row for each row of the data: leave it out"
@@ -140,7 +124,7 @@ class Predictor:
     def _batches(self) -> Iterator[tuple[Arrays, int, Arrays]]:
         """Yield the arrays of the inputs, the number of rows, and further columns."""
         source = open_data(self.options.data, self.options, self.proto)
-        size = self.fixed or self.options.batch_size or _ROWS
+        size = self.fixed or self.options.batch_size or ROWS
         if isinstance(source, FileTable):
             yield from self._of_table(source, size)
         elif isinstance(source, ImageSource):

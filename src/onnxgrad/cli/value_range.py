@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import onnxruntime as ort
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.data.images import ImageFolder
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators import operator_of
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.predictor import Predictor
 
 _PASSES = {"reorders", "selects", "arithmetic", "convolution"}  # traits
 _IMAGES = 32  # of which statistics are computed
@@ -98,12 +97,6 @@ def _nodes_up_to_statistics(proto: ModelProto, name: str) -> Iterator[NodeProto]
 
 def _channel_variances(proto: ModelProto, name: str, at: str, images: np.ndarray) -> np.ndarray:
     """Return the variance of each channel of a value, (C,) float64."""
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 4
-    session = loaded(select_model_inputs_outputs(proto, [at], inputs=[name]), settings)
-    fixed = session.get_inputs()[0].shape[0]
-    size = fixed if isinstance(fixed, int) and fixed > 0 else len(images)
-    images = np.resize(images, (-(-len(images) // size) * size, *images.shape[1:]))
-    parts = [session.run(None, {name: x})[0] for x in np.split(images, len(images) // size)]
-    value = np.concatenate(parts).astype(np.float64)
+    predictor = Predictor(select_model_inputs_outputs(proto, [at], inputs=[name]))
+    value = predictor.predict({name: images})[at].astype(np.float64)
     return np.moveaxis(value, 1, 0).reshape(value.shape[1], -1).var(axis=1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.finetune.attach import attach
@@ -15,12 +14,11 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import release, remove_node
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.model.feeds import names_without_default, session_dtype
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.training.parameters.equal_constants import separate_merged, tie_copies
 
 PREFIX = "decoder."  # of names that the decoder and the encoder have
@@ -230,15 +228,14 @@ def _scores(
     """Return the function from tokens (N, T) to the scores (N, V) of the next one."""
     mapping, rename = _wiring(encoder, decoder)
     fed = dict(mapping or {})
-    encoded = _run(_session(encoder), inputs, [*fed])
+    encoded = Predictor(encoder, [*fed]).run(inputs)
     known = {**inputs, **dict(zip(fed.values(), encoded, strict=True))}
-    running, outputs = _session(decoder), _output_names(decoder)
-    chosen = ["logits"] if "logits" in outputs else outputs[:1]
+    outputs = _output_names(decoder)
+    predictor = Predictor(decoder, ["logits"] if "logits" in outputs else outputs[:1])
 
     def scores(tokens: np.ndarray) -> np.ndarray:
         given = {**known, _TOKENS: tokens}
-        feed = {x.name: given.get(rename.get(x.name, x.name)) for x in running.get_inputs()}
-        [found] = _run(running, feed, chosen)
+        [found] = predictor.run({x: given.get(rename.get(x, x)) for x in predictor.inputs})
         return found[:, -1]
 
     return scores
@@ -250,19 +247,3 @@ def _encoder_feed(encoder: ModelProto, given: Any, pad: int) -> dict[str, np.nda
     if len(names) == 1:
         return {names[0]: array}
     return {k: v for k, v in {"input_ids": array, _MASK: array != pad}.items() if k in names}
-
-
-def _session(model: ModelProto) -> ort.InferenceSession:
-    return loaded(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
-
-
-def _run(
-    running: ort.InferenceSession, feed: Mapping[str, Any], outputs: Sequence[str]
-) -> list[np.ndarray]:
-    kinds = {x.name: session_dtype(x.type) for x in running.get_inputs()}
-    if missing := [name for name in kinds if feed.get(name) is None]:
-        raise ValueError(f"the model needs the inputs {missing}, and got {list(feed)}")
-    if unknown := [name for name in feed if name not in kinds]:
-        raise ValueError(f"the model has the inputs {list(kinds)}, and not {unknown}")
-    arrays = {n: np.asarray(feed[n], k.numpy() if k else None) for n, k in kinds.items()}
-    return running.run(outputs, arrays)

@@ -26,7 +26,7 @@ from onnxgrad.sklearn.conversion import convert_estimator, holds_text, is_estima
 from onnxgrad.sklearn.front import by_name, takes_raw, text_inputs
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
-from onnxgrad.sklearn.network import Network, Predictor
+from onnxgrad.sklearn.network import Network, RowPredictor
 from onnxgrad.training.batches import Split
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
@@ -203,7 +203,7 @@ class OnnxEstimator(BaseEstimator):
         head, raw = read_head(proto, name), self.model is not None and takes_raw(proto, X)
         if self.model is not None and (head.shape is None or self._probes):
             first = {n: a[:_PROBED] for n, a in X.items()} if by_name(X) else X[:_PROBED]
-            head.probe(Predictor(proto, head.tensors, self.device, raw)(first))
+            head.probe(RowPredictor(proto, head.tensors, self.device, raw)(first))
         self._agree(head, y)
         self._seed = int(self._rng.randint(2**31 - 1))
         self._network = Network(proto, head, self._arguments(head), raw)

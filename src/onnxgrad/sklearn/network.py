@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.data.columns import Names, column_names
@@ -16,8 +15,8 @@ from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators.shapes import dims
-from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.runtime.session import WORK_PER_THREAD, work
 from onnxgrad.sklearn.front import Front, by_name, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.events import Callbacks
@@ -50,15 +49,15 @@ class Network:
         self.front = Front(proto, head.target, arguments) if raw else None
         chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
         self.trainer = Trainer(self.front.rest if self.front else proto, **arguments | chosen)
-        self._encoder: Predictor | None = None
-        self._predictor: Predictor | None = None
+        self._encoder: RowPredictor | None = None
+        self._predictor: RowPredictor | None = None
 
     def train(self, further: bool, X: Any, y: Any, callbacks: Any, **options: Any) -> None:
         """Train: `fit` of the trainer, or `partial_fit` with `further`, on encoded labels."""
         if self.front is not None:
             if self._encoder is None:
                 device = self.arguments["device"]
-                self._encoder = Predictor(self.front.part, self.front.cuts, device, raw=True)
+                self._encoder = RowPredictor(self.front.part, self.front.cuts, device, raw=True)
             X = self._encoder(X)
         trainer, self._predictor = self.trainer, None
         trainer._change(callbacks=Callbacks(callbacks))
@@ -88,14 +87,14 @@ class Network:
         """Return the target, and the labels if the model has an output of them."""
         if self._predictor is None:
             raw, device = self.front is not None, self.arguments["device"]
-            self._predictor = Predictor(self.model, self.head.tensors, device, raw)
+            self._predictor = RowPredictor(self.model, self.head.tensors, device, raw)
         return self._predictor(X)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_predictor": None, "_encoder": None}
 
 
-class Predictor:
+class RowPredictor:
     """Computes tensors of a model for data of any number of rows.
 
     Args:
@@ -114,12 +113,12 @@ class Predictor:
         infer(model)
         self.fields = [Field.of(x) for x in model.graph.inputs if x.dtype]
         first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
-        self.fixed = next((d for d in first if isinstance(d, int) and d > 0), None)
-        self._device, self._work = Device.of(device), work(model.graph)
-        self._sessions: dict[bool, ort.InferenceSession] = {}
+        self.fixed_rows = next((d for d in first if isinstance(d, int) and d > 0), 0)
+        self._device, self._work = device, work(model.graph)
+        self._predictors: dict[bool, Predictor] = {}
         self._proto = proto
         if self._work >= _FEW:  # the only session: large weights are not kept twice
-            self._session_for(1)
+            self._predictor_for(1)
             self._proto = ModelProto()
 
     def __call__(self, X: Any) -> dict[str, np.ndarray]:
@@ -129,27 +128,17 @@ class Predictor:
             ValueError: data that an input does not accept.
         """
         fed = self._feeds(X)
-        rows, size = len(next(iter(fed.values()))), self.fixed or _ROWS
-        run = self._session_for(min(rows, size)).run
-        if rows and rows <= size and not self.fixed:
-            return dict(zip(self.outputs, run(self.outputs, fed), strict=True))
-        parts = []
-        for start in range(0, rows, size):
-            part = {name: array[start : start + size] for name, array in fed.items()}
-            count = min(size, rows - start)
-            if self.fixed:  # the rows that are missing are copies of the first
-                part = {n: np.resize(a, (size, *a.shape[1:])) for n, a in part.items()}
-            parts.append([y[:count] for y in run(self.outputs, part)])
-        columns = zip(self.outputs, zip(*parts, strict=True), strict=True)
-        return {name: np.concatenate(arrays) for name, arrays in columns}
+        rows = len(next(iter(fed.values())))
+        return self._predictor_for(min(rows, self.fixed_rows or _ROWS)).predict(fed, _ROWS)
 
-    def _session_for(self, rows: int) -> ort.InferenceSession:
-        """Return a session for calls of `rows` rows: a few may not be worth another thread."""
+    def _predictor_for(self, rows: int) -> Predictor:
+        """Return what runs calls of `rows` rows: a few may not be worth another thread."""
         few = self._work * rows < _FEW
-        if few not in self._sessions:
-            most = 0.0 if few else self._work * (self.fixed or _ROWS)
-            self._sessions[few] = session(self._proto, self._device, most)
-        return self._sessions[few]
+        if few not in self._predictors:
+            most = 0.0 if few else self._work * (self.fixed_rows or _ROWS)
+            arguments = self._proto, self.outputs, self._device, self.fixed_rows, most
+            self._predictors[few] = Predictor(*arguments)
+        return self._predictors[few]
 
     def _feeds(self, X: Any) -> dict[str, np.ndarray]:
         names = [field.name for field in self.fields]

@@ -7,14 +7,11 @@ import functools
 import inspect
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import ModelProto
 
 import onnxgrad as og
@@ -248,29 +245,3 @@ def tokenizer_for(source: Any, home: Path | None) -> Any:
     if source is None:
         raise ValueError("tokenizer=None, and no tokenizer.json or vocab.txt beside the model")
     return source
-
-
-class Runner:
-    """A model on the CPU; `inputs` and `outputs` are what onnxruntime says of each by name."""
-
-    def __init__(self, model: Any) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 3  # published files hold constants that no node reads
-        self._folder = tempfile.TemporaryDirectory()  # weights of large models stay files
-        og.save(model_of(model), path := Path(self._folder.name, "model.onnx"))
-        cpu = ort.get_available_providers()[-1:]  # they are in the order of speed
-        self._session = ort.InferenceSession(path, options, providers=cpu)
-        self.inputs = {x.name: x for x in self._session.get_inputs()}
-        self.outputs = {y.name: y for y in self._session.get_outputs()}
-
-    def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of an input or output."""
-        kind = (self.inputs | self.outputs)[name].type.removeprefix("tensor(").removesuffix(")")
-        return np.dtype({"float": "float32", "double": "float64"}.get(kind, kind))
-
-    def __call__(self, feed: Any, outputs: Sequence[str] | None = None) -> list[np.ndarray]:
-        """Return outputs for arrays by name, or for that of the first input, in its dtype."""
-        by_name = feed if isinstance(feed, Mapping) else {next(iter(self.inputs)): feed}
-        return self._session.run(
-            outputs, {name: np.asarray(a, self.dtype(name)) for name, a in by_name.items()}
-        )

@@ -14,7 +14,8 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Runner, Task, inputs_of, model_of, notes_of, outputs_of
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.tasks.base import Task, inputs_of, model_of, notes_of, outputs_of
 from onnxgrad.tasks.text_lines import (
     Alphabet,
     LineForm,
@@ -147,7 +148,7 @@ class TextRecognition(Task):
             inputs: a folder; or a list of files, arrays (height, width, 3) in RGB or (height,
                 width), uint8, or images of Pillow.
         """
-        run = Runner(model)
+        predictor = Predictor(model_of(model))
         lines = Lines([image for _, image in og.list_images(inputs)], self._form)
         results: dict[int, tuple[str, float]] = {}
         groups = defaultdict(list)
@@ -158,7 +159,7 @@ class TextRecognition(Task):
             for own in (rows[i : i + size] for i in range(0, len(rows), size)):
                 x = np.stack([lines[i] for i in own])
                 x = np.resize(x, (self._output.rows or len(x), *x.shape[1:]))  # repeats some
-                for i, log_p in zip(own, self._output.log_p(run(x)[0]), strict=False):
+                for i, log_p in zip(own, self._output.log_p(predictor.run(x)[0]), strict=False):
                     log_p = log_p[: self._output.steps(lines.widths[i])]
                     labels, sure = og.ctc_decode(log_p, self._alphabet.blank, self.beam)
                     results[i] = self._alphabet.text(labels), sure
@@ -226,11 +227,11 @@ class _Output:
     def __init__(
         self, model: onnx.ModelProto, shape: list[int | None], form: LineForm, characters: int
     ) -> None:
-        run, self.rows = Runner(model), shape[0]
+        predictor, self.rows = Predictor(model_of(model)), shape[0]
 
         def shown(width: int) -> np.ndarray:
             size = (form.channels, form.height, width)
-            return run(np.zeros((self.rows or 3, *size)))[0].astype(np.float32)
+            return predictor.run(np.zeros((self.rows or 3, *size)))[0].astype(np.float32)
 
         y = shown(shape[3] or 8 * form.height)
         fits = [a for a in range(y.ndim) if 0 <= y.shape[a] - characters <= 2]

@@ -15,8 +15,8 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
+from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
-    Runner,
     Task,
     model_of,
     notes_of,
@@ -212,13 +212,13 @@ class Detection(Task):
         Raises:
             ValueError: a picture that cannot be read.
         """
-        run, results = Runner(model), []
+        predictor, results = Predictor(model_of(model)), []
         lengths = output_shapes(model_of(model))
         outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
         for _, picture in og.list_images(inputs):
             image = og.open_image(picture)
             x, scale, corner = og.letterbox(image, self.head.size, self.pixels)
-            values = run(x[None], outputs)
+            values = predictor.run(x[None], outputs)
             [found] = self.decoder(np.concatenate(values, 2), score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
             boxes = boxes.clip(0, np.array(image.size * 2, np.float32))

@@ -13,7 +13,8 @@ from onnx import ModelProto
 
 import onnxgrad as og
 from onnxgrad.operators import REORDERS, SELECTS, operator_of
-from onnxgrad.tasks.base import Runner, inputs_of, outputs_of
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.tasks.base import inputs_of, outputs_of
 
 _LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
 _MOST = 100  # boxes of a class in a picture, as COCO counts
@@ -340,5 +341,5 @@ def compiled(function: Callable[..., Sequence], *shapes: Sequence) -> Callable[.
     graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 20}, name="detection")
     with og.Emit(graph) as op:
         op.give(function(op, *inputs))
-    run = Runner(ir.to_proto(ir.Model(graph, ir_version=9)))
-    return lambda *arrays: run({f"x{i}": x for i, x in enumerate(arrays)})
+    predictor = Predictor(ir.to_proto(ir.Model(graph, ir_version=9)))
+    return lambda *arrays: predictor.run({f"x{i}": x for i, x in enumerate(arrays)})

@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
+from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     CLASSES,
-    Runner,
     Task,
     home_of,
     inputs_of,
@@ -220,8 +220,8 @@ class Embeddings(Task):
         inputs = self._listed(inputs)
         if isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs):
             inputs = self._texts(inputs)
-        run = Runner(self.finished(model))
-        z = np.concatenate([run(feed, [self.output])[0] for feed in _feeds(run, inputs)])
+        predictor = Predictor(self.finished(model), [self.output])
+        z = np.concatenate([predictor.run(feed)[0] for feed in _feeds(predictor, inputs)])
         return z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -252,13 +252,13 @@ class Embeddings(Task):
         return [home / "embeddings.npy", home / "neighbors.csv"]
 
 
-def _feeds(run: Runner, inputs: Any) -> Iterator[Any]:
+def _feeds(predictor: Predictor, inputs: Any) -> Iterator[Any]:
     """Yield what a model takes, batch by batch, from a reader or arrays."""
     if isinstance(inputs, og.Reader):
-        reader = inputs.for_inputs({name: tuple(x.shape) for name, x in run.inputs.items()})
+        reader = inputs.for_inputs({name: tuple(x.shape) for name, x in predictor.inputs.items()})
         yield from (batch[0] for batch in reader.batches(_BATCH, None, 0))
         return
-    columns = inputs if isinstance(inputs, Mapping) else {next(iter(run.inputs)): inputs}
+    columns = inputs if isinstance(inputs, Mapping) else {next(iter(predictor.inputs)): inputs}
     columns = {name: np.asarray(column) for name, column in columns.items()}
     for s in range(0, len(next(iter(columns.values()))), _BATCH):
         yield {name: column[s : s + _BATCH] for name, column in columns.items()}

@@ -14,7 +14,8 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Runner, Task, model_of, notes_of, stored_classes, with_classes
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.tasks.base import Task, model_of, notes_of, stored_classes, with_classes
 
 __all__ = ["Segmentation"]
 
@@ -172,10 +173,11 @@ class Segmentation(Task):
             inputs: a folder, files, or arrays (height, width, channels) of uint8.
         """
         form, found = self._form, []
-        run = Runner(model)
+        predictor = Predictor(model_of(model), [form.output])
+        (name,) = predictor.inputs
         for _, source in og.list_images(inputs):
             picture = og.open_image(source, _MODES[form.channels])
-            [scores] = run(np.repeat(form.array(picture)[None], form.batch, 0), [form.output])
+            [scores] = predictor.run_rows({name: form.array(picture)[None]})
             found.append(form.classes(scores[0], picture.size))
         return found
 
@@ -251,21 +253,22 @@ class Form:
     @classmethod
     def of(cls, model: onnx.ModelProto, size: Any, layout: Any, output: Any, norm: Any) -> Form:
         """Run the model on a black picture; raise ValueError if it does not segment it."""
-        run = Runner(model)
-        x, *others = run.inputs.values()
-        if others or run.dtype(x.name).kind != "f" or len(x.shape) != 4:
+        predictor = Predictor(model_of(model))
+        x, *others = predictor.inputs.values()
+        floats = [name for name, dtype in predictor.dtypes.items() if dtype.kind == "f"]
+        if others or x.name not in floats or len(x.shape) != 4:
             found = [(i.name, i.type, i.shape) for i in (x, *others)]
             raise ValueError(f"inputs {found}: needs one of pictures, floats with 4 axes")
         axis, size = _axis_and_size(x, size, layout)
         channels = x.shape[axis] if x.shape[axis] in _MODES else 3
         shape = [x.shape[0] if isinstance(x.shape[0], int) else 1, *size]
         shape.insert(axis, channels)
-        outputs = [y for y in run.outputs if run.dtype(y).kind == "f"]
+        outputs = [y for y in predictor.outputs if y in floats]
         if output not in outputs and (output or len(outputs) != 1):
             raise ValueError(f"output={output!r}: name that of the scores, one of {outputs}")
         name = output or outputs[0]
         try:
-            scores = run(np.zeros(shape), [name])[0].shape
+            scores = predictor.run(np.zeros(shape), [name])[0].shape
         except Exception as e:
             raise ValueError(f"pictures of {size} do not run, pass another image_size: {e}") from e
         if len(scores) != 4:
@@ -277,7 +280,7 @@ class Form:
         of_classes = (facts.get("axis") or 1) % 4 if one is None else one
         grid = tuple(n for a, n in enumerate(scores) if a not in (0, of_classes))
         of_scores = (axis, of_classes), grid, scores[of_classes], facts.get("threshold")
-        dtype, several = run.dtype(x.name), len(run.outputs) > 1
+        dtype, several = predictor.dtypes[x.name], len(predictor.outputs) > 1
         return cls(name, several, dtype, shape[0], size, channels, *of_scores, norm)
 
     def front(self, array: np.ndarray) -> np.ndarray:

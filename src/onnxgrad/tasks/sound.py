@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Runner, Task, model_of, stored_classes, with_classes
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.tasks.base import Task, model_of, stored_classes, with_classes
 from onnxgrad.tasks.sound_events import Heard, hear, write_events
 from onnxgrad.tasks.sound_model import SoundModel
 from onnxgrad.tasks.sound_streams import Streams
@@ -243,7 +244,7 @@ class Sound(Task):
         if hop is not None and form.carry:
             raise ValueError(f"hop={hop}: the windows of a model with states follow each other")
         step = form.samples if hop is None else max(1, round(hop * form.rate))
-        run, results = Runner(model), []
+        predictor, results = Predictor(model_of(model)), []
         for name, given in og.list_sounds(inputs):
             path = isinstance(given, Path)
             x = og.read_wave(given, form.rate) if path else np.asarray(given, np.float32)
@@ -252,7 +253,7 @@ class Sound(Task):
             if not form.carry and (missing := form.samples - len(x)) > 0:
                 x = np.pad(x, (-(-missing // 2), missing // 2))
             windows, starts = form.windows(x, step)
-            scores = form.scores(run, windows, self.activation)
+            scores = form.scores(predictor, windows, self.activation)
             times = starts / form.rate, step / form.rate, form.samples / form.rate
             results.append(hear(scores, times, self.classes, self.background, threshold, hold))
         return results

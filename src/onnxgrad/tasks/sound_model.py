@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.tasks.base import Runner
+from onnxgrad.runtime.predictor import Predictor
 
 Shape = tuple[int | str | None, ...]
 
@@ -132,7 +132,7 @@ class SoundModel:
         padded[self.context :][: len(x)] = x
         return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
 
-    def scores(self, run: Runner, windows: np.ndarray, activation: str) -> np.ndarray:
+    def scores(self, predictor: Predictor, windows: np.ndarray, activation: str) -> np.ndarray:
         """Return probabilities (windows, classes); states go from window to window."""
         size = 1 if self.carry and not self.along else self.rows or 64
         state, found = self.zeros(self.rows or 1), []
@@ -142,7 +142,7 @@ class SoundModel:
             if self.rows:
                 x = np.resize(x, (self.rows, x.shape[1]))
             feed = {**self.inputs(np.ascontiguousarray(x)), **state}
-            y, *new = run(feed, [self.output, *self.carry.values()])
+            y, *new = predictor.run(feed, [self.output, *self.carry.values()])
             state = dict(zip(self.carry, new, strict=True))
             found.append(y.reshape(len(x), -1)[:count])
         y = np.concatenate(found)

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
+from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
-    Runner,
     Task,
     home_of,
     inputs_of,
@@ -118,8 +118,8 @@ class Tokens(Task):
             inputs: a list of texts or of lists of words, which a space joins; or what `data` is.
         """
         rows = self._fed(self._rows(inputs, self.classes, labels=False))
-        run, output = Runner(model), self.model.graph.output[0].name
-        batches = (_shares(*run(X, [output])) for X, *_ in rows.batches(_BATCH, None, 0))
+        predictor, output = Predictor(model_of(model)), self.model.graph.output[0].name
+        batches = (_shares(*predictor.run(X, [output])) for X, *_ in rows.batches(_BATCH, None, 0))
         of_words = rows.of_words(batches)
         return [self._joined(*pair) for pair in zip(rows.texts, of_words, strict=True)]
 

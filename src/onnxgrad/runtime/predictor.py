@@ -1,0 +1,134 @@
+"""`Predictor`: the outputs of a model for rows of data, in calls of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxgrad.errors import argument, escaping, printable
+from onnxgrad.model.feeds import session_dtype
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded, session
+
+Arrays = dict[str, np.ndarray]
+ROWS = 256  # of a call
+
+
+class Predictor:
+    """Runs a model on arrays, which it casts to the dtypes of the inputs.
+
+    Args:
+        model: model, serialized model or path.
+        outputs: names of the outputs that calls return; empty: all.
+        device: where to run.
+        fixed_rows: rows of a static batch, which every call has; None: as the model declares, 0:
+            any number of rows.
+        work: multiply-adds of a call, for which there are threads; None: a thread for each core.
+
+    Attributes:
+        inputs, outputs: what onnxruntime says of each, by name.
+        fixed_rows: rows of a static batch; 0 if a call takes any number of rows.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        outputs: Sequence[str] = (),
+        device: Device | str = "cpu",
+        fixed_rows: int | None = None,
+        work: float | None = None,
+    ) -> None:
+        running, device = read(model), Device.of(device).check()
+        if work is None:
+            settings = ort.SessionOptions()
+            settings.log_severity_level = 4  # files hold constants that no node reads, and more
+            self.session = loaded(running, settings, providers=device.providers)
+        else:
+            self.session = session(running, device, work)
+        self.inputs = {x.name: x for x in self.session.get_inputs()}
+        self.outputs = {y.name: y for y in self.session.get_outputs()}
+        self.returned = list(outputs) or list(self.outputs)
+        self.fixed_rows = self._declared_rows if fixed_rows is None else fixed_rows
+
+    @property
+    def _declared_rows(self) -> int:
+        """The first length of all inputs, if all declare the same one; 0 otherwise."""
+        first = {x.shape[0] for x in self.inputs.values() if x.shape}
+        (rows,) = first if len(first) == 1 else (0,)
+        return rows if isinstance(rows, int) else 0
+
+    @cached_property
+    def dtypes(self) -> dict[str, np.dtype]:
+        """The dtype of each input and output that is a tensor."""
+        kinds = {name: session_dtype(v.type) for name, v in (self.inputs | self.outputs).items()}
+        return {name: kind.numpy() for name, kind in kinds.items() if kind}
+
+    @escaping()
+    def run(self, feed: Any, outputs: Sequence[str] = ()) -> list[Any]:
+        """Return outputs of one call, for arrays by name, or for the array of the only input.
+
+        Raises:
+            ValueError: an input without an array, or an array that no input takes.
+        """
+        by_name = feed if isinstance(feed, Mapping) else {next(iter(self.inputs)): feed}
+        if missing := [name for name in self.inputs if by_name.get(name) is None]:
+            raise ValueError(f"the model needs the inputs {missing}, and got {list(by_name)}")
+        if unknown := [name for name in by_name if name not in self.inputs]:
+            raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
+        arrays = {n: np.asarray(array, self.dtypes.get(n)) for n, array in by_name.items()}
+        return self.session.run(list(outputs) or self.returned, arrays)
+
+    def run_rows(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
+        """Return outputs for the rows of one batch, at most those of a static batch.
+
+        Rows that a static batch lacks are copies of the last one, and are cut from the outputs
+        that have a row for each.
+
+        Raises:
+            ValueError: as `run`.
+        """
+        count, size = len(next(iter(feed.values()))), self.fixed_rows
+        if not size or count == size:
+            return self.run(feed)
+        padded = {
+            name: np.concatenate([array, np.repeat(array[-1:], size - count, axis=0)])
+            for name, array in feed.items()
+        }
+        return [_first_rows(y, size, count) for y in self.run(padded)]
+
+    def predict(self, feed: Mapping[str, np.ndarray], rows: int = ROWS) -> Arrays:
+        """Return outputs for any number of rows, by name, in calls of so many rows.
+
+        Raises:
+            ValueError: as `run`; an output that does not have a row for each.
+        """
+        count, parts = len(next(iter(feed.values()))), list[list[Any]]()
+        for part in row_slices(count, self.fixed_rows or rows):
+            results = self.run_rows({name: array[part] for name, array in feed.items()})
+            lengths = part.stop - part.start
+            for name, y in zip(self.returned, results, strict=True):
+                if not np.ndim(y) or len(y) != lengths:
+                    raise ValueError(
+                        f"output {printable(name)} of shape {np.shape(y)} does not have a row for "
+                        f"each of {lengths} rows: choose others with {argument('outputs')}"
+                    )
+            parts.append(results)
+        columns = zip(self.returned, zip(*parts, strict=True), strict=True)
+        return {n: y[0] if len(y) == 1 else np.concatenate(y) for n, y in columns}
+
+
+def row_slices(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most `size` of `count` rows; one empty slice for no rows."""
+    for start in range(0, max(count, 1), size):
+        yield slice(start, min(start + size, count))
+
+
+def _first_rows(y: Any, size: int, count: int) -> Any:
+    """Return the first rows of an output, if it has as many as the batch."""
+    has_rows = isinstance(y, list) or (isinstance(y, np.ndarray) and y.ndim)
+    return y[:count] if has_rows and len(y) == size else y

@@ -1,0 +1,67 @@
+"""`Predictor` against a plain session of onnxruntime."""
+
+import numpy as np
+import pytest
+
+from onnxgrad.runtime.predictor import Predictor
+from tests.support.errors import naming
+from tests.support.models import parse_model
+from tests.support.running import run_named
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(11, 3)).astype(np.float32)
+WEIGHTS = RNG.normal(size=(3, 2)).astype(np.float32)
+COUNTS = np.arange(11, dtype=np.int64)
+
+
+def two_input_model(rows="N"):
+    return parse_model(
+        f"""f (float[{rows},3] x, int64[{rows}] k) => (float[{rows},2] y, float[{rows}] z,
+        float s) {{
+            h = MatMul(x, w)  f = Cast<to=1>(k)  c = Unsqueeze(f, one)  y = Mul(h, c)
+            z = Neg(f)  s = ReduceSum<keepdims=0>(x) }}""",
+        w=WEIGHTS,
+        one=np.int64([1]),
+    )
+
+
+@pytest.mark.parametrize("rows", ["N", 1, 4, 11, 16])
+@pytest.mark.parametrize("size", [1, 4, 256])
+def test_each_row_equals_a_call_with_that_row(rows, size):
+    predictor = Predictor(two_input_model(rows), ["y", "z"])
+    assert predictor.fixed_rows == (0 if rows == "N" else rows)
+    found = predictor.predict({"x": X, "k": COUNTS}, size)
+    single = two_input_model(1)
+    for i in range(11):
+        expected = run_named(single, {"x": X[i : i + 1], "k": COUNTS[i : i + 1]})
+        np.testing.assert_allclose(found["y"][i], expected["y"][0], rtol=1e-6)
+        np.testing.assert_allclose(found["z"][i], expected["z"][0])
+    assert {name: len(y) for name, y in found.items()} == {"y": 11, "z": 11}
+
+
+def test_arrays_are_cast_to_the_dtypes_of_inputs():
+    predictor = Predictor(two_input_model())
+    assert {n: str(d) for n, d in predictor.dtypes.items()} == {
+        "x": "float32", "k": "int64", "y": "float32", "z": "float32", "s": "float32",
+    }  # fmt: skip
+    wide = predictor.run({"x": X.astype(np.float64), "k": COUNTS.astype(np.int32)})
+    plain = run_named(two_input_model(), {"x": X, "k": COUNTS})
+    assert [np.shape(y) for y in wide] == [np.shape(y) for y in plain.values()]
+
+
+def test_inputs_that_are_missing_or_unknown_are_named():
+    predictor = Predictor(two_input_model())
+    with pytest.raises(ValueError, match=naming("['k']", "x")):
+        predictor.run({"x": X})
+    with pytest.raises(ValueError, match=naming("['q']", "['x', 'k']")):
+        predictor.run({"x": X, "k": COUNTS, "q": X})
+
+
+def test_an_output_without_rows_is_named():
+    with pytest.raises(ValueError, match=naming("s", "outputs", "11 rows")):
+        Predictor(two_input_model()).predict({"x": X, "k": COUNTS})
+
+
+def test_no_rows():
+    found = Predictor(two_input_model(), ["y"]).predict({"x": X[:0], "k": COUNTS[:0]})
+    assert found["y"].shape == (0, 2)
