@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 import onnxgrad as og
 from onnxgrad.training.job import Job
+from onnxgrad.training.model_loss import ComputedLoss
 from onnxgrad.training.objective import Objective, Plan, build_objective
 from tests.support.models import parse_model
 
@@ -116,4 +117,4 @@ def objective_with_loss(
     model: onnx.ModelProto, weights: Sequence[str], loss: str = "loss", row_weight: str = "weight"
 ) -> Objective:
     """Return the objective of a model whose output `loss` is the loss."""
-    return build_objective(model, weights, Plan(Job(model), None, loss, row_weight), False)
+    return build_objective(model, weights, Plan(Job(model), ComputedLoss(loss, row_weight)), False)

@@ -1,41 +1,40 @@
-"""One call of `fit` of an estimator, by the objective, step and loop of a `Trainer`; its state."""
+"""One call of `fit` of an estimator, as a `Fit` of its own job and state."""
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 
-from onnxgrad.compat.learning_rates import ByEpoch
 from onnxgrad.compat.rows_and_penalty import rows_of
-from onnxgrad.data.columns import Names
+from onnxgrad.data.columns import Names, read_names
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import read
-from onnxgrad.model.write import save
 from onnxgrad.native import Target
 from onnxgrad.optimizers import Optimizer, sgd
+from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
-from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.diagnose import cause_in_fit, rerun_failed_call
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.fit import Fit
 from onnxgrad.training.glorot import glorot
-from onnxgrad.training.loop import Loop
+from onnxgrad.training.job import Job
 from onnxgrad.training.modes import warn_of_stale_statistics
-from onnxgrad.training.objective import build_objective
-from onnxgrad.training.progress import FitProgress
+from onnxgrad.training.objective import Objective
+from onnxgrad.training.progress import FitProgress, shown
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
+from onnxgrad.training.run.runner import Runner
+from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.state import Arrays, TrainState, Values
-from onnxgrad.training.step.build import Step, StepOptions, build_step
-from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.update import evaluated
 
 INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
@@ -61,6 +60,15 @@ class EstimatorState(TrainState):
         now = self.values
         return evaluated(self.optimizer, now.weights, now.slots, now.steps)
 
+    def row_order(self) -> np.random.Generator:
+        """Return the one generator of all epochs, also of those of earlier calls."""
+        assert self.rng is not None
+        return self.rng
+
+    def memento(self) -> Callable[[], None]:
+        """Return a function that does nothing: no call resumes an epoch that broke off."""
+        return lambda: None
+
     def copy(self) -> Self:
         """Return an independent copy, which is not running."""
         new = super().copy()
@@ -68,123 +76,142 @@ class EstimatorState(TrainState):
         return new
 
 
-class EstimatorFit:
-    """One call of `fit`: from data and arguments to objective, step, runner and loop.
+class EstimatorFit(Fit):
+    """One call of `fit` of an estimator, of which nothing is changed.
 
-    Everything is checked before the loop is returned; nothing of the trainer is changed.
-
-    `trainer` is a `SeedTrainer`, `held_out` are validation data, `callback` is a function.
+    `estimator` is a `SeedTrainer`, `held_out` are validation data, `function` sees the progress.
     """
 
+    state: EstimatorState
+
     def __init__(
-        self, trainer: Any, data: Dataset, held_out: Dataset | None, callback: Any = None
+        self, estimator: Any, data: Dataset, held_out: Dataset | None, function: Any = None
     ) -> None:
-        self.callbacks = Callbacks([] if callback is None else [ProgressFunction(callback, self)])
-        self.trainer, self.data, self.held_out = trainer, data, held_out
-        self.rate, self.optimizer = trainer._rate_and_optimizer()
-        self.before = vars(trainer).get("_state") if trainer.warm_start else None
-        self.proto, self.names = trainer._model(self.before), trainer._names(announce=True)
-        trainer._check_names(self.names)
-        warn_of_stale_statistics(read(trainer.model_onnx))
-        self.weighted = data.weighted or (held_out is not None and held_out.weighted)
-        self.device = Device.of(trainer.device)
-
-    def begin(self) -> Loop:
-        """Return the loop of the epochs; the state is on the device."""
-        trainer, (step, fields) = self.trainer, self._step()
-        state = self._first_state(step.weights)
-        state.flat = np.ndim(self.data.y) == 1  # as predictions are then: y - f is not (rows, rows)
-        state.names, state.columns = fields.names, self.data.columns
-        source = self.data.source(fields, trainer.batch_size)
-        plan = trainer._plan(step.weights, self.weighted)
-        evaluator = Evaluator(self.proto, step.weights, plan, self.weighted, self.device, {})
-        evaluate = None
-        if self.held_out is not None:
-            evaluator.fields.names = fields.names
-            validation = rows_of(self.held_out, evaluator.fields)
-            evaluate = partial(_evaluate, evaluator, state, validation)
-        target = Target.of(self.device, work := step.work * source.batch_size, source.batch_size)
-        runner, every = new_runner(step, target, work), trainer.validation_every
-        state.begin(runner)
-        self.loop = Loop(
-            trainer,
-            state,
-            runner,
-            ByEpoch(self.rate, state.losses),
-            source,
-            self.callbacks,
-            lambda _: state.rng,
-            last_epoch=state.epoch + trainer.max_iter,
-            evaluate=evaluate,
-            evaluate_every=max(1, int(every if every >= 1 else every * trainer.max_iter)),
-            singly=not isinstance(source, ArraySource),
-            log_steps=trainer.enable_logging,
-            log_epochs=bool(trainer.verbose or trainer.enable_logging),
-            explain=lambda loop: self._explain(loop, state, evaluator),
+        self.estimator, file = estimator, read(estimator.model_onnx)
+        rate, optimizer = estimator._rate_and_optimizer()
+        self.before = vars(estimator).get("_state") if estimator.warm_start else None
+        proto, names = estimator._model(self.before), estimator._names(announce=True)
+        warn_of_stale_statistics(file)
+        weighted = data.weighted or (held_out is not None and held_out.weighted)
+        job = Job(
+            proto,
+            names,
+            estimator._loss(weighted, names),
+            optimizers=[optimizer],
+            learning_rates=[rate],
+            callbacks=Callbacks(_callbacks(estimator, data, function)),
+            device=Device.of(estimator.device),
         )
-        step.warn(stacklevel=3)
-        if trainer.saved_gradient is not None:
-            save(trainer._gradient(self.proto, step.weights), trainer.saved_gradient)
-            plain = build_epoch(self._step()[0])  # the runner's is not of standard operators only
-            save(plain, f"{os.fspath(trainer.saved_gradient)}.training.onnx")
-        return self.loop
-
-    def _step(self) -> tuple[Step, Fields]:
-        """Return the step, and what checks its data against the columns of an earlier `fit`."""
-        plan, on_cpu = self.trainer._plan(self.names, self.weighted), self.device.kind == "cpu"
-        objective = build_objective(self.proto, self.names, plan, self.weighted)
-        in_place = on_cpu and self.trainer.saved_gradient is None
-        step = build_step(objective, self.optimizer, StepOptions(blocks=on_cpu, in_place=in_place))
-        fields = Fields(objective)
-        if self.before is not None:
-            fields.names = self.before.names.copy()
-        return step, fields
-
-    def _first_state(self, trained: list[str]) -> EstimatorState:
-        """Return the state that training begins with: a new one, or a copy of the one before."""
-        trainer, before = self.trainer, self.before
-        arrays = {ref.name: ref.array() for ref in constants.constant_refs(self.proto)}
-        if before is None:
-            rng, draw = np.random.default_rng(trainer.random_state), INITS[trainer.weight_init]
-            state, reached = EstimatorState(rng=rng), set(trained)
-            names = [name for name in self.names if name in reached]
-            state.values = Values({name: draw(rng, arrays[name]) for name in names})
+        if self.before is None:
+            state, columns = EstimatorState(), read_names(proto)
+            state.rng = np.random.default_rng(estimator.random_state)
         else:
-            state, old = before.copy(), before.values
+            state, columns = self.before.copy(), self.before.names
+        recipe, size = Recipe(job, state, {}, int(weighted)), estimator.batch_size
+        super().__init__(self, recipe, columns, data, size, held_out, further=True)
+        self.file = file
+
+    @property
+    def progress(self) -> FitProgress:
+        """The progress of the training."""
+        assert self.loop is not None
+        return self.loop.progress
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Evaluates the model of the file, also where its nodes are in training mode."""
+        job, recipe = self.job, self.recipe
+        names = self.step.weights  # the others stay constants
+        return Evaluator(job.proto, names, recipe.plan, recipe.weighted, job.device, {})
+
+    def _fields(self, objective: Objective) -> Fields:
+        """Return the inputs that check the data, of a model of which a step can be built."""
+        in_place = self.estimator.saved_gradient is None
+        self.step = self.recipe.step(objective, in_place=in_place)
+        fields = Fields(objective)
+        fields.names = self.names
+        return fields
+
+    def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+        assert self.batch_size is not None
+        source = self.data.source(fields, self.batch_size)
+        if not isinstance(self.held_out, Dataset):
+            return source, None
+        self.evaluator.fields.names = self.names
+        return source, rows_of(self.held_out, self.evaluator.fields)
+
+    def _runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
+        """Return the runner of a step for batches of any size; the state gets its weights."""
+        job, state, trained, old = self.job, self.state, self.step.weights, self.state.values
+        arrays = {ref.name: ref.array() for ref in constants.constant_refs(job.proto)}
+        if self.before is None:
+            draw = INITS[self.estimator.weight_init]
+            names = [name for name in job.trained if name in {*trained}]
+            state.values = Values({name: draw(state.row_order(), arrays[name]) for name in names})
+        else:
             weights = old.weights | {name: arrays[name] for name in trained}
-            same = self.optimizer == before.optimizer and old.slots.keys() >= set(trained)
-            state.values = Values(weights, old.slots, old.steps) if same else Values(weights)
-            state.position, state.pending, state.running = 0, False, {}  # of an unfinished epoch
-        state.optimizer, state.trained, state.stop_reason = self.optimizer, trained, None
-        return state
+            same = job.optimizer == state.optimizer and old.slots.keys() >= {*trained}
+            state.values = replace(old, weights=weights) if same else Values(weights)
+        state.optimizer, state.trained = job.optimizer, trained
+        state.flat = np.ndim(self.data.y) == 1  # as predictions are then: y - f is not (rows, rows)
+        state.names, state.columns = self.names, self.data.columns
+        work = self.step.work * source.batch_size
+        return new_runner(self.step, Target.of(job.device, work, source.batch_size), work)
 
-    def _explain(self, loop: Loop, state: EstimatorState, evaluator: Evaluator) -> str:
-        """Return why the loop ended."""
-        file = read(self.trainer.model_onnx)
-        failed = lambda: rerun_failed_call(self._step()[0], loop, self.device, file)  # noqa: E731
-        outputs = evaluator.plan.read_outputs(file)
-        return cause_in_fit(loop, file, outputs, failed, evaluator, state.weights_to_evaluate())
+    def _validate(self) -> dict[str, Any]:
+        """Return the entries of the history for validation data, none if it is not their epoch."""
+        every = self.estimator.validation_every
+        every = max(1, int(every if every >= 1 else every * self.estimator.max_iter))
+        return {} if (self.progress.epoch + 1) % every else super()._validate()
 
 
-def _evaluate(evaluator: Evaluator, state: EstimatorState, source: BatchSource) -> dict[str, float]:
-    return {"validation_loss": evaluator.evaluate(state.weights_to_evaluate(), source)["loss"]}
+def _callbacks(estimator: Any, data: Dataset, function: Any) -> list[Callback]:
+    """Return the callbacks of a call of `fit`."""
+    wanted: list[tuple[type[Callback], bool]] = [
+        (StepLog, estimator.enable_logging),
+        (EpochLog, bool(estimator.verbose or estimator.enable_logging)),
+        (SingleBatches, data.stream is not None or data.reader is not None),
+    ]
+    callbacks = [kind() for kind, is_wanted in wanted if is_wanted]
+    return callbacks if function is None else [*callbacks, ProgressFunction(function)]
+
+
+class StepLog(Callback):
+    """Logs the loss of the epoch so far after each call of the runtime."""
+
+    def on_step_end(self, trainer: Any, state: TrainState, control: Control) -> None:
+        """Log the loss of the epoch so far."""
+        logger.debug("step %d loss %s", state.step, shown(trainer.progress.loss, "g"))
+
+
+class EpochLog(Callback):
+    """Logs the loss of each epoch."""
+
+    def on_epoch_end(self, trainer: Any, state: TrainState, control: Control) -> None:
+        """Log the loss of the epoch."""
+        now = trainer.progress
+        logger.info("epoch %d/%d loss %s", now.epoch + 1, now.epochs, shown(now.loss, "g"))
+
+
+class SingleBatches(Callback):
+    """Lets each call of the runtime run one batch."""
+
+    every_steps = 1
 
 
 class ProgressFunction(Callback):
     """Calls a function of the progress after calls of the runtime and after evaluations."""
 
-    def __init__(
-        self, function: Callable[[FitProgress], bool | str | None], call: EstimatorFit
-    ) -> None:
+    def __init__(self, function: Callable[[FitProgress], bool | str | None]) -> None:
         if not callable(function):
             raise ValueError(
                 f"callback must be a function of a Progress, not {function!r}: see FitProgress"
             )
-        self.function, self.call = function, call
+        self.function = function
 
     def on_step_end(self, trainer: Any, state: TrainState, control: Control) -> None:
         """Call the function, and end training if it says so."""
-        answer: Any = self.function(self.call.loop.progress)
+        answer: Any = self.function(trainer.progress)
         if isinstance(answer, (bool, np.bool_)):
             control.stop |= not answer
         elif isinstance(answer, str) and answer == "stop":

@@ -12,12 +12,14 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
+from onnxgrad.compat.estimator_fit import EstimatorFit
 from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer
 from onnxgrad.model.read import read
+from onnxgrad.model.write import save
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
-from onnxgrad.training.job import Job
-from onnxgrad.training.objective import Plan
+from onnxgrad.training.model_loss import ComputedLoss
+from onnxgrad.training.step.epoch import build_epoch
 
 
 @dataclass(eq=False, repr=False)
@@ -102,9 +104,15 @@ class OrtGradientOptimizer(SeedTrainer):
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
-    def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
-        job = Job(read(self.model_onnx))
-        return Plan(job, None, self.loss_output_name, self.sample_weight_name, reduction="sum")
+    def _loss(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
+        return ComputedLoss(self.loss_output_name, self.sample_weight_name, reduction="sum")
+
+    def _save_gradient(self, call: EstimatorFit) -> None:
+        if self.saved_gradient is not None:
+            save(self._gradient(call.job.proto, call.state.trained), self.saved_gradient)
+            # the runner's is not of standard operators only
+            plain = build_epoch(call.recipe.step(call.recipe.objective(), in_place=False))
+            save(plain, f"{os.fspath(self.saved_gradient)}.training.onnx")
 
     def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
         loss = DerivativeOptions.Loss

@@ -101,7 +101,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(
-        lambda self: self._passes(self._loss([], False).outputs(read(self.model_onnx)))
+        lambda self: self._passes(self._loss(False).outputs(read(self.model_onnx)))
     )
     train_function_ = Fitted(
         lambda self: self._from_cache("function", self.train_session_.new_instance)
@@ -121,20 +121,17 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     zero_onnx_ = Fitted(lambda self: self._graph("zero_onnx_"))
     epoch_onnx_ = Fitted(lambda self: self._graph("epoch_onnx_"))
 
-    def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
-        return Plan(Job(read(self.model_onnx)), self._loss(weights, weighted))
-
-    def _loss(self, weights: Sequence[str], weighted: bool) -> RowsAndPenalty:
+    def _loss(self, weighted: bool, weights: Sequence[str] | None = None) -> RowsAndPenalty:
+        penalty = BaseLearningPenalty.select(self.learning_penalty)
+        if weights is not None:
+            penalty.check(weights)
         return RowsAndPenalty(
             BaseLearningLoss.select(self.learning_loss),
-            BaseLearningPenalty.select(self.learning_penalty),
-            weights,
+            penalty,
+            weights or (),
             self.loss_output_name,
             "weight" if self.weight_name is None and weighted else self.weight_name,
         )
-
-    def _check_names(self, names: Sequence[str]) -> None:
-        BaseLearningPenalty.select(self.learning_penalty).check(names)
 
     # -- predictions --------------------------------------------------------------------------
 
@@ -176,8 +173,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Return what evaluates the trained model."""
 
         def build() -> Evaluator:
-            plan = self._plan([], weighted)
-            return kind(self.get_trained_onnx(), [], plan, weighted, self.device, {})
+            proto = self.get_trained_onnx()
+            plan = Plan(Job(proto), self._loss(weighted))
+            return kind(proto, [], plan, weighted, self.device, {})
 
         values = self._fitted_state().values
         return self._from_cache(f"{kind.__name__}, {weighted}", build, values)
@@ -305,8 +303,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def _graphs(self) -> dict[str, Any]:
         """Return the graphs of `save_onnx_graph`, of the weights to train."""
         proto, names = self._model(vars(self).get("_state")), self._names()
-        self._check_names(names)
-        losses, (rate, optimizer) = self._loss(names, False), self._rate_and_optimizer()
+        losses, (rate, optimizer) = self._loss(False, names), self._rate_and_optimizer()
         objective = build_objective(proto, names, Plan(Job(proto), losses), False)
         ((output, prediction),) = objective.predictions.items()
         shape = dims(prediction)

@@ -62,11 +62,11 @@ class RowsAndPenalty:
         sums, self.losses = [op.ReduceSum(rows, keepdims=0)], op.Reshape(rows, [-1])
         sums[0].name = op.name(self.name)
         count = op.Cast(count_rows(op, op.graph.inputs, label), to=rows.dtype)
-        inputs = {str(w.name): w for w in op.graph.inputs}
+        used = {str(w.name): w for w in op.graph.inputs if w.uses()}
         penalties = [
             op.Cast(op.Reshape(term, []), to=rows.dtype)
-            for w in (inputs[name] for name in self.weights)
-            if w.uses() and (term := self.penalty.penalty(op, str(w.name), w)) is not None
+            for name in self.weights
+            if name in used and (term := self.penalty.penalty(op, name, used[name])) is not None
         ]
         own: list[OwnGradients | None] = [scaled([(prediction, gradient)])]
         if penalties:

@@ -96,7 +96,7 @@ class Arguments(BaseEstimator):
 
 
 class SeedTrainer(Arguments):
-    """Trains weights of a model; subclasses have `_plan`, what is minimized, and own arguments."""
+    """Trains weights of a model; subclasses have `_loss`, what is minimized, and own arguments."""
 
     random_state: int | None
     weight_init: str
@@ -163,13 +163,17 @@ class SeedTrainer(Arguments):
         validation = None if X_val is None else as_dataset(X_val, y_val)
         with garbage_kept():
             call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation, callback)
-            loop = call.begin()
-        self._run(loop, before)
+            loop = call.begin(self.max_iter, shuffle=True)
+            self._save_gradient(call)
+        self._run(call, loop, before)
         return self
 
-    def _run(self, loop: Loop, before: EstimatorState | None) -> None:
+    def _save_gradient(self, call: EstimatorFit) -> None:
+        """Save the gradient of a call that has begun, if an argument says where."""
+
+    def _run(self, call: EstimatorFit, loop: Loop, before: EstimatorState | None) -> None:
         """Run the epochs; keep their state, or the one `before` if no slice was finished."""
-        state: Any = loop.state
+        state = call.state
         try:
             self._state, self._cache = state, BuildCache()
             with reporting(logging.DEBUG if self.enable_logging else level_of(self.verbose)):
@@ -186,6 +190,7 @@ class SeedTrainer(Arguments):
             if isinstance(self.learning_rate, BaseLearningRate):
                 self.learning_rate.value = self._state.learning_rate
             state.end()
+            call.end()
 
     def _model(self, state: EstimatorState | None) -> ModelProto:
         """Return the model with the weights of `state`, if there is one."""
@@ -201,8 +206,9 @@ class SeedTrainer(Arguments):
             return expand(read(self.model_onnx), self.weights_to_train, "weight")
         return default_weights(read(self.model_onnx), announce)
 
-    def _check_names(self, names: Sequence[str]) -> None:
-        """Raise if an argument does not fit weights of these names."""
+    def _loss(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
+        """Return the loss as a `Job` holds it, for weights that train; None: it is evaluated."""
+        raise NotImplementedError
 
     def _rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
         """Return a copy of the learning rate, at its first epoch, and the optimizer."""

@@ -36,6 +36,7 @@ from onnxgrad.training.mixing import Mix
 from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.progress import FitProgress
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.sharing import shared_call
 from onnxgrad.training.state import TrainState, Values
 
@@ -180,7 +181,8 @@ class TrainerBase:
             held_out = held_out_data(validation)
             data = as_dataset(X, y, sample_weight)
             check_arguments({"batch_size": batch_size, "epochs": epochs})
-            call = Fit(self, self._job, self._names, data, batch_size, held_out, sharing)
+            recipe = Recipe.of(self._job, self.state, data, held_out, sharing)
+            call = Fit(self, recipe, self._names, data, batch_size, held_out)
             with garbage_kept():
                 loop = call.begin(index(epochs), shuffle, resume)
             return self._run(call, loop)
@@ -214,7 +216,8 @@ class TrainerBase:
         with self._only_call(), shared_call(self._job.parallel) as sharing:
             check_arguments({"batch_size": batch_size})
             data = as_dataset(X, y, sample_weight)
-            call = Fit(self, self._job, self._names, data, batch_size, None, sharing, further=True)
+            recipe = Recipe.of(self._job, self.state, data, None, sharing)
+            call = Fit(self, recipe, self._names, data, batch_size, further=True)
             with garbage_kept():
                 loop = call.begin(1, shuffle)
             return self._run(call, loop)
@@ -289,7 +292,7 @@ class TrainerBase:
         """
         if self._call is None or self._job.members is not None:
             return None
-        step = find_failed_step(self._call.recipe, self._loop)
+        step = find_failed_step(self._call.recipe, self._loop, self._call.file)
         return None if step is None else (step.model, step.inputs)
 
     # -- results ------------------------------------------------------------------------------

@@ -358,26 +358,20 @@ class FailedStep:
     at_start: dict[str, np.ndarray] | None
 
 
-def find_failed_step(recipe: Any, loop: Any) -> FailedStep | None:
+def find_failed_step(recipe: Any, loop: Any, file: ModelProto | None) -> FailedStep | None:
     """Return the step of a `Recipe` in which its `Loop` failed; None if none did.
 
     Where processes share the step, each one returns the step with its rows; None if it does not
-    have all slots, if its statistics are over all rows, or if that step is finite.
+    have all slots, if its statistics are over all rows, or if that step is finite. `file` is the
+    model with its own weights, None if only their trained values are in memory.
     """
     if loop.failed is None or _is_shared(recipe, loop):
         return None
-    blocks, job = not loop.runner.in_place, recipe.job
-    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
-    return rerun_failed_call(step, loop, job.device, job.file)
-
-
-def rerun_failed_call(
-    step: Step, loop: Any, device: Any, file: ModelProto | None
-) -> FailedStep | None:
-    """Run the steps of the call that failed; return the one that is not finite, None if none is."""
     (piece, rates, position), runner = loop.failed, loop.runner
+    blocks = not runner.in_place
+    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
     model = to_proto(step.model)
-    running = session(model, device, step.work, step.recomputes)
+    running = session(model, recipe.job.device, step.work, step.recomputes)
     states, fed = _states_and_feeds(step, runner, piece, rates, position)
     for number, batch in enumerate(piece.each(position)):
         inputs = states | {name: np.asarray(stack[number]) for name, stack in fed.items()}

@@ -256,8 +256,7 @@ class Evaluator:
 
     def cause(self, values: Arrays) -> str:
         """Return a clause that says why the loss is not finite; `values` are those of one model."""
-        one, loss = self.described, self.plan.loss
-        outputs = [self.plan.loss_output] if loss is None else list(one.predictions)
+        outputs = self.plan.loss.outputs(self.proto)
         file = constants.replace(self.proto, {name: values[name] for name in self.names})
 
         def losses() -> ModelProto:

@@ -12,9 +12,12 @@ import numpy as np
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.data.columns import Names
 from onnxgrad.data.torch_data import draws_its_order
-from onnxgrad.errors import argument
+from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.reporting import logger
+from onnxgrad.reporting import frames_inside, logger
+from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.compose import Warmup
+from onnxgrad.schedules.curves import InverseSqrt
 from onnxgrad.schedules.rates import OfMembers, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
@@ -26,15 +29,12 @@ from onnxgrad.training.evaluate import check_weights, evaluator_of
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
-from onnxgrad.training.job import Job
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.remembered import training_notes
-from onnxgrad.training.run.runner import micro_batches
+from onnxgrad.training.run.runner import Runner, micro_batches
 from onnxgrad.training.run.selection import Compiled
-from onnxgrad.training.run_length import check_length
-from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.inputs import Batch
 from onnxgrad.training.step.loss_scale import INITIAL
@@ -46,18 +46,18 @@ class Fit:
     """One call of `fit` or `partial_fit`; it lets go of the data when it ends.
 
     Args:
-        trainer: the trainer, which callbacks see.
-        job: its arguments.
+        trainer: what callbacks see.
+        recipe: its job and its state, and facts of the data.
         names: of the columns of tables in earlier calls.
         data: those to train on.
         batch_size: rows of a step; None: those of a model with a static batch of several, or
             else 32; 1 where a state is carried from row to row.
         held_out: validation data, or the share of the rows that are held out; None for none.
-        sharing: the group of processes that train together; None: this process alone.
         further: whether it goes on where the call before ended, as `partial_fit`.
 
     Attributes:
         recipe: what a step computes.
+        file: the model with its own weights; None if only their trained values are in memory.
         names: of the columns of tables.
         labels: what is known of each label.
         loop: the epochs.
@@ -67,19 +67,18 @@ class Fit:
     def __init__(
         self,
         trainer: Any,
-        job: Job,
+        recipe: Recipe,
         names: Names,
         data: Dataset,
         batch_size: int | None = None,
         held_out: Dataset | float | Split | None = None,
-        sharing: Sharing | None = None,
         further: bool = False,
     ) -> None:
-        self.trainer, self.job, self.sharing, self.further = trainer, job, sharing, further
-        self.state: TrainState = trainer.state  # before the call
+        self.trainer, self.recipe, self.further = trainer, recipe, further
+        self.job, self.sharing, self.file = recipe.job, recipe.sharing, recipe.job.file
+        self.state = recipe.state  # before the call
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
         self.names = names.copy()
-        self.recipe = Recipe.of(job, self.state, data, held_out, sharing)
         self.labels: dict[str, LossInfo] = {}
         self.buffers: dict[str, np.ndarray] = {}  # their initial values
         self.loop: Loop | None = None
@@ -118,15 +117,10 @@ class Fit:
         self.buffers = {
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
-        self.labels, fields = objective.labels, Fields(objective, job.batch_axes)
-        fields.accumulates = not job.carry
-        features = (fields.fields[name] for name in fields.features)
-        self.names.notes = training_notes(job, self.names.notes, self.data.reader, features)
-        check_weights(self.recipe, self.data, objective, fields)
-        fields.parts_of = partial(self._parts, statistics=True)
+        self.labels, fields = objective.labels, self._fields(objective)
         source, held_out = self._sources(fields, shuffle)
         self._check_statistics(source, fields)
-        if held_out is not None:
+        if held_out is not None and job.every_metric:
             values = self.buffers | job.values_to_evaluate(self.state)
             self.evaluator.check_metrics(values, held_out, job.metrics)
         identity = partial(identity_of, job, source, held_out, shuffle, shared)
@@ -141,8 +135,7 @@ class Fit:
             if held_out is not None:
                 held_out = shared.source(held_out)
         self.validated = held_out
-        fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
-        runner = compiled.runner(self.recipe, source, fields, fixed, shared)
+        runner = self._runner(compiled, source, fields)
         if not self.further:
             _say_batch(objective, fields, compiled.adds_losses)
         rates = self._rates(state, None if self.further else source.batches, epochs)
@@ -159,10 +152,9 @@ class Fit:
             rates,
             source,
             callbacks,
-            order=lambda s: np.random.default_rng([s.seed, s.epoch]) if shuffle else None,
-            last_epoch=first + epochs,
+            order=lambda s: s.row_order() if shuffle else None,
             first_epoch=first,
-            resumable=True,
+            last_epoch=first + epochs,
             evaluate=None if held_out is None else self._validate,
             explain=self._explain,
             label_misfit=self._label_misfit,
@@ -188,13 +180,13 @@ class Fit:
 
     def _explain(self, loop: Loop) -> str:
         """Return why the loop ended."""
-        job, failed = self.job, partial(find_failed_step, self.recipe, loop)
-        read = self.recipe.plan.read_outputs(job.proto)
+        job, failed = self.job, partial(find_failed_step, self.recipe, loop, self.file)
+        read = self.recipe.plan.loss.outputs(job.proto)
         values = job.values_to_evaluate(loop.state)
         if job.members is not None:  # none has a finite loss: the first is as good as others
             values = {name: array[0] for name, array in values.items()}
         known = self.names.columns, self.evaluator.fields.weight
-        return cause_in_fit(loop, job.file, read, failed, self.evaluator, values, *known)
+        return cause_in_fit(loop, self.file, read, failed, self.evaluator, values, *known)
 
     def _label_misfit(self, batch: Batch) -> str | None:
         """Return which label of a batch does not fit its prediction; None if all fit."""
@@ -212,6 +204,21 @@ class Fit:
         values = self.job.values_to_evaluate(self.loop.state)
         results = self.evaluator.evaluate(values, self.validated, self.job.metrics, shared)
         return {f"validation_{name}": value for name, value in results.items()}
+
+    def _fields(self, objective: Objective) -> Fields:
+        """Return the inputs that check the data to train on."""
+        job, fields = self.job, Fields(objective, self.job.batch_axes)
+        fields.accumulates = not job.carry
+        features = (fields.fields[name] for name in fields.features)
+        self.names.notes = training_notes(job, self.names.notes, self.data.reader, features)
+        check_weights(self.recipe, self.data, objective, fields)
+        fields.parts_of = partial(self._parts, statistics=True)
+        return fields
+
+    def _runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
+        """Return the runner of the step for the batches of `source`."""
+        fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
+        return compiled.runner(self.recipe, source, fields, fixed, self.sharing)
 
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""
@@ -299,7 +306,7 @@ class Fit:
             remedy = "partial_fit has none, call fit" if self.further else given
             raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
         if batches is not None:
-            check_length(rate, state, batches, epochs)
+            _check_length(rate, state, batches, epochs)
         return rate.rates_of_training(state, None if batches is None else batches * epochs, k)
 
     def _state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
@@ -343,6 +350,40 @@ class Fit:
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
         state.values = Values(self.job.weights_to_begin(old), buffers=now)
         return state
+
+
+def _check_length(rate: Any, state: TrainState, batches: int, epochs: int) -> None:
+    """Refuse another length of a resumed training; warn of a warm-up that does not end in it.
+
+    Args:
+        rate: what the trainer takes as a learning rate.
+        state: that with which training begins, of a checkpoint if it resumes.
+        batches: those of an epoch.
+        epochs: those of the whole training.
+
+    Raises:
+        ValueError: the rates would jump, as they depend on a length that is not that of before.
+    """
+    if not isinstance(rate, Schedule):
+        return
+    steps, before = batches * epochs, state.epochs
+    schedule = rate.over(steps)
+    if before is not None and rate.over(batches * before) != schedule:
+        raise ValueError(
+            f"the checkpoint is of a training of {before} epochs ({batches * before} steps), and "
+            f"{argument('epochs', epochs)} makes {steps} steps: the learning rates depend on the "
+            f"length of the training, and would jump. Pass {argument('epochs', before)}; to train "
+            f"for longer, {named('start anew without resume')}, with the trained model"
+        )
+    warmup = schedule.warmup if isinstance(schedule, (Warmup, InverseSqrt)) else 0
+    if steps <= warmup:
+        warnings.warn(
+            f"the warm-up of {warmup} steps does not end in this training, which has {steps} "
+            f"steps ({epochs} epochs of {batches} batches): the learning rate rises to "
+            f"{schedule(steps - 1):.3g} only. Pass a shorter one, such as a tenth of all steps: "
+            f"{argument('warmup', 0.1)}",
+            stacklevel=frames_inside() + 1,
+        )
 
 
 def _say_batch(objective: Objective, fields: Fields, adds_losses: bool) -> None:

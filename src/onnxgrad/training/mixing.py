@@ -20,6 +20,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.mixed_rows import MixedRows
 from onnxgrad.losses.objectives import TrainingLoss
 from onnxgrad.operators.shapes import dims, rank
+from onnxgrad.training.model_loss import ComputedLoss
 from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
 
 _DOUBLE = ir.DataType.DOUBLE
@@ -240,7 +241,8 @@ def mix_rows_by_job(
     if job.mix is None:
         return None
     if not isinstance(loss, TrainingLoss):
-        kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
+        own = isinstance(loss, ComputedLoss)
+        kind = "computed by a model" if own else f"a {type(loss).__name__}"
         raise ValueError(
             f"mix takes losses of onnxgrad.LOSSES, not one that is {kind}: leave it out"
         )

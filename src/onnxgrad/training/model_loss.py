@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import argument, named, printable
+from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import loss_info
 from onnxgrad.losses.objectives import Written
@@ -51,15 +52,39 @@ def outputs_beside(proto: ModelProto, loss: str) -> list[str]:
     return [noted] if noted is not None and noted in names else names
 
 
+@dataclass(frozen=True)
+class ComputedLoss:
+    """The loss that a model computes: its output of this name.
+
+    - `output`: the name.
+    - `row_weight`: the input of sample weights.
+    - `reduction`: "mean" or "sum", what the loss is if `add_loss_output` noted nothing.
+    """
+
+    output: str
+    row_weight: str = "weight"
+    reduction: str = "mean"
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the name of the output, in a list.
+
+        Raises:
+            ValueError: the model has no such output.
+        """
+        names = [y.name for y in proto.graph.output]
+        if self.output not in names:
+            raise unknown("output", self.output, names)
+        return [self.output]
+
+
 def write_model_loss(
     op: Emit,
     proto: ModelProto,
+    computed: ComputedLoss,
     loss: ir.Value,
     data: Sequence[ir.Value],
-    row_weight: str,
-    reduction: str,
 ) -> Written:
-    """Return a loss that the model computes, as the mean of a batch.
+    """Return the loss that the model computes, as the mean of a batch.
 
     One that `add_loss_output` noted to be a sum is divided by the number of rows.
     """
@@ -73,13 +98,13 @@ def write_model_loss(
     total = op.Cast(_as_scalar(op, loss), to=kind)
     labels = [name for name in (info.label, "label") if name in inputs]
     count = op.Cast(count_rows(op, data, inputs[labels[0]] if labels else data[-1]), to=kind)
-    own = total if info.reduction is None and reduction == "mean" else None
-    if (info.reduction or reduction) == "mean":
+    own = total if info.reduction is None and computed.reduction == "mean" else None
+    if (info.reduction or computed.reduction) == "mean":
         total = total * count
     if total is not loss:  # which is called as the output
         total.name, loss.name = loss.name, op.name(f"{loss.name}.of_model")
     infos = dict.fromkeys(labels[:1], info)
-    weight = inputs.get(row_weight)
+    weight = inputs.get(computed.row_weight)
     return Written([total], [count], [1.0], [], infos, weight, [None], batch_loss=own)
 
 

@@ -33,7 +33,12 @@ from onnxgrad.parallel import Part
 from onnxgrad.training.filled import fill
 from onnxgrad.training.job import Job
 from onnxgrad.training.mixing import mix_rows_by_job
-from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
+from onnxgrad.training.model_loss import (
+    BATCH,
+    ComputedLoss,
+    outputs_beside,
+    write_model_loss,
+)
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.replacement import walk
 from onnxgrad.training.step.inputs import DRAW, FIRST, remove_unread_feeds
@@ -58,26 +63,17 @@ class Plan:
     """What is minimized: the loss of a job for some data.
 
     - `job`: how the model computes while it trains.
-    - `loss`: writes the loss; None: the output `loss_output` is the loss.
-    - `row_weight`: the input of sample weights of a model that computes its loss.
-    - `reduction`: "mean" or "sum", what that loss is if `add_loss_output` noted nothing.
+    - `loss`: writes the loss, or names the output of the model that is the loss.
     - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
     - `beside`: names of tensors that the graph computes beside the loss.
     - `filled`: inputs that nodes compute, as the data lack them: see `filled.fillable`.
     """
 
     job: Job
-    loss: TrainingLoss | None
-    loss_output: str = ""
-    row_weight: str = "weight"
-    reduction: str = "mean"
+    loss: TrainingLoss | ComputedLoss
     across: Part | None = None
     beside: tuple[str, ...] = ()
     filled: frozenset[str] = frozenset()
-
-    def read_outputs(self, proto: ModelProto) -> list[str]:
-        """Return the names of the tensors of a model that the loss reads, or that are the loss."""
-        return [self.loss_output] if self.loss is None else self.loss.outputs(proto)
 
 
 @dataclass
@@ -213,24 +209,26 @@ def build_objective(
     Raises:
         ValueError: unknown names, or a prediction that the loss does not accept.
     """
-    predicted = plan.loss.outputs(proto) if plan.loss else outputs_beside(proto, plan.loss_output)
-    model, results, freed = _prepared(proto, plan, predicted, weights)
+    loss, computed = plan.loss, list[str]()
+    predicted = loss.outputs(proto)
+    if isinstance(loss, ComputedLoss):
+        computed, predicted = predicted, outputs_beside(proto, loss.output)
+    model, results, freed = _prepared(proto, plan, computed, predicted, weights)
     graph, data, op = model.graph, list(model.graph.inputs), Emit(model.graph)
     form = _Form.of(op, plan, data, results) if training else _Form()
     states, beside = _states(op, plan, data, results), {name: results[name] for name in plan.beside}
-    results = {name: results[name] for name in (predicted if plan.loss else results)}
+    results = {name: results[name] for name in [*computed, *predicted]}
     trained = as_inputs(proto, graph, weights)
     if plan.job.precision != "file":
         trained = [in_float32_input(op, w) for w in trained]
-        results = {n: in_float32(op, y) if plan.loss else y for n, y in results.items()}
+        results = {n: y if computed else in_float32(op, y) for n, y in results.items()}
     stopped = _stopped(proto, graph)
     if training:
         read = {*results.values(), *states.values(), *beside.values()}
         fold_normalizations(op, trained, stopped | read)
     with op:
-        if (loss := plan.loss) is None:
-            own = results[plan.loss_output]
-            written = write_model_loss(op, proto, own, data, plan.row_weight, plan.reduction)
+        if isinstance(loss, ComputedLoss):
+            written = write_model_loss(op, proto, loss, results[loss.output], data)
         else:
             if isinstance(loss, OfOutputs):  # it may write its gradient itself
                 loss = loss.differentiated(trained if training else (), form.mixed)
@@ -270,18 +268,20 @@ def _stopped(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
 
 
 def _prepared(
-    proto: ModelProto, plan: Plan, predicted: Sequence[str], weights: Sequence[str]
+    proto: ModelProto,
+    plan: Plan,
+    computed: Sequence[str],
+    predicted: Sequence[str],
+    weights: Sequence[str],
 ) -> tuple[ir.Model, dict[str, ir.Value], int]:
     """Return the prepared model with the outputs that are read, these by name, and `freed`.
 
-    A model of a fixed batch is freed where it is proven to treat rows by themselves.
+    Read are the output that is the loss, in `computed` if there is one, and predictions. A model of
+    a fixed batch is freed where it is proven to treat rows by themselves.
     """
     job = plan.job
-    own, outputs = [] if plan.loss else [plan.loss_output], [y.name for y in proto.graph.output]
-    if own and own[0] not in outputs:
-        raise unknown("output", own[0], outputs)
-    read = list(dict.fromkeys([*own, *predicted, *job.carry.values(), *plan.beside]))
-    if not set(outputs).issuperset(read):
+    read = list(dict.fromkeys([*computed, *predicted, *job.carry.values(), *plan.beside]))
+    if not {y.name for y in proto.graph.output}.issuperset(read):
         proto = select_model_inputs_outputs(proto, read)
     model = prepare(
         proto,
@@ -293,7 +293,7 @@ def _prepared(
         wide=weights if job.precision == "float32" else None,
         fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
-    add_row_axes(model.graph, [read.index(y) for y in predicted if plan.loss], job.moved)
+    add_row_axes(model.graph, [] if computed else [read.index(y) for y in predicted], job.moved)
     rows = stated_rows(model, BATCH, job.batch_axes) or 0
     freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
     model = model if freed is None else freed

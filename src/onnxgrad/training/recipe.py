@@ -22,7 +22,7 @@ from onnxgrad.training.class_weights import WeightedClasses
 from onnxgrad.training.data import Dataset, array_shape
 from onnxgrad.training.filled import fillable, is_cache
 from onnxgrad.training.job import Job
-from onnxgrad.training.model_loss import loss_output
+from onnxgrad.training.model_loss import ComputedLoss, loss_output
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
 from onnxgrad.training.sharing import Sharing
@@ -110,26 +110,27 @@ class Recipe:
         Raises:
             ValueError: arguments that do not fit each other.
         """
-        job, loss = self.job, self._loss()
         return Plan(
-            job,
-            loss,
-            "" if loss is not None else loss_output(job.proto),
+            self.job,
+            self._loss(),
             across=None if self.sharing is None else self.sharing.normalized,
             filled=self.filled,
         )
 
-    def _loss(self) -> TrainingLoss | None:
-        """Return what writes the loss; None: the model has an output that is one."""
+    def _loss(self) -> TrainingLoss | ComputedLoss:
+        """Return what writes the loss, or the output of the model that is one."""
         job, loss = self.job, self.job.loss
-        whole = loss is None or hasattr(loss, "write") or _is_model(loss)
+        written = isinstance(loss, ComputedLoss) or hasattr(loss, "write")
+        whole = loss is None or written or _is_model(loss)
         for name in ("class_weight", "loss_options", "loss_weights"):
             if whole and getattr(job, name) is not None:
                 kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
                 raise ValueError(
                     f"{named(name)} has no effect on a loss that is {kind}: leave it out"
                 )
-        if loss is None or hasattr(loss, "write"):
+        if loss is None:
+            return ComputedLoss(loss_output(job.proto))
+        if written:
             return loss
         if _is_model(loss):
             return LossModel(loss)

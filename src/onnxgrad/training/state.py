@@ -227,6 +227,10 @@ class TrainState:
 
     # -- training -----------------------------------------------------------------------------
 
+    def row_order(self) -> np.random.Generator:
+        """Return the generator that orders the rows of the present epoch."""
+        return np.random.default_rng([self.seed, self.epoch])
+
     @property
     def is_running(self) -> bool:
         """Whether `fit` is running."""

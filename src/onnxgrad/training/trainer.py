@@ -13,6 +13,7 @@ from onnxgrad.training.base import TrainerBase
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.modes import exported
+from onnxgrad.training.recipe import Recipe
 
 
 class Trainer(TrainerBase):
@@ -143,7 +144,8 @@ class Trainer(TrainerBase):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        call = Fit(self, self._job, self._names, as_dataset(X, y))
+        data = as_dataset(X, y)
+        call = Fit(self, Recipe.of(self._job, self.state, data), self._names, data)
         call.balance()
         return call.recipe.step_models()
 
