@@ -163,7 +163,7 @@ def _evaluation(
     job = recipe.job
     plan = replace(recipe.plan, beside=tuple(additional))
     names = [*job.trained, *buffers]
-    one = build_objective(inference_form(job.proto), names, plan, recipe.weighted, training=False)
+    one = build_objective(inference_form(job.proto), names, plan, training=False)
     one.require_labels()
     read_elsewhere(
         [w for w in one.weights if w.name in step.unreached],

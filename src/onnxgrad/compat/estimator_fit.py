@@ -120,9 +120,7 @@ class EstimatorFit(Fit):
     @cached_property
     def evaluator(self) -> Evaluator:
         """Evaluates the model of the file, also where its nodes are in training mode."""
-        job, recipe = self.job, self.recipe
-        names = self.step.weights  # the others stay constants
-        return Evaluator(job.proto, names, recipe.plan, recipe.weighted, job.device, {})
+        return Evaluator(self.job.proto, self.step.weights, self.recipe.plan)
 
     def _fields(self, objective: Objective) -> Fields:
         """Return the inputs that check the data, of a model of which a step can be built."""

@@ -12,14 +12,16 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.compat.learning_losses import (
+    GRADIENT,
+    LOSS,
     AbsoluteLearningLoss,
     ElasticLearningLoss,
     FunctionLearningLoss,
     NegLogLearningLoss,
+    loss_outputs,
 )
 from onnxgrad.compat.learning_penalties import weight_names
 from onnxgrad.compat.learning_rates import axpy, axpyw, axpyw2
-from onnxgrad.compat.loss_models import GRADIENT, LOSS, loss_outputs
 from onnxgrad.compat.small_models import build_model
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.losses.penalties import weight_penalty

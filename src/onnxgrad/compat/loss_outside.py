@@ -174,8 +174,8 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
         def build() -> Evaluator:
             proto = self.get_trained_onnx()
-            plan = Plan(Job(proto), self._loss(weighted))
-            return kind(proto, [], plan, weighted, self.device, {})
+            job = Job(proto, device=Device.of(self.device))
+            return kind(proto, [], Plan(job, self._loss(weighted), weighted))
 
         values = self._fitted_state().values
         return self._from_cache(f"{kind.__name__}, {weighted}", build, values)
@@ -304,7 +304,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Return the graphs of `save_onnx_graph`, of the weights to train."""
         proto, names = self._model(vars(self).get("_state")), self._names()
         losses, (rate, optimizer) = self._loss(False, names), self._rate_and_optimizer()
-        objective = build_objective(proto, names, Plan(Job(proto), losses), False)
+        objective = build_objective(proto, names, Plan(Job(proto), losses))
         ((output, prediction),) = objective.predictions.items()
         shape = dims(prediction)
         shape = ("N", "k") if shape is None else ("N", *shape[1:])

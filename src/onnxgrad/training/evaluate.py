@@ -65,8 +65,7 @@ def evaluator_of(
     def build() -> Evaluator:
         proto = inference_form(job.proto)
         read = sorted({ref.name for ref in constants.constant_refs(proto)} & changing)
-        arguments = proto, read, recipe.plan, recipe.weighted, job.device, job.batch_axes
-        return Evaluator(*arguments, job.members)
+        return Evaluator(proto, read, recipe.plan)
 
     key = "labeled" if recipe.labels else "unlabeled"
     kept = job.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)

@@ -23,7 +23,6 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Group
-from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.batches import BatchSource, ReaderSource
 from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
@@ -60,28 +59,13 @@ class Evaluator:
     Args:
         proto: the model, in its inference form.
         names: names of its weights and statistics that are passed to every call.
-        plan: the loss.
-        weighted: whether there may be sample weights.
-        device: where to run.
-        batch_axes: as those of a `Trainer`.
-        members: of a stack, the number of its models, which are evaluated in one graph: what is
-            passed by name has an axis of members first, and so have losses, metrics and
-            predictions. None: one model.
+        plan: the loss, and the job. The members of a stack are evaluated in one graph: weights and
+            statistics have an axis of members first, and so have losses, metrics and predictions.
     """
 
-    def __init__(
-        self,
-        proto: ModelProto,
-        names: Sequence[str],
-        plan: Plan,
-        weighted: bool,
-        device: Any,
-        batch_axes: Mapping[str, int | None],
-        members: int | None = None,
-    ) -> None:
+    def __init__(self, proto: ModelProto, names: Sequence[str], plan: Plan) -> None:
         self.proto, self.names, self.plan = proto, list(names), plan
-        self.weighted, self.device, self.batch_axes = weighted, Device.of(device), batch_axes
-        self.members = members
+        self.device, self.members = plan.job.device, plan.job.members
         self.shown: str | None = None  # the title of a progress bar
         self.failed: Batch | None = None  # the first one whose loss is not finite
         self._sessions: dict[tuple[str, bool], Running] = {}  # shared by copies
@@ -97,7 +81,7 @@ class Evaluator:
 
     def of_one(self) -> Objective:
         """Return the objective of one model, without dropout and with the stored statistics."""
-        return build_objective(self.proto, self.names, self.plan, self.weighted, training=False)
+        return build_objective(self.proto, self.names, self.plan, training=False)
 
     def objective(self) -> Objective:
         """Return the objective, of all members of a stack."""
@@ -112,7 +96,7 @@ class Evaluator:
     @cached_property
     def fields(self) -> Fields:
         """The inputs of data."""
-        fields = Fields(self.described, self.batch_axes)
+        fields = Fields(self.described, self.plan.job.batch_axes)
         fields.divides = True
         return fields
 

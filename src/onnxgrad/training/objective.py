@@ -64,6 +64,7 @@ class Plan:
 
     - `job`: how the model computes while it trains.
     - `loss`: writes the loss, or names the output of the model that is the loss.
+    - `weighted`: whether the data may have sample weights.
     - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
     - `beside`: names of tensors that the graph computes beside the loss.
     - `filled`: inputs that nodes compute, as the data lack them: see `filled.fillable`.
@@ -71,6 +72,7 @@ class Plan:
 
     job: Job
     loss: TrainingLoss | ComputedLoss
+    weighted: bool = False
     across: Part | None = None
     beside: tuple[str, ...] = ()
     filled: frozenset[str] = frozenset()
@@ -195,7 +197,7 @@ def inverse(op: Emit, count: ir.Value, scale: ir.Value | None = None) -> ir.Valu
 
 
 def build_objective(
-    proto: ModelProto, weights: Sequence[str], plan: Plan, weighted: bool, training: bool = True
+    proto: ModelProto, weights: Sequence[str], plan: Plan, training: bool = True
 ) -> Objective:
     """Return the objective of `plan` for the named weights of a model.
 
@@ -203,7 +205,6 @@ def build_objective(
         proto: the model.
         weights: names of the weights.
         plan: what is minimized.
-        weighted: whether the data may contain sample weights.
         training: whether the graph is that of a step, with dropout and statistics of the batch.
 
     Raises:
@@ -232,7 +233,7 @@ def build_objective(
         else:
             if isinstance(loss, OfOutputs):  # it may write its gradient itself
                 loss = loss.differentiated(trained if training else (), form.mixed)
-            written = loss.write(op, results, weighted)
+            written = loss.write(op, results, plan.weighted)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added

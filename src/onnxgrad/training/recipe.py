@@ -113,6 +113,7 @@ class Recipe:
         return Plan(
             self.job,
             self._loss(),
+            self.weight_axes > 0,
             across=None if self.sharing is None else self.sharing.normalized,
             filled=self.filled,
         )
@@ -161,18 +162,13 @@ class Recipe:
         norm = self.job.clip_norm
         return optimizer if norm is None else Chain((clip_by_global_norm(norm), optimizer))
 
-    @property
-    def weighted(self) -> bool:
-        """Whether the data may have sample weights."""
-        return self.weight_axes > 0
-
     def objective(self, training: bool = True) -> Objective:
         """Return the objective of a step; unless `training`, without dropout and statistics."""
         job, proto, plan = self.job, self.job.proto, self.plan
         if not training:
             plan = replace(plan, job=replace(job, dropout={}))
             proto = inference_form(proto)
-        objective = build_objective(proto, job.trained, plan, self.weighted, training)
+        objective = build_objective(proto, job.trained, plan, training)
         if job.digest is not None:  # those that the loss does not reach stay constants
             one = () if job.members is None else 0  # those of a member
             read_elsewhere(objective.weights, lambda name: self.state.weights[name][one])
