@@ -117,4 +117,4 @@ def objective_with_loss(
     model: onnx.ModelProto, weights: Sequence[str], loss: str = "loss", row_weight: str = "weight"
 ) -> Objective:
     """Return the objective of a model whose output `loss` is the loss."""
-    return build_objective(model, weights, Plan(Job(model), ComputedLoss(loss, row_weight)))
+    return build_objective(Plan(Job(model, weights), ComputedLoss(loss, row_weight)))

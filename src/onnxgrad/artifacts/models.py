@@ -161,9 +161,8 @@ def _evaluation(
 ) -> tuple[ModelProto, list[str]]:
     """Return the model of the loss and of predictions in inference form, and their names."""
     job = recipe.job
-    plan = replace(recipe.plan, beside=tuple(additional))
-    names = [*job.trained, *buffers]
-    one = build_objective(inference_form(job.proto), names, plan, training=False)
+    plan = recipe.plan.for_model(inference_form(job.proto), [*job.trained, *buffers])
+    one = build_objective(replace(plan, beside=tuple(additional)), training=False)
     one.require_labels()
     read_elsewhere(
         [w for w in one.weights if w.name in step.unreached],

@@ -49,7 +49,7 @@ class ModelWithLoss:
     def describe(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
         recipe = Recipe.of(self.job, TrainState(), Dataset(None, y))
-        return build_objective(self.job.proto, [], recipe.plan, training=False)
+        return build_objective(recipe.plan, training=False)
 
     def judge_by(self, metrics: Any) -> None:
         """Evaluate these metrics from now on."""

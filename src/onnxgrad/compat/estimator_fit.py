@@ -1,4 +1,4 @@
-"""One call of `fit` of an estimator, as a `Fit` of its own job and state."""
+"""One call of `fit` of an estimator, as a `Fit` with another job and state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EstimatorState(TrainState):
         return evaluated(self.optimizer, now.weights, now.slots, now.steps)
 
     def row_order(self) -> np.random.Generator:
-        """Return the one generator of all epochs, also of those of earlier calls."""
+        """Return the one generator of all epochs, also of the epochs of earlier calls."""
         assert self.rng is not None
         return self.rng
 
@@ -90,20 +90,20 @@ class EstimatorFit(Fit):
         self.estimator, file = estimator, read(estimator.model_onnx)
         rate, optimizer = estimator._rate_and_optimizer()
         self.before = vars(estimator).get("_state") if estimator.warm_start else None
-        proto, names = estimator._model(self.before), estimator._names(announce=True)
+        names = estimator._weight_names(announce=True)
         warn_of_stale_statistics(file)
         weighted = data.weighted or (held_out is not None and held_out.weighted)
         job = Job(
-            proto,
+            estimator._model_to_train(self.before),
             names,
-            estimator._loss(weighted, names),
+            estimator._loss_of_job(weighted, names),
             optimizers=[optimizer],
             learning_rates=[rate],
-            callbacks=Callbacks(_callbacks(estimator, data, function)),
+            callbacks=Callbacks(_wanted_callbacks(estimator, data, function)),
             device=Device.of(estimator.device),
         )
         if self.before is None:
-            state, columns = EstimatorState(), read_names(proto)
+            state, columns = EstimatorState(), read_names(job.proto)
             state.rng = np.random.default_rng(estimator.random_state)
         else:
             state, columns = self.before.copy(), self.before.names
@@ -120,9 +120,9 @@ class EstimatorFit(Fit):
     @cached_property
     def evaluator(self) -> Evaluator:
         """Evaluates the model of the file, also where its nodes are in training mode."""
-        return Evaluator(self.job.proto, self.step.weights, self.recipe.plan)
+        return Evaluator(self.recipe.plan.for_model(self.job.proto, self.step.weights))
 
-    def _fields(self, objective: Objective) -> Fields:
+    def _training_fields(self, objective: Objective) -> Fields:
         """Return the inputs that check the data, of a model of which a step can be built."""
         in_place = self.estimator.saved_gradient is None
         self.step = self.recipe.step(objective, in_place=in_place)
@@ -130,7 +130,7 @@ class EstimatorFit(Fit):
         fields.names = self.names
         return fields
 
-    def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+    def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         assert self.batch_size is not None
         source = self.data.source(fields, self.batch_size)
         if not isinstance(self.held_out, Dataset):
@@ -138,7 +138,7 @@ class EstimatorFit(Fit):
         self.evaluator.fields.names = self.names
         return source, rows_of(self.held_out, self.evaluator.fields)
 
-    def _runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
+    def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
         """Return the runner of a step for batches of any size; the state gets its weights."""
         job, state, trained, old = self.job, self.state, self.step.weights, self.state.values
         arrays = {ref.name: ref.array() for ref in constants.constant_refs(job.proto)}
@@ -156,14 +156,14 @@ class EstimatorFit(Fit):
         work = self.step.work * source.batch_size
         return new_runner(self.step, Target.of(job.device, work, source.batch_size), work)
 
-    def _validate(self) -> dict[str, Any]:
+    def _validation_results(self) -> dict[str, Any]:
         """Return the entries of the history for validation data, none if it is not their epoch."""
         every = self.estimator.validation_every
         every = max(1, int(every if every >= 1 else every * self.estimator.max_iter))
-        return {} if (self.progress.epoch + 1) % every else super()._validate()
+        return {} if (self.progress.epoch + 1) % every else super()._validation_results()
 
 
-def _callbacks(estimator: Any, data: Dataset, function: Any) -> list[Callback]:
+def _wanted_callbacks(estimator: Any, data: Dataset, function: Any) -> list[Callback]:
     """Return the callbacks of a call of `fit`."""
     wanted: list[tuple[type[Callback], bool]] = [
         (StepLog, estimator.enable_logging),

@@ -1,7 +1,7 @@
 """Losses outside of the model, as functions of a prediction and a label.
 
 A loss writes itself and its gradient with respect to the prediction into any graph, or into two
-models, which `loss_gradient` and `loss_scores` run. The formulas are those of `formulas`, but for
+models, which `loss_gradient` and `loss_scores` run. They have the formulas of `formulas`, but for
 the square, which is halved here, and for `NegLogLearningLoss`, which takes logits.
 """
 
@@ -188,7 +188,7 @@ class BaseLearningLoss(SmallFunctions):
     def select(class_name: Any, **options: Any) -> BaseLearningLoss:
         """Return the loss for an instance, a class, a name, or a function `(op, f, y)`.
 
-        Names: those of the classes here, `square_error`, `squared_error`, `square`, `l2`;
+        Names: the classes here, `square_error`, `squared_error`, `square`, `l2`;
         `absolute_error`, `absolute`, `l1`; `elastic_error`, `elastic`; `log`, `neglog`, `neg_log`,
         `logloss`, all four `NegLogLearningLoss`; and the other keys of `onnxgrad.LOSSES`.
 
@@ -240,7 +240,7 @@ def loss_outputs(
 def checked_feed(
     loss: Any, session: ort.InferenceSession, expected: Any, predicted: Any, weight: Any
 ) -> dict[str, Any]:
-    """Return the inputs of a model of `loss_onnx`; those that fit are passed on without a copy.
+    """Return the inputs of a model of `loss_onnx`; arrays that fit are passed on without a copy.
 
     Raises:
         ValueError: arrays that do not fit the model or each other, or labels that the loss does not

@@ -185,7 +185,7 @@ class BaseLearningPenalty(SmallFunctions):
     def penalty_gradient(self, *weights: Any) -> list[Any]:
         """Return the gradients of the penalty with respect to the weights; None for no penalty.
 
-        Arguments and errors are those of `penalty_loss`.
+        Arguments and errors are as for `penalty_loss`.
         """
         feed, binds = self._feed(weights)
         if "penalty_grad_onnx_" not in self.__dict__:
@@ -212,8 +212,8 @@ class BaseLearningPenalty(SmallFunctions):
     def select(class_name: Any = None, **options: Any) -> BaseLearningPenalty:
         """Return the penalty for an instance, a class, a name, None, a number, or a dictionary.
 
-        Names: `elastic`, `l1l2`, and those of the classes; None and "" are `NoLearningPenalty`. A
-        number is the l2 of all weights. A dictionary maps names of weights to a penalty,
+        Names: `elastic`, `l1l2`, and the classes; None and "" are `NoLearningPenalty`. A number is
+        the l2 of all weights. A dictionary maps names of weights to a penalty,
         `{"l1": a, "l2": b}` or a number, their l2; other weights have no penalty.
 
         Raises:

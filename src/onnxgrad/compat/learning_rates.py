@@ -42,7 +42,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     """
 
     value: float | None = None
-    # those of equal arguments may be in different epochs
+    # rates of equal arguments may be in different epochs
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     @property
@@ -80,7 +80,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     def rates_of_training(
         self, state: Any, steps: int | None, member: int | None = None
     ) -> ByEpoch:
-        """Return the rates of a training, those of finished epochs behind it."""
+        """Return the rates of a training, of which some epochs may be finished."""
         losses = state.losses if member is None else [loss[member] for loss in state.losses]
         return ByEpoch(self.at_start(), losses)
 
@@ -279,8 +279,8 @@ class LearningRateSGD(BaseLearningRate):
 class LearningRateSGDNesterov(LearningRateSGD):
     """Momentum: v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), g as in SGD.
 
-    Nesterov's form is that of Sutskever et al. 2013, "On the importance of initialization and
-    momentum in deep learning". The other arguments are those of `LearningRateSGD`.
+    Nesterov's form is the one of Sutskever et al. 2013, "On the importance of initialization and
+    momentum in deep learning". It has the other arguments of `LearningRateSGD`, too.
 
     Args:
         momentum: m, the decay of the velocity v in one step.
@@ -318,7 +318,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
         """Return the weight and the velocity after a step, by `axpyw_onnx_`.
 
         The velocity has the weight's shape and dtype, and is zero before the first step. The other
-        arguments and errors are those of `BaseLearningRate`.
+        arguments and errors are as for `BaseLearningRate`.
 
         Raises:
             ValueError: `velocity` is None.

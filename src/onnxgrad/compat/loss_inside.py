@@ -68,11 +68,11 @@ class OrtGradientOptimizer(SeedTrainer):
         feature_names_in_: the names of the columns of X, if `fit` was called with a table.
         train_session_: an `onnxruntime.InferenceSession` of the gradient model, as
             `saved_gradient` saves it, for one batch.
-        input_names_, output_names_: those of `train_session_`: data, label and weights; the loss
-            and the gradients.
+        input_names_, output_names_: the names of `train_session_`: data, label and weights; the
+            loss and the gradients.
         train_function_: the forward and the backward pass of the model
-            (`OrtGradientForwardBackward`); its inputs are those of the model, then the trained
-            weights.
+            (`OrtGradientForwardBackward`); its inputs are the inputs of the model, then the
+            trained weights.
         cls_type_: the class of `train_function_`.
 
     A callback of `fit` reads their current values. Sessions and passes are built on demand.
@@ -99,27 +99,27 @@ class OrtGradientOptimizer(SeedTrainer):
     weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(lambda self: self._from_cache("session", self._session))
+    train_session_ = Fitted(lambda self: self._from_cache("session", self._gradient_session))
     train_function_ = Fitted(lambda self: self._from_cache("function", self._passes().new_instance))
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
-    def _loss(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
+    def _loss_of_job(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
         return ComputedLoss(self.loss_output_name, self.sample_weight_name, reduction="sum")
 
     def _save_gradient(self, call: EstimatorFit) -> None:
         if self.saved_gradient is not None:
-            save(self._gradient(call.job.proto, call.state.trained), self.saved_gradient)
+            save(self._gradient_model(call.job.proto, call.state.trained), self.saved_gradient)
             # the runner's is not of standard operators only
             plain = build_epoch(call.recipe.step(call.recipe.objective(), in_place=False))
             save(plain, f"{os.fspath(self.saved_gradient)}.training.onnx")
 
-    def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
+    def _gradient_model(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
         loss = DerivativeOptions.Loss
         return derivative(proto, DerivativeRequest(weights, [], loss, self.loss_output_name))[0]
 
-    def _session(self) -> ort.InferenceSession:
-        model = self._gradient(read(self.model_onnx), self._trained_names())
+    def _gradient_session(self) -> ort.InferenceSession:
+        model = self._gradient_model(read(self.model_onnx), self._trained_names())
         return session(model, Device.of(self.device), work=0.0)
 
     def get_state(self) -> dict[str, np.ndarray]:

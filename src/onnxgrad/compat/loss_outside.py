@@ -57,15 +57,15 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         learning_penalty: None, a name, number, `BaseLearningPenalty`, or `{weight: penalty}`.
         exc: whether NaN or infinity raises; otherwise a warning is issued and `fit` ends.
 
-    The other arguments, and the other attributes below, are those of `OrtGradientOptimizer`.
+    The other arguments, and the other attributes below, are as for `OrtGradientOptimizer`.
 
     Attributes:
         train_losses_: mean loss of a row, per epoch, the penalty of each batch included.
         trained_coef_: `{name: OrtValue}`, the trained weights.
         train_session_: the model as an `OrtGradientForwardBackward`.
         train_function_: its forward and backward pass, an instance of `cls_type_`.
-        input_names_: the inputs of `train_function_.forward`: those of the model, then the trained
-            weights.
+        input_names_: the inputs of `train_function_.forward`: the inputs of the model, then the
+            trained weights.
         output_names_: names of the gradients that `train_function_.backward` returns, one per
             input; None for an input without gradient.
         epoch_onnx_: an epoch, one of the graphs of `save_onnx_graph`. The others are
@@ -101,7 +101,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(
-        lambda self: self._passes(self._loss(False).outputs(read(self.model_onnx)))
+        lambda self: self._passes(self._loss_of_job(False).outputs(read(self.model_onnx)))
     )
     train_function_ = Fitted(
         lambda self: self._from_cache("function", self.train_session_.new_instance)
@@ -112,16 +112,16 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     output_names_ = Fitted(
         lambda self: [*map(self.train_session_.partition.gradients.get, self.input_names_)]
     )
-    loss_grad_onnx_ = Fitted(lambda self: self._graph("loss_grad_onnx_"))
-    loss_score_onnx_ = Fitted(lambda self: self._graph("loss_score_onnx_"))
-    axpy_onnx_ = Fitted(lambda self: self._graph("axpy_onnx_"))
-    axpyw_onnx_ = Fitted(lambda self: self._graph("axpyw_onnx_"))
-    penalty_onnx_ = Fitted(lambda self: self._graph("penalty_onnx_"))
-    penalty_grad_onnx_ = Fitted(lambda self: self._graph("penalty_grad_onnx_"))
-    zero_onnx_ = Fitted(lambda self: self._graph("zero_onnx_"))
-    epoch_onnx_ = Fitted(lambda self: self._graph("epoch_onnx_"))
+    loss_grad_onnx_ = Fitted(lambda self: self._graph_by_name("loss_grad_onnx_"))
+    loss_score_onnx_ = Fitted(lambda self: self._graph_by_name("loss_score_onnx_"))
+    axpy_onnx_ = Fitted(lambda self: self._graph_by_name("axpy_onnx_"))
+    axpyw_onnx_ = Fitted(lambda self: self._graph_by_name("axpyw_onnx_"))
+    penalty_onnx_ = Fitted(lambda self: self._graph_by_name("penalty_onnx_"))
+    penalty_grad_onnx_ = Fitted(lambda self: self._graph_by_name("penalty_grad_onnx_"))
+    zero_onnx_ = Fitted(lambda self: self._graph_by_name("zero_onnx_"))
+    epoch_onnx_ = Fitted(lambda self: self._graph_by_name("epoch_onnx_"))
 
-    def _loss(self, weighted: bool, weights: Sequence[str] | None = None) -> RowsAndPenalty:
+    def _loss_of_job(self, weighted: bool, weights: Sequence[str] | None = None) -> RowsAndPenalty:
         penalty = BaseLearningPenalty.select(self.learning_penalty)
         if weights is not None:
             penalty.check(weights)
@@ -138,10 +138,10 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def losses(self, X: Any, y: Any = None, sample_weight: Any = None) -> np.ndarray:
         """Return the loss of every row, times its weight, in the order of the rows: (rows,).
 
-        Arguments and errors are those of `fit`. Penalties are not included.
+        Arguments and errors are as for `fit`. Penalties are not included.
         """
         data = as_dataset(X, y, sample_weight)
-        evaluator = self._evaluator(RowLosses, data.weighted)
+        evaluator = self._trained_evaluator(RowLosses, data.weighted)
         (losses,) = evaluator.predict({}, rows_of(data, evaluator.fields)).values()
         return losses
 
@@ -161,7 +161,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         Raises:
             ValueError: data that the inputs do not accept, or nothing was trained.
         """
-        evaluator = self._evaluator(Evaluator, False)
+        evaluator = self._trained_evaluator(Evaluator, False)
         fields = evaluator.fields.without_labels()
         fields.left_out = frozenset()  # labels are refused
         source = rows_of(Dataset(X), fields)
@@ -169,13 +169,12 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         flat = self._state.flat and predictions.shape[1:] == (1,)
         return predictions[:, 0] if flat else predictions
 
-    def _evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
+    def _trained_evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
         """Return what evaluates the trained model."""
 
         def build() -> Evaluator:
-            proto = self.get_trained_onnx()
-            job = Job(proto, device=Device.of(self.device))
-            return kind(proto, [], Plan(job, self._loss(weighted), weighted))
+            job = Job(self.get_trained_onnx(), device=Device.of(self.device))
+            return kind(Plan(job, self._loss_of_job(weighted), weighted))
 
         values = self._fitted_state().values
         return self._from_cache(f"{kind.__name__}, {weighted}", build, values)
@@ -240,7 +239,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             slots, steps, optimizer = old.slots, old.steps, self._rate_and_optimizer()[1]
             if optimizer != fitted.optimizer or (zero and new.keys() >= slots.keys()):
                 slots, steps = {}, 0
-            unset: dict[str, Any] = {name: {} for name in self._names()}  # they start at zero
+            unset: dict[str, Any] = {n: {} for n in self._weight_names()}  # they start at zero
             slots = unset | slots | {n: slots.get(n, {}) | arrays for n, arrays in new.items()}
             fitted.values, fitted.optimizer = replace(old, slots=slots, steps=steps), optimizer
         return self
@@ -298,13 +297,13 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             of `OrtGradientForwardBackward`; `epoch_onnx_`: the model that training runs, in which
             all of these are combined.
         """
-        return write_models(self._graphs(), folder, prefix, suffix)
+        return write_models(self._training_graphs(), folder, prefix, suffix)
 
-    def _graphs(self) -> dict[str, Any]:
+    def _training_graphs(self) -> dict[str, Any]:
         """Return the graphs of `save_onnx_graph`, of the weights to train."""
-        proto, names = self._model(vars(self).get("_state")), self._names()
-        losses, (rate, optimizer) = self._loss(False, names), self._rate_and_optimizer()
-        objective = build_objective(proto, names, Plan(Job(proto), losses))
+        proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
+        losses, (rate, optimizer) = self._loss_of_job(False, names), self._rate_and_optimizer()
+        objective = build_objective(Plan(Job(proto, names), losses))
         ((output, prediction),) = objective.predictions.items()
         shape = dims(prediction)
         shape = ("N", "k") if shape is None else ("N", *shape[1:])
@@ -326,8 +325,8 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             "epoch_onnx_": build_epoch(step),
         }
 
-    def _graph(self, name: str) -> ModelProto:
-        graphs = self._from_cache("graphs", self._graphs, self._state.values)
+    def _graph_by_name(self, name: str) -> ModelProto:
+        graphs = self._from_cache("graphs", self._training_graphs, self._state.values)
         graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
         graphs |= graphs["learning_penalty"]
         if name not in graphs:

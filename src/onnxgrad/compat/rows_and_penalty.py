@@ -1,4 +1,4 @@
-"""The loss of `OrtGradientForwardBackwardOptimizer`: that of rows, and a penalty of the weights."""
+"""The loss of `OrtGradientForwardBackwardOptimizer`: losses of rows and a penalty of weights."""
 
 from __future__ import annotations
 

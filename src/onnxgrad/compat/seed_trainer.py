@@ -96,7 +96,7 @@ class Arguments(BaseEstimator):
 
 
 class SeedTrainer(Arguments):
-    """Trains weights of a model; subclasses have `_loss`, what is minimized, and own arguments."""
+    """Trains weights of a model; subclasses have `_loss_of_job`, and arguments beside these."""
 
     random_state: int | None
     weight_init: str
@@ -154,7 +154,7 @@ class SeedTrainer(Arguments):
             RuntimeError: called by its own callback.
 
         However training ends, the state after the last finished slice of batches is kept, or else
-        that of an earlier `fit`. `stop_reason_` says why it ended.
+        the state of an earlier `fit`. `stop_reason_` says why it ended.
         """
         if (before := vars(self).get("_state")) is not None and before.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
@@ -165,13 +165,13 @@ class SeedTrainer(Arguments):
             call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation, callback)
             loop = call.begin(self.max_iter, shuffle=True)
             self._save_gradient(call)
-        self._run(call, loop, before)
+        self._run_epochs(call, loop, before)
         return self
 
     def _save_gradient(self, call: EstimatorFit) -> None:
         """Save the gradient of a call that has begun, if an argument says where."""
 
-    def _run(self, call: EstimatorFit, loop: Loop, before: EstimatorState | None) -> None:
+    def _run_epochs(self, call: EstimatorFit, loop: Loop, before: EstimatorState | None) -> None:
         """Run the epochs; keep their state, or the one `before` if no slice was finished."""
         state = call.state
         try:
@@ -192,13 +192,13 @@ class SeedTrainer(Arguments):
             state.end()
             call.end()
 
-    def _model(self, state: EstimatorState | None) -> ModelProto:
+    def _model_to_train(self, state: EstimatorState | None) -> ModelProto:
         """Return the model with the weights of `state`, if there is one."""
         proto = read(self.model_onnx)
         return proto if state is None else constants.replace(proto, state.weights)
 
-    def _names(self, announce: bool = False) -> list[str]:
-        """Return the names of the weights to train; `announce` reports those that are left out.
+    def _weight_names(self, announce: bool = False) -> list[str]:
+        """Return the names of the weights to train; `announce` reports weights that are left out.
 
         Roles are judged by the values in the model, not by the trained ones.
         """
@@ -206,7 +206,7 @@ class SeedTrainer(Arguments):
             return expand(read(self.model_onnx), self.weights_to_train, "weight")
         return default_weights(read(self.model_onnx), announce)
 
-    def _loss(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
+    def _loss_of_job(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
         """Return the loss as a `Job` holds it, for weights that train; None: it is evaluated."""
         raise NotImplementedError
 
@@ -271,7 +271,7 @@ class SeedTrainer(Arguments):
     def _float_constants(
         self, names: Iterable[str], check_trained: bool = False
     ) -> dict[str, np.ndarray]:
-        """Return the float constants of the model, or those that the last `fit` trained.
+        """Return the float constants of the model, or only the weights that the last `fit` trained.
 
         Raises `ValueError` if one of `names` is not among them.
         """

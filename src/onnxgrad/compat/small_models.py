@@ -1,4 +1,4 @@
-"""Estimators that build small models and run them, such as those that update a weight."""
+"""Estimators that build small models and run them, such as the update of a weight."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SmallFunctions(BaseEstimator):
     _device = CPU
 
     def _keep(self, device: Any, **models: ModelProto | None) -> None:
-        """Set the attributes `models`, which run on `device`; those that are None are not set."""
+        """Set the attributes `models`, which run on `device`; None sets no attribute."""
         self._device = CPU if device is None else Device.of(device).check()
         self._sessions = dict[str, ort.InferenceSession]()
         for name, model in models.items():

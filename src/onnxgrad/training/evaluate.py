@@ -65,7 +65,7 @@ def evaluator_of(
     def build() -> Evaluator:
         proto = inference_form(job.proto)
         read = sorted({ref.name for ref in constants.constant_refs(proto)} & changing)
-        return Evaluator(proto, read, recipe.plan)
+        return Evaluator(recipe.plan.for_model(proto, read))
 
     key = "labeled" if recipe.labels else "unlabeled"
     kept = job.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)

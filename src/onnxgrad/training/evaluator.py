@@ -57,15 +57,14 @@ class Evaluator:
     """Evaluates a model in its inference form; weights and running statistics are inputs.
 
     Args:
-        proto: the model, in its inference form.
-        names: names of its weights and statistics that are passed to every call.
-        plan: the loss, and the job. The members of a stack are evaluated in one graph: weights and
-            statistics have an axis of members first, and so have losses, metrics and predictions.
+        plan: the loss, and a job with the model in its inference form and the names of the weights
+            and statistics that are passed to every call. The members of a stack are evaluated in
+            one graph: weights and statistics have an axis of members first, and so have losses,
+            metrics and predictions.
     """
 
-    def __init__(self, proto: ModelProto, names: Sequence[str], plan: Plan) -> None:
-        self.proto, self.names, self.plan = proto, list(names), plan
-        self.device, self.members = plan.job.device, plan.job.members
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.device, self.members = plan, plan.job.device, plan.job.members
         self.shown: str | None = None  # the title of a progress bar
         self.failed: Batch | None = None  # the first one whose loss is not finite
         self._sessions: dict[tuple[str, bool], Running] = {}  # shared by copies
@@ -81,7 +80,7 @@ class Evaluator:
 
     def of_one(self) -> Objective:
         """Return the objective of one model, without dropout and with the stored statistics."""
-        return build_objective(self.proto, self.names, self.plan, training=False)
+        return build_objective(self.plan, training=False)
 
     def objective(self) -> Objective:
         """Return the objective, of all members of a stack."""
@@ -240,8 +239,9 @@ class Evaluator:
 
     def cause(self, values: Arrays) -> str:
         """Return a clause that says why the loss is not finite; `values` are those of one model."""
-        outputs = self.plan.loss.outputs(self.proto)
-        file = constants.replace(self.proto, {name: values[name] for name in self.names})
+        proto, names = self.plan.job.proto, self.plan.job.trained
+        outputs = self.plan.loss.outputs(proto)
+        file = constants.replace(proto, {name: values[name] for name in names})
 
         def losses() -> ModelProto:
             new = self.of_one()
@@ -289,7 +289,7 @@ class Evaluator:
     @cached_property
     def _dtypes_of_halves(self) -> dict[str, np.dtype]:
         """The dtypes of the outputs that are declared to have 16 bits."""
-        stated = {y.name: y.type.tensor_type.elem_type for y in self.proto.graph.output}
+        stated = {y.name: y.type.tensor_type.elem_type for y in self.plan.job.proto.graph.output}
         return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
 
     def row_axis(self, output: str, label: str | None = None) -> int:

@@ -49,17 +49,17 @@ class Fit:
         trainer: what callbacks see.
         recipe: its job and its state, and facts of the data.
         names: of the columns of tables in earlier calls.
-        data: those to train on.
+        data: the rows to train on.
         batch_size: rows of a step; None: those of a model with a static batch of several, or
             else 32; 1 where a state is carried from row to row.
         held_out: validation data, or the share of the rows that are held out; None for none.
         further: whether it goes on where the call before ended, as `partial_fit`.
 
     Attributes:
-        recipe: what a step computes.
+        recipe: the job, and facts of the data.
         file: the model with its own weights; None if only their trained values are in memory.
         names: of the columns of tables.
-        labels: what is known of each label.
+        labels: the classes and limits of each label.
         loop: the epochs.
         validated: the batches of validation data; None without, and in the end.
     """
@@ -91,13 +91,13 @@ class Fit:
             return
         plain = self.recipe.balanced_by(None)
         described = evaluator_of(plain, self.names)
-        source = self._source(self.data, described.fields)
+        source = self._source_of(self.data, described.fields)
         if self.held_out is not None and not isinstance(self.held_out, Dataset):
             unit = described.fields.fixed_rows or 1
             source, _ = hold_out(source, source, self.held_out, self.job.seed, unit)
         weights = weighted.balance(source, described.described.labels)
         self.recipe = self.recipe.balanced_by(weights)
-        vars(self).pop("evaluator", None)  # that of other weights
+        vars(self).pop("evaluator", None)  # which has other weights
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -117,14 +117,14 @@ class Fit:
         self.buffers = {
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
-        self.labels, fields = objective.labels, self._fields(objective)
-        source, held_out = self._sources(fields, shuffle)
+        self.labels, fields = objective.labels, self._training_fields(objective)
+        source, held_out = self._all_sources(fields, shuffle)
         self._check_statistics(source, fields)
         if held_out is not None and job.every_metric:
             values = self.buffers | job.values_to_evaluate(self.state)
             self.evaluator.check_metrics(values, held_out, job.metrics)
         identity = partial(identity_of, job, source, held_out, shuffle, shared)
-        state = self.state if self.further else self._state(identity(), resume)
+        state = self.state if self.further else self._first_state(identity(), resume)
         self.recipe.state = state  # the weights of the state before may be let go of
         self._check_frozen(state)
         first = state.epoch if self.further else 0
@@ -135,10 +135,10 @@ class Fit:
             if held_out is not None:
                 held_out = shared.source(held_out)
         self.validated = held_out
-        runner = self._runner(compiled, source, fields)
+        runner = self._build_runner(compiled, source, fields)
         if not self.further:
             _say_batch(objective, fields, compiled.adds_losses)
-        rates = self._rates(state, None if self.further else source.batches, epochs)
+        rates = self._training_rates(state, None if self.further else source.batches, epochs)
         runner.step.warn(stacklevel=3)
         if runner.step.rounding:
             warnings.warn(straight_through_warning(runner.step.rounding), stacklevel=3)
@@ -155,8 +155,8 @@ class Fit:
             order=lambda s: s.row_order() if shuffle else None,
             first_epoch=first,
             last_epoch=first + epochs,
-            evaluate=None if held_out is None else self._validate,
-            explain=self._explain,
+            evaluate=None if held_out is None else self._validation_results,
+            explain=self._explain_end,
             label_misfit=self._label_misfit,
         )
         return self.loop
@@ -178,7 +178,7 @@ class Fit:
         if self.loop is not None:
             self.loop.let_go()
 
-    def _explain(self, loop: Loop) -> str:
+    def _explain_end(self, loop: Loop) -> str:
         """Return why the loop ended."""
         job, failed = self.job, partial(find_failed_step, self.recipe, loop, self.file)
         read = self.recipe.plan.loss.outputs(job.proto)
@@ -196,7 +196,7 @@ class Fit:
         values = self.buffers | self.job.values_to_evaluate(self.loop.state)
         return self.evaluator.label_misfit({**values, **batch.arrays})
 
-    def _validate(self) -> dict[str, Any]:
+    def _validation_results(self) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
         assert self.validated is not None
         assert self.loop is not None
@@ -205,24 +205,24 @@ class Fit:
         results = self.evaluator.evaluate(values, self.validated, self.job.metrics, shared)
         return {f"validation_{name}": value for name, value in results.items()}
 
-    def _fields(self, objective: Objective) -> Fields:
+    def _training_fields(self, objective: Objective) -> Fields:
         """Return the inputs that check the data to train on."""
         job, fields = self.job, Fields(objective, self.job.batch_axes)
         fields.accumulates = not job.carry
         features = (fields.fields[name] for name in fields.features)
         self.names.notes = training_notes(job, self.names.notes, self.data.reader, features)
         check_weights(self.recipe, self.data, objective, fields)
-        fields.parts_of = partial(self._parts, statistics=True)
+        fields.parts_of = partial(self._count_parts, statistics=True)
         return fields
 
-    def _runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
+    def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
         """Return the runner of the step for the batches of `source`."""
         fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
         return compiled.runner(self.recipe, source, fields, fixed, self.sharing)
 
-    def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
-        """Return the batches to train on, and those that are held out."""
-        source, job = self._source(self.data, fields), self.job
+    def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+        """Return the batches to train on, and the batches that are held out."""
+        source, job = self._source_of(self.data, fields), self.job
         X, y, weight = self.data.first
         if X is not None and self.data.stream is not None:  # or validation data would name columns
             try:
@@ -236,12 +236,12 @@ class Fit:
                 f"reorders the rows: pass {argument('shuffle', False)}, or an iterable of batches"
             )
         if isinstance(self.held_out, Dataset):
-            return source, self._source(self.held_out, self.evaluator.fields)
+            return source, self._source_of(self.held_out, self.evaluator.fields)
         if self.held_out is None:
             return source, None
         if job.carry:
             raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        every = self._source(self.data, self.evaluator.fields) if fields.fixed_rows else source
+        every = self._source_of(self.data, self.evaluator.fields) if fields.fixed_rows else source
         both = hold_out(source, every, self.held_out, job.seed, fields.fixed_rows or 1)
         for part in both:
             fields.check_rows(part.rows or 0)
@@ -250,7 +250,7 @@ class Fit:
     def _check_mixed(self, source: BatchSource) -> None:
         """Raise `ValueError` if rows are to be mixed, and a part of a batch has one row only."""
         rows = min(source.batch_size, source.rows or source.batch_size)
-        if self.job.mix is not None and rows < 2 * self._parts(rows):
+        if self.job.mix is not None and rows < 2 * self._count_parts(rows):
             processes = 1 if self.sharing is None else self.sharing.part.size
             raise ValueError(
                 f"mix has nothing to mix: batches of {source.batch_size} rows are cut into single "
@@ -258,7 +258,7 @@ class Fit:
                 "processes. Pass a larger batch_size, or leave mix out"
             )
 
-    def _parts(self, rows: int, statistics: bool = False) -> int:
+    def _count_parts(self, rows: int, statistics: bool = False) -> int:
         """Return in how many parts a batch of so many rows is computed."""
         shared = self.sharing
         processes = 1 if shared is None or (statistics and shared.normalized) else shared.part.size
@@ -277,26 +277,26 @@ class Fit:
             for _ in source.epoch(None, 0, lambda batch: 1):
                 pass  # which checks each of the batches
 
-    def _source(self, data: Dataset, fields: Fields) -> BatchSource:
+    def _source_of(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
         return data.source(fields, self.batch_size or self._default_size(fields))
 
     def _default_size(self, fields: Fields) -> int:
-        """Return the rows of a batch: those of the file, unless it is one, and states are kept."""
+        """Return the rows of a batch: as the file, unless it takes one row and keeps no state."""
         own = fields.fixed_rows or self.evaluator.described.freed
         return SIZE if own in (0, 1) and not (own and self.job.carry) else own
 
-    def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
+    def _training_rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
         job = self.job
         rates = [
-            self._rates_of(rate, state, batches, epochs, None if job.members is None else k)
+            self._model_rates(rate, state, batches, epochs, None if job.members is None else k)
             for k, rate in enumerate(job.learning_rates)
         ]
         state.epochs = None if self.further else epochs
         return rates[0] if job.members is None else OfMembers(rates, state)
 
-    def _rates_of(
+    def _model_rates(
         self, rate: Any, state: TrainState, batches: int | None, epochs: int, k: int | None = None
     ) -> Rates:
         """Return the rates of a model, in a stack of the member `k`."""
@@ -309,19 +309,19 @@ class Fit:
             _check_length(rate, state, batches, epochs)
         return rate.rates_of_training(state, None if batches is None else batches * epochs, k)
 
-    def _state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
-        """Return the state that a new training begins with, or that of a checkpoint.
+    def _first_state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
+        """Return the state that a new training begins with, or the state of a checkpoint.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             ValueError: it is of another training.
         """
         shared = self.sharing
-        begun = partial(self._begun, identity, resume)
+        begun = partial(self._begin_or_resume, identity, resume)
         return begun() if shared is None or resume is None else shared.from_first(begun)
 
-    def _begun(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
-        """Return a new state with the current weights, or that of a checkpoint."""
+    def _begin_or_resume(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
+        """Return a new state with the current weights, or the state of a checkpoint."""
         old, balanced = self.state, self.recipe.balanced
         found = None if resume is None else newest(resume, TrainState.load)
         if found is not None:
@@ -356,13 +356,13 @@ def _check_length(rate: Any, state: TrainState, batches: int, epochs: int) -> No
     """Refuse another length of a resumed training; warn of a warm-up that does not end in it.
 
     Args:
-        rate: what the trainer takes as a learning rate.
+        rate: the learning rate of the job.
         state: that with which training begins, of a checkpoint if it resumes.
-        batches: those of an epoch.
-        epochs: those of the whole training.
+        batches: the batches of an epoch.
+        epochs: the epochs of the whole training.
 
     Raises:
-        ValueError: the rates would jump, as they depend on a length that is not that of before.
+        ValueError: the rates would jump, as they depend on the length of the training.
     """
     if not isinstance(rate, Schedule):
         return

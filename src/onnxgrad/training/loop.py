@@ -68,7 +68,7 @@ class Loop:
         self._before: Callable[[], None] | None = None  # sets back to the end of that step
         last = self.state.validation_losses[-1:]
         self._validated = over_members(last[0]) if last else None
-        self.progress = self._progress(0.0)
+        self.progress = self._progress_after(0.0)
 
     def _resumed_totals(self) -> Totals:
         state = self.state
@@ -85,7 +85,7 @@ class Loop:
         """The number of finished epochs of this `fit`."""
         return self.state.epoch - self.first_epoch
 
-    def _progress(self, seconds: float) -> FitProgress:
+    def _progress_after(self, seconds: float) -> FitProgress:
         """Return the progress of training after so many seconds of this epoch."""
         state, totals, source = self.state, self._totals, self.source
         steps = None
@@ -127,23 +127,23 @@ class Loop:
         with self.interrupts.installed():
             try:
                 with self.callbacks.training(self.trainer, state, self.control, held):
-                    self._run()
+                    self._run_epochs()
             finally:
                 self.sample = None  # which holds data
                 with held():
                     state.end()
 
-    def _run(self) -> None:
+    def _run_epochs(self) -> None:
         state = self.state
         try:
-            with self._whole():
-                self._agree()
-                self._obey()
+            with self._whole_or_nothing():
+                self._share_requests()
+                self._obey_requests()
             while state.epoch < self.last_epoch and not self.control.stop:
                 if (count := self.unseen_epochs()) > 1:
                     self._epochs_at_once(count)
                 else:
-                    self._epoch()
+                    self._run_epoch()
             self.runner.collect()
             state.stop_reason = CALLBACK if self.control.stop else MAX_ITER
         except (KeyboardInterrupt, SystemExit):
@@ -157,10 +157,10 @@ class Loop:
             raise
 
     @contextmanager
-    def _whole(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
+    def _whole_or_nothing(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
         """Set the state back if the block breaks off, so that a resumed training runs all of it.
 
-        `restore`: sets it back to an earlier state than that of the beginning of the block.
+        `restore`: sets it back to an earlier state than the one before the block.
         """
         restore = restore or self.state.memento()
         try:
@@ -176,7 +176,7 @@ class Loop:
 
         Up to 1: none of them, or a part of one, as any other call. Small models take longer to be
         called than to be trained: for a step of 30 microseconds, an epoch of 50 of them takes
-        1.5 ms, and what is around its call half a millisecond.
+        1.5 ms, and the Python around its call half a millisecond.
         """
         state, source, runner = self.state, self.source, self.runner
         if self.callbacks.all or self.evaluate is not None or not isinstance(source, ArraySource):
@@ -193,7 +193,7 @@ class Loop:
         """Run epochs between which nothing looks at the state, in one call of the runtime."""
         state, source, start = self.state, self.source, time.perf_counter()
         assert isinstance(source, ArraySource)
-        with self.interrupts.held(), self._whole():
+        with self.interrupts.held(), self._whole_or_nothing():
             first, orders = state.epoch, []
             for state.epoch in range(first, first + count):
                 orders.append(self.order(state))
@@ -205,56 +205,56 @@ class Loop:
                 part = slice(i * batches, (i + 1) * batches)
                 self._totals = self._resumed_totals()
                 if losses is None:  # one of these epochs has the step that is not finite
-                    self._train(piece.part_of(part.start, batches))
+                    self._run_slice(piece.part_of(part.start, batches))
                 else:
                     own = Losses(losses.sums[part], losses.counts[part])
-                    self._count(batches, piece.rows, rates[part], own)
+                    self._count_steps(batches, piece.rows, rates[part], own)
                 state.pending = False
-                self._record(0 if losses is None else (count - 1 - i) * batches)
+                self._record_epoch(0 if losses is None else (count - 1 - i) * batches)
                 self.rates.observe(state.history[-1])
-        self.progress = self._progress(time.perf_counter() - start)
+        self.progress = self._progress_after(time.perf_counter() - start)
 
-    def _epoch(self) -> None:
-        """Run one epoch, or what is left of it; end early if a callback says so."""
+    def _run_epoch(self) -> None:
+        """Run one epoch, or the rest of it; end early if a callback says so."""
         state, start = self.state, time.perf_counter()
         self._totals, self._seconds = self._resumed_totals(), [0.0, 0.0]
-        with self._whole():
-            self._call("on_epoch_begin")
-            self._obey()
+        with self._whole_or_nothing():
+            self._call_and_agree("on_epoch_begin")
+            self._obey_requests()
         if self.control.stop:
             return
         restore = None
         if state.pending:
             restore = self._end_step()
-            if self._stops and restore is None:
+            if self._ends_surely and restore is None:
                 return
-        with closing(self._slices()) as slices:  # which ends a thread that reads ahead
+        with closing(self._timed_slices()) as slices:  # which ends a thread that reads ahead
             for piece in slices:
-                if not self._train_whole(piece):  # a process has asked for something before
-                    with self._whole(self._before):
-                        self._obey()
+                if not self._run_whole_slice(piece):  # a process has asked for something before
+                    with self._whole_or_nothing(self._before):
+                        self._obey_requests()
                     if self.control.stop:
                         return
-                    self._train_whole(piece)
-                self.progress = self._progress(time.perf_counter() - start)
+                    self._run_whole_slice(piece)
+                self.progress = self._progress_after(time.perf_counter() - start)
                 restore = self._end_step()
-                if self._stops and restore is None and self._goes_on(slices):
+                if self._ends_surely and restore is None and self._goes_on(slices):
                     return
         if self._asked:  # and no step has followed
-            self._agree()
-        with self._whole(restore):
-            self._finish()
+            self._share_requests()
+        with self._whole_or_nothing(restore):
+            self._finish_epoch()
 
     @property
-    def _stops(self) -> bool:
+    def _ends_surely(self) -> bool:
         """Whether it is known of all processes that training ends."""
         return self.control.stop and not self._asked
 
-    def _train_whole(self, piece: Slice) -> bool:
+    def _run_whole_slice(self, piece: Slice) -> bool:
         """Run the steps of a slice; False: none, as a process has requests of the step before."""
         try:
-            with self.interrupts.held(), self._whole():
-                self._train(piece)
+            with self.interrupts.held(), self._whole_or_nothing():
+                self._run_slice(piece)
         except Asked as e:
             self.control.stop, self.control.save, self.control.evaluate = e.requests
             return False
@@ -266,20 +266,20 @@ class Loop:
     def _end_step(self) -> Callable[[], None] | None:
         """Call the events of a step; return what undoes them, if the end of the epoch follows."""
         restore = self.state.memento()
-        with self._whole(restore):
+        with self._whole_or_nothing(restore):
             self.state.pending = False
-            self._tell("on_step_end")
+            self._call_event("on_step_end")
             control, source = self.control, self.source
             if source.rows == self._totals.rows or source.batches == self.state.position:
-                self._agree()
+                self._share_requests()
                 return restore  # requests are obeyed at the end, in one entry of the history
             requests = [control.stop, control.save, control.evaluate]
             self._asked = not control.freeze and self.runner.ask(requests)
             if self._asked:
                 self._before = restore
             else:
-                self._agree()
-                self._obey()
+                self._share_requests()
+                self._obey_requests()
         return None
 
     def _goes_on(self, slices: Iterator[Slice]) -> bool:
@@ -287,12 +287,12 @@ class Loop:
         known = self.source.rows is not None or self.source.batches is not None
         return known or next(slices, None) is not None
 
-    def _slices(self) -> Generator[Slice, None, None]:
+    def _timed_slices(self) -> Generator[Slice, None, None]:
         """Yield the slices of the epoch, and measure the time until each is there."""
         state = self.state
         done = state.step - state.position  # in earlier epochs
         slices = self.source.epoch(
-            self.order(state), state.position, lambda batch: self._budget(done + batch)
+            self.order(state), state.position, lambda batch: self._most_batches(done + batch)
         )
         try:
             while True:
@@ -305,12 +305,12 @@ class Loop:
         finally:
             slices.close()
 
-    def _budget(self, step: int) -> int:
+    def _most_batches(self, step: int) -> int:
         """Return how many batches a call may run that begins with this step."""
         most = self.runner.budget()
         return min(most, self.callbacks.steps_until_stop(step) or most)
 
-    def _train(self, piece: Slice) -> None:
+    def _run_slice(self, piece: Slice) -> None:
         """Run the steps of a slice, and count them."""
         state, start = self.state, time.perf_counter()
         rates = self.rates.at(state.step, piece.batches)
@@ -323,7 +323,7 @@ class Loop:
             state.learning_rate, self.failed = rates[-1].tolist(), arguments
             kept = "the state before it is kept"
             raise divergence_error(self, "the loss or a weight", self._epochs_done + 1, kept)
-        self._count(piece.batches, piece.rows, rates, losses)
+        self._count_steps(piece.batches, piece.rows, rates, losses)
 
     def _run_steps(self, piece: Slice, rates: np.ndarray, position: int) -> Losses | None:
         """Return the losses of the steps of a slice; None if one is not finite.
@@ -341,7 +341,7 @@ class Loop:
                 raise ValueError(misfit) from e
             raise
 
-    def _count(self, batches: int, rows: int, rates: np.ndarray, losses: Losses) -> None:
+    def _count_steps(self, batches: int, rows: int, rates: np.ndarray, losses: Losses) -> None:
         """Count steps in the state, one for each of the batches of so many rows."""
         state = self.state
         state.learning_rate = rates[-1].tolist()
@@ -349,18 +349,18 @@ class Loop:
         self._totals.add(losses.sums, losses.counts, batches * rows)
         state.running = self._totals.to_json()
 
-    def _finish(self) -> None:
+    def _finish_epoch(self) -> None:
         """Record a finished epoch, and evaluate."""
         self.runner.collect()
-        self._record()
+        self._record_epoch()
         entry = self.state.history[-1]
         if self.evaluate is not None:
-            self._evaluate(entry)
+            self._evaluate_into(entry)
         self.rates.observe(entry)
-        self._call("on_epoch_end")
-        self._obey()
+        self._call_and_agree("on_epoch_end")
+        self._obey_requests()
 
-    def _record(self, further: int = 0) -> None:
+    def _record_epoch(self, further: int = 0) -> None:
         """Count the epoch, and add it to the history; `further` steps after it are done."""
         state, loss = self.state, self._totals.mean
         entry: dict[str, Any] = {
@@ -379,7 +379,7 @@ class Loop:
             state.history.append(entry)
         warn_of_no_label(loss, state.epoch)
 
-    def _evaluate(self, entry: dict[str, Any]) -> None:
+    def _evaluate_into(self, entry: dict[str, Any]) -> None:
         """Evaluate, and add the results to an entry, which becomes the last one of the history."""
         assert self.evaluate is not None
         self.runner.collect()  # an average of weights may be among the slots
@@ -398,22 +398,22 @@ class Loop:
         self._validated = over_members(results["validation_loss"])
         self.progress.validation_loss = self._validated
         self.control.evaluate = False
-        self._call("on_evaluate")
+        self._call_and_agree("on_evaluate")
 
-    def _tell(self, event: str) -> None:
+    def _call_event(self, event: str) -> None:
         self.callbacks.call(event, self.trainer, self.state, self.control)
 
-    def _call(self, event: str) -> None:
-        self._tell(event)
-        self._agree()
+    def _call_and_agree(self, event: str) -> None:
+        self._call_event(event)
+        self._share_requests()
 
-    def _agree(self) -> None:
+    def _share_requests(self) -> None:
         """Let all processes that share the training have the requests of each."""
         control = self.control
         requests = self.runner.agree([control.stop, control.save, control.evaluate])
         control.stop, control.save, control.evaluate = requests
 
-    def _obey(self) -> None:
+    def _obey_requests(self) -> None:
         """Freeze members, evaluate and save, if a callback asked for it."""
         control = self.control
         if control.freeze:
@@ -433,7 +433,7 @@ class Loop:
             with self.interrupts.held():
                 self.runner.collect()
                 self.callbacks.save(self.trainer, self.state)
-            self._call("on_save")
+            self._call_and_agree("on_save")
 
     def _extra_evaluation(self) -> None:
         """Evaluate within an epoch, or after one that is not evaluated otherwise."""
@@ -445,6 +445,6 @@ class Loop:
         if last.get("step") != state.step:
             entry = {"step": state.step, "epoch": state.epoch}
             entry["learning_rate"] = self._learning_rate
-        self._evaluate(entry)
+        self._evaluate_into(entry)
         if entry is not last:
             self.rates.observe(entry)

@@ -58,7 +58,7 @@ class ComputedLoss:
 
     - `output`: the name.
     - `row_weight`: the input of sample weights.
-    - `reduction`: "mean" or "sum", what the loss is if `add_loss_output` noted nothing.
+    - `reduction`: "mean" or "sum", of rows, if `add_loss_output` noted nothing.
     """
 
     output: str

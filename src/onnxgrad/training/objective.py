@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, Self
 
@@ -62,7 +62,7 @@ class TrainingLoss(Protocol):
 class Plan:
     """What is minimized: the loss of a job for some data.
 
-    - `job`: how the model computes while it trains.
+    - `job`: the model, its weights, and how it computes while it trains.
     - `loss`: writes the loss, or names the output of the model that is the loss.
     - `weighted`: whether the data may have sample weights.
     - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
@@ -76,6 +76,10 @@ class Plan:
     across: Part | None = None
     beside: tuple[str, ...] = ()
     filled: frozenset[str] = frozenset()
+
+    def for_model(self, proto: ModelProto, weights: Sequence[str]) -> Self:
+        """Return the plan for these weights of another form of the model."""
+        return replace(self, job=replace(self.job, proto=proto, trained=weights))
 
 
 @dataclass
@@ -143,7 +147,7 @@ class Objective:
         return self
 
     def cotangents(self, op: Emit, scale: ir.Value | None = None) -> dict[ir.Value, ir.Value]:
-        """Return the cotangents that the sweep starts with, those of the loss times `scale`."""
+        """Return the cotangents that the sweep starts with, for the loss times `scale`."""
         return self.scaled(op, [inverse(op, n, scale) for n in self.written.counts])
 
     def scaled(self, op: Emit, inverse_counts: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
@@ -196,34 +200,31 @@ def inverse(op: Emit, count: ir.Value, scale: ir.Value | None = None) -> ir.Valu
     return op.set_type_like(result, count)
 
 
-def build_objective(
-    proto: ModelProto, weights: Sequence[str], plan: Plan, training: bool = True
-) -> Objective:
-    """Return the objective of `plan` for the named weights of a model.
+def build_objective(plan: Plan, training: bool = True) -> Objective:
+    """Return the objective of `plan`, for the weights of its job.
 
     Args:
-        proto: the model.
-        weights: names of the weights.
-        plan: what is minimized.
-        training: whether the graph is that of a step, with dropout and statistics of the batch.
+        plan: the loss, and the job.
+        training: whether it is for a step, with dropout and statistics of the batch.
 
     Raises:
         ValueError: unknown names, or a prediction that the loss does not accept.
     """
-    loss, computed = plan.loss, list[str]()
+    loss, proto, computed = plan.loss, plan.job.proto, list[str]()
     predicted = loss.outputs(proto)
     if isinstance(loss, ComputedLoss):
         computed, predicted = predicted, outputs_beside(proto, loss.output)
-    model, results, freed = _prepared(proto, plan, computed, predicted, weights)
+    model, results, freed = _prepare_model(plan, computed, predicted)
     graph, data, op = model.graph, list(model.graph.inputs), Emit(model.graph)
     form = _Form.of(op, plan, data, results) if training else _Form()
-    states, beside = _states(op, plan, data, results), {name: results[name] for name in plan.beside}
+    states = _carried_states(op, plan, data, results)
+    beside = {name: results[name] for name in plan.beside}
     results = {name: results[name] for name in [*computed, *predicted]}
-    trained = as_inputs(proto, graph, weights)
+    trained = as_inputs(proto, graph, plan.job.trained)
     if plan.job.precision != "file":
         trained = [in_float32_input(op, w) for w in trained]
         results = {n: y if computed else in_float32(op, y) for n, y in results.items()}
-    stopped = _stopped(proto, graph)
+    stopped = _without_gradient(proto, graph)
     if training:
         read = {*results.values(), *states.values(), *beside.values()}
         fold_normalizations(op, trained, stopped | read)
@@ -242,7 +243,7 @@ def build_objective(
         *(model, data, trained, written, predictions),
         tables=tables(graph, data),
         names=read_names(proto),
-        stored=constants.stored(proto, weights),
+        stored=constants.stored(proto, plan.job.trained),
         states=states,
         buffers=form.buffers,
         stop_gradient=stopped,
@@ -254,7 +255,7 @@ def build_objective(
     )
 
 
-def _states(
+def _carried_states(
     op: Emit, plan: Plan, data: Sequence[ir.Value], results: Mapping[str, ir.Value]
 ) -> dict[str, ir.Value]:
     """Return the values that inputs get in the next batch, in their dtypes."""
@@ -262,25 +263,21 @@ def _states(
     return {name: in_dtype(op, results[y], own.get(name)) for name, y in plan.job.carry.items()}
 
 
-def _stopped(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
+def _without_gradient(proto: ModelProto, graph: ir.Graph) -> set[ir.Value]:
     """Return the values through which no gradient flows."""
     fixed = detached(proto)
     return {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
 
 
-def _prepared(
-    proto: ModelProto,
-    plan: Plan,
-    computed: Sequence[str],
-    predicted: Sequence[str],
-    weights: Sequence[str],
+def _prepare_model(
+    plan: Plan, computed: Sequence[str], predicted: Sequence[str]
 ) -> tuple[ir.Model, dict[str, ir.Value], int]:
     """Return the prepared model with the outputs that are read, these by name, and `freed`.
 
     Read are the output that is the loss, in `computed` if there is one, and predictions. A model of
     a fixed batch is freed where it is proven to treat rows by themselves.
     """
-    job = plan.job
+    job, proto = plan.job, plan.job.proto
     read = list(dict.fromkeys([*computed, *predicted, *job.carry.values(), *plan.beside]))
     if not {y.name for y in proto.graph.output}.issuperset(read):
         proto = select_model_inputs_outputs(proto, read)
@@ -291,7 +288,7 @@ def _prepared(
         keep=[*job.dropout, *detached(proto)],
         keep_dropout=bool(job.dropout),
         exempt=job.moved,
-        wide=weights if job.precision == "float32" else None,
+        wide=job.trained if job.precision == "float32" else None,
         fill=partial(fill, names=plan.filled) if plan.filled else None,
     )
     add_row_axes(model.graph, [] if computed else [read.index(y) for y in predicted], job.moved)
@@ -324,7 +321,7 @@ class _Form:
             across=plan.across,
         )
         results.update(zip(list(results), op.graph.outputs, strict=True))
-        carried = _carry(op, data, results, plan.job.carry, first)
+        carried = _carry_states(op, data, results, plan.job.carry, first)
         buffers |= {before: y for before, (_, y) in carried.items()}
         names = {str(before.name): name for before, (name, _) in carried.items()}
         remove_unread_feeds(op.graph)
@@ -332,7 +329,7 @@ class _Form:
         return cls(buffers, names, mixed)
 
 
-def _carry(
+def _carry_states(
     op: Emit,
     data: Sequence[ir.Value],
     results: Mapping[str, ir.Value],

@@ -83,7 +83,7 @@ class Recipe:
         if is_causal(job.loss):  # else not asked: it may read a batch, and so draw from a seed
             labeled = any(d.given is None or d.given.labeled for d in both)
         shapes = label_shapes(data, job.proto)
-        return cls(job, state, shapes, axes, weights, _filled(job, both), labeled, sharing)
+        return cls(job, state, shapes, axes, weights, _filled_inputs(job, both), labeled, sharing)
 
     def balanced_by(self, balanced: dict[str, dict[int, float]] | None) -> Recipe:
         """Return this recipe with other weights that balance classes, by output."""
@@ -112,13 +112,13 @@ class Recipe:
         """
         return Plan(
             self.job,
-            self._loss(),
+            self._training_loss(),
             self.weight_axes > 0,
             across=None if self.sharing is None else self.sharing.normalized,
             filled=self.filled,
         )
 
-    def _loss(self) -> TrainingLoss | ComputedLoss:
+    def _training_loss(self) -> TrainingLoss | ComputedLoss:
         """Return what writes the loss, or the output of the model that is one."""
         job, loss = self.job, self.job.loss
         written = isinstance(loss, ComputedLoss) or hasattr(loss, "write")
@@ -149,28 +149,27 @@ class Recipe:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer, behind the clipping of the norm of all gradients."""
-        return self._clipping(self.job.optimizer)
+        return self._with_clipping(self.job.optimizer)
 
     @property
     def members(self) -> Members | None:
         """The members of a stack."""
         if self.job.members is None:
             return None
-        return Members([*map(self._clipping, self.job.optimizers)], self.state.weights)
+        return Members([*map(self._with_clipping, self.job.optimizers)], self.state.weights)
 
-    def _clipping(self, optimizer: Optimizer) -> Optimizer:
+    def _with_clipping(self, optimizer: Optimizer) -> Optimizer:
         norm = self.job.clip_norm
         return optimizer if norm is None else Chain((clip_by_global_norm(norm), optimizer))
 
     def objective(self, training: bool = True) -> Objective:
         """Return the objective of a step; unless `training`, without dropout and statistics."""
-        job, proto, plan = self.job, self.job.proto, self.plan
+        job, plan = self.job, self.plan
         if not training:
-            plan = replace(plan, job=replace(job, dropout={}))
-            proto = inference_form(proto)
-        objective = build_objective(proto, job.trained, plan, training)
-        if job.digest is not None:  # those that the loss does not reach stay constants
-            one = () if job.members is None else 0  # those of a member
+            plan = replace(plan, job=replace(job, proto=inference_form(job.proto), dropout={}))
+        objective = build_objective(plan, training)
+        if job.digest is not None:  # weights that the loss does not reach stay constants
+            one = () if job.members is None else 0  # the arrays of a member
             read_elsewhere(objective.weights, lambda name: self.state.weights[name][one])
         return objective
 
@@ -190,10 +189,10 @@ class Recipe:
 
         It returns the norms of gradients if `norms`; None: if a callback asks for them. With
         `in_place`, it may be only its first half: see `Step.updates`. `across` is how others share
-        it; None: it is that of the rows of this process. `members`: those of a stack.
+        it; None: it is for the rows of this process. `members`: the members of a stack.
 
         `fixed_rows` are those that the model takes of the `rows` of a batch, if not all;
-        `adds_losses`: whether the loss of a batch is the sum of those of its micro-batches.
+        `adds_losses`: whether the loss of a batch is the sum of the losses of its micro-batches.
 
         Raises:
             ValueError: the loss depends on none of the weights; arguments that do not fit.
@@ -230,7 +229,7 @@ class Recipe:
         return gradients, build_update(weights, self.optimizer)
 
 
-def _filled(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
+def _filled_inputs(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
     """Return the inputs that the data lack, and that follow from others.
 
     Data of which nothing is known before they are read have all inputs.
