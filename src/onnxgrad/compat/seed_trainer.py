@@ -191,6 +191,7 @@ class SeedTrainer(Arguments):
                 self.learning_rate.value = self._state.learning_rate
             state.end()
             call.end()
+            call.loop = None  # they refer to each other, and would wait for the collector
 
     def _model_to_train(self, state: EstimatorState | None) -> ModelProto:
         """Return the model with the weights of `state`, if there is one."""
