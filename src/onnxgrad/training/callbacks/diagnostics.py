@@ -170,7 +170,7 @@ class NanWatch(Callback):
         `trainer.failed_step()` returns the model of one step, and its inputs that failed; None if
         no step failed, as where the loss of validation data is not finite.
         """
-        loop = trainer._call.loop
+        loop = getattr(getattr(trainer, "_call", None), "loop", None)
         if loop is not None and not loop.runner.in_place:
             return None  # the error names the node itself
         try:
