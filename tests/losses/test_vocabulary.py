@@ -287,7 +287,7 @@ def test_large_weights(head, chunks, monkeypatch):
         proto = causal_model(head, "float", table)
         trainer = og.Trainer(proto, "causal_lm", train="*", optimizer="adam", learning_rate=0.1)
         trainer.fit(IDS, LABELS, epochs=2, shuffle=False)
-        assert trainer._loop.runner.in_place == large
+        assert trainer._last_loop.runner.in_place == large
         trained.append(trainer.state.weights)
     assert len(trained[0]) == {"plain": 2, "tied": 1, "flat": 3}[head]
     for name, array in trained[0].items():

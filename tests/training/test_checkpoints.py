@@ -224,7 +224,7 @@ def test_a_function_inside_of_a_loss_is_compared(tmp_path):
             )
     losses = {}
     for loss in (squared, cubed, absolute, squared):  # the kept step and evaluator are rebuilt
-        trainer._change(loss=loss)
+        trainer._change_job(loss=loss)
         trainer.partial_fit(x, x[:, :1])
         losses.setdefault(loss, []).append(
             (trainer.history[-1]["loss"], trainer.evaluate(x, x[:, :1])["loss"])

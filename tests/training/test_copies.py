@@ -67,14 +67,14 @@ def test_a_trainer(name, monkeypatch):
         np.testing.assert_array_equal(one.predict(X), predicted)
         assert one.evaluate(X, Y) == made.evaluate(X, Y)
         for further in (one, other):
-            further._change(callbacks=Callbacks())
+            further._change_job(callbacks=Callbacks())
             further.partial_fit(X, Y, batch_size=16)
         np.testing.assert_equal(state_arrays(made), before)
         np.testing.assert_array_equal(made.predict(X), predicted)
         one.fit(X, Y, batch_size=16)
         np.testing.assert_equal(state_arrays(made), before)
         others.append(other)
-    made._change(callbacks=Callbacks())
+    made._change_job(callbacks=Callbacks())
     made.partial_fit(X, Y, batch_size=16)
     for other in others:
         np.testing.assert_equal(state_arrays(other), state_arrays(made))
@@ -93,7 +93,7 @@ class Copies(og.Callback):
         new = WAYS[self.way](trainer)
         assert not new.state.is_running
         np.testing.assert_equal(state_arrays(new), state_arrays(trainer))
-        new._change(callbacks=Callbacks())
+        new._change_job(callbacks=Callbacks())
         self.made.append(new.partial_fit(X, Y))
 
 
@@ -131,7 +131,7 @@ def test_callbacks_that_were_used(way, tmp_path):
     new = WAYS[way](made)
     assert [type(c) for c in new._job.callbacks.callbacks] == [type(c) for c in used]
     kept = Callbacks([c for c in new._job.callbacks.callbacks if c.checkpoints is None])
-    new._change(callbacks=kept)
+    new._change_job(callbacks=kept)
     assert new.fit(X, Y, validation=0.2).state.epoch == 1
 
 

@@ -52,7 +52,7 @@ def test_the_step_is_built_again_when_it_differs(builds):
     assert len(builds) == 1
     trainer.partial_fit(X, Y, sample_weight=np.ones(60))
     assert len(builds) == 2
-    trainer._change(loss="absolute_error")
+    trainer._change_job(loss="absolute_error")
     before = trainer.state.weights["w"].copy()
     trainer.partial_fit(X[:1], Y[:1], sample_weight=np.ones(1))
     assert len(builds) == 3
@@ -79,7 +79,7 @@ def test_what_is_refused_leaves_the_state_as_it_was(refused, tmp_path):
     trainer.state.save(tmp_path / "before")
     job = trainer._job
     if refused == "a schedule":
-        trainer._change(learning_rates=[cosine(0.1)])
+        trainer._change_job(learning_rates=[cosine(0.1)])
     with pytest.raises(ValueError, match="NaN" if refused == "data" else "steps"):
         trainer.partial_fit(X * np.nan if refused == "data" else X, Y)
     trainer.state.save(tmp_path / "after")

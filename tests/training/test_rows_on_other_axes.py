@@ -102,8 +102,8 @@ def test_large_weights_train_as_with_rows_first(monkeypatch):
     monkeypatch.setattr(without_elements, "LARGE", 0)
     first = train(FIRST, X, Y)
     second = train(SECOND, steps_first(X), steps_first(Y), batch_axes=AXES)
-    assert first._loop.runner.in_place
-    assert second._loop.runner.in_place
+    assert first._last_loop.runner.in_place
+    assert second._last_loop.runner.in_place
     assert_same_training(first, second)
 
 

@@ -81,7 +81,7 @@ class Job:
     def trained_model(self) -> ModelProto:
         """Return the model with the current weights."""
         if self.pruned:  # the trainer has a model without outputs that might be the loss
-            self.trainer._change(proto=separate_merged(self.proto))
+            self.trainer._change_job(proto=separate_merged(self.proto))
         model = self.trainer.model
         for write in self.keep:
             write(model)

@@ -60,7 +60,7 @@ class Network:
                 self._encoder = RowPredictor(self.front.part, self.front.cuts, device, raw=True)
             X = self._encoder(X)
         trainer, self._predictor = self.trainer, None
-        trainer._change(callbacks=Callbacks(callbacks))
+        trainer._change_job(callbacks=Callbacks(callbacks))
         (trainer.partial_fit if further else trainer.fit)(X, y, **options)
         infos = () if trainer._call is None else trainer._call.labels.values()
         self.from_logits = next((info.from_logits for info in infos), None)

@@ -1,4 +1,4 @@
-"""The arguments of trainers: how each is checked, and what depends on it."""
+"""The arguments of trainers: how each is checked, and whether steps and resumes depend on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxgrad.training.precision import PRECISIONS
 Check = Callable[[str, Any], Any]  # name, value -> the value that a `Job` holds
 
 
-def _unchecked(name: str, value: Any) -> Any:
+def _accept_any(name: str, value: Any) -> Any:
     return value
 
 
@@ -36,7 +36,7 @@ def _one_of(*choices: str) -> Check:
 
 @dataclass(frozen=True)
 class Argument:
-    """How an argument of `Trainer`, `TrainerStack` or `fit` is checked, and what depends on it.
+    """The check of an argument of `Trainer`, `TrainerStack` or `fit`, and what depends on it.
 
     Attributes:
         fields: the fields of a `Job` that follow from it. None where it belongs to the call of
@@ -49,7 +49,7 @@ class Argument:
     """
 
     fields: str = ""
-    check: Check = _unchecked
+    check: Check = _accept_any
     in_step: bool = False
     free: str = ""
 
@@ -94,11 +94,11 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
     "metrics": Argument(
         check=lambda _, value: select_metrics(value),
-        free="those that no callback and no schedule monitors are only reported",
+        free="metrics that no callback and no schedule monitors are only reported",
     ),
     "callbacks": Argument(
         check=lambda _, value: Callbacks(value),
-        free="what they keep in checkpoints is compared by their own arguments",
+        free="checkpoints compare the arguments on which kept values depend",
     ),
     "parallel": Argument(),
     "X": Argument(),
@@ -113,13 +113,12 @@ ARGUMENTS: Mapping[str, Argument] = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments among `given`, by name, each as its check returns it.
+    """Return the checked values of the arguments among `given`, by name.
 
     Raises:
         ValueError: a value that an argument does not take.
     """
-    own = {name: value for name, value in given.items() if name in ARGUMENTS}
-    return {name: ARGUMENTS[name].check(name, value) for name, value in own.items()}
+    return {n: ARGUMENTS[n].check(n, value) for n, value in given.items() if n in ARGUMENTS}
 
 
 def fields_where(**wanted: bool) -> list[str]:
@@ -131,22 +130,18 @@ def fields_where(**wanted: bool) -> list[str]:
 
 
 def usual_rate(optimizer: Optimizer) -> float:
-    """Return the learning rate of a training that is given none."""
+    """Return the learning rate of a training without the argument `learning_rate`."""
     return 1e-3 if optimizer.usual_rate is None else optimizer.usual_rate
 
 
 def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
-    """Return the learning rate for a number, which is a constant one, for an object, or None.
-
-    None is the usual rate of the optimizer.
-    """
+    """Return a learning rate as an object: a number is constant, None the optimizer's usual one."""
     rate = usual_rate(optimizer) if rate is None else rate
     return rate if isinstance(rate, LearningRate) else select_schedule(rate)
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 
 _OF_FIT = ("batch_size", "epochs", "shuffle", "validation")
 _MEANT = {
@@ -157,7 +152,7 @@ _MEANT = {
 
 
 def require_known(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise `TypeError` for an unknown argument, with what users of other libraries mean by it."""
+    """Raise `TypeError` for an unknown argument, with our name for one of other libraries."""
     for name in (name for name in given if name not in known):
         if name in _MEANT:
             raise TypeError(f"unknown argument {name!r}: {_MEANT[name]}")
@@ -165,7 +160,7 @@ def require_known(given: Iterable[str], known: Collection[str]) -> None:
 
 
 def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function refuse unknown arguments as `require_known` does."""
+    """Return a function that raises the error of `require_known` for unknown arguments."""
     known = [name for name in signature(function).parameters if name != "self"]
 
     @wraps(function)

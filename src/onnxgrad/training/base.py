@@ -1,4 +1,4 @@
-"""What `Trainer` and `TrainerStack` have in common: their arguments, and the calls of `fit`."""
+"""`TrainerBase`: the arguments, calls and results that `Trainer` and `TrainerStack` share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.sharing import shared_call
 from onnxgrad.training.state import TrainState, Values
 
-# What a trainer takes: the page of the API on training says it in words.
+# types of arguments of a trainer, explained on the page of the API on training
 OutputLossLike: TypeAlias = str | Loss | Callable[..., Any]
 LossLike: TypeAlias = OutputLossLike | TrainingLoss | ModelLike | Mapping[str, OutputLossLike]
 MetricLike: TypeAlias = str | Metric | Callable[..., Any]
@@ -48,11 +48,11 @@ RateLike: TypeAlias = float | LearningRate
 ClassWeights: TypeAlias = str | Mapping[Any, float] | ArrayLike
 
 _RUNNING = "_running_call"  # attribute of a trainer while a call of it trains
-_EPOCHS = 10  # of the history that a notebook shows
+_SHOWN_RECORDS = 10  # of the history, in a notebook
 
 
 class TrainerBase:
-    """Trains one model, or the members of a stack; the arguments are those of `Trainer`."""
+    """Trains one model, or the members of a stack; `Trainer` explains the arguments."""
 
     state: TrainState
 
@@ -90,29 +90,29 @@ class TrainerBase:
             self._job, self._names, weights = begin_job(locals())
         self.state = TrainState(seed=self._job.seed)
         self.state.values = Values(weights)
-        self._call: Fit | None = None  # the last one that trained
+        self._call: Fit | None = None  # the last call of fit or partial_fit
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
             kind = type(self).__name__
             raise AttributeError(
-                f"the arguments of a {kind} stay as they are: create another one with "
+                f"the arguments of a {kind} cannot change: create another one with "
                 f"{named(name)}, or pass a schedule where a learning rate is to change"
             )
         super().__setattr__(name, value)
 
-    def _change(self, **fields: Any) -> None:
-        """Let calls to come have other values of these fields of the job."""
+    def _change_job(self, **fields: Any) -> None:
+        """Replace these fields of the job, for the next calls."""
         self._job = replace(self._job, **fields)
 
     def _change_rate(self, rate: RateLike | None) -> None:
-        """Let calls to come have another learning rate."""
-        self._change(learning_rates=[select_rate(rate, self._job.optimizer)])
+        """Replace the learning rate, for the next calls; None: the usual one of the optimizer."""
+        self._change_job(learning_rates=[select_rate(rate, self._job.optimizer)])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies have: no data and sessions of a call, and a state of their own."""
-        own = {"state": self.state.copy(), "_job": self._job.anew(), "_call": None}
-        return {name: value for name, value in (vars(self) | own).items() if name != _RUNNING}
+        """Return the attributes of a copy: another state and job, without a call and its data."""
+        new = {"state": self.state.copy(), "_job": self._job.anew(), "_call": None}
+        return {name: value for name, value in (vars(self) | new).items() if name != _RUNNING}
 
     @property
     def trained(self) -> list[str]:
@@ -159,8 +159,8 @@ class TrainerBase:
                 of the rows, above 0 and below 1, that is held out.
             epochs: number of passes over the data, of the whole training if it is resumed.
             batch_size: rows of a step, for data that are not batches already; the last batch may
-                be shorter. None: 32, or those of a model with a static
-                batch of several; 1 where a file of one row carries a state.
+                be shorter. None: 32; the rows of a static batch of several, if the model has
+                one; 1 where a file of one row carries a state.
             shuffle: whether the rows are ordered anew for every epoch, by the trainer's `seed`.
             resume: folder of a `Checkpoint`: go on where its newest one was written, with equal
                 arguments and data; the result is the same bit for bit. `epochs` may be others
@@ -185,7 +185,7 @@ class TrainerBase:
             call = Fit(self, recipe, self._names, data, batch_size, held_out)
             with garbage_kept():
                 loop = call.begin(index(epochs), shuffle, resume)
-            return self._run(call, loop)
+            return self._run_loop(call, loop)
 
     def partial_fit(
         self,
@@ -196,7 +196,7 @@ class TrainerBase:
         batch_size: int | None = None,
         shuffle: bool = True,
     ) -> Self:
-        """Train for one more epoch, on data that may differ from those of the calls before.
+        """Train for one more epoch, on data that may differ from call to call.
 
         Unlike `fit`, it goes on with the slots of the optimizer, the step number, the schedule and
         the history. The session is kept from call to call, so that calls with a few rows are fast.
@@ -220,7 +220,7 @@ class TrainerBase:
             call = Fit(self, recipe, self._names, data, batch_size, further=True)
             with garbage_kept():
                 loop = call.begin(1, shuffle)
-            return self._run(call, loop)
+            return self._run_loop(call, loop)
 
     @contextmanager
     def _only_call(self) -> Iterator[None]:
@@ -233,12 +233,12 @@ class TrainerBase:
         finally:
             del vars(self)[_RUNNING]
 
-    def _run(self, call: Fit, loop: Loop) -> Self:
-        """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
+    def _run_loop(self, call: Fit, loop: Loop) -> Self:
+        """Run a loop; the trainer gets its state, unless the loop ends before a step."""
         before, self.state, self._call = self.state, loop.state, call
         averages = self._job.averages
         if loop.runner.holds_all and before is not loop.state and not averages:
-            # in memory once: those are equal
+            # both states have equal weights, of which memory holds one copy
             before.values = replace(before.values, weights={})
         try:
             loop.run()
@@ -255,8 +255,12 @@ class TrainerBase:
         return self
 
     @property
-    def _loop(self) -> Loop:
-        """The epochs of the last call."""
+    def _last_loop(self) -> Loop:
+        """The loop of the last call.
+
+        Raises:
+            NotFittedError: nothing was trained yet.
+        """
         if self._call is None or self._call.loop is None:
             raise NotFittedError("nothing was trained yet by this object: call fit first")
         return self._call.loop
@@ -264,7 +268,7 @@ class TrainerBase:
     @property
     def progress(self) -> FitProgress:
         """The progress of the training that runs or ran last."""
-        return self._loop.progress
+        return self._last_loop.progress
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -273,9 +277,9 @@ class TrainerBase:
 
     @property
     def rounding(self) -> dict[str, float]:
-        """How far the weights are from those of a file of 16 bits, `{"largest": ..., "mean": ...}`.
+        """The errors of rounding weights to the file's 16 bits, `{"largest": ..., "mean": ...}`.
 
-        The absolute differences of elements; empty for a model without weights of 16 bits, or
+        They are absolute differences of elements; empty for a model without weights of 16 bits, or
         whose weights do not train in float32.
         """
         return self._job.rounding(self.state)
@@ -283,7 +287,7 @@ class TrainerBase:
     @property
     def gradient_norms(self) -> dict[str, float]:
         """The 2-norm of the gradient of each weight in the last step."""
-        return dict(self._loop.runner.norms)
+        return dict(self._last_loop.runner.norms)
 
     def failed_step(self) -> tuple[ModelProto, dict[str, np.ndarray]] | None:
         """Return the model of the step that gave NaN or infinity, and its inputs; None if none did.
@@ -292,7 +296,7 @@ class TrainerBase:
         """
         if self._call is None or self._job.members is not None:
             return None
-        step = find_failed_step(self._call.recipe, self._loop, self._call.file)
+        step = find_failed_step(self._call.recipe, self._last_loop, self._call.file)
         return None if step is None else (step.model, step.inputs)
 
     # -- results ------------------------------------------------------------------------------
@@ -315,8 +319,8 @@ class TrainerBase:
             ValueError: data that the model or the loss does not accept.
         """
         data = as_dataset(X, y, sample_weight)
-        shown = self._shown("evaluating")
-        return evaluate(self._job, self.state, self._names, data, batch_size, shown)
+        title = self._progress_title("evaluating")
+        return evaluate(self._job, self.state, self._names, data, batch_size, title)
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
         """Return the output that the loss reads, an array; a dict by output if it reads several.
@@ -330,22 +334,22 @@ class TrainerBase:
             ValueError: data that the inputs do not accept.
         """
         data = Dataset(as_dataset(X).X)
-        shown = self._shown("predicting")
-        predictions = predict(self._job, self.state, self._names, data, batch_size, shown)
+        title = self._progress_title("predicting")
+        predictions = predict(self._job, self.state, self._names, data, batch_size, title)
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
-    def _shown(self, title: str) -> str | None:
-        """Return the title of a progress bar, if a `Progress` callback asks for it."""
+    def _progress_title(self, title: str) -> str | None:
+        """Return `title` for a progress bar, None if no callback is a `Progress`."""
         callbacks = self._job.callbacks.callbacks
         return title if any(isinstance(c, Progress) for c in callbacks) else None
 
     def _repr_html_(self) -> str:
-        last = self.state.history[-_EPOCHS:]
+        last = self.state.history[-_SHOWN_RECORDS:]
         names = list(dict.fromkeys(name for entry in last for name in entry))
-        rows = [[_shown(entry.get(name, "")) for name in names] for entry in last]
+        rows = [[_cell_text(entry.get(name, "")) for name in names] for entry in last]
         trained = f"{len(self.trained)} weights train; {self.state.step} steps were made"
         return html_table(names, rows, [trained])
 
 
-def _shown(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -18,7 +18,7 @@ from onnxgrad.training.batches import BatchSource
 
 @dataclass(frozen=True)
 class WeightedClasses:
-    """The weights of classes that a trainer is given, some of which labels have to say.
+    """The argument `class_weight` of a trainer, parts of which labels may have to tell.
 
     - `given`: the weights that are known without labels, by output if losses are by output.
     - `balanced`: the outputs whose classes are balanced, empty for all that have classes; None if
@@ -32,10 +32,10 @@ class WeightedClasses:
 
     @classmethod
     def of(cls, weight: Any, loss: Any) -> WeightedClasses:
-        """Return the weights of classes in a loss, both as a trainer is given them.
+        """Return the weights of classes for the arguments `class_weight` and `loss` of a trainer.
 
         Raises:
-            ValueError: another text than "balanced", or no loss that weighs classes.
+            ValueError: another text than "balanced", or no loss takes weights of classes.
         """
         by_output = isinstance(loss, Mapping)
         if isinstance(weight, str):

@@ -31,8 +31,9 @@ def describe(value: Any, here: bool = False) -> Any:
     """Return a value for JSON that is equal in another process for an equal argument.
 
     Models and arrays are described by a digest, functions by their name, code and what they
-    captured, and other objects by class and attributes. With `here`, only this process compares
-    it: functions and classes stand for themselves, and what has no description equals nothing.
+    captured, and other objects by class and attributes. With `here`, the value is compared in this
+    process only: functions and classes stand for themselves, and an object without a description
+    equals nothing.
     """
     if isinstance(value, Path) or names_model(value):
         return _digest_of_file(Path(value))
@@ -48,11 +49,11 @@ def describe(value: Any, here: bool = False) -> Any:
     if isinstance(value, ModelProto):
         return _digest_of_model(value)
     if isinstance(value, bytes):
-        return _digest(value)
+        return digest_bytes(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
+        return f"{value.dtype} {value.shape} {digest_bytes(np.ascontiguousarray(value).tobytes())}"
     if isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
         name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
         return value if here else name
@@ -64,7 +65,7 @@ def describe(value: Any, here: bool = False) -> Any:
 
 
 def fingerprint(value: Any) -> Any:
-    """Return a key that is equal for equal arguments; of what cannot be compared, for no others."""
+    """Return a key that is equal for equal arguments; without a description it equals nothing."""
     return describe(value, here=True)
 
 
@@ -81,20 +82,20 @@ def same(a: Any, b: Any) -> bool:
 
 
 def model_fingerprint(model: Any) -> Any:
-    """Return the fingerprint of a `ModelLike`; for a path, that of the model's files."""
+    """Return the fingerprint of a `ModelLike`; of a path, its files with their times and sizes."""
     if not isinstance(model, (str, os.PathLike)):
         files = external.files_of(model) if isinstance(model, ModelProto) else ()
-        return fingerprint(model), _stamps(files)
+        return fingerprint(model), _file_stamps(files)
     path = Path(model)
     try:
-        stamp = _stamp(path)
-        return os.fspath(path), stamp, _stamps(_data_files(path, stamp))
-    except Exception:  # missing or no model: the error is raised where it is read
+        stamp = _file_stamp(path)
+        return os.fspath(path), stamp, _file_stamps(_data_files(path, stamp))
+    except Exception:  # missing or no model: reading the model raises the error
         return object()
 
 
 def options_of(value: Any) -> Any:
-    """Return the class of a callback or metric, and of the package's own the arguments."""
+    """Return the class of a callback or metric, with the arguments if it is of this package."""
     kind = type(value)
     if not kind.__module__.startswith("onnxgrad."):
         return kind.__qualname__
@@ -111,7 +112,7 @@ class BuildCache:
 
     def fingerprint(self, values: Mapping[str, Any]) -> Any:
         """Return `fingerprint(values)`, without describing the values of the last call again."""
-        items = _items(values)
+        items = _contained_items(values)
         old, found = self._described
         if len(items) != len(old) or not all(map(operator.is_, items, old)):
             found = fingerprint(values)
@@ -130,8 +131,8 @@ class BuildCache:
         return new
 
 
-def _items(values: Mapping[str, Any]) -> list[Any]:
-    """Return what is in these values, in which lists and dicts may be."""
+def _contained_items(values: Mapping[str, Any]) -> list[Any]:
+    """Return the values and the elements of lists and dicts among them, in one list."""
     items: list[Any] = []
     for value in values.values():
         if not isinstance(value, (dict, list)):
@@ -160,28 +161,30 @@ def _is_settled(value: Any) -> bool:
 
 
 def _describe_function(function: Any, here: bool) -> Any:
-    text = f"{function.__qualname__} {_digest(_code(function.__code__).encode())}"
-    cells = [_content(cell) for cell in function.__closure__ or ()]
+    """Return the name and code of a function, or itself if `here`, with the values it captures."""
+    text = f"{function.__qualname__} {digest_bytes(_code_text(function.__code__).encode())}"
+    cells = [_cell_value(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     captured = [describe(v, here) for v in (*cells, *defaults) if v is not function]
     return [function if here else text, *captured] if captured or here else text
 
 
-def _code(code: types.CodeType) -> str:
-    """Return what a function does, with the functions that its body defines."""
+def _code_text(code: types.CodeType) -> str:
+    """Return bytecode, names and constants as text, with the functions that the body defines."""
     constants = []
     for c in code.co_consts:
         if isinstance(c, types.CodeType):
-            constants.append(_code(c))
+            constants.append(_code_text(c))
         else:  # the order of a set differs between processes
             constants.append(repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c))
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def _content(cell: Any) -> Any:
+def _cell_value(cell: Any) -> Any:
+    """Return the captured value of a closure's cell; None if it is not assigned yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty yet
+    except ValueError:
         return None
 
 
@@ -200,7 +203,8 @@ def _describe_object(value: Any, here: bool) -> Any:
     return [kind if here else kind.__qualname__, describe(own, here)]
 
 
-def _digest(data: bytes) -> str:
+def digest_bytes(data: bytes) -> str:
+    """Return a digest of 16 bytes, in hexadecimal."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -209,28 +213,30 @@ def _digest_of_file(path: Path) -> str:
     if not path.is_file():
         return str(path)
     try:
-        files = (path, *_data_files(path, _stamp(path))) if names_model(str(path)) else (path,)
-        return _digest(b"".join(_digest(file.read_bytes()).encode() for file in files))
-    except (DecodeError, OSError):  # no model: the error is raised where it is read
-        return _digest(path.read_bytes())
+        files = (path, *_data_files(path, _file_stamp(path))) if names_model(str(path)) else (path,)
+        return digest_bytes(b"".join(digest_bytes(file.read_bytes()).encode() for file in files))
+    except (DecodeError, OSError):  # no model: reading the model raises the error
+        return digest_bytes(path.read_bytes())
 
 
 def _digest_of_model(model: ModelProto) -> str:
     """Return the digest of a model; large weights are read one by one."""
     small = emptied(model)
     if small is model:
-        return _digest(model.SerializeToString(deterministic=True))
-    own = {t.name: t for t in model.graph.initializer}
-    weights = (own[t.name] for t in small.graph.initializer if is_empty(t))
-    digests = "".join(_digest(t.SerializeToString(deterministic=True)) for t in weights)
-    return _digest(small.SerializeToString(deterministic=True) + digests.encode())
+        return digest_bytes(model.SerializeToString(deterministic=True))
+    initializers = {t.name: t for t in model.graph.initializer}
+    weights = (initializers[t.name] for t in small.graph.initializer if is_empty(t))
+    digests = "".join(digest_bytes(t.SerializeToString(deterministic=True)) for t in weights)
+    return digest_bytes(small.SerializeToString(deterministic=True) + digests.encode())
 
 
-def _stamps(files: Any) -> tuple[Any, ...]:
-    return tuple((os.fspath(file), _stamp(Path(file))) for file in sorted(files))
+def _file_stamps(files: Any) -> tuple[Any, ...]:
+    """Return the sorted files, each with its stamp."""
+    return tuple((os.fspath(file), _file_stamp(Path(file))) for file in sorted(files))
 
 
-def _stamp(file: Path) -> tuple[int, ...]:
+def _file_stamp(file: Path) -> tuple[int, ...]:
+    """Return the time of the last change, the size and the inode of a file."""
     stat = file.stat()
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 

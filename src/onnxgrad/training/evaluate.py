@@ -24,7 +24,7 @@ from onnxgrad.training.state import TrainState
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
-    """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
+    """Raise `ValueError` for balanced class weights before `fit`, or rows not on the first axis."""
     needed = WeightedClasses.of(recipe.job.class_weight, recipe.job.loss).balanced is not None
     if needed and recipe.balanced is None:
         raise ValueError(
@@ -50,13 +50,13 @@ def evaluator_of(
     names: Names,
     buffers: Collection[str] = (),
 ) -> Evaluator:
-    """Return what evaluates the model of a recipe, for any weights.
+    """Return the evaluator of the model of a recipe, for any weights.
 
-    A job keeps it while the recipe stays the same, and a copy has the names of the columns.
+    The job keeps it while the recipe stays the same; the copy that is returned has `names`.
 
     Args:
-        recipe: that of a trainer.
-        names: those of the columns of tables.
+        recipe: the objective of a trainer.
+        names: the names of the columns of tables.
         buffers: names of statistics that train, and are not in the state yet.
     """
     job, state = recipe.job, recipe.state
@@ -84,12 +84,12 @@ def evaluate(
 
     Args:
         job: the arguments of a trainer.
-        state: with the weights.
-        names: of the columns of tables.
+        state: the state with the weights.
+        names: the names of the columns of tables.
         data: the data.
         batch_size: rows of one call of the runtime; None: 256, 1,024 of a model that computes
-            little of each, or 8 of a file that takes one row. Those of a static batch, if the
-            model has one, and each by itself where states go from one to the next.
+            little for each row, or 8 of a file that takes one row. With a static batch in the
+            model, its rows, and a single row where states go from one to the next.
         shown: the title of a progress bar; None for none.
     """
     recipe = Recipe.of(job, state, data)
@@ -115,7 +115,7 @@ def predict(
     batch_size: int | None,
     shown: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the predictions for data, by output; arguments are those of `evaluate`."""
+    """Return the predictions for data, by output; see `evaluate` for the arguments."""
     recipe = Recipe.of(job, state, data)
     evaluator = evaluator_of(recipe, names.copy())
     evaluator.shown, fields = shown, evaluator.fields.without_labels()

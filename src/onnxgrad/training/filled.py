@@ -25,38 +25,40 @@ _PAST = {4: 2, 5: 3}  # the axis of the past by rank: (rows, heads, past, size),
 def fillable(proto: ModelProto, language: bool = False) -> frozenset[str]:
     """Return the names of the inputs that follow from the tokens; none if there are no tokens.
 
-    Caches have a past of symbolic length. Masks and positions are those of a model with caches, or
-    of one that is known to be a `language` model.
+    Caches have a past of symbolic length. Masks and positions count in a model with caches, or in
+    one that is known to be a `language` model.
     """
     inputs = {x.name: x for x in proto.graph.input}
     if not inputs.keys() & {*_TOKENS}:
         return frozenset()
-    grow = {name for name in caches(proto) if _grows(inputs[name])}
+    grow = {name for name in caches(proto) if _has_open_past(inputs[name])}
     if not grow and not language:
         return frozenset()
     beside = {MASK, POSITIONS, BRANCH} & inputs.keys()
-    return frozenset(grow | {n for n in beside if n == BRANCH or _rank(inputs[n]) == 2})
+    return frozenset(grow | {n for n in beside if n == BRANCH or _declared_rank(inputs[n]) == 2})
 
 
 def is_cache(name: str) -> bool:
-    """Return whether a name of `fillable` is that of a cache."""
+    """Return whether an input of `fillable` is a cache."""
     return name not in (MASK, POSITIONS, BRANCH)
 
 
-def _rank(x: ValueInfoProto) -> int:
+def _declared_rank(x: ValueInfoProto) -> int:
+    """Return the number of axes that an input declares."""
     return len(x.type.tensor_type.shape.dim)
 
 
-def _grows(x: ValueInfoProto) -> bool:
-    axis = _PAST.get(_rank(x))
+def _has_open_past(x: ValueInfoProto) -> bool:
+    """Return whether a cache has a past of symbolic length, which may be empty."""
+    axis = _PAST.get(_declared_rank(x))
     return axis is not None and not x.type.tensor_type.shape.dim[axis].HasField("dim_value")
 
 
 def fill(model: ir.Model, names: Collection[str]) -> None:
     """Compute the inputs `names` of `fillable` in the graph, in place.
 
-    Types and shapes are inferred. A cache that is read, and whose size they do not tell,
-    stays an input.
+    The types and shapes of the graph are inferred before. A cache that is read stays an input if no
+    shape tells its size.
     """
     graph = model.graph
     inputs = {str(x.name): x for x in graph.inputs}
@@ -69,7 +71,7 @@ def fill(model: ir.Model, names: Collection[str]) -> None:
     with op.at(next(iter(graph), None)):
         for name in names & inputs.keys():
             x = inputs[name]
-            y = _computed(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
+            y = _compute_from_tokens(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
             if y is not None:
                 ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
             if not x.uses() and not x.is_graph_output():
@@ -80,9 +82,9 @@ def fill(model: ir.Model, names: Collection[str]) -> None:
 
 
 def grow_caches(graph: ir.Graph) -> bool:
-    """Let attention in a window keep all rows in its cache, in place; return whether it did not.
+    """Let attention in a window keep all rows in its cache, in place; return whether any changed.
 
-    It attends to the same rows. A cache of the last ones alone has a fixed length, and is never
+    It attends to the same rows. A cache of the last rows alone has a fixed length, and is never
     empty.
     """
     nodes = [node for node in graph.all_nodes() if node.op_type == "GroupQueryAttention"]
@@ -90,8 +92,13 @@ def grow_caches(graph: ir.Graph) -> bool:
     return any(attribute is not None for attribute in removed)
 
 
-def _computed(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) -> ir.Value | None:
-    """Return what an input is for these tokens; `mask` is one that the data have."""
+def _compute_from_tokens(
+    op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None
+) -> ir.Value | None:
+    """Return the value of an input for the tokens; None for a cache of unknown size.
+
+    `mask` is the attention mask if it is in the data, else None.
+    """
     assert x.dtype is not None
     rows, length = op.dim(tokens, 0), op.dim(tokens, 1)
     if x.name == BRANCH:
@@ -120,7 +127,10 @@ def _computed(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) ->
 
 
 def cache_sizes(x: ir.Value) -> tuple[int | None, int | None]:
-    """Return the number of heads and the size of a cache, its own or those of what it grows to."""
+    """Return the number of heads and the size of a cache, also from the shapes around it.
+
+    None for a number that no shape tells: of the cache, its readers, and tensors joined with it.
+    """
     found: list[list[Dim]] = [[*(dims(x) or ())]]
     casts = [use.node.outputs[0] for use in x.uses() if use.node.op_type == "Cast"]  # see `widen`
     for node in {use.node for value in (x, *casts) for use in value.uses()}:

@@ -1,4 +1,4 @@
-"""What identifies a training, so that a checkpoint of another one is refused."""
+"""The identity of a training, by which a checkpoint of another training is refused."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ _SHOWN = 200  # characters of a value in a message
 class Identity(Mapping[str, Any]):
     """The description of some values and of a model, whose digest is computed when it is read.
 
-    Most trainings write no checkpoint, and the digest takes longer than to load the model. A model
-    whose digest is known is that digest.
+    Most trainings write no checkpoint, and the digest takes longer than to load the model. A known
+    digest stands for the model.
     """
 
     def __init__(self, model: ModelProto | str, values: Mapping[str, Any]) -> None:
         self.model, self.values_but_model = model, describe(values)
 
     @cached_property
-    def _all(self) -> dict[str, Any]:
+    def _all_values(self) -> dict[str, Any]:
+        """The description, with the digest of the model."""
         return {"model": describe(self.model), **self.values_but_model}
 
     def __getitem__(self, key: str) -> Any:
-        return self._all[key]
+        return self._all_values[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
+        return iter(self._all_values)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._all_values)
 
     def __deepcopy__(self, memo: Any) -> Identity:
         return self  # never modified
 
     def __reduce__(self) -> Any:
-        return dict, (self._all,)
+        return dict, (self._all_values,)
 
 
 def identity_of(
@@ -55,10 +56,10 @@ def identity_of(
     shuffle: bool,
     sharing: Sharing | None = None,
 ) -> Identity:
-    """Return what two trainings must have in common for one to go on with the other.
+    """Return the description that two trainings share if one goes on with the other.
 
-    These are the arguments that `ARGUMENTS` does not declare free, the data, the arguments on which
-    the entries of callbacks in a checkpoint depend, and the metrics that decide something.
+    It holds the arguments that `ARGUMENTS` does not declare free, the data, the arguments on which
+    the entries of callbacks in a checkpoint depend, and the metrics that are monitored.
     """
     return Identity(
         job.digest or job.proto,
@@ -91,20 +92,20 @@ def _monitored_metrics(job: Job) -> dict[str, Any]:
 
 
 def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
-    """Raise `ValueError` for a checkpoint of another training, with what differs.
+    """Raise `ValueError` for a checkpoint of another training, naming the values that differ.
 
-    A callback that only one of both has is not compared: it has kept nothing, or goes on by itself.
+    A callback of only one of both is not compared: it has kept nothing, or goes on by itself.
     """
     now = json.loads(json.dumps(dict(now)))  # as a checkpoint holds it
     both = saved.get("callbacks", {}).keys() & now["callbacks"].keys()
     differing = {
         path: values
-        for path, values in _differences(saved, now).items()
+        for path, values in _find_differences(saved, now).items()
         if not path.startswith("callbacks.") or path.split(".")[1] in both
     }
     if differing:
         lines = [
-            f"{key}: {_abbreviate(old)} in the checkpoint, {_abbreviate(new)} now"
+            f"{key}: {_short_repr(old)} in the checkpoint, {_short_repr(new)} now"
             for key, (old, new) in differing.items()
         ]
         raise ValueError(
@@ -113,17 +114,18 @@ def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -
         )
 
 
-def _abbreviate(value: Any) -> str:
+def _short_repr(value: Any) -> str:
+    """Return the first characters of the `repr` of a value."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _differences(saved: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return what differs, by the path of its keys."""
+def _find_differences(saved: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the pairs of values that differ, by the path of their keys."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         different: dict[str, tuple[Any, Any]] = {}
         for name in dict.fromkeys([*saved, *now]):
             path = f"{key}.{name}" if key else name
-            different |= _differences(saved.get(name), now.get(name), path)
+            different |= _find_differences(saved.get(name), now.get(name), path)
         return different
     return {} if saved == now else {key: (saved, now)}

@@ -1,7 +1,4 @@
-"""Ctrl-C and SIGTERM while training: they take effect between two steps.
-
-So the state is never half updated.
-"""
+"""Ctrl-C and SIGTERM take effect between two steps, so that the state is never half updated."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ class Interrupts:
     """Holds signals back inside of `with interrupts.held():`, and raises them after it.
 
     Elsewhere they are raised at once: Ctrl-C as `KeyboardInterrupt`, SIGTERM as `SystemExit`. After
-    one was raised, others wait for the end of the next such block, so that they do not interrupt
-    what saves the state. Only the main thread gets signals; handlers that somebody else has set
+    one was raised, further signals wait for the end of the next such block, so that they do not
+    interrupt saving the state. Only the main thread gets signals; handlers that the program has set
     stay.
     """
 
@@ -37,7 +34,7 @@ class Interrupts:
             }
             for number, default in own.items():
                 if signal.getsignal(number) is default:
-                    previous[number] = signal.signal(number, self._handle)
+                    previous[number] = signal.signal(number, self._handle_signal)
         try:
             yield
         finally:
@@ -46,7 +43,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back inside of the block, which may be in another; raise one at its end."""
+        """Hold signals back inside of the block, which may be nested; raise one at the end."""
         self._held, self._depth = True, self._depth + 1
         try:
             yield
@@ -55,15 +52,17 @@ class Interrupts:
             self._held = self._depth > 0
         if self._waiting is not None and not self._held:
             number, self._waiting = self._waiting, None
-            self._raise(number)
+            self._raise_signal(number)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Keep the first signal inside of `held`, and raise it elsewhere."""
         if self._held:
             self._waiting = self._waiting or number
         else:
-            self._raise(number)
+            self._raise_signal(number)
 
-    def _raise(self, number: int) -> None:
+    def _raise_signal(self, number: int) -> None:
+        """Raise `SystemExit` or `KeyboardInterrupt`, and hold further signals back."""
         self._held = True
         if number == signal.SIGTERM:
             raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""`Job`: what a trainer is to do, and which values of its state are evaluated and exported."""
+"""`Job`: the arguments of a trainer, and the values of its state that it evaluates and exports."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ _OF_MEMBERS = ("members", "optimizers", "learning_rates")
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A model, what of it trains, and the arguments of its training, checked.
+    """A model, the weights of it that train, and the checked arguments of the training.
 
-    The defaults are a model that is evaluated with the weights of its file: none is an input, so
-    that nothing of the model needs to be trainable.
+    With the defaults, a model is evaluated with the weights of its file: none is an input, and the
+    model needs no trainable weight.
 
     Attributes:
         proto: the model, without the large weights that train: `digest` describes the whole one.
         trained: names of the weights that train.
         straight_through: whether gradients pass through the rounding of quantized layers.
-        optimizers: one, or one for each member of a stack; and so are `learning_rates`.
+        optimizers: one, or one for each member of a stack.
+        learning_rates: one, or one for each member of a stack.
         metrics: by output.
         classes: the names of the classes, given or of the file.
         members: of a stack, the number of its models; None for one model.
@@ -99,12 +100,12 @@ class Job:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, in a stack that of the first member."""
+        """The optimizer; in a stack, of the first member."""
         return self.optimizers[0]
 
     @property
     def learning_rate(self) -> LearningRate:
-        """The learning rate, in a stack that of the first member."""
+        """The learning rate; in a stack, of the first member."""
         return self.learning_rates[0]
 
     @property
@@ -119,7 +120,7 @@ class Job:
 
     @property
     def averages(self) -> bool:
-        """Whether the optimizer averages weights, or that of a member."""
+        """Whether an optimizer averages weights."""
         return any(optimizer.averages for optimizer in self.optimizers)
 
     @property
@@ -138,13 +139,13 @@ class Job:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """What a resumed training, and each process of a group, must have in common, by name."""
+        """The arguments that must be equal in a resumed training, and in all processes, by name."""
         names = [n for n in _COMPARED if self.members is not None or n not in _OF_MEMBERS]
         return {name: getattr(self, name) for name in names}
 
     @property
     def step_key(self) -> Any:
-        """What is equal for two moments of this job at which its compiled step is the same."""
+        """The cache key of the compiled step: equal as long as the step stays the same."""
         values = {name: getattr(self, name) for name in _IN_STEP}
         return id(self.proto), self.built.fingerprint(values)
 
@@ -162,14 +163,19 @@ class Job:
     def values_to_evaluate(self, state: TrainState) -> Arrays:
         """Return the weights and statistics that are evaluated and exported, by name.
 
-        They are those of the last step, unless the optimizer averages weights. Those of a stack
-        have an axis of members first. Where the file has 16 bits, they are rounded to these.
+        The weights are from the last step, or averages if the optimizer averages weights. Arrays
+        of a stack have an axis of members first. Where the file has 16 bits, values are rounded to
+        these.
         """
         values = rounded(self._values_in_training(state), self.narrow)
         return {n: self.in_training(a) if n in self.narrow else a for n, a in values.items()}
 
     def values_for_file(self, state: TrainState) -> Arrays:
-        """Return what is exported, in the dtypes of the file; refuse what these cannot hold."""
+        """Return the weights and statistics to export, in the dtypes of the file.
+
+        Raises:
+            ValueError: a number beyond the range of its dtype.
+        """
         return for_file(self._values_in_training(state), self.narrow)
 
     def rounding(self, state: TrainState) -> dict[str, float]:
@@ -200,7 +206,7 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
     """Return the job of a trainer, the names of columns and classes, and the first weights.
 
     Args:
-        given: the arguments of a `Trainer`, by name; others in it are not read.
+        given: the arguments of a `Trainer`, by name; other entries are not read.
 
     Raises:
         ValueError: an invalid argument.
@@ -244,7 +250,10 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
 
 
 def _without_weights(proto: ModelProto, names: Sequence[str]) -> tuple[ModelProto, str | None]:
-    """Return a model without large weights, and then the description of the whole model."""
+    """Return a model without large weights, and the digest of the whole model.
+
+    Without any large weight, it is the model itself, and the digest is None.
+    """
     new = emptied(proto, names)
     if new is proto:
         return proto, None

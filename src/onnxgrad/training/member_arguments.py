@@ -34,7 +34,7 @@ def initial_weights(own: Arrays, members: int, init: str, seed: int) -> list[Arr
 
     Args:
         own: the weights of the model.
-        members: their number.
+        members: the number of members.
         init: "model": the weights of the model. "redrawn": a weight with two or more axes is drawn
             from the normal distribution with the mean and standard deviation of its elements.
             "glorot": it is drawn by Glorot's rule. Weights with one axis, such as biases, stay.

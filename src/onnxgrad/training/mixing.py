@@ -1,7 +1,7 @@
-"""Mixup and CutMix: rows of a batch that are mixed with others, in the graph of a step.
+"""Mixup and CutMix: the rows of a batch are mixed with each other, in the graph of a step.
 
-What is drawn for a batch is a function of the seed and the number of the draw, and an input of the
-step, so that a resumed training mixes the same rows by the same shares.
+The random numbers of a batch are a function of the seed and the number of the draw, and an input
+of the step, so that a resumed training mixes the same rows by the same shares.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from onnxgrad.training.model_loss import ComputedLoss
 from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
 
 _DOUBLE = ir.DataType.DOUBLE
-_STREAM = 3  # of random numbers; others of a trainer begin with the seed and 1, or 2
-_FEW = 4  # channels of an image that has them last
+_STREAM = 3  # of random numbers; other streams of a trainer begin with the seed and 1, or 2
+_MOST_CHANNELS = 4  # of an image with the channels last
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ class Mix:
 
 
 def check_mix(mix: Any) -> Mix | None:
-    """Return the argument `mix` of a trainer; raise `ValueError` for another one."""
+    """Return the argument `mix` of a trainer.
+
+    Raises:
+        ValueError: it is no `Mix`, and not None.
+    """
     if mix is None or isinstance(mix, Mix):
         return mix
     raise ValueError(f"mix is mixup(...) or cutmix(...), not {mix!r}")
@@ -71,7 +75,7 @@ class Mixup(Mix):
 
     def names(self, features: Sequence[str]) -> Sequence[str]:
         """Return the inputs that are mixed."""
-        return _only(features, "mixup(inputs=[...])") if self.inputs is None else self.inputs
+        return _only_input(features, "mixup(inputs=[...])") if self.inputs is None else self.inputs
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
@@ -101,40 +105,45 @@ class CutMix(Mix):
 
     def names(self, features: Sequence[str]) -> Sequence[str]:
         """Return the input that is mixed."""
-        return _only(features, "cutmix(input=...)") if self.input is None else [self.input]
+        return _only_input(features, "cutmix(input=...)") if self.input is None else [self.input]
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
     ) -> tuple[list[ir.Value], MixedRows]:
-        """Write images with a box of the partner's; the share is that of the area outside of it."""
+        """Write images with a box of the partner's; the share is the area outside of the box."""
         [x] = inputs
-        axes, n = self._axes(x), rank(x) or 0
-        own = op.Gather(numbers, [0], axis=0)
-        rest = op.Sub(op.const(1.0, own.dtype), own)
-        half = op.Mul(op.const(0.5, own.dtype), op.Pow(rest, op.const(1 / len(axes), own.dtype)))
+        axes, n = self._box_axes(x), rank(x) or 0
+        drawn = op.Gather(numbers, [0], axis=0)
+        rest = op.Sub(op.const(1.0, drawn.dtype), drawn)
+        power = op.const(1 / len(axes), drawn.dtype)
+        half = op.Mul(op.const(0.5, drawn.dtype), op.Pow(rest, power))
         inside, shares = None, []
         for i, axis in enumerate(axes):
             length = op.Shape(x, start=axis, end=axis + 1)
-            whole = op.Cast(length, to=own.dtype)
+            whole = op.Cast(length, to=drawn.dtype)
             center = op.Floor(op.Mul(op.Gather(numbers, [i + 1], axis=0), whole))
             reach = op.Floor(op.Mul(half, whole))
-            begin = op.Max(op.Sub(center, reach), op.const(0.0, own.dtype))
+            begin = op.Max(op.Sub(center, reach), op.const(0.0, drawn.dtype))
             end = op.Min(op.Add(center, reach), whole)
             shares.append(op.Div(op.Sub(end, begin), whole))
-            at = op.Cast(op.arange(length), to=own.dtype)
+            at = op.Cast(op.arange(length), to=drawn.dtype)
             along = op.And(op.GreaterOrEqual(at, begin), op.Less(at, end))
             along = op.Reshape(along, [-1] + [1] * (n - 1 - axis))
             inside = along if inside is None else op.And(inside, along)
         box = shares[0]
         for share in shares[1:]:
             box = op.Mul(box, share)
-        share = op.Reshape(op.Sub(op.const(1.0, own.dtype), box), [])
+        share = op.Reshape(op.Sub(op.const(1.0, drawn.dtype), box), [])
         mixed = MixedRows(partners, share, of_parts=True)
         cut = op.Where(inside, mixed.of_partners(op, x), x)
         return [op.set_type_like(cut, x)], mixed
 
-    def _axes(self, x: ir.Value) -> tuple[int, ...]:
-        """Return the axes of the box, counted from the first axis."""
+    def _box_axes(self, x: ir.Value) -> tuple[int, ...]:
+        """Return the axes of the box, counted from the first axis.
+
+        Raises:
+            ValueError: the input has no such axes, or needs their names.
+        """
         n, shape = rank(x), dims(x) or ()
         if n is None:
             raise ValueError(f"cutmix: the input {x.name!r} has an unknown number of axes")
@@ -146,7 +155,7 @@ class CutMix(Mix):
                     f"of the shape {list(shape)}"
                 )
             return axes
-        few = [isinstance(d, int) and d <= _FEW for d in shape]
+        few = [isinstance(d, int) and d <= _MOST_CHANNELS for d in shape]
         if n != 4 or (few[3] and not few[1]):
             raise ValueError(
                 f"cutmix: the input {x.name!r} of the shape {list(shape)} has no images (rows, "
@@ -161,18 +170,18 @@ def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
 
     An argument of a trainer, `mix=mixup()`, that mixes the rows of each batch while it trains
     (Zhang et al. 2017, arXiv:1710.09412): row i with the row j of a random permutation, by one
-    share l for all rows. Labels may be of any kind. The loss of both labels is that of the mixed
-    label where it is linear in the label, as cross entropy is, and has the gradient of that for the
-    squared error. Sample weights, class weights and ignored labels count as those of each label.
+    share l for all rows. Labels may be of any kind. A loss that is linear in the label, as cross
+    entropy, equals the loss of the mixed label, and the squared error has the same gradient. Sample
+    weights, class weights and ignored labels count for each of both labels.
     Evaluations and predictions mix nothing.
 
     Draws are functions of seed and step. With `accumulate`, and where processes share a batch, rows
-    are mixed within their part of it, with a share of its own.
+    are mixed within their part of it, each part with another share.
 
     Args:
         alpha: a number above 0; the shares are near 0 and 1 for a small one, and uniform for 1.
-        inputs: names of the float inputs that are mixed; None: the only input. Others stay those of
-            the row i.
+        inputs: names of the float inputs that are mixed; None: the only input. Other inputs keep
+            the values of the row i.
 
     Returns:
         The argument `mix` of a trainer.
@@ -193,18 +202,24 @@ def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
         >>> trainer.fit(X, y, epochs=20).predict(X[:2]).argmax(axis=1).tolist()
         [0, 2]
     """
-    return Mixup(alpha, None if inputs is None else _names("inputs", inputs))
+    if isinstance(inputs, str):  # its letters would be the names
+        raise ValueError(f"inputs is a list of names: write inputs=[{inputs!r}]")
+    chosen = None if inputs is None else tuple(inputs)
+    if chosen == ():
+        raise ValueError("inputs is empty: name one input or more")
+    return Mixup(alpha, chosen)
 
 
 def cutmix(
     alpha: float = 1.0, input: str | None = None, axes: Iterable[int] | None = None
 ) -> CutMix:
-    """x_i with a box of x_j, and l loss(y_i) + (1 - l) loss(y_j), l the share outside of the box.
+    """x_i with a box of x_j, and l loss(y_i) + (1 - l) loss(y_j), l the share outside the box.
 
     An argument of a trainer, `mix=cutmix()` (Yun et al. 2019, arXiv:1905.04899, algorithm 1). With
-    l ~ Beta(alpha, alpha), the box has sides of sqrt(1 - l) of those of the image and a uniform
-    center; where the image cuts it off, l becomes the share that is left. One box for all rows of a
-    batch, at random places from batch to batch. What `mixup` says of rows, labels and draws holds.
+    l ~ Beta(alpha, alpha), the sides of the box are sqrt(1 - l) times the sides of the image, and
+    its center is uniform; where the image cuts it off, l becomes the share that is left. All rows
+    of a batch have one box, at random places from batch to batch. For rows, labels and draws, see
+    `mixup`.
 
     Args:
         alpha: a number above 0.
@@ -233,7 +248,7 @@ def cutmix(
 def mix_rows_by_job(
     op: Emit, job: Any, loss: Any, data: Sequence[ir.Value], rows: Any
 ) -> MixedRows | None:
-    """Mix inputs as a `Job` says; return how, or None if it says nothing.
+    """Mix inputs by the argument `mix` of a `Job`; return how rows are mixed, None without it.
 
     Raises:
         ValueError: inputs that cannot be mixed, or another argument that does not fit.
@@ -256,15 +271,15 @@ def mix_rows_by_job(
 
 
 def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any) -> MixedRows:
-    """Mix inputs of a graph, and let its nodes read them in their place; return how.
+    """Mix inputs of a graph, and let its nodes read the mixed values; return how rows are mixed.
 
     The graph gets the inputs `partners`, the row that each row is mixed with, int64 (N,), and
-    `mix_numbers`, what `mix` draws for a batch, float64.
+    `mix_numbers`, which `mix` draws for a batch, float64 (numbers,).
 
     Args:
         op: writes into the graph.
-        mix: how.
-        seed: of what is drawn.
+        mix: draws numbers and writes the mixed inputs.
+        seed: of the random numbers.
         data: the inputs of a batch, without labels.
         rows: the symbol of their rows.
 
@@ -277,7 +292,7 @@ def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any)
         if name not in inputs:
             raise unknown("input of mix", name, inputs)
         chosen.append(inputs[name])
-    length = _rows(chosen, rows)
+    length = _common_row_dim(chosen, rows)
     uses = {x: list(x.uses()) for x in chosen}
     count = len(mix.numbers(np.random.default_rng(0)))
 
@@ -306,8 +321,12 @@ def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any)
     return mixed
 
 
-def _rows(inputs: Sequence[ir.Value], rows: Any) -> Any:
-    """Return the length of the first axis of the inputs, a number or the symbol of the rows."""
+def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
+    """Return the length of the first axis of the inputs, a number or the symbol of the rows.
+
+    Raises:
+        ValueError: lengths that differ, or are no number of several rows.
+    """
     lengths = [(dims(x) or (None,))[0] for x in inputs]
     for x, length in zip(inputs, lengths, strict=True):
         if length == 1:
@@ -317,15 +336,8 @@ def _rows(inputs: Sequence[ir.Value], rows: Any) -> Any:
     return lengths[0]
 
 
-def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(values, str):  # its letters would be the names
-        raise ValueError(f"{name} is a list of names: write {name}=[{values!r}]")
-    if not (chosen := tuple(values)):
-        raise ValueError(f"{name} is empty: name one input or more")
-    return chosen
-
-
-def _only(features: Sequence[str], remedy: str) -> Sequence[str]:
+def _only_input(features: Sequence[str], remedy: str) -> Sequence[str]:
+    """Return the name of the only input, in a list; raise `ValueError` if there are several."""
     if len(features) != 1:
         raise ValueError(f"the model has the inputs {list(features)}: say which by {remedy}")
     return features

@@ -1,4 +1,4 @@
-"""A loss that the model computes itself: the output that it is, as a sum and a count."""
+"""A loss that the model computes: its output, and the loss as a sum and a count."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def write_model_loss(
     own = total if info.reduction is None and computed.reduction == "mean" else None
     if (info.reduction or computed.reduction) == "mean":
         total = total * count
-    if total is not loss:  # which is called as the output
+    if total is not loss:  # the total gets the name of the output
         total.name, loss.name = loss.name, op.name(f"{loss.name}.of_model")
     infos = dict.fromkeys(labels[:1], info)
     weight = inputs.get(computed.row_weight)

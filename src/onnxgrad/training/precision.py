@@ -1,4 +1,4 @@
-"""In which precision a training computes, and how weights come back into a file of 16 bits."""
+"""The precision of a training, and the rounding of weights to the 16 bits of a file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ Dtypes = dict[str, np.dtype]
 
 
 def resolved(precision: str, proto: ModelProto, device: Device) -> str:
-    """Return what `precision`, one of `PRECISIONS`, means for a model: one of the last three.
+    """Return the precision in which a model trains: "float32", "mixed" or "file".
 
-    A model without floats of 16 bits computes as it is.
+    `precision` is one of `PRECISIONS`. "file" is also the result for a model without floats of 16
+    bits.
 
     Raises:
-        ValueError: "mixed", of such a model; bfloat16 on the CPU in anything but float32.
+        ValueError: "mixed" for a model without floats of 16 bits; bfloat16 on the CPU in another
+            precision than "float32".
     """
-    halves = set(HALVES).intersection(_dtypes(proto))
+    halves = set(HALVES).intersection(_tensor_dtypes(proto))
     if not halves:
         if precision == "mixed":
             raise ValueError(
@@ -48,7 +50,7 @@ def resolved(precision: str, proto: ModelProto, device: Device) -> str:
     return precision
 
 
-def _dtypes(proto: ModelProto) -> Iterator[int]:
+def _tensor_dtypes(proto: ModelProto) -> Iterator[int]:
     """Yield the types of the tensors that a model states, and to which its nodes cast."""
     for holder in (proto.graph, *proto.functions):
         for graph in all_graphs(holder):
@@ -56,7 +58,7 @@ def _dtypes(proto: ModelProto) -> Iterator[int]:
                 yield from (t.data_type for t in graph.initializer)
                 yield from (t.values.data_type for t in graph.sparse_initializer)
                 for value in (*graph.input, *graph.output):
-                    yield _element(value.type)
+                    yield _element_type(value.type)
         for node in all_nodes(holder.node):
             for attribute in node.attribute:
                 if attribute.name in ("to", "dtype", "output_dtype"):
@@ -65,10 +67,11 @@ def _dtypes(proto: ModelProto) -> Iterator[int]:
                     yield attribute.t.data_type
 
 
-def _element(of: TypeProto) -> int:
-    while (kind := of.WhichOneof("value")) in ("sequence_type", "optional_type"):
-        of = getattr(of, kind).elem_type
-    return of.tensor_type.elem_type if kind == "tensor_type" else 0
+def _element_type(proto: TypeProto) -> int:
+    """Return the data type of a tensor, or of the elements of a sequence; 0 for other types."""
+    while (kind := proto.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        proto = getattr(proto, kind).elem_type
+    return proto.tensor_type.elem_type if kind == "tensor_type" else 0
 
 
 def narrow_dtypes(refs: Mapping[str, ConstantRef]) -> Dtypes:
@@ -78,13 +81,13 @@ def narrow_dtypes(refs: Mapping[str, ConstantRef]) -> Dtypes:
 
 
 def widened(array: np.ndarray) -> np.ndarray:
-    """Return floats of 16 bits in float32, others as they are."""
+    """Return floats of 16 bits in float32, other arrays unchanged."""
     half = array.dtype in (np.float16, ml_dtypes.bfloat16)
     return array.astype(np.float32) if half else array
 
 
 def rounded(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
-    """Return arrays as the file can hold them, in the dtypes of the file."""
+    """Return arrays in the dtypes of the file; numbers beyond their range become infinite."""
     with np.errstate(over="ignore"):
         return {n: a.astype(dtypes[n]) if n in dtypes else a for n, a in arrays.items()}
 
@@ -121,10 +124,10 @@ def rounding(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> dict[str, floa
 
 
 def rounding_text(found: Mapping[str, float]) -> str:
-    """Return what `rounding` found, in words; nothing if nothing is rounded."""
+    """Return the result of `rounding` as a sentence; empty if nothing is rounded."""
     if not found:
         return ""
     return (
         f"weights are rounded to the 16 bits of the file, by {found['largest']:.2g} at most and "
-        f"{found['mean']:.2g} on average; evaluations are of the rounded ones"
+        f"{found['mean']:.2g} on average; evaluations use the rounded weights"
     )

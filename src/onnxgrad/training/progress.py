@@ -1,4 +1,4 @@
-"""How far a training is: what callbacks are shown."""
+"""The progress of a training, the sums of its losses, and their texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FitProgress:
         total_rows: rows of an epoch; None in the first epoch of an iterable of batches.
         loss: mean loss so far in this epoch: of a row, or of a term of the loss. Of a stack, the
             mean over the members that train.
-        validation_loss: that of the last validation, in the same way; None before the first.
+        validation_loss: mean loss of the last validation, as `loss`; None before the first.
         rows_per_second: speed of this epoch so far.
         step: number of finished steps.
         steps: number of all steps; None if it is unknown.
@@ -51,8 +51,8 @@ class FitProgress:
 class Totals:
     """Sums over the batches of an epoch, from which its mean loss is computed.
 
-    `factors` are those of the parts of the loss. Sums and counts are (parts,), and of a stack
-    (parts, members).
+    `factors` multiply the means of the parts of the loss. Sums and counts are float64 (parts,), and
+    of a stack (parts, members).
     """
 
     factors: tuple[float, ...] = (1.0,)
@@ -64,7 +64,7 @@ class Totals:
     def of(
         cls, factors: tuple[float, ...], saved: dict[str, Any], members: int | None = None
     ) -> Totals:
-        """Return those that `to_json` saved, or zeros."""
+        """Return the totals that `to_json` saved, or zeros."""
         zeros = np.zeros((len(factors), *([] if members is None else [members])))
         sums, counts = (np.array(saved.get(key, zeros)) for key in ("sums", "counts"))
         return cls(factors, sums, counts, saved.get("rows", 0))
@@ -88,7 +88,7 @@ class Totals:
 
 
 def over_members(value: Any) -> Any:
-    """Return a number, or of an array (members,) the mean of those that are no NaN."""
+    """Return a number, or the mean of an array (members,), without members whose value is NaN."""
     if not isinstance(value, np.ndarray):
         return value
     known = value[~np.isnan(value)]
@@ -96,7 +96,7 @@ def over_members(value: Any) -> Any:
 
 
 def shown(value: Any, digits: str = ".4g") -> str:
-    """Return a number as text, or of numbers of members the lowest and the highest."""
+    """Return a number as text, or the lowest and the highest of the numbers of members."""
     known = np.ravel(value)
     known = known[~np.isnan(known)] if np.isfinite(known).any() else known[:1]
     ends = dict.fromkeys(format(v, digits) for v in (known.min(), known.max()))

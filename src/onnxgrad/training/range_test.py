@@ -74,14 +74,14 @@ class RangeTest:
             ax.axvline(rate, color="gray", linestyle="--", label=f"suggestion {rate:.2g}")
         ax.set(xscale="log", xlabel="learning rate", ylabel="loss")
         low, high = self.smoothed.min(), self.smoothed[0]
-        if high > low:  # what diverges would hide all else
+        if high > low:  # a loss that diverges would flatten the rest
             ax.set_ylim(low - 0.2 * (high - low), high + (high - low))
         ax.legend()
         return ax
 
 
 class _Watch(Callback):
-    """Notes the loss of each step, and ends training after the last one, or where it diverges."""
+    """Notes the loss of each step; ends training after the last step, or where it diverges."""
 
     every_steps = 1
 
@@ -99,7 +99,7 @@ class _Watch(Callback):
         self._before: Any = (0.0, 0.0, 0)
 
     def result(self, schedule: Schedule) -> RangeTest:
-        """Return what it noted."""
+        """Return the noted losses at the rates of the schedule."""
         rates = np.array([schedule(step) for step in range(len(self.losses))])
         return RangeTest(rates, np.array(self.losses), np.array(self.smoothed), self.diverged)
 
@@ -108,7 +108,7 @@ class _Watch(Callback):
         self._before = (0.0, 0.0, 0)
 
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
-        """Note the loss of a step: what it adds to the sums of the epoch."""
+        """Note the loss of a step: the increase of the sums of the epoch."""
         now = [np.array(state.running[name]) for name in ("sums", "counts", "rows")]
         sums, counts, rows = (a - b for a, b in zip(now, self._before, strict=True))
         means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts != 0)
@@ -137,10 +137,10 @@ def lr_range_test(
 ) -> RangeTest:
     """Train `steps` steps while the learning rate grows from `start` to `end`; return the losses.
 
-    Smith 2017, arXiv:1506.01186, section 3.3; the rate grows by the same factor in each step. What
-    trains is a copy of the trainer without its callbacks: the trainer's weights, slots, history and
-    schedule stay as they are. Where the losses fall fastest is a good rate, and where they rise one
-    that is too large.
+    Smith 2017, arXiv:1506.01186, section 3.3; the rate grows by the same factor in each step. A
+    copy of the trainer trains, without its callbacks: the weights, slots, history and schedule of
+    the trainer do not change. A rate is good where the losses fall fastest, and too large where
+    they rise.
 
     Args:
         trainer: a `Trainer`.
@@ -188,7 +188,7 @@ def _fit_copy(trainer: Any, watch: _Watch, rates: Schedule, *data: Any, **argume
     if trainer._job.members is not None:
         raise ValueError("lr_range_test takes a Trainer, not a stack: its members compare rates")
     tested = copy.copy(trainer)
-    tested._change(callbacks=Callbacks([watch]), learning_rates=[rates])
+    tested._change_job(callbacks=Callbacks([watch]), learning_rates=[rates])
     try:
         tested.fit(*data, epochs=watch.steps, **arguments)
     except ConvergenceError:

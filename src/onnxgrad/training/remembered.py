@@ -1,7 +1,6 @@
-"""What a trained file remembers of its training, beside the names of its columns and classes.
+"""Notes of a training in the metadata of the trained file: its loss, and how it read images.
 
-Later commands and trainings read in its metadata which loss it was and how images became numbers.
-What a note cannot hold, users are asked for.
+Later commands and trainings read them. Users are asked for options that a note cannot hold.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def training_notes(
 
     Args:
         job: the arguments of the training.
-        kept: the notes before it.
+        kept: the notes before the training.
         reader: what reads the rows, None for arrays.
         features: the inputs other than labels.
     """
@@ -44,7 +43,7 @@ def training_notes(
 
 
 def _loss_note(job: Job) -> list[dict[str, list[str]]]:
-    """Return the loss as the options of the shell say it; empty for what they cannot say."""
+    """Return the loss as options of the shell; empty for a loss that these cannot state."""
     loss, options = job.loss, job.loss_options or {}
     by_output = loss if isinstance(loss, Mapping) else {None: loss}
     names = list(by_output.values())
@@ -65,13 +64,17 @@ def _loss_note(job: Job) -> list[dict[str, list[str]]]:
 
 
 def _as_list(value: Any) -> Any:
-    """Return an array as a list, and a number of numpy as one of Python."""
+    """Return an array as a list, and a number of numpy as a number of Python.
+
+    Raises:
+        TypeError: the value is neither.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     raise TypeError(f"no value of JSON: {type(value).__name__}")
 
 
 def _takes_images(field: Field) -> bool:
-    """Return whether an input may take images, whose values are not those of the files."""
+    """Return whether the declared dtype and shape of an input fit images, as numbers or files."""
     shape: Dims = field.shape or ()
     return field.dtype.kind == "f" and len(shape) == 4 and bool({*shape[1::2]} & {*_CHANNELS})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,15 +17,16 @@ import numpy as np
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
 from onnxgrad.model.files import locked
+from onnxgrad.training.equality import digest_bytes
 
 Arrays = dict[str, np.ndarray]
 
 FORMAT = "onnxgrad.state.2"
-# suffixes of folders that a crash may leave behind; a replaced one is complete
+# suffixes of folders that a crash may leave behind; a replaced folder is complete
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 _STATE = "state.json"
-_MANIFEST = "files.json"  # written last: digests of the others, and the mark of what wrote them
-_BFLOAT16 = "bfloat16"  # metadata: names of such arrays, which safetensors of numpy cannot hold
+_MANIFEST = "files.json"  # written last: digests of the other files, and the mark of the writer
+_BFLOAT16 = "bfloat16"  # metadata: names of arrays whose dtype safetensors of numpy lacks
 
 
 def flat(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:
@@ -65,7 +65,7 @@ def write(
     digests: dict[str, str] = {}
 
     def put(name: str, data: bytes) -> None:
-        digests[name] = _digest(data)
+        digests[name] = digest_bytes(data)
         _write_synced(partial / name, data)
 
     try:
@@ -73,15 +73,15 @@ def write(
             partial = _begin_partial(folder, stack)
             for name, group in arrays.items():
                 put(f"{name}.safetensors", serialized(group))
-            put(_STATE, json.dumps(dict(numbers), indent=1, default=_plain).encode())
+            put(_STATE, json.dumps(dict(numbers), indent=1, default=_encode_number).encode())
             manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
             put(_MANIFEST, json.dumps(manifest, indent=1).encode())
-            _sync(partial)
-            _move(partial, folder, stack)
+            _sync_folder(partial)
+            _replace_folder(partial, folder, stack)
     except OSError as e:
         if e.errno is None:
             raise
-        # writing does not name the file
+        # an error of writing does not name the file
         raise OSError(e.errno, f"{os.strerror(e.errno)}, writing a state", str(folder)) from e
 
 
@@ -92,14 +92,14 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
         FileNotFoundError: there are none.
         ValueError: a file is missing, damaged, of another state, or of another format.
     """
-    folder = _present(folder)
-    digests, arrays, numbers = _manifest(folder)["files"], {}, None
+    folder = _existing_folder(folder)
+    digests, arrays, numbers = _read_manifest(folder)["files"], {}, None
     for name, digest in digests.items():
         try:
             data = (folder / name).read_bytes()
         except FileNotFoundError:
             raise ValueError(f"the state in {folder} is incomplete: {name} is missing") from None
-        if _digest(data) != digest:
+        if digest_bytes(data) != digest:
             raise ValueError(
                 f"the state in {folder} is damaged: {name} is not the file that was written there"
             )
@@ -115,12 +115,18 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
 def mark_of(folder: Path) -> dict[str, str] | None:
     """Return the mark of the state in `folder`; None if it holds none, or one that is damaged."""
     try:
-        return dict(_manifest(folder)["mark"])
+        return dict(_read_manifest(folder)["mark"])
     except (OSError, ValueError):
         return None
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the content of `files.json`, with the keys "files" and "mark".
+
+    Raises:
+        FileNotFoundError: the folder holds no state.
+        ValueError: the file is missing, damaged, or of another format.
+    """
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -144,32 +150,32 @@ def is_state(folder: Path) -> bool:
 
 def remove(state: Path) -> None:
     """Remove a state; it gets another name first, so that it is never there in part."""
-    hidden = _beside(state, REMOVED)
-    with suppress(FileNotFoundError):  # somebody else removed it
+    hidden = _hidden_path(state, REMOVED)
+    with suppress(FileNotFoundError):  # another process removed it
         state.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def restore_replaced(folder: Path, names: re.Pattern[str]) -> None:
     """Rename back the states in `folder` that were being replaced when a crash happened."""
-    for path, state in _leftovers(folder, names, REPLACED):
+    for path, state in _find_leftovers(folder, names, REPLACED):
         with ExitStack() as stack:
             if not state.exists() and locked(path, stack) is not False:
                 path.rename(state)
 
 
 def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove what crashes left beside states of these names, but keep the only copy of one."""
+    """Remove folders that crashes left beside states of these names; keep an only copy."""
     restore_replaced(folder, names)
     for suffix in (PARTIAL, REPLACED, REMOVED):
-        for path, _ in _leftovers(folder, names, suffix):
+        for path, _ in _find_leftovers(folder, names, suffix):
             with ExitStack() as stack:
-                if locked(path, stack) is not False:  # others are written by living processes
+                if locked(path, stack) is not False:  # a living process writes a locked folder
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def _leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
-    """Return hidden folders that `_beside` named, each with its state."""
+def _find_leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
+    """Return the hidden folders with a name of `_hidden_path`, each with the path of its state."""
     found = []
     for path in folder.glob(f".*{suffix}"):
         state, _, number = path.name[1:].removesuffix(suffix).rpartition(".")
@@ -178,56 +184,54 @@ def _leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[
     return found
 
 
-def _present(folder: Path) -> Path:
+def _existing_folder(folder: Path) -> Path:
     """Return `folder`, or the state that a crash left beside it while it was being replaced."""
     if not folder.exists():
         folder = Path(os.path.abspath(folder))
         names = re.compile(re.escape(folder.name))
-        replaced = [path for path, _ in _leftovers(folder.parent, names, REPLACED)]
+        replaced = [path for path, _ in _find_leftovers(folder.parent, names, REPLACED)]
         return max(replaced, key=lambda path: path.stat().st_mtime_ns, default=folder)
     return folder
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _beside(folder: Path, suffix: str) -> Path:
+def _hidden_path(folder: Path, suffix: str) -> Path:
+    """Return a new hidden path beside `folder`, which `_find_leftovers` finds."""
     return folder.with_name(f".{folder.name}.{uuid4().hex}{suffix}")
 
 
 def _begin_partial(folder: Path, stack: ExitStack) -> Path:
     """Return a new folder, locked until `stack` ends, which is removed unless it is renamed."""
     while True:
-        partial = _beside(folder, PARTIAL)
+        partial = _hidden_path(folder, PARTIAL)
         partial.mkdir()
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         if locked(partial, stack) is not False:
             return partial
 
 
-def _move(partial: Path, folder: Path, stack: ExitStack) -> None:
-    """Rename `partial` to `folder`; a state that is there is replaced."""
+def _replace_folder(partial: Path, folder: Path, stack: ExitStack) -> None:
+    """Rename `partial` to `folder`, in place of a state that is there."""
     if folder.exists():
-        locked(folder, stack)  # so that nobody takes it for what a crash left
-        replaced = _beside(folder, REPLACED)
+        locked(folder, stack)  # so that no process takes it for a leftover of a crash
+        replaced = _hidden_path(folder, REPLACED)
         folder.rename(replaced)
         partial.rename(folder)
         remove(replaced)
     else:
         partial.rename(folder)
-    _sync(folder.parent)
+    _sync_folder(folder.parent)
 
 
 def _write_synced(path: Path, data: bytes) -> None:
+    """Write a file, and sync it to the disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """Sync the entries of a folder, where the system can."""
+def _sync_folder(folder: Path) -> None:
+    """Sync the entries of a folder to the disk, on systems that can."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -265,8 +269,12 @@ def metadata_of(data: bytes) -> dict[str, str]:
     return json.loads(data[8 : 8 + size]).get("__metadata__", {})
 
 
-def _plain(value: Any) -> Any:
-    """Return a number of numpy as one of Python, for JSON."""
+def _encode_number(value: Any) -> Any:
+    """Return a number of numpy as a number of Python, for JSON.
+
+    Raises:
+        TypeError: the value is none.
+    """
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(

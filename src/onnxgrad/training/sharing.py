@@ -1,4 +1,4 @@
-"""What the processes of a group do in one call of `fit`, so that they train one model."""
+"""One call of `fit` in the processes of a group, which train one model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Sharing:
 
     @classmethod
     def of(cls, parallel: DataParallel | bool | None) -> Sharing | None:
-        """Return that of a `Trainer` with this argument; None: it trains alone."""
+        """Return the sharing of a `Trainer` with this argument; None: it trains alone."""
         group = group_of(parallel)
         options = parallel if isinstance(parallel, DataParallel) else DataParallel()
         return None if group is None else cls(group, options)
 
     @property
     def key(self) -> Any:
-        """What a step depends on, for a cache."""
+        """The cache key of a step that is shared."""
         return self.part.rank, self.part.size, vars(self.options)
 
     @property
@@ -53,26 +53,26 @@ class Sharing:
 
     @property
     def across(self) -> Across:
-        """How a step is shared."""
+        """The part of this process in a step, and the options of the step."""
         shards = self.options.shard_optimizer and self.part.size > 1
         return Across(self.part, self.options.sync_batch_norm, shards)
 
     def identity(self, batch_norm: str) -> dict[str, Any]:
-        """Return on which options and processes the weights depend by more than rounding."""
+        """Return the options and processes on which weights depend by more than rounding."""
         options, own = self.options, {}
         if batch_norm == "train" and not options.sync_batch_norm and self.part.size > 1:
             own = {"sync_batch_norm": False, "processes": self.part.size}
         return own | ({"shards": True, "processes": self.part.size} if options.shards else {})
 
     def callbacks(self, callbacks: Callbacks) -> Callbacks:
-        """Return those that this process calls."""
+        """Return the callbacks that this process calls."""
         return callbacks if self.part.rank == 0 else callbacks.without_writers()
 
     def from_first(self, load: Callable[[], TrainState]) -> TrainState:
-        """Return what the first process loads; the others may not have its files.
+        """Return the state that the first process loads; other processes may not have its files.
 
         Raises:
-            Exception: what loading raises there, in all processes.
+            OSError, ValueError: loading raises it in the first process; raised in all processes.
         """
         result: Any = None
         if self.part.rank == 0:
@@ -95,9 +95,9 @@ class Sharing:
         return source
 
     def check_call(self, call: Any, epochs: int, shuffle: bool, resumes: bool) -> None:
-        """Raise `ValueError` in all processes if their arguments differ, with what differs.
+        """Raise `ValueError` in all processes if their arguments differ, naming these.
 
-        Callbacks that write are called in the first process only, so that others may lack them.
+        Callbacks that write are called in the first process only: other processes may lack them.
         """
         job, held_out = call.job, call.held_out
         callbacks, share = job.callbacks, held_out is None or isinstance(held_out, float)
@@ -117,7 +117,7 @@ class Sharing:
                 for output, metrics in job.metrics.items()
             },
         }
-        self._require_equal(_flat(describe(own)))
+        self._require_equal(_flatten_leaves(describe(own)))
 
     def check(
         self,
@@ -127,14 +127,14 @@ class Sharing:
         source: BatchSource,
         held_out: BatchSource | None,
     ) -> None:
-        """Raise in all processes if they do not begin alike, with what differs.
+        """Raise `ValueError` in all processes if weights, data or arguments differ, naming these.
 
         Args:
-            job: of this process.
-            state: with which training begins.
-            identity: what a checkpoint must have.
-            source: of the data to train on.
-            held_out: of validation data.
+            job: the arguments of this process.
+            state: the state with which training begins.
+            identity: the description with which a checkpoint must agree.
+            source: the data to train on.
+            held_out: the validation data.
 
         Raises:
             ValueError: other weights, data or arguments in some of the processes; or an argument
@@ -155,25 +155,32 @@ class Sharing:
                 f"{argument('class_weight', 'balanced')} is computed from labels, and with "
                 "shards=True a process has some of them: pass the weights of the classes"
             )
-        own = {"step": str(state.step), "epoch": str(state.epoch), **_flat(dict(identity))}
+        own = {
+            "step": str(state.step),
+            "epoch": str(state.epoch),
+            **_flatten_leaves(dict(identity)),
+        }
         for name, data in (("data", source), ("validation", held_out)):
             if data is not None:
-                own |= _flat({name: data.description, f"{name} batch_size": data.batch_size})
+                own |= _flatten_leaves(
+                    {name: data.description, f"{name} batch_size": data.batch_size}
+                )
             if isinstance(data, ArraySource):  # whose description has a digest of some rows
-                own |= {f"{name} {n}": _digest(a) for n, a in data.arrays.items()}
+                own |= {f"{name} {n}": _array_digest(a) for n, a in data.arrays.items()}
         if self.options.shards:
             own_only = ("data", "validation", "batch_size")
             own = {k: v for k, v in own.items() if not k.startswith(own_only)}
         values = state.values
         digests = {"weight": values.weights, "buffer": values.buffers}
-        if not self.options.shard_optimizer:  # with which a process may have those of its part
+        if not self.options.shard_optimizer:  # else a process has the slots of its part only
             slots = values.slots.items()
             digests["slot"] = {f"{n}.{s}": a for n, each in slots for s, a in each.items()}
         for kind, arrays in digests.items():
-            own |= {f"{kind} {n}": _digest(a) for n, a in arrays.items()}
+            own |= {f"{kind} {n}": _array_digest(a) for n, a in arrays.items()}
         self._require_equal(own)
 
     def _require_equal(self, own: Mapping[str, str]) -> None:
+        """Raise `ValueError` in all processes if their values differ, with up to three values."""
         every = self.group.gather(own)
         keys = dict.fromkeys(k for each in every for k in each)
         if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
@@ -183,14 +190,14 @@ class Sharing:
             raise ValueError(
                 f"the {self.part.size} processes do not begin alike: {len(different)} of "
                 f"{len(keys)} values differ, {shown}. Give each the same model, data and arguments;"
-                " parallel=DataParallel(shards=True) if each has data of its own"
+                " parallel=DataParallel(shards=True) if their data differ"
             )
 
     def warn(self, objective: Objective, source: BatchSource) -> None:
         """Warn if the loss is not proven to be a sum over rows.
 
-        Shapes of batches from files and iterables are unknown here: of these, it tells only
-        statistics of batches, and dropout.
+        Shapes of batches from files and iterables are unknown here: for these, the reasons are
+        statistics of batches and dropout only.
         """
         if self.part.rank or self.options.sync_batch_norm:
             return
@@ -200,10 +207,11 @@ class Sharing:
             proven = mixes_no_rows(objective)
         if not proven:
             warnings.warn(
-                "the gradient of a batch is not proven to be the sum of those of its rows: each "
-                "process computes it of its own rows, so that the result depends on the number of "
-                "processes, as with DistributedDataParallel. The reasons can be statistics of a "
-                "batch (see sync_batch_norm), dropout, or a loss that compares rows",
+                "the gradient of a batch is not proven to be the sum of the gradients of its rows: "
+                "each process computes the gradient of a part of the rows, so that the result "
+                "depends on the number of processes, as with DistributedDataParallel. The reasons "
+                "can be statistics of a batch (see sync_batch_norm), dropout, or a loss that "
+                "compares rows",
                 stacklevel=7,
             )
 
@@ -212,14 +220,14 @@ class Sharing:
 def shared_call(parallel: DataParallel | bool | None) -> Iterator[Sharing | None]:
     """Let the block, a call of `fit`, end in all processes of a group or fail in all of them.
 
-    It gets how they share the call; None for one process.
+    It gets the `Sharing` of the call; None for one process.
     """
     sharing = Sharing.of(parallel)
     with nullcontext() if sharing is None else sharing.group.together():
         yield sharing
 
 
-class _OfGroup(BatchSource):
+class GroupSource(BatchSource):
     """Batches of a source, one a slice, that the processes of a group share."""
 
     def __init__(self, source: BatchSource, group: Group) -> None:
@@ -232,7 +240,7 @@ class _OfGroup(BatchSource):
         """What identifies the data."""
         return self._source.description
 
-    def _tell(self, *numbers: int) -> np.ndarray:
+    def _share_numbers(self, *numbers: int) -> np.ndarray:
         """Return numbers of every process, (processes, numbers)."""
         every = np.zeros((self._group.size, len(numbers)), np.int64)
         every[self._group.rank] = numbers
@@ -240,8 +248,8 @@ class _OfGroup(BatchSource):
         return every
 
 
-class Shards(_OfGroup):
-    """Batches that consist of the batches of all processes, each of its own data.
+class Shards(GroupSource):
+    """Batches that consist of the batches of all processes, whose data differ.
 
     A process whose data are at their end repeats a row, which does not count, until all are.
     """
@@ -256,7 +264,7 @@ class Shards(_OfGroup):
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             while True:
                 piece = next(slices, None)
-                rows = self._tell(0 if piece is None else piece.rows)
+                rows = self._share_numbers(0 if piece is None else piece.rows)
                 if not rows.any():
                     return
                 if piece is not None:
@@ -267,12 +275,12 @@ class Shards(_OfGroup):
                 else:
                     raise ValueError(
                         f"the data of process {self._rank.rank} have no batch behind the first "
-                        f"{skip}, and those of others have: give each process as many batches"
+                        f"{skip}, and other processes have one: give each as many batches"
                     )
                 yield replace(last, rows=int(rows.sum()), part=self._rank)
 
 
-class Same(_OfGroup):
+class Same(GroupSource):
     """Batches that every process reads, to compute its part of each; they must be equal."""
 
     def __getattr__(self, name: str) -> Any:  # rows and batches, known after the first epoch
@@ -285,18 +293,18 @@ class Same(_OfGroup):
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             for number in itertools.count(skip):
                 piece = next(slices, None)
-                self._compare(number, piece)
+                self._require_same_batch(number, piece)
                 if piece is None:
                     return
                 own = piece.take_rows(self._rank.fed(piece.rows))
                 yield Slice(own, 1, piece.rows, piece.row_axes, self._rank)
 
-    def _compare(self, number: int, piece: Slice | None) -> None:
-        """Raise `ValueError` in all processes if a batch is not that of each, or some have none."""
+    def _require_same_batch(self, number: int, piece: Slice | None) -> None:
+        """Raise `ValueError` in all processes if their batches differ, or some have none."""
         digest = 0
         if piece is not None:
-            digest = zlib.crc32(repr([_digest(a) for a in piece.arrays.values()]).encode())
-        has, digests = self._tell(piece is not None, digest).T
+            digest = zlib.crc32(repr([_array_digest(a) for a in piece.arrays.values()]).encode())
+        has, digests = self._share_numbers(piece is not None, digest).T
         if has.any() != has.all():
             ended = ", ".join(map(str, np.flatnonzero(has == 0)))
             raise ValueError(
@@ -312,18 +320,18 @@ class Same(_OfGroup):
             )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flatten_leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return the leaves of nested mappings as text, by the path of their keys."""
     leaves: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            leaves |= _flat(value, f"{prefix}{key}.")
+            leaves |= _flatten_leaves(value, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = str(value)
     return leaves
 
 
-def _digest(array: np.ndarray) -> str:
-    """Return a digest, in which the order of elements counts."""
+def _array_digest(array: np.ndarray) -> str:
+    """Return the dtype, the shape and a checksum of an array."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return f"{array.dtype} {array.shape} {zlib.crc32(data.data):08x}"

@@ -39,26 +39,27 @@ class TrainerStack(TrainerBase):
     """Trains several copies of a model, its members, in one graph.
 
     Every weight has a leading axis of members, so that one run of the runtime trains all. For small
-    networks the time of a step is that of its nodes, and many members take little longer than one.
-    All members see the same batches, and the same masks of dropout. Each has weights, slots and
-    running statistics of its own, and may have an optimizer and a learning rate of its own; its
-    result is that of a `Trainer` with these, up to rounding. The optimizers are of one kind, whose
-    numbers may differ.
+    networks the time of a step depends on the number of nodes, and many members take little longer
+    than one.
+    All members see the same batches, and the same masks of dropout. Weights, slots and running
+    statistics differ by member, and optimizers and learning rates may; each member trains as in a
+    `Trainer` with these arguments, up to rounding. The optimizers are of one class, with options
+    that may differ.
 
-    A member whose loss or weights become NaN or infinite is frozen where it was before that step,
-    and does not disturb the others: `state.frozen` names it, and `fit` warns. A callback freezes a
-    member by `control.freeze`, as `EarlyStopping` does, which watches each of them. Frozen members
-    stay so until `fit` is called again; `partial_fit` warns of them.
+    A member whose loss or weights become NaN or infinite keeps the values from before
+    that step, and does not disturb the other members: `state.frozen` names it, and `fit` warns. A
+    callback freezes a member by `control.freeze`, as `EarlyStopping` does, which watches each
+    member. Frozen members stay frozen until `fit` is called again; `partial_fit` warns of them.
 
-    What callbacks see is that of all members: weights (members, ...), and losses, learning rates
+    Callbacks see the values of all members: weights (members, ...), and losses, learning rates
     and metrics (members,) in the history.
 
     Args:
         model: model, serialized model or path; never modified.
         loss: as for `Trainer`.
-        members: number of copies; None: that of the first list among the next arguments.
-        weights: for each member `{name: array}` of the weights with which it begins; those that are
-            missing are the model's.
+        members: number of copies; None: the length of the first list among the next arguments.
+        weights: for each member `{name: array}` of the weights with which it begins; weights that
+            are missing are the model's.
         init: how members begin without `weights`. "model": all with the weights of the model.
             "redrawn": weights with two or more axes are drawn from the normal distribution with the
             mean and standard deviation that they have in the model. "glorot": they are drawn by
@@ -66,7 +67,7 @@ class TrainerStack(TrainerBase):
         optimizer: one for all, by name or as an object, or a list of one for each member; `fit`
             raises ValueError if these are of different kinds.
         learning_rate: a number or a schedule for all, or a list of one for each member. None:
-            that of the optimizer, as for `Trainer`.
+            the usual rate of the optimizer, as for `Trainer`.
         train: as for `Trainer`.
         freeze: as for `Trainer`.
         train_ranges: as for `Trainer`.
@@ -83,14 +84,14 @@ class TrainerStack(TrainerBase):
         batch_axes: as for `Trainer`.
         carry: as for `Trainer`.
         recompute: as for `Trainer`.
-        precision: as for `Trainer`; in "mixed", each member has a loss scale of its own.
+        precision: as for `Trainer`; in "mixed", the loss scale adapts to each member.
         device: "cpu", "cuda" or "cuda:1".
         seed: of the order of the rows, dropout, the split of validation data, and `init`.
 
     Attributes:
         members: number of copies.
-        optimizers: that of each member; replace elements for the next `fit`.
-        learning_rates: that of each member, in the same way.
+        optimizers: the optimizer of each member; replace elements for the next `fit`.
+        learning_rates: the learning rate of each member, in the same way.
         state: the `TrainState`: `weights` (members, ...) by name, `values[k]` of the member k,
             `frozen`, `step`, `epoch`, `history`.
         history: an entry for each epoch: `step`, `epoch`, and arrays (members,) as `loss`,
@@ -133,21 +134,28 @@ class TrainerStack(TrainerBase):
         **arguments: Any,
     ) -> None:
         require_known(arguments, _ARGUMENTS)
-        optimizers, rates = _by_member(members, weights, learning_rate, optimizer)
-        first = {"optimizer": optimizers[0], "learning_rate": rates[0]}
-        super().__init__(model, loss, **first, **arguments)
-        self._begin(weights, init, rates, optimizers)
+        count = count_members(
+            members, weights=weights, learning_rate=learning_rate, optimizer=optimizer
+        )
+        optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
+        rates = per_member("learning_rate", learning_rate, count)
+        super().__init__(model, loss, optimizer=optimizers[0], learning_rate=rates[0], **arguments)
+        self._begin_members(weights, init, rates, optimizers)
 
-    def _begin(
+    def _begin_members(
         self,
         weights: Sequence[Mapping[str, Any]] | None,
         init: str,
         rates: list[Any],
         optimizers: list[Optimizer],
     ) -> None:
-        """Let members begin with their weights; raise `ValueError` if all members are equal."""
-        own, count = self.state.weights, len(optimizers)
-        self._change(
+        """Set the weights, optimizers and learning rates of the members.
+
+        Raises:
+            ValueError: all members are equal; weights or `init` that do not fit.
+        """
+        model_weights, count = self.state.weights, len(optimizers)
+        self._change_job(
             members=count,
             optimizers=optimizers,
             learning_rates=[*map(select_rate, rates, optimizers)],
@@ -155,11 +163,11 @@ class TrainerStack(TrainerBase):
         )
         self._job.callbacks.check_members()
         if weights is None:
-            begun = initial_weights(own, count, init, self._job.seed)
+            begun = initial_weights(model_weights, count, init, self._job.seed)
         elif init != "model":
             raise ValueError("pass weights or init, not both")
         else:
-            begun = given_weights(own, per_member("weights", list(weights), count))
+            begun = given_weights(model_weights, per_member("weights", list(weights), count))
         first, *others = begun
         same = others and all(
             np.array_equal(w[name], first[name], equal_nan=True) for w in others for name in w
@@ -188,8 +196,8 @@ class TrainerStack(TrainerBase):
         """The learning rate of each member."""
         return self._job.learning_rates
 
-    def _run(self, call: Fit, loop: Loop) -> Self:
-        super()._run(call, loop)
+    def _run_loop(self, call: Fit, loop: Loop) -> Self:
+        super()._run_loop(call, loop)
         if frozen := sorted(loop.runner.not_finite.items()):
             named = ", ".join(f"member {k} after step {step}" for k, step in frozen)
             warnings.warn(
@@ -205,8 +213,9 @@ class TrainerStack(TrainerBase):
 
         Raises:
             IndexError: there is no such member.
+            ValueError: a weight beyond the range of the 16 bits that it has in the file.
         """
-        values = self._evaluated(member)
+        values = self._member_values(member)
         return filled(exported(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike, member: int) -> None:
@@ -214,12 +223,14 @@ class TrainerStack(TrainerBase):
 
         Raises:
             IndexError: there is no such member.
-            OSError: the file cannot be written; one that exists stays as it is.
+            ValueError: a weight beyond the range of the 16 bits that it has in the file.
+            OSError: the file cannot be written; an existing file is unchanged.
         """
-        values = self._evaluated(member)
+        values = self._member_values(member)
         save_filled(exported(self._job.proto, values, self._names), values, path)
 
-    def _evaluated(self, member: int) -> dict[str, np.ndarray]:
+    def _member_values(self, member: int) -> dict[str, np.ndarray]:
+        """Return the weights and statistics of a member, in the dtypes of the file."""
         values = self._job.values_for_file(self.state)
         return {name: array[member] for name, array in values.items()}
 
@@ -231,8 +242,8 @@ class TrainerStack(TrainerBase):
     def best(self) -> int:
         """Return the member with the lowest validation loss.
 
-        It is that after the last epoch, or of a member whose best weights `EarlyStopping` restored
-        that of these.
+        A member counts with its loss after the last epoch, or with the loss of its best weights if
+        `EarlyStopping` restored these.
 
         Raises:
             NotFittedError: there was no validation data yet.
@@ -250,13 +261,3 @@ class TrainerStack(TrainerBase):
         if not np.isfinite(losses).any():
             raise ValueError("no member has a finite validation loss")
         return int(np.nanargmin(np.where(np.isfinite(losses), losses, np.nan)))
-
-
-def _by_member(
-    members: int | None, weights: Any, learning_rate: Any, optimizer: Any
-) -> tuple[list[Optimizer], list[Any]]:
-    """Return the optimizers and the learning rates of all members."""
-    given = {"weights": weights, "learning_rate": learning_rate, "optimizer": optimizer}
-    count = count_members(members, **given)
-    optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
-    return optimizers, per_member("learning_rate", learning_rate, count)

@@ -21,8 +21,8 @@ Slots = dict[str, Arrays]  # of every weight, by its name
 class Values:
     """Weights, slots and buffers by name, and the steps done; replaced, never modified.
 
-    Those of a stack have an axis of members first, and `frozen` are the members that do not train
-    any more, each with the number of its steps; `values[k]` are those of the member k.
+    Arrays of a stack have an axis of members first, and `frozen` are the members that do not train
+    any more, each with the number of its steps; `values[k]` are the values of the member k.
     """
 
     weights: Arrays = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Values:
     frozen: Mapping[int, int] = field(default_factory=dict)
 
     def __getitem__(self, k: int) -> Values:
-        slots = {name: {s: a[k] for s, a in own.items()} for name, own in self.slots.items()}
+        slots = {name: {s: a[k] for s, a in each.items()} for name, each in self.slots.items()}
         weights, buffers = ({n: a[k] for n, a in d.items()} for d in (self.weights, self.buffers))
         return Values(weights, slots, self.frozen.get(k, self.steps), buffers)
 
@@ -49,18 +49,18 @@ class OnDevice(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether no other process has values that this one lacks."""
+        """Whether this process has all values: none is in another process only."""
 
     def load(self, values: Values) -> None:
         """Put values on the device."""
 
     def release(self) -> None:
-        """Free what only steps need."""
+        """Free memory that only steps need."""
 
     def unpacked(self, now: Any, copies: bool = True) -> Values:
-        """Return the values of `now`; those that are not on the device are missing.
+        """Return the values of `now`; values that are not on the device are missing.
 
-        Without `copies`, these may be the device's own, and no further step may run.
+        Without `copies`, arrays may share the device's memory, and no further step may run.
         """
 
 
@@ -69,8 +69,8 @@ class TrainState:
     """The state of training; no other object stores any part of it.
 
     While `fit` runs, weights, slots and buffers are on the device, and are read from there: a
-    callback sees those after the last call of the runtime, as read-only arrays, and may assign
-    others.
+    callback sees the values after the last call of the runtime, as read-only arrays, and may assign
+    new ones.
 
     Attributes:
         epoch: number of finished epochs.
@@ -88,10 +88,11 @@ class TrainState:
             rows that the last `fit` trained on; None without.
         undone: steps that were finished, and set back when earlier weights were restored together
             with their slots.
-        schedule: what a learning-rate schedule keeps between evaluations.
-        callbacks: what callbacks keep, by the callback's key: numbers and text.
+        schedule: values that a learning-rate schedule keeps between evaluations.
+        callbacks: numbers and text that callbacks keep, by the callback's key.
         kept: arrays that callbacks keep, by the callback's key.
-        identity: what a checkpoint must agree with: model, loss, optimizer, data.
+        identity: descriptions of model, loss, optimizer and data, with which a resumed training
+            must agree.
         members: of a stack, the number of its models; None for one model. Weights, slots and
             buffers have an axis of members first, losses and metrics are arrays (members,), and
             `values[k]` are the `weights`, `slots`, `buffers` and `steps` of the member k.
@@ -141,7 +142,10 @@ class TrainState:
         now, read = runner.now, self._read
         if read is None or read[0] is not now:
             # compared by identity, assigned at once: other threads read it, too
-            self._read = read = now, self._with(_locked(runner.unpacked(now)))
+            self._read = read = (
+                now,
+                self._merge_device_values(_make_read_only(runner.unpacked(now))),
+            )
         return read[1]
 
     @values.setter
@@ -149,17 +153,21 @@ class TrainState:
         if self._runner is None:
             self._values = new
         else:
-            self._load(self._runner, new)
+            self._load_on_device(self._runner, new)
 
     @property
     def weights(self) -> Arrays:
-        """The weights by name; assigning some of them changes those."""
+        """The weights by name; assigning a dict of some weights changes these only.
+
+        Raises:
+            ValueError: an assigned weight that is unknown, or of another shape.
+        """
         return self.values.weights
 
     @weights.setter
     def weights(self, new: Mapping[str, Any]) -> None:
         old = self.values
-        self.values = replace(old, weights=old.weights | _fitting(new, old.weights, "weight"))
+        self.values = replace(old, weights=old.weights | _cast_like_old(new, old.weights, "weight"))
 
     @property
     def slots(self) -> Slots:
@@ -169,11 +177,11 @@ class TrainState:
     @slots.setter
     def slots(self, new: Mapping[str, Mapping[str, Any]]) -> None:
         old = self.values
-        own = {
-            name: old.slots.get(name, {}) | _fitting(arrays, old.slots.get(name, {}), "slot")
+        changed = {
+            name: old.slots.get(name, {}) | _cast_like_old(arrays, old.slots.get(name, {}), "slot")
             for name, arrays in new.items()
         }
-        self.values = replace(old, slots=old.slots | own)
+        self.values = replace(old, slots=old.slots | changed)
 
     @property
     def buffers(self) -> Arrays:
@@ -183,11 +191,11 @@ class TrainState:
     @buffers.setter
     def buffers(self, new: Mapping[str, Any]) -> None:
         old = self.values
-        self.values = replace(old, buffers=old.buffers | _fitting(new, old.buffers, "buffer"))
+        self.values = replace(old, buffers=old.buffers | _cast_like_old(new, old.buffers, "buffer"))
 
     @property
     def step(self) -> int:
-        """Number of finished steps, also of those that were set back with the weights."""
+        """Number of finished steps, including steps that were set back with the weights."""
         values = self._values if self._runner is None else self._runner.now
         return values.steps + self.undone
 
@@ -195,8 +203,7 @@ class TrainState:
     def frozen(self) -> dict[int, int]:
         """The members of a stack that do not train any more, each with the number of its steps.
 
-        They are those whose loss or weights became NaN or infinite, and those that a callback has
-        stopped.
+        The loss or weights of these members became NaN or infinite, or a callback stopped them.
         """
         return dict(self._values.frozen if self._runner is None else self._runner.now.frozen)
 
@@ -210,16 +217,16 @@ class TrainState:
         """The loss of the validation data, of every evaluation."""
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
-    def _load(self, runner: OnDevice, values: Values) -> None:
-        """Put values on the device, and forget those that can be read from there."""
+    def _load_on_device(self, runner: OnDevice, values: Values) -> None:
+        """Put values on the device, and drop the host's copies of values that it holds."""
         runner.load(values)
         self._runner, self._read, self._values = runner, (runner.now, values), values
         if runner.holds_all:
             self._read, self._names = None, tuple(values.weights)
-            self._values = _without(values, runner.unpacked(runner.now, copies=False))
+            self._values = _values_not_in(values, runner.unpacked(runner.now, copies=False))
 
-    def _with(self, new: Values) -> Values:
-        """Return the values of `new`, and those that it lacks."""
+    def _merge_device_values(self, new: Values) -> Values:
+        """Return values read from the device, merged over the values on the host."""
         old = self._values
         weights, buffers = old.weights | new.weights, old.buffers | new.buffers
         weights = {name: weights[name] for name in self._names if name in weights} | weights
@@ -237,24 +244,26 @@ class TrainState:
         return self._runner is not None
 
     def begin_epoch(self, buffers: Arrays) -> None:
-        """Prepare another epoch after those before; `buffers` are initial values of new ones."""
+        """Prepare the next epoch; `buffers` has initial values of buffers that are missing."""
         self.position, self.pending, self.running, self.stop_reason = 0, False, {}, None
         values = self.values
         self.values = replace(values, buffers=buffers | values.buffers)
 
     def begin(self, runner: OnDevice, further: bool = False) -> None:
         """Copy the values to the device of `runner`, where training changes them until `end`."""
-        self._load(runner, self._values)
+        self._load_on_device(runner, self._values)
         self.further = further
 
     def end(self) -> None:
-        """Copy the values back from the device; if that fails, keep those that were read last."""
+        """Copy the values back from the device; if that fails, keep values that were read last."""
         runner = self._runner
         if runner is None:
             return
         try:
             runner.release()
-            self._values = self._with(runner.unpacked(runner.now, not runner.in_place))
+            self._values = self._merge_device_values(
+                runner.unpacked(runner.now, not runner.in_place)
+            )
         except BaseException:
             if self._read is not None:
                 self._values = self._read[1]
@@ -263,10 +272,10 @@ class TrainState:
             self._runner, self._read, self.further = None, None, False
 
     def memento(self) -> Callable[[], None]:
-        """Return a function that sets the state back to what it is now.
+        """Return a function that sets the state back to the present one.
 
-        It is cheap, also while `fit` runs: values are replaced, never modified. Of the entries of
-        callbacks it keeps what is assigned to them, not what is modified in a list there.
+        It is cheap, also while `fit` runs: values are replaced, never modified. It restores values
+        that were assigned to entries of callbacks, not lists that were modified there.
         """
         names = ("epoch", "position", "pending", "running", "learning_rate", "schedule")
         attributes = {name: getattr(self, name) for name in (*names, "_values", "_read")}
@@ -316,7 +325,11 @@ class TrainState:
         saving.write(Path(folder), *self.contents())
 
     def contents(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
-        """Return what `save` writes: arrays by file, and numbers."""
+        """Return the arrays, by file, and the numbers that `save` writes.
+
+        Raises:
+            RuntimeError: some slots are in other processes.
+        """
         if self._runner is not None and not self._runner.whole:
             raise RuntimeError(
                 "each process has the slots of some weights only (shard_optimizer), and training "
@@ -334,8 +347,9 @@ class TrainState:
             {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in record.items()}
             for record in self.history
         ]
-        own = {"step": self.step, "frozen": dict(values.frozen), "identity": dict(self.identity)}
-        return arrays, numbers | own
+        numbers |= {"step": self.step, "frozen": dict(values.frozen)}
+        numbers["identity"] = dict(self.identity)
+        return arrays, numbers
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Self:
@@ -351,8 +365,8 @@ class TrainState:
         state = cls(**{name: numbers[name] for name in _NUMBERS if name in numbers})
         if state.balanced is not None:  # the keys of an object of JSON are text
             state.balanced = {
-                name: {int(c): weight for c, weight in own.items()}
-                for name, own in state.balanced.items()
+                name: {int(c): weight for c, weight in weights.items()}
+                for name, weights in state.balanced.items()
             }
         for path, array in arrays["kept"].items():
             key, _, name = path.partition("/")
@@ -361,10 +375,10 @@ class TrainState:
             {n: np.array(v) if isinstance(v, list) else v for n, v in record.items()}
             for record in state.history
         ]
-        slots, frozen = saving.nested(arrays["slots"]), numbers.get("frozen", {})
+        frozen = numbers.get("frozen", {})
         state.values = Values(
             arrays["weights"],
-            slots,
+            saving.nested(arrays["slots"]),
             numbers["step"] - state.undone,
             arrays["buffers"],
             {int(k): step for k, step in frozen.items()},
@@ -379,24 +393,28 @@ _NUMBERS = (  # of `state.json`
 )
 
 
-def _locked(values: Values) -> Values:
-    """Return the values with read-only arrays: a change to a copy would have no effect."""
-    slots = [a for own in values.slots.values() for a in own.values()]
+def _make_read_only(values: Values) -> Values:
+    """Make the arrays read-only, and return the values: a change to a copy would have no effect."""
+    slots = [a for each in values.slots.values() for a in each.values()]
     for array in (*values.weights.values(), *slots, *values.buffers.values()):
         array.flags.writeable = False
     return values
 
 
-def _without(values: Values, others: Values) -> Values:
-    """Return the values that are not among `others`."""
+def _values_not_in(values: Values, others: Values) -> Values:
+    """Return the values whose names are not in `others`."""
     weights = {n: a for n, a in values.weights.items() if n not in others.weights}
-    slots = {n: own for n, own in values.slots.items() if n not in others.slots}
+    slots = {n: each for n, each in values.slots.items() if n not in others.slots}
     buffers = {n: a for n, a in values.buffers.items() if n not in others.buffers}
     return Values(weights, slots, values.steps, buffers, values.frozen)
 
 
-def _fitting(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
-    """Return arrays of the shapes and dtypes of those of the same names in `old`."""
+def _cast_like_old(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
+    """Return new values as arrays with the dtypes of the old arrays of the same names.
+
+    Raises:
+        ValueError: a name that `old` lacks, unless it is empty; another shape.
+    """
     arrays = {}
     for name, value in new.items():
         array = np.asarray(value)

@@ -38,22 +38,22 @@ class Trainer(TrainerBase):
             1 for Adadelta, 0.0001 for Lion.
         train: names of float tensors of the model, and patterns as "layer4.*", that train; they
             match aliases, too, and patterns choose among weights: see `trainable`, which shows what
-            they do. None: those that train by default.
+            they do. None: the weights that train by default.
         freeze: names and patterns of tensors that do not train.
         train_ranges: whether the scales of QuantizeLinear train, too: learned step size
-            quantization (Esser et al. 2020). They begin as they are, and stay positive.
+            quantization (Esser et al. 2020). They begin with the values of the file, and stay
+            positive.
         clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
-        accumulate: number of micro-batches into which a batch is split, to save memory. The result
-            is that of the whole batch, up to rounding: of a sum over rows, also in the file, and of
-            means. Where rows are compared with each other or a model normalizes over them, it is
-            another one, of which `fit` warns, naming the node. Micro-batches have equal numbers of
-            rows, so that there may be more; with `batch_norm="train"`, a short or prime batch is
-            not cut into single rows. A fixed batch of the file, whose rows are not proven to be
-            independent, is a micro-batch.
-            With 1, large batches of arrays are computed in parts on a CPU, where the gradient is
-            proven to be the sum over rows.
-        batch_norm: "frozen" normalizes by the stored statistics, "train" by those of the batch,
-            and updates the stored ones.
+        accumulate: number of micro-batches into which a batch is split, to save memory. The step
+            equals the step of the whole batch, up to rounding, if the loss is a mean or a sum over
+            rows, also a sum in the file. Where rows are compared with each other or a model
+            normalizes over them, the step differs, and `fit` warns, naming the node. Micro-batches
+            have equal numbers of rows, so that there may be more; with `batch_norm="train"`, a
+            short or prime batch is not cut into single rows. A fixed batch of the file, whose rows
+            are not proven to be independent, is a micro-batch. With 1, large batches of arrays are
+            computed in parts on a CPU, where the gradient is proven to be the sum over rows.
+        batch_norm: "frozen" normalizes by the stored statistics, "train" by the statistics of the
+            batch, and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
             output matches, in training only.
         mix: `mixup(alpha=0.2)` or `cutmix(alpha=1.0)`: rows of each batch are mixed with others of
@@ -63,8 +63,8 @@ class Trainer(TrainerBase):
             on, also in `evaluate` and `partial_fit`, which need one before. Several losses: by
             output, "balanced" for some or all.
         classes: the names of all classes in the order of the model's output, if labels and
-            `class_weight` are names: texts, or numbers such as 3, 5, 8; empty: those that the file
-            has, if they are texts. The trained model stores them.
+            `class_weight` are names: texts, or numbers such as 3, 5, 8; empty: the names in
+            the file, if they are texts. The trained model stores them.
         loss_options: of a loss given by name: `{"ignore_index": 0}`, `{"ignore_nan": True}`.
         loss_weights: `{output: factor}` for a loss of several outputs.
         metrics: names and objects of `onnxgrad.metrics`, functions `(prediction, label)`, metrics
@@ -72,31 +72,31 @@ class Trainer(TrainerBase):
         callbacks: `EarlyStopping(...)`, `Checkpoint(...)` and others, see `Callback`.
         batch_axes: `{input: axis}`, the axis of an array along which its rows are; None: it has
             none, and goes into every batch whole. Otherwise read from the declared shapes.
-        carry: `{input: output}`: the input gets the value of the output of the batch before, and
-            that of the data in the first batch of an epoch, and in those with None in front of them
-            in an iterable or `Reader`. The gradient does not pass: truncated backpropagation
+        carry: `{input: output}`: the input gets the value of the output in the batch before. In
+            the first batch of an epoch, and in a batch after None in an iterable or `Reader`, it
+            gets the value in the data. The gradient does not pass: truncated backpropagation
             through time, over the steps of a batch, which `unroll` adds to a model of one. Needs
             `shuffle=False`, an iterable of batches, or a reader of sequences.
-        recompute: what the backward pass computes again instead of keeping it, to save memory; the
-            weights are the same up to rounding. "none": nothing. "cheap": normalizations, and
-            what `partition` calls cheap. "all": the forward pass in segments, also products and
-            convolutions, as `torch.utils.checkpoint`, and attention over long sequences by blocks
-            of queries. A deep transformer gains most; where the gradient of one convolution needs
-            more memory than all activations, "all" needs more.
+        recompute: the values that the backward pass computes again instead of keeping them, to
+            save memory; the weights are the same up to rounding. "none": no value. "cheap": results
+            of normalizations, and of nodes that `partition` calls cheap. "all": the forward pass in
+            segments, also products and convolutions, as `torch.utils.checkpoint`, and attention
+            over long sequences by blocks of queries. A deep transformer gains most; where the
+            gradient of one convolution needs more memory than all activations, "all" needs more.
         precision: of a model with floats of 16 bits, float16 or bfloat16. "auto": "float32" on the
             CPU, whose kernels for them convert each operand, and "mixed" on a GPU. In both, weights
             and optimizer slots are float32 while they train; "float32" computes all else in it,
             too, and "mixed" computes gradients in the dtypes of the model, with a loss scale that
             adapts: a step whose gradients are not finite is skipped, and counted in the history.
-            The model that comes out has the dtypes of the one that came in, and evaluations and
-            predictions are those of its rounded weights: `rounding` says how far they are. "file":
-            weights and slots have the dtypes of the model; small updates are rounded to zero.
-            Other models compute as they are, float64 in float64.
+            The trained model has the dtypes of the given one, and evaluations and predictions use
+            its rounded weights: `rounding` gives the errors. "file": weights and slots have the
+            dtypes of the model; small updates are rounded to zero. Models without floats of
+            16 bits compute in their dtypes, float64 in float64.
         device: "cpu", "cuda" or "cuda:1".
         seed: of the order of the rows, dropout and the split of validation data.
         parallel: how several processes train this model together, each of which calls `fit`: see
-            `DataParallel`. None: as it does by default, in an initialized group of
-            `torch.distributed` or MPI. False: each trains a model of its own.
+            `DataParallel`. None: with the defaults of `DataParallel`, in an initialized group of
+            `torch.distributed` or MPI. False: each process trains a separate model.
 
     Attributes:
         state: the `TrainState`: weights, slots, buffers, step, epoch and history.
@@ -105,7 +105,7 @@ class Trainer(TrainerBase):
         metrics: the metrics, of all outputs.
         history: an entry an epoch: `step`, `epoch`, `loss`, `learning_rate`, and with validation
             data `validation_loss` and metrics, as `validation_accuracy`.
-        rounding: how far the weights are from those of a file of 16 bits.
+        rounding: the errors of rounding the weights to the 16 bits of the file.
         progress: the `FitProgress` of the training that runs or ran last.
         gradient_norms: 2-norm of the gradient of each weight in the last step, if a callback needs
             them.
@@ -165,8 +165,8 @@ class Trainer(TrainerBase):
         """Write `model` to a file; large weights go there one by one.
 
         Raises:
-            ValueError: as `model`; the file stays as it is.
-            OSError: the file cannot be written; one that exists stays as it is.
+            ValueError: as `model`; an existing file is unchanged.
+            OSError: the file cannot be written; an existing file is unchanged.
         """
         values = self._job.values_for_file(self.state)
         save_filled(exported(self._job.proto, values, self._names), values, path)

@@ -77,7 +77,7 @@ def fit_large(proto: ModelProto | None = None, **options) -> og.Trainer:
 
 
 def runner_of(fitted: og.Trainer) -> Runner:
-    return fitted._loop.runner
+    return fitted._last_loop.runner
 
 
 def require_close(a: og.Trainer, b: og.Trainer, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, rate, small_limits
     made = og.Trainer(proto, "mae", optimizer=optimizer, learning_rate=1e-3, train=weights)
     made.fit(X, np.zeros((24, 3)), epochs=2, batch_size=24)
     before = copy.deepcopy([made.state.weights, made.state.slots])
-    made._change(learning_rates=[og.constant(rate)])
+    made._change_job(learning_rates=[og.constant(rate)])
     with pytest.raises(og.ConvergenceError):
         made.partial_fit(X * np.float32(1e21), np.zeros((24, 3)), batch_size=24)
     assert made.state.step == 2
@@ -235,7 +235,7 @@ def test_a_fit_that_ends_before_a_step_keeps_the_state(small_limits):
     history = list(made.history)
 
     callbacks = Callbacks([ActAtStep("train_begin", 0, interrupt_training)])
-    made._change(callbacks=callbacks)
+    made._change_job(callbacks=callbacks)
     with pytest.raises(KeyboardInterrupt):
         made.fit(X, y, batch_size=24)
     assert made.history == history

@@ -56,7 +56,7 @@ def test_what_a_training_held_is_let_go_without_a_collection():
     try:
         for _ in range(2):
             made.partial_fit(X, Y, batch_size=8)
-            loops.append(weakref.ref(made._loop))
+            loops.append(weakref.ref(made._last_loop))
         assert loops[0]() is None
         assert loops[1]() is not None
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from onnxgrad.reporting import logger
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.early_stopping import better_if
+from onnxgrad.training.equality import digest_bytes
 
 T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{10,})")
@@ -134,7 +134,7 @@ class Checkpoint(Callback):
         """
         path, (arrays, numbers) = _checkpoint_path(self.folder, state.step), state.contents()
         training = json.dumps(numbers["identity"], sort_keys=True).encode()
-        mark = {"training": hashlib.blake2b(training, digest_size=16).hexdigest()}
+        mark = {"training": digest_bytes(training)}
         own = [p for p in checkpoints(self.folder) if saving.mark_of(p) == mark | {"name": p.name}]
         if path.exists() and path not in own:
             raise FileExistsError(f"{path} is no checkpoint of this training: rename it")

@@ -188,7 +188,7 @@ class EarlyStopping(Callback):
         for k in late:
             entries[k]["restored"] = step = entries[k]["step"]
             which = "" if members is None else f" of member {k}"
-            logger.info("EarlyStopping: the weights%s are those of step %d", which, step)
+            logger.info("EarlyStopping: the weights%s are from step %d", which, step)
 
     @property
     def _of_validation(self) -> bool:

@@ -482,5 +482,5 @@ class OptunaPruning(Callback):
             raise ValueError(
                 f"{self.monitor!r} is better if it is {'higher' if better == 'max' else 'lower'}, "
                 f"and the study has the other direction: create_study(direction={verb!r}), or "
-                "monitor what it optimizes"
+                "monitor the value that it optimizes"
             )

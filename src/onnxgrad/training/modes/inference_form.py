@@ -36,7 +36,7 @@ def warn_of_stale_statistics(proto: ModelProto) -> None:
     stale = [name for name, op in _names_and_types(proto) if op == "BatchNormalization"]
     if stale:
         warnings.warn(
-            f"the running statistics of {', '.join(map(printable, stale))} stay as they are in the "
+            f"the running statistics of {', '.join(map(printable, stale))} keep the values of the "
             'file: Trainer(model, loss, batch_norm="train") updates them',
             stacklevel=5,
         )

@@ -243,7 +243,7 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
     if train is None and read_note(proto, INPUTS) and not read_note(proto, ADAPTERS):
         raise ValueError(
             f"the model is a base whose adapters are inputs: {named('add_lora')} puts new ones in "
-            "their place, and load_adapter those of a file"
+            "their place, and load_adapter the adapters of a file"
         )
     floats = float_constants(proto)
     if train is not None and set(floats).issuperset([*train, *freeze]):

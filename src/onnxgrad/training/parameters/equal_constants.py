@@ -94,9 +94,7 @@ def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[
     """Return whether tensors train that `proto` stores once; warn of new copies of them."""
     copies = _separated_names(proto, separated)
     if new := [name for name in copies if name in trained]:
-        _warn_of_names(
-            new, "here each is a tensor of its own, as separate_merged(model) writes them"
-        )
+        _warn_of_names(new, "here each is a separate tensor, as separate_merged(model) writes them")
     if new or not copies:
         return bool(new)
     stored = {t.name for t in proto.graph.initializer}
