@@ -97,6 +97,12 @@ def names(graph: GraphLike) -> Iterator[str]:
     return (name for inner in all_graphs(graph) for name in own_names(inner))
 
 
+def names_read(graph: GraphLike) -> set[str]:
+    """Return the names that nodes read, and the names of outputs, in subgraphs too."""
+    outputs = (name for inner in all_graphs(graph) for name in names_in(inner.output))
+    return {*outputs, *(name for node in all_nodes(graph.node) for name in node.input)}
+
+
 def keep_only(entries: Any, condition: Callable[[Any], bool]) -> None:
     """Keep the entries of a repeated field that meet `condition`, in place."""
     kept = [entry for entry in entries if condition(entry)]

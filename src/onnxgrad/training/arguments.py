@@ -36,7 +36,7 @@ def _one_of(*choices: str) -> Check:
 
 @dataclass(frozen=True)
 class Argument:
-    """The check of an argument of `Trainer`, `TrainerStack` or `fit`, and what depends on it.
+    """The check of an argument of `Trainer`, `TrainerStack` or `fit`, and its effects.
 
     Attributes:
         fields: the fields of a `Job` that follow from it. None where it belongs to the call of
@@ -123,10 +123,11 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_where(**wanted: bool) -> list[str]:
     """Return the fields of a `Job` whose arguments are `in_step`, or not `free`."""
-    chosen = (
-        of for of in ARGUMENTS.values() if all(bool(getattr(of, n)) == v for n, v in wanted.items())
-    )
-    return list(dict.fromkeys(name for of in chosen for name in of.fields.split()))
+    fields: dict[str, None] = {}
+    for argument in ARGUMENTS.values():
+        if all(bool(getattr(argument, name)) == value for name, value in wanted.items()):
+            fields |= dict.fromkeys(argument.fields.split())
+    return list(fields)
 
 
 def usual_rate(optimizer: Optimizer) -> float:
@@ -143,12 +144,12 @@ def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OF_FIT = ("batch_size", "epochs", "shuffle", "validation")
 _MEANT = {
     "criterion": f"pass {named('loss')}",
     "lr": f"pass {named('learning_rate')}",
     "weight_decay": "it is an argument of an optimizer, as adamw",
-} | dict.fromkeys(_OF_FIT, "it is an argument of fit")
+    **dict.fromkeys("batch_size epochs shuffle validation".split(), "it is an argument of fit"),
+}
 
 
 def require_known(given: Iterable[str], known: Collection[str]) -> None:

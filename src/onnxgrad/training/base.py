@@ -163,7 +163,7 @@ class TrainerBase:
                 one; 1 where a file of one row carries a state.
             shuffle: whether the rows are ordered anew for every epoch, by the trainer's `seed`.
             resume: folder of a `Checkpoint`: go on where its newest one was written, with equal
-                arguments and data; the result is the same bit for bit. `epochs` may be others
+                arguments and data; the result is the same bit for bit. `epochs` may differ
                 where learning rates do not depend on it. Without any, training begins anew if a
                 `Checkpoint` callback writes to that folder.
 

@@ -55,7 +55,7 @@ class Kept:
     """Where in a training the weights of its state are from.
 
     - `step`: the number of steps behind them.
-    - `epoch`: the number of the epoch of the last of these, from 1; 0 without any.
+    - `epoch`: the number of the epoch of the last step, from 1; 0 without any step.
     - `whole`: whether they are the weights at the end of that epoch.
     - `record`: the entry of the history that has their losses and metrics; {} without.
     """
@@ -137,7 +137,7 @@ def cause_in_fit(
     columns: Mapping[str, Sequence[str]] = {},
     weight: str | None = None,
 ) -> str:
-    """Return sentences that say why a `Loop` ended, in a step or a validation, and what helps.
+    """Return sentences that say why a `Loop` ended, in a step or a validation, and a remedy.
 
     Args:
         loop: the loop.
@@ -185,11 +185,11 @@ def cause_in_file(file: ModelProto, outputs: Sequence[str], batch: Batch) -> str
 
 
 def cause_in_step(step: FailedStep | None, remedy: str, data: str | None) -> str | None:
-    """Return which node of a step computes NaN or infinity, and what helps; None if none does.
+    """Return which node of a step computes NaN or infinity, and a remedy; None if none does.
 
     Args:
         step: the step, None if it is not known.
-        remedy: what helps against numbers that grow too large.
+        remedy: the remedy against numbers that grow too large.
         data: a clause that names a large number of the data, None without any.
     """
     if step is None:
@@ -245,7 +245,7 @@ def cause_in_evaluation(
 
 
 def largest_number(
-    arrays: Arrays, columns: Mapping[str, Sequence[str]], weight: str | None = None
+    arrays: Arrays, columns: Mapping[str, Sequence[str]], weight: str | None
 ) -> str | None:
     """Return a clause that names the largest number of the data, None if it is not large.
 
@@ -321,7 +321,7 @@ def _is_finite_at_start(model: ModelProto, inputs: Arrays) -> bool:
 
 
 def _with_remedy(clause: str, remedy: str) -> str:
-    """Return a clause as a sentence, with what helps against it where the rate matters."""
+    """Return a clause as a sentence, with the remedy where the rate matters."""
     return _as_sentence(clause) if clause == _NO_TERM else f"{_as_sentence(clause)}. {remedy}"
 
 

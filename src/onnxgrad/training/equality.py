@@ -30,10 +30,10 @@ T = TypeVar("T")
 def describe(value: Any, here: bool = False) -> Any:
     """Return a value for JSON that is equal in another process for an equal argument.
 
-    Models and arrays are described by a digest, functions by their name, code and what they
-    captured, and other objects by class and attributes. With `here`, the value is compared in this
-    process only: functions and classes stand for themselves, and an object without a description
-    equals nothing.
+    Models and arrays are described by a digest, functions by their name, code and captured values,
+    and other objects by class and attributes. With `here`, the value is compared in this process
+    only: functions and classes stand for themselves, and an object without a description equals
+    nothing.
     """
     if isinstance(value, Path) or names_model(value):
         return _digest_of_file(Path(value))

@@ -45,11 +45,7 @@ def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: F
             )
 
 
-def evaluator_of(
-    recipe: Recipe,
-    names: Names,
-    buffers: Collection[str] = (),
-) -> Evaluator:
+def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) -> Evaluator:
     """Return the evaluator of the model of a recipe, for any weights.
 
     The job keeps it while the recipe stays the same; the copy that is returned has `names`.

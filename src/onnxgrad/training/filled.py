@@ -71,7 +71,7 @@ def fill(model: ir.Model, names: Collection[str]) -> None:
     with op.at(next(iter(graph), None)):
         for name in names & inputs.keys():
             x = inputs[name]
-            y = _compute_from_tokens(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
+            y = _from_tokens(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
             if y is not None:
                 ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
             if not x.uses() and not x.is_graph_output():
@@ -92,9 +92,7 @@ def grow_caches(graph: ir.Graph) -> bool:
     return any(attribute is not None for attribute in removed)
 
 
-def _compute_from_tokens(
-    op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None
-) -> ir.Value | None:
+def _from_tokens(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) -> ir.Value | None:
     """Return the value of an input for the tokens; None for a cache of unknown size.
 
     `mask` is the attention mask if it is in the data, else None.

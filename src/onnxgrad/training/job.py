@@ -65,7 +65,7 @@ class Job:
         constants: names of the constants of the model.
         narrow: the dtypes of constants that have 16 bits in the file.
         digest: of the whole model, if `proto` lacks large weights.
-        built: what was built from this job, until a loss or another argument is modified.
+        built: sessions and graphs of this job, until a loss or another argument is modified.
     """
 
     proto: ModelProto
@@ -218,7 +218,7 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
     optimizer, rate = checked.pop("optimizer"), checked.pop("learning_rate")
     statistics = checked["batch_norm"] == "train"
     proto, trained = separated_choice(read(checked.pop("model")), train, freeze, statistics)
-    # a user who asks for weights of a quantized model knows that the others stay
+    # a user who names weights of a quantized model knows that its stored integers stay
     tuned = read_note(proto, ADAPTERS) or read_note(proto, HEAD)
     rounded_weights = {pair.weight for pair in pairs(proto)}
     named = train is not None or train_ranges or bool(tuned)

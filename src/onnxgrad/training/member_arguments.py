@@ -15,7 +15,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def _redraw_weight(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    """Return a matrix drawn from the normal distribution of its elements; others unchanged."""
+    """Return a weight drawn from the normal distribution of its elements; a vector unchanged."""
     if w.ndim < 2:
         return w
     values = np.asarray(w, np.float64)
@@ -41,8 +41,6 @@ def initial_weights(own: Arrays, members: int, init: str, seed: int) -> list[Arr
         seed: of the draws: member k draws by the seed (`seed`, k), whatever the number of members.
     """
     check_choice("init", init, tuple(_INITS))
-    if init == "model":
-        return [dict(own) for _ in range(members)]
     generators = [np.random.default_rng([seed, 2, k]) for k in range(members)]
     return [{name: _INITS[init](rng, w) for name, w in own.items()} for rng in generators]
 

@@ -224,7 +224,7 @@ def cutmix(
     Args:
         alpha: a number above 0.
         input: name of the input with the images, of any dtype; None: the only input.
-        axes: its axes of height and width, or others, of any number below 9; None: (2, 3), for
+        axes: its axes of height and width, or any axes, up to eight; None: (2, 3), for
             images (rows, channels, height, width). A box of n axes has sides of (1 - l)^(1/n).
 
     Returns:
@@ -298,7 +298,7 @@ def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any)
 
     @lru_cache(maxsize=1)  # both inputs of a call are drawn together
     def draw_batches(draws: tuple[int, ...], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the partners and the numbers of the batches with these numbers of draws."""
+        """Return the partners and the numbers of batches, by the numbers of their draws."""
         generators = [np.random.default_rng([seed, _STREAM, draw]) for draw in draws]
         numbers = np.array([mix.numbers(rng) for rng in generators])
         return np.array([rng.permutation(rows) for rng in generators]), numbers

@@ -109,7 +109,7 @@ def write_model_loss(
 
 
 def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:
-    """Return a loss of one element as a scalar; a reduction of all axes is written as such."""
+    """Return a loss of one element as a scalar; a reduction over all axes drops these."""
     node = loss.producer()
     if node is not None and node.op_type.startswith("Reduce") and not node.domain:
         x, *axes = node.inputs

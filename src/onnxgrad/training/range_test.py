@@ -179,19 +179,14 @@ def lr_range_test(
         raise ValueError(f"end must be above start={start!r}, not {end!r}")
     watch = _Watch(steps, smoothing, diverges)
     rates = exponential(start, end / start, every=steps - 1)
-    _fit_copy(trainer, watch, rates, X, y, sample_weight=sample_weight, batch_size=batch_size)
-    return watch.result(rates)
-
-
-def _fit_copy(trainer: Any, watch: _Watch, rates: Schedule, *data: Any, **arguments: Any) -> None:
-    """Let a copy of a trainer, without its callbacks, train at these rates."""
     if trainer._job.members is not None:
         raise ValueError("lr_range_test takes a Trainer, not a stack: its members compare rates")
     tested = copy.copy(trainer)
     tested._change_job(callbacks=Callbacks([watch]), learning_rates=[rates])
     try:
-        tested.fit(*data, epochs=watch.steps, **arguments)
+        tested.fit(X, y, sample_weight=sample_weight, epochs=steps, batch_size=batch_size)
     except ConvergenceError:
         if not watch.losses:
             raise
         watch.diverged = True
+    return watch.result(rates)

@@ -32,7 +32,7 @@ def training_notes(
     Args:
         job: the arguments of the training.
         kept: the notes before the training.
-        reader: what reads the rows, None for arrays.
+        reader: the reader of the rows, None for arrays.
         features: the inputs other than labels.
     """
     notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ def flat(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:
     return {f"{inner}/{name}": a for name, group in nested.items() for inner, a in group.items()}
 
 
-def nested(arrays: Mapping[str, np.ndarray], outer: Iterable[str] = ()) -> dict[str, Arrays]:
-    """Return the dicts that `flat` joined; names of `outer` are there even if they are empty."""
-    result: dict[str, Arrays] = {name: {} for name in outer}
+def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Arrays]:
+    """Return the dicts that `flat` joined."""
+    result: dict[str, Arrays] = {}
     for key, array in arrays.items():
         inner, _, name = key.partition("/")
         result.setdefault(name, {})[inner] = array
@@ -186,12 +186,13 @@ def _find_leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[t
 
 def _existing_folder(folder: Path) -> Path:
     """Return `folder`, or the state that a crash left beside it while it was being replaced."""
-    if not folder.exists():
-        folder = Path(os.path.abspath(folder))
-        names = re.compile(re.escape(folder.name))
-        replaced = [path for path, _ in _find_leftovers(folder.parent, names, REPLACED)]
-        return max(replaced, key=lambda path: path.stat().st_mtime_ns, default=folder)
-    return folder
+    if folder.exists():
+        return folder
+    folder = Path(os.path.abspath(folder))
+    found = _find_leftovers(folder.parent, re.compile(re.escape(folder.name)), REPLACED)
+    return max(
+        (path for path, _ in found), key=lambda path: path.stat().st_mtime_ns, default=folder
+    )
 
 
 def _hidden_path(folder: Path, suffix: str) -> Path:

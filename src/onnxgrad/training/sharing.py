@@ -237,7 +237,7 @@ class GroupSource(BatchSource):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What identifies the data."""
+        """The description of the data, for the identity of a training."""
         return self._source.description
 
     def _share_numbers(self, *numbers: int) -> np.ndarray:

@@ -65,7 +65,7 @@ class TrainerStack(TrainerBase):
             mean and standard deviation that they have in the model. "glorot": they are drawn by
             Glorot's rule. Others, such as biases, are the model's. Member k draws by `seed` and k.
         optimizer: one for all, by name or as an object, or a list of one for each member; `fit`
-            raises ValueError if these are of different kinds.
+            raises ValueError if their classes differ.
         learning_rate: a number or a schedule for all, or a list of one for each member. None:
             the usual rate of the optimizer, as for `Trainer`.
         train: as for `Trainer`.

@@ -141,11 +141,9 @@ class TrainState:
             return self._values
         now, read = runner.now, self._read
         if read is None or read[0] is not now:
+            values = self._merge_device_values(_make_read_only(runner.unpacked(now)))
             # compared by identity, assigned at once: other threads read it, too
-            self._read = read = (
-                now,
-                self._merge_device_values(_make_read_only(runner.unpacked(now))),
-            )
+            self._read = read = now, values
         return read[1]
 
     @values.setter
@@ -261,9 +259,8 @@ class TrainState:
             return
         try:
             runner.release()
-            self._values = self._merge_device_values(
-                runner.unpacked(runner.now, not runner.in_place)
-            )
+            read = runner.unpacked(runner.now, not runner.in_place)
+            self._values = self._merge_device_values(read)
         except BaseException:
             if self._read is not None:
                 self._values = self._read[1]

@@ -23,7 +23,7 @@ class Trainer(TrainerBase):
     of a regression, of the labels of a classification that are not ignored. Sample and class
     weights make it a weighted mean. The learning rate is constant, or a schedule by step.
 
-    What trains by default are the tensors that play the role of a weight: see `trainable`.
+    By default, tensors train that play the role of a weight: see `trainable`.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -37,8 +37,8 @@ class Trainer(TrainerBase):
             `cosine(1e-3, warmup=100)`. None: 0.001 for Adam and its kin, 0.01 for SGD and its kin,
             1 for Adadelta, 0.0001 for Lion.
         train: names of float tensors of the model, and patterns as "layer4.*", that train; they
-            match aliases, too, and patterns choose among weights: see `trainable`, which shows what
-            they do. None: the weights that train by default.
+            match aliases, too, and patterns choose among weights: see `trainable`, which shows
+            the result. None: the weights that train by default.
         freeze: names and patterns of tensors that do not train.
         train_ranges: whether the scales of QuantizeLinear train, too: learned step size
             quantization (Esser et al. 2020). They begin with the values of the file, and stay
@@ -56,8 +56,8 @@ class Trainer(TrainerBase):
             batch, and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
             output matches, in training only.
-        mix: `mixup(alpha=0.2)` or `cutmix(alpha=1.0)`: rows of each batch are mixed with others of
-            it, in training only.
+        mix: `mixup(alpha=0.2)` or `cutmix(alpha=1.0)`: rows of each batch are mixed with each
+            other, in training only.
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
             inversely proportional to their frequencies in the rows that the last `fit` trained
             on, also in `evaluate` and `partial_fit`, which need one before. Several losses: by
@@ -69,7 +69,7 @@ class Trainer(TrainerBase):
         loss_weights: `{output: factor}` for a loss of several outputs.
         metrics: names and objects of `onnxgrad.metrics`, functions `(prediction, label)`, metrics
             of torchmetrics; `{output: list}` for a loss of several outputs.
-        callbacks: `EarlyStopping(...)`, `Checkpoint(...)` and others, see `Callback`.
+        callbacks: objects such as `EarlyStopping(...)` and `Checkpoint(...)`, see `Callback`.
         batch_axes: `{input: axis}`, the axis of an array along which its rows are; None: it has
             none, and goes into every batch whole. Otherwise read from the declared shapes.
         carry: `{input: output}`: the input gets the value of the output in the batch before. In

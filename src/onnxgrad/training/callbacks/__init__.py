@@ -1,1 +1,1 @@
-"""Callbacks of `Trainer`: what watches training, reports it, and stops it."""
+"""Callbacks of `Trainer`, which watch training, report it, and stop it."""

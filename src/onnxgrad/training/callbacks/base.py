@@ -45,10 +45,10 @@ class Callback:
     record describes the evaluation or the epoch. Reading `state.weights` copies the weights
     from the device.
 
-    What must survive a restart belongs into `state.callbacks[self.key]`, a dict that can be written
-    as JSON, and arrays into `state.kept[self.key]`, a dict `{name: array}`. A callback itself holds
-    only its settings, and open files. Numbers for trackers such as `TensorBoard` go to
-    `state.callbacks[self.key]["scalars"]`, see `publish`.
+    Numbers and texts that must survive a restart belong into `state.callbacks[self.key]`, a dict
+    that can be written as JSON, and arrays into `state.kept[self.key]`, a dict `{name: array}`. A
+    callback itself holds only its settings, and open files. Numbers for trackers such as
+    `TensorBoard` go to `state.callbacks[self.key]["scalars"]`, see `publish`.
 
     If an event raises an error, training ends: `on_train_end` of all callbacks is called, and the
     error is raised.

@@ -147,7 +147,11 @@ class Checkpoint(Callback):
             saving.remove(old)
 
     def _check_later(self, path: Path, state: Any) -> None:
-        """Rename a damaged checkpoint of a later step; raise for what must not be replaced."""
+        """Rename a damaged checkpoint of a later step.
+
+        Raises:
+            ValueError: the folder is an undamaged checkpoint, or is none of this name.
+        """
         if saving.is_state(path) and not _is_copy(path):
             try:
                 saving.read(path)
@@ -191,13 +195,13 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, T] | None:
-    """Return the newest checkpoint in a folder that is not damaged, and what `read` returns of it.
+    """Return the newest checkpoint in a folder that is not damaged, and the result of `read`.
 
     If the folder is a checkpoint, it is that one. None: there is none.
 
     Raises:
         ValueError: all are damaged; warnings name all but the oldest.
-        OSError: the oldest cannot be read, nor those after it.
+        OSError: no checkpoint can be read.
     """
     folder = Path(folder)
     saving.restore_replaced(folder, _NAME)

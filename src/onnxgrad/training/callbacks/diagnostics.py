@@ -156,7 +156,7 @@ class NanWatch(Callback):
 
     The error does so without it, but for weights of more than 256 MB, as it needs memory for
     another step. It costs nothing while training is well. Then it runs the failing step again on
-    the CPU: see `first_not_finite`. A model with random numbers, such as Dropout, draws others.
+    the CPU: see `first_not_finite`. A model with random numbers, such as Dropout, draws new ones.
 
     Examples:
         >>> from onnxgrad.training.callbacks.diagnostics import NanWatch

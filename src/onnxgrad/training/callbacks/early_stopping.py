@@ -88,7 +88,7 @@ class EarlyStopping(Callback):
         """Go on counting where training resumes, and stop again where it had stopped."""
         metrics = getattr(trainer, "metrics", ())
         self._better = better_if(self.monitor, metrics) if self.mode == "auto" else self.mode
-        if state.further:  # with data that may be others, so that values do not compare
+        if state.further:  # the data may differ, so that values do not compare
             state.callbacks.pop(self.key, None)
             state.kept.pop(self.key, None)
         for k, own in enumerate(self._member_entries(state)):
@@ -247,9 +247,9 @@ class EarlyStopping(Callback):
 
     def _is_improvement(self, value: float, best: float | None) -> bool:
         sign = -1.0 if self._better == "max" else 1.0
-        if math.isnan(value):
-            return False
-        return best is None or sign * value < sign * best - self.min_delta
+        if best is None:
+            return not math.isnan(value)
+        return sign * value < sign * best - self.min_delta  # False for NaN
 
     def _keep_best(self, trainer: Any, state: Any, better: list[int]) -> None:
         """Keep copies of weights and buffers, since training may update the arrays in place."""

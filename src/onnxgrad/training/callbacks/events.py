@@ -1,4 +1,4 @@
-"""The callbacks of a training: their events, in order, and the end that each of them gets."""
+"""The callbacks of a training: their events, in order, and their `on_train_end`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Callbacks:
             while callback.key in keys:
                 callback.key, number = f"{key}-{number}", number + 1
             keys.add(callback.key)
-        writers = [c for c in self.callbacks if _checkpoint_folder(c) is not None]
-        for i, callback in enumerate(writers):
-            if any(
-                _checkpoint_folder(callback) == _checkpoint_folder(other) for other in writers[:i]
-            ):
+        folders: set[str] = set()
+        for callback in self.callbacks:
+            folder = _checkpoint_folder(callback)
+            if folder in folders:
                 raise ValueError(
-                    f"{callback.key} writes to {_checkpoint_folder(callback)}, as another "
-                    "callback does: they would remove each other's checkpoints; pass another folder"
+                    f"{callback.key} writes to {folder}, as another callback does: they would "
+                    "remove each other's checkpoints; pass another folder"
                 )
+            folders.update([] if folder is None else [folder])
 
     def check_members(self) -> None:
         """Raise `ValueError` for a callback that knows nothing of the members of a stack."""
@@ -59,7 +59,7 @@ class Callbacks:
                 )
 
     def without_writers(self) -> Callbacks:
-        """Return the callbacks that a process calls which is not the first of several."""
+        """Return the callbacks of a process other than the first: without the ones that write."""
         new = copy.copy(self)
         new.callbacks = [c for c in self.callbacks if not c.writes]
         new.silent = True
@@ -146,7 +146,7 @@ class Callbacks:
         try:
             with held():
                 end(c for c in begun if c.checkpoints is not None)
-        except (KeyboardInterrupt, SystemExit) as e:  # that was held back
+        except (KeyboardInterrupt, SystemExit) as e:  # a signal that was held back
             if error is None or isinstance(error, Exception):
                 e.__context__, error = error, e
         end(c for c in begun if c.checkpoints is None)

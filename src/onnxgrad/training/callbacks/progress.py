@@ -71,11 +71,8 @@ class Progress(Callback):
         if self._bar is not None:
             self._update_bar(trainer.progress, state)
         elif now - self._shown >= self.seconds:
-            self._print_numbers(
-                f"{_epoch_text(trainer.progress)}{self._remaining_text(trainer.progress)}",
-                trainer,
-                state,
-            )
+            head = f"{_epoch_text(trainer.progress)}{self._remaining_text(trainer.progress)}"
+            self._print_numbers(head, trainer, state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
         """Show the results for validation data."""
@@ -105,10 +102,8 @@ class Progress(Callback):
         total, done = _total_and_done(progress)
         epoch = _epoch_text(progress)
         width = self._console.width - len(epoch) - _TIME - _BAR - 3  # three gaps
-        report = printable(
-            _fit_to_width(*_result_texts(progress, state, _validation_text(state)), width)
-        )
-        fields: dict[str, Any] = {"epoch": epoch, "report": report}
+        texts = _result_texts(progress, state, _validation_text(state))
+        fields: dict[str, Any] = {"epoch": epoch, "report": printable(_fit_to_width(*texts, width))}
         with _ignoring_closed_output():
             if self._task is None:  # where training resumes, the time left must not count the start
                 self._task = self._bar.add_task("", total=total, completed=int(done), **fields)
@@ -198,13 +193,10 @@ def _epoch_text(progress: Any) -> str:
 
 def _result_texts(progress: Any, state: Any, validation: str) -> tuple[list[str], list[str]]:
     """Return the losses and metrics, and the learning rate and the speed."""
-    rate = (
-        []
-        if state.learning_rate is None
-        else [f"learning rate {shown(state.learning_rate, '.3g')}"]
-    )
+    rate = state.learning_rate
+    conditions = [] if rate is None else [f"learning rate {shown(rate, '.3g')}"]
     results = [f"loss {progress.loss:.4g}", *filter(None, validation.split(", "))]
-    return results, [*rate, f"{progress.rows_per_second:,.0f} rows/s"]
+    return results, [*conditions, f"{progress.rows_per_second:,.0f} rows/s"]
 
 
 def _fit_to_width(results: list[str], conditions: list[str], width: int) -> str:

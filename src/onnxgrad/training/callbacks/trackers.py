@@ -101,7 +101,7 @@ class Tracker(Callback):
         self._log_history(state)
 
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
-        """Log what was added to the last record, and close the run."""
+        """Log the values that were added to the last record, and close the run."""
         try:
             self._log_history(state)
         finally:
@@ -136,7 +136,7 @@ def _published_scalars(state: Any) -> list[dict[str, Any]]:
 
 
 def parameters_of(trainer: Any) -> dict[str, Any]:
-    """Return the arguments of the trainer that are numbers and texts, and short texts of others."""
+    """Return the arguments of the trainer by name, with short texts for objects and lists."""
     if hasattr(trainer, "get_params"):
         values = trainer.get_params(deep=False)
     else:
@@ -377,13 +377,14 @@ def _import_wandb() -> Any:
 
 
 class OptunaPruning(Callback):
-    """Reports a value of the history to a trial of Optuna, and ends what its study prunes.
+    """Reports a value of the history to a trial of Optuna, and ends a training that it prunes.
 
     `fit` then raises `optuna.TrialPruned`, after the events that end a training: the objective of
-    the study lets it pass. A training that resumes reports to its trial what was not reported yet,
-    and to another trial, as `RetryFailedTrialCallback` creates, all of its history. A loss that is
-    not finite raises `ConvergenceError`: `study.optimize(..., catch=ConvergenceError)` counts such
-    a trial as failed. Of several processes that train one model, the first reports and raises.
+    the study lets it pass. A training that resumes reports to its trial the values that were not
+    reported yet, and to another trial, as `RetryFailedTrialCallback` creates, all values. A loss
+    that is not finite raises `ConvergenceError`: `study.optimize(..., catch=ConvergenceError)`
+    counts such a trial as failed. Of several processes that train one model, the first reports and
+    raises.
 
     Args:
         trial: the `optuna.Trial` that the objective gets.
@@ -429,7 +430,7 @@ class OptunaPruning(Callback):
             self._report_value(record, state, control)
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
-        """Report an evaluation, if those within epochs count."""
+        """Report an evaluation, if evaluations within epochs count."""
         if self.every == "evaluation":
             self._report_value(state.history[-1], state, control)
 
@@ -450,7 +451,7 @@ class OptunaPruning(Callback):
             raise optuna.TrialPruned(f"pruned at {self.every} step {reported}")
 
     def _report_value(self, record: dict[str, Any], state: Any, control: Control) -> None:
-        """Report the value of a record, unless it was; ask for the end if the study prunes it."""
+        """Report the value of a record once; ask for the end if the study prunes the trial."""
         of_epoch = self.every == "epoch"
         if self.monitor not in record or (of_epoch and "loss" not in record):
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 
 import numpy as np
@@ -67,7 +67,7 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
 
 
 def write_dropouts(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) -> None:
-    """Replace the Dropout nodes and insert the others; an inactive one is removed."""
+    """Replace active Dropout nodes, remove inactive ones, and insert dropout at other outputs."""
     chosen = list(chosen)
     active = [site for site in chosen if site.ratio]
     if active and draw is None:
@@ -75,7 +75,8 @@ def write_dropouts(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed
     masks = None
     if draw is not None and active:
         masks = Masks(op, seed, draw, len(active), next(iter(op.graph), None))
-    following = _following_nodes(site.node.graph for site in chosen)
+    graphs = {site.node.graph for site in chosen}
+    following = dict(chain.from_iterable(pairwise(graph or ()) for graph in graphs))
     index = 0
     for site in chosen:
         inner = emitter(op, site.node.graph)
@@ -140,15 +141,6 @@ def _droppable_outputs(node: ir.Node) -> Sequence[ir.Value]:
     return node.outputs[:1] if node.op_type in _OF_ONE_RESULT else node.outputs
 
 
-def _following_nodes(graphs: Iterable[ir.Graph | ir.Function | None]) -> dict[ir.Node, ir.Node]:
-    """Return the node behind each node."""
-    following: dict[ir.Node, ir.Node] = {}
-    for graph in set(graphs):
-        nodes = list(graph or ())
-        following.update(pairwise(nodes))
-    return following
-
-
 def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
     """Replace `uses` of `x` by `y`, and a graph output, which keeps its name."""
     for user, i in uses:
@@ -159,7 +151,7 @@ def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
 
 
 def _switch_off(op: Emit, node: ir.Node) -> None:
-    """Remove a Dropout; if it has a user's rule, only what makes it active."""
+    """Remove a Dropout; if it has a user's rule, only its inputs `ratio` and `training_mode`."""
     x = node.inputs[0]
     assert x is not None
     if _has_user_rule():

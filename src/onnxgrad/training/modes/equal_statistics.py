@@ -95,7 +95,7 @@ def _readers_but_copies(model: ModelProto) -> Readers:
 
 
 def _merged_statistics(model: ModelProto) -> set[str]:
-    """Return the initializers that are statistics and something else, or have an alias as such."""
+    """Return the initializers that are statistics and more, or whose alias is a statistic."""
     aliases = initializer_aliases(model)
     roles: dict[str, set[int]] = defaultdict(set)
     statistics: set[str] = set()

@@ -11,7 +11,14 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.model.constants import opset_versions, standard
-from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, keep_only, names_in
+from onnxgrad.model.traversal import (
+    GraphLike,
+    all_graphs,
+    all_nodes,
+    keep_only,
+    names_in,
+    names_read,
+)
 from onnxgrad.model.weights import replace
 from onnxgrad.model.without_elements import empty_names
 from onnxgrad.operators import operator_of
@@ -58,14 +65,14 @@ def inference_form(proto: ModelProto) -> ModelProto:
     model = ModelProto()
     model.CopyFrom(proto)
     for holder, opset in _graphs_with_opset(model):
-        read = _names_read(holder)
+        read = names_read(holder)
         dropped: set[str] = set()  # names that a node no longer reads or writes
         for node, graph in _training_nodes(holder, opset):
             if node.op_type == "BatchNormalization":
                 dropped |= _stop_updates(node, graph, opset, read)
             else:
                 dropped |= _stop_dropping(node, opset)
-        _remove_names(holder, dropped - _names_read(holder) - set(names_in(holder.input)))
+        _remove_names(holder, dropped - names_read(holder) - set(names_in(holder.input)))
     return model
 
 
@@ -175,12 +182,6 @@ def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
 def _set_is_test(node: NodeProto) -> None:
     keep_only(node.attribute, lambda a: a.name != "is_test")
     node.attribute.add(name="is_test", type=AttributeProto.INT, i=1)
-
-
-def _names_read(holder: GraphLike) -> set[str]:
-    """Return the names that nodes read, and the names of outputs, in subgraphs too."""
-    outputs = (name for graph in all_graphs(holder) for name in names_in(graph.output))
-    return {*outputs, *(name for node in all_nodes(holder.node) for name in node.input)}
 
 
 def _remove_names(holder: GraphLike, dropped: set[str]) -> None:

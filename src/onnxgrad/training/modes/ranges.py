@@ -1,16 +1,17 @@
 """Learned ranges: scales of quantization that train, written into a model and out of it.
 
 Learned step size quantization (Esser et al. 2020, arXiv:1902.08153), but for how a scale stays
-positive: s = s0 (1 + elu(c)), s0 the one in the file. What trains is c, which begins at zero, with
-the gradient g (dL/ds) / s0, g = 1 / sqrt(N Q). As long as s is s0 or larger, a step of gradient
-descent changes it as there, and Adam changes it by a share of s0; below, by s / s0 of that, to
-first order. It is never less than s0 / 1024. N is the number of elements of a weight that have the
-scale, or of elements of an activation in one row; Q is the largest integer above the zero point.
+positive: s = s0 (1 + elu(c)), s0 the scale in the file. The number c trains, which begins at zero,
+with the gradient g (dL/ds) / s0, g = 1 / sqrt(N Q). As long as s is s0 or larger, a step of
+gradient descent changes it as there, and Adam changes it by a share of s0; below, the change is
+s / s0 times as large, to first order. It is never less than s0 / 1024. N is the number of elements
+of a weight that have the scale, or of elements of an activation in one row; Q is the largest
+integer above the zero point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from math import prod
@@ -27,13 +28,13 @@ from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, opset_versions
 from onnxgrad.model.notes import RANGES, read_note, write_note
 from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, names
-from onnxgrad.training.modes.stored_integers import computed, is_operator, pairs
+from onnxgrad.training.modes.stored_integers import computed, integer_type, is_operator, pairs
 
 _LEAST = 2.0**-10  # the least share of a scale that is left
 
 
 def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[str]]:
-    """Return a copy of `proto` in which scales train, and the names of what trains for them.
+    """Return a copy of `proto` in which scales train, and the names of their trained changes.
 
     `frozen` are names and patterns of scales that stay.
 
@@ -41,7 +42,7 @@ def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[
         ValueError: there is no QuantizeLinear with a constant scale in the main graph.
     """
     model = deepcopy(proto)
-    found = dict(_nodes_by_scale(model))
+    found = _nodes_by_scale(model)
     chosen = {s: n for s, n in found.items() if not any(fnmatchcase(s, p) for p in frozen)}
     if not chosen:
         reason = "all are frozen" if found else "quantize gives a model some"
@@ -62,22 +63,21 @@ def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[
     return model, [note["change"] for note in notes]
 
 
-def _nodes_by_scale(model: ModelProto) -> Iterator[tuple[str, list[NodeProto]]]:
-    """Yield constant scales of floats, and the QuantizeLinear nodes that have them."""
+def _nodes_by_scale(model: ModelProto) -> dict[str, list[NodeProto]]:
+    """Return the QuantizeLinear nodes of each constant scale of floats."""
     inputs = {x.name for x in model.graph.input}
     scales = {t.name for t in model.graph.initializer if t.data_type in FLOATS} - inputs
     found: dict[str, list[NodeProto]] = {}
     for node in model.graph.node:
         if is_operator(node, "QuantizeLinear") and node.input[1] in scales:
             found.setdefault(node.input[1], []).append(node)
-    yield from found.items()
+    return found
 
 
 def _largest_integer(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
     """Return the largest integer of a QuantizeLinear, above its zero point."""
     zero = held.get(node.input[2]) if len(node.input) > 2 else None
-    stated = {a.name: a.i for a in node.attribute}.get("output_dtype", 0)
-    dtype = ir.DataType((stated or TensorProto.UINT8) if zero is None else zero.data_type).numpy()
+    dtype = ir.DataType(integer_type(node, held)).numpy()
     if not np.issubdtype(dtype, np.integer) and "int" not in dtype.name:
         return float(ml_dtypes.finfo(dtype).max)
     zeros = np.zeros(1) if zero is None else external.array(zero).astype(np.int64)
@@ -96,7 +96,7 @@ class _Writer:
     def write(
         self, scale: TensorProto, node: NodeProto, count: int | None, largest: float
     ) -> dict[str, Any]:
-        """Write what replaces a scale in front of `node`; return the note about it.
+        """Write the nodes that replace a scale in front of `node`; return the note about it.
 
         `count` is the number of elements with the scale; None: of a row of the rounded tensor.
         """
@@ -104,7 +104,8 @@ class _Writer:
         change = self.op.name(f"{scale.name}.change")
         zeros = np.zeros(tuple(scale.dims), dtype.numpy())
         self.model.graph.initializer.append(ir.to_proto(ir.tensor(zeros, name=change)))
-        s, c = (self._typed_value(name, dtype, scale.dims) for name in (scale.name, change))
+        kind, shape = ir.TensorType(dtype), ir.Shape(list(scale.dims))
+        s, c = (ir.Value(name=name, type=kind, shape=shape) for name in (scale.name, change))
         with op:
             one, least = (self._constant_node(np.asarray(v, dtype.numpy())) for v in (1, _LEAST))
             grown = op.emit("Max", [op.Add(op.emit("Elu", [c], {}, fresh=True), one), least], {})
@@ -148,9 +149,6 @@ class _Writer:
         y = self.op.emit("Constant", [], {"value": ir.tensor(array)}, fresh=True)
         y.type, y.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape([])
         return y
-
-    def _typed_value(self, name: str, dtype: ir.DataType, shape: Any) -> ir.Value:
-        return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
 
 
 def _rename_operands(model: ModelProto, old: str, new: str) -> None:

@@ -6,7 +6,7 @@ stand. A stored one is the result of QuantizeLinear.
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,7 +29,15 @@ from onnxgrad.model.constants import FLOATS, standard
 from onnxgrad.model.notes import fine_tuned
 from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.scopes import name_of_floats, unused
-from onnxgrad.model.traversal import all_graphs, keep_only, names, names_in, reads, subgraphs
+from onnxgrad.model.traversal import (
+    all_graphs,
+    keep_only,
+    names,
+    names_in,
+    names_read,
+    reads,
+    subgraphs,
+)
 from onnxgrad.operators import REORDERS, VIEWS, operator_of
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
@@ -126,19 +134,14 @@ def _trace_constant(
 
 def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
     """Return the nodes that read a value, in subgraphs too; None stands for the graph's outputs."""
-    readers: dict[str, list[NodeProto | None]] = {}
+    readers: dict[str, list[NodeProto | None]] = defaultdict(list)
     for node in graph.node:
         for name in dict.fromkeys(reads(node)):
             user = None if name not in node.input else node
-            readers.setdefault(name, []).append(user)
+            readers[name].append(user)
     for name in names_in(graph.output):
-        readers.setdefault(name, []).append(None)
-    return _Readers(readers)
-
-
-class _Readers(dict[str, list[NodeProto | None]]):
-    def __missing__(self, name: str) -> list[NodeProto | None]:
-        return []
+        readers[name].append(None)
+    return readers
 
 
 # -- from the form that trains to integers -----------------------------------------------------
@@ -159,9 +162,8 @@ def folded(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
         pair.graph.initializer.append(tensor)
         _remove_entry(pair.graph.value_info, tensor.name)
     if found:
-        read = {name for graph in all_graphs(proto.graph) for name in _names_read_in(graph)}
         rounded = {name for pair in found for name in (*pair.constants, *_moved_names(pair))}
-        _remove_unread(proto, rounded - read)
+        _remove_unread(proto, rounded - names_read(proto.graph))
     return proto
 
 
@@ -173,23 +175,18 @@ def _moved_names(pair: Pair) -> list[str]:
     return [y for node in pair.moves for y in node.output]
 
 
-def _names_read_in(graph: Any) -> Iterator[str]:
-    yield from names_in(graph.output)
-    for node in graph.node:
-        yield from node.input
-
-
 def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
     """Remove constants, and nodes that move them, which nothing reads any more."""
     while unread:
         before = _remove_values(proto, unread)
-        unread = before - {name for g in all_graphs(proto.graph) for name in _names_read_in(g)}
+        unread = before - names_read(proto.graph)
 
 
 def _remove_values(proto: ModelProto, unread: set[str]) -> set[str]:
     """Remove the values of these names; return the names that their nodes read."""
     before: set[str] = set()
-    for graph in map(_as_graph, all_graphs(proto.graph)):
+    for graph in all_graphs(proto.graph):
+        assert isinstance(graph, GraphProto)
         gone = [n for n in graph.node if n.output and unread.issuperset(n.output)]
         before.update(name for node in gone for name in node.input)
         keep_only(graph.node, lambda n: not n.output or not unread.issuperset(n.output))
@@ -197,11 +194,6 @@ def _remove_values(proto: ModelProto, unread: set[str]) -> set[str]:
             keep_only(entries, lambda entry: entry.name not in unread)
         keep_only(graph.quantization_annotation, lambda a: a.tensor_name not in unread)
     return before
-
-
-def _as_graph(graph: Any) -> GraphProto:
-    assert isinstance(graph, GraphProto)
-    return graph
 
 
 def _quantized_tensor(pair: Pair, values: Mapping[str, np.ndarray]) -> TensorProto:
@@ -217,7 +209,7 @@ def _quantized_tensor(pair: Pair, values: Mapping[str, np.ndarray]) -> TensorPro
     back = NodeProto(op_type="DequantizeLinear", domain=pair.node.domain, output=[steps])
     back.input.extend([pair.node.output[0], one])
     floats = computed(pair.opsets, constants, [*pair.moves, pair.node, back])
-    dtype = ir.DataType(_integer_type(pair))
+    dtype = ir.DataType(integer_type(pair.node, pair.constants))
     integers = ir.tensor(floats.astype(dtype.numpy()), dtype=dtype, name=pair.node.output[0])
     return ir.to_proto(integers)
 
@@ -244,12 +236,12 @@ def computed(
     return loaded(model, options, providers=Device.of("cpu").providers).run(None, {})[0]
 
 
-def _integer_type(pair: Pair) -> int:
-    """Return the data type to which a QuantizeLinear rounds."""
-    zero = pair.node.input[2] if len(pair.node.input) > 2 else ""
-    if zero:
-        return pair.constants[zero].data_type
-    stated = {a.name: a.i for a in pair.node.attribute}.get("output_dtype", 0)
+def integer_type(node: NodeProto, constants: Mapping[str, TensorProto]) -> int:
+    """Return the data type to which a QuantizeLinear rounds, of its zero point if it has one."""
+    zero = constants.get(node.input[2]) if len(node.input) > 2 else None
+    if zero is not None:
+        return zero.data_type
+    stated = {a.name: a.i for a in node.attribute}.get("output_dtype", 0)
     return stated or TensorProto.UINT8
 
 
@@ -311,8 +303,8 @@ def as_floats(
     Args:
         proto: the model.
         chosen: the names of the integers.
-        originals: the floats that were rounded, by the names that weights get; of others, the
-            floats are those for which the integers stand.
+        originals: the floats that were rounded, by the names that weights get; other weights get
+            the floats for which the integers stand.
     """
     model = deepcopy(proto)
     graph = model.graph
@@ -336,7 +328,8 @@ def as_floats(
         graph.initializer.append(floats)
         _remove_entry(graph.initializer, name)
         _remove_entry(graph.input, name)
-    _remove_unread(model, _newly_unread(model, proto))
+    initializers = {t.name for t in graph.initializer}
+    _remove_unread(model, initializers & (names_read(proto.graph) - names_read(graph)))
     return model
 
 
@@ -351,12 +344,6 @@ def _quantize_node(graph: GraphProto, entry: Stored) -> NodeProto:
     node.input.extend([entry.weight, entry.scale.name, zero.name])
     node.attribute.extend(a for a in user.attribute if a.name in ("axis", "block_size"))
     return node
-
-
-def _newly_unread(model: ModelProto, before: ModelProto) -> set[str]:
-    """Return the initializers of `model` that only `before` reads."""
-    read = [{n for g in all_graphs(m.graph) for n in _names_read_in(g)} for m in (model, before)]
-    return {t.name for t in model.graph.initializer} & (read[1] - read[0])
 
 
 # -- scales of weights that leave room for biases --------------------------------------------------
@@ -382,9 +369,8 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
             continue
         if weight.input[0] not in rounded or any(n.input[1] not in held for n in (data, weight)):
             continue
-        bias, of_data, of_weight = (
-            held[n] for n in (node.input[2], data.input[1], weight.input[1])
-        )
+        operands = node.input[2], data.input[1], weight.input[1]
+        bias, of_data, of_weight = (held[name] for name in operands)
         if not any(map(external.is_empty, (bias, of_data, of_weight))):
             _enlarge_scale(of_weight, bias, of_data)
 

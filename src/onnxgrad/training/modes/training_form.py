@@ -96,7 +96,7 @@ def _use_stored_statistics(op: Emit) -> dict[ir.Value, ir.Value]:
     return {}
 
 
-def _use_batch_statistics(op: Emit, across: Part | None = None) -> dict[ir.Value, ir.Value]:
+def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Value]:
     """Make every BatchNormalization use the statistics of the batch; return the running ones.
 
     A node may use statistics that another has updated: then it updates the new ones, as a module

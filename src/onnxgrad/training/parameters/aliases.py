@@ -47,7 +47,7 @@ _OWNED = re.compile(  # a name that says which layer owns the tensor, of TensorF
 
 
 class ModuleNames:
-    """The modules of nodes, and the parameters of these, by the metadata of all nodes.
+    """The modules of nodes, and the parameters of modules, by the metadata of all nodes.
 
     `names` are the readable names of constants: they show how the names of modules are written.
     """
@@ -184,7 +184,7 @@ def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
 def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]:
     """Return the aliases of quantized weights: the names of their floats.
 
-    If an exporter numbered these, it is read from the file as the alias of floats is.
+    If an exporter numbered their floats, the alias is read from the nodes, as for floats.
     """
     floats = {row.name: name_of_floats(row.name) for row in rows}
     numbered = [row for row in rows if not readable(floats[row.name])]

@@ -194,7 +194,7 @@ def trained_names(
 
 
 def announce_choice(rows: Tensors) -> None:
-    """Log what does not train, and warn about uncertain decisions and about copies of a weight."""
+    """Log constants that do not train; warn about uncertain decisions and copies of a weight."""
     untrained = rows.frozen
     if untrained:
         logger.info("not trained: %s", names_and_reasons(untrained, len(untrained)))
@@ -303,8 +303,8 @@ def expand(
 ) -> list[str]:
     """Return the constants that the patterns name, in the order of the patterns, each once.
 
-    With `weights_first`, a pattern chooses among the weights, if it matches any. Names may be those
-    of constants that are no floats.
+    With `weights_first`, a pattern chooses among the weights, if it matches any. Names of
+    constants that are no floats count, too.
 
     Raises:
         ValueError: as `matching_weights`.

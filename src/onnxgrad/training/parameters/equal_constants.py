@@ -55,9 +55,9 @@ def separate_merged(model: ModelLike) -> ModelProto:
     of the scales (1, 1, ...) of all normalizations of a size, of the zero biases, of equal copies
     of a layer, and of running statistics beside them. These are several parameters where the file
     says so: by an Identity for each (PyTorch's TorchScript exporter), by the metadata of the nodes
-    (its newer one), or, if all elements are one number, by being operands of different layers. What
-    the network shares stays shared: a module that is applied twice, an embedding that is tied to
-    the last layer. Trainers do this by themselves, if they train what was merged.
+    (its newer one), or, if all elements are one number, by being operands of different layers.
+    Parameters that the network shares stay shared: a module that is applied twice, an embedding
+    that is tied to the last layer. Trainers do this by themselves, if they train merged parameters.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -234,7 +234,7 @@ class _Merged:
         return ".".join(parts)
 
     def _is_fresh(self, name: str) -> bool:
-        """Return whether a tensor is one number, and the only one: else nothing merges its like."""
+        """Return whether a tensor is one number that no other tensor of the file repeats."""
         one, array = self.tensors[name], external.array(self.tensors[name])
         if not evidence.is_all(array):
             return False
@@ -321,7 +321,7 @@ def _metadata_entries(node: NodeProto) -> dict[str, str]:
 
 
 def _parameter_word(use: _Use) -> str:
-    """Return what PyTorch calls a parameter in this role; "" for no role of a weight."""
+    """Return PyTorch's word for a parameter in this role; "" for no role of a weight."""
     if use.role == "a":
         return PARAMETERS_OF_ARITHMETIC.get(use.node.op_type, "bias")
     return _WORDS.get(use.role, "")

@@ -108,7 +108,7 @@ def is_all(array: np.ndarray, number: float | None = None) -> bool:
 
 
 def is_ramp(array: np.ndarray) -> bool:
-    """Return whether there are three or more elements in equal steps: 0, 1, 2, ... or others."""
+    """Return whether there are three or more elements in equal steps, such as 0, 1, 2, ..."""
     steps = np.diff(array.ravel().astype(np.float64))
     size = np.abs(steps).max(initial=0)
     return bool(len(steps) > 1 and size > 0 and (np.abs(steps - steps[0]) <= 1e-3 * size).all())

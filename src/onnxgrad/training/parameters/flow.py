@@ -55,9 +55,9 @@ def reachable(
 def readers(
     starts: Iterable[ir.Value], through: Collection[str] = MOVES
 ) -> Iterator[tuple[ir.Node, int]]:
-    """Yield (node, operand index) for each read of these values, looking through `through`.
+    """Yield (node, operand index) for each read of the values, also behind nodes in `through`.
 
-    `through` are types of nodes; reads by these are yielded, too.
+    `through` has types of nodes, whose reads are yielded, too.
     """
 
     def results(value: ir.Value) -> Iterator[ir.Value]:
@@ -85,7 +85,7 @@ _Bindings = dict[ir.Value, list[ir.Value]]
 
 
 class Flow:
-    """What every value of `graph` and of its subgraphs is computed from: data, shapes or weights.
+    """The sources of each value of `graph` and its subgraphs: data, shapes or weights.
 
     Attributes:
         nodes: all nodes, nodes of subgraphs included.
@@ -115,7 +115,7 @@ class Flow:
         self.fix(())
 
     def fix(self, factors: Collection[ir.Value]) -> None:
-        """Add fixed `factors`, and find the values computed with weights, and in front of these."""
+        """Add fixed `factors`; find values computed with weights, and values before weights."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):

@@ -40,13 +40,15 @@ def matching(
             return exact
     matched = [t for t in rows if any(fnmatchcase(name, pattern) for name in t.names)]
     if not matched:
-        raise _no_match_error(rows, pattern, kind)
+        ordered = sorted(rows, key=lambda t: not t.is_weight)
+        names = [name for t in ordered for name in reversed(t.names)]
+        raise unknown(kind, pattern, names, _close_names(pattern, names))
     weights = [t for t in matched if t.is_weight] if weights_first else []
     return weights or matched
 
 
 def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
-    """Return the tensors as they train with these arguments, and why.
+    """Return the tensors with the decisions that follow from the arguments, and the reasons.
 
     Raises:
         ValueError: a pattern that matches no tensor.
@@ -80,13 +82,6 @@ def _patterns_by_name(
         for pattern in reversed(patterns)
         for t in matching(rows, pattern, kind, weights_first)
     }
-
-
-def _no_match_error(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
-    """Return an error that lists names and aliases, weights first."""
-    ordered = sorted(rows, key=lambda t: not t.is_weight)
-    names = [name for t in ordered for name in reversed(t.names)]
-    return unknown(kind, pattern, names, _close_names(pattern, names))
 
 
 def _close_names(pattern: str, names: Sequence[str]) -> list[str]:

@@ -50,7 +50,7 @@ _FACTORS = _names_with_role("e")
 ARITHMETIC = _FACTORS | _names_with_role("a")
 WAVES = frozenset({"Sin", "Cos"})
 
-# a Tanh bounds scores smoothly; what stands in front of a Neg are distances
+# a Tanh bounds scores smoothly; values in front of a Neg are distances
 _TO_SCORES = (MOVES_OR_JOINS | ARITHMETIC | _BOUNDS | names_with_trait("sums") | {"Tanh"}) - {"Neg"}
 _MOMENTS = names_with_trait("moments")
 _IN_PLACE = (ELEMENTWISE & REORDERS) | {"Expand", "Unsqueeze"}  # casts and broadcasts
@@ -188,7 +188,7 @@ class Surroundings(Flow):
             return False  # see `bindings`; others read only the shape
         kind = letter(node, index)
         own = kind == "f" and letter(node, 0) != "f"  # a MatMul has factors only
-        depends = kind in {"f", "t", "x", "a", "e", ""}  # on what else the node reads
+        depends = kind in {"f", "t", "x", "a", "e", ""}  # on the other operands of the node
         return own or not depends or self._reads_other_data(node, index)
 
     def _reads_other_data(self, node: ir.Node, index: int) -> bool:

@@ -27,7 +27,7 @@ class Tensor:
         doubtful: whether trainers warn about the decision.
         alias: where an exporter numbered the name: the name that the tensor has in its module, as
             "encoder.layer.0.query.weight"; otherwise "".
-        is_weight: whether its role is a weight's: by default these train.
+        is_weight: whether its role is a weight's: by default weights train.
         copy_of: the table of an embedding that has the same numbers: the network shares one weight,
             of which the exporter stored two copies. Otherwise "".
     """
