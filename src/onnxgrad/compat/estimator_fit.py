@@ -25,8 +25,8 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fit import Fit
-from onnxgrad.training.glorot import glorot
 from onnxgrad.training.job import Job
+from onnxgrad.training.member_arguments import glorot
 from onnxgrad.training.modes import warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.progress import FitProgress, shown

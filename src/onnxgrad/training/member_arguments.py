@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.checks import check_choice, check_count
 from onnxgrad.errors import printable, unknown
-from onnxgrad.training.glorot import glorot
 
 Arrays = dict[str, np.ndarray]
 
@@ -20,6 +20,17 @@ def _redraw_weight(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
         return w
     values = np.asarray(w, np.float64)
     return rng.normal(values.mean(), values.std(), w.shape).astype(w.dtype)
+
+
+def glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
+    """Return a weight drawn by the rule of Glorot & Bengio (2010); a vector unchanged.
+
+    Elements are uniform from -l to l, l = sqrt(6 / (fan in + fan out)).
+    """
+    if w.ndim < 2:
+        return w
+    limit = np.sqrt(6 / ((w.shape[0] + w.shape[1]) * prod(w.shape[2:])))
+    return rng.uniform(-limit, limit, w.shape).astype(w.dtype)
 
 
 _INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {

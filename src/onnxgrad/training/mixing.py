@@ -325,7 +325,7 @@ def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
     """Return the length of the first axis of the inputs, a number or the symbol of the rows.
 
     Raises:
-        ValueError: lengths that differ, or are no number of several rows.
+        ValueError: lengths that differ, a single row, or rows that are not on the first axis.
     """
     lengths = [(dims(x) or (None,))[0] for x in inputs]
     for x, length in zip(inputs, lengths, strict=True):

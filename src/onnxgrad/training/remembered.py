@@ -38,7 +38,7 @@ def training_notes(
     notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}
     known = read_note(job.proto, IMAGES) or kept.get(IMAGES)
     if IMAGES not in notes and not known and any(map(_takes_images, features)):
-        notes[IMAGES] = [{"arrays": True}]  # of values that nothing tells
+        notes[IMAGES] = [{"arrays": True}]  # which do not tell how images became numbers
     return dict(kept) | notes
 
 
@@ -75,6 +75,6 @@ def _as_list(value: Any) -> Any:
 
 
 def _takes_images(field: Field) -> bool:
-    """Return whether the declared dtype and shape of an input fit images, as numbers or files."""
+    """Return whether an input may take images: floats with four axes and 1, 3 or 4 channels."""
     shape: Dims = field.shape or ()
     return field.dtype.kind == "f" and len(shape) == 4 and bool({*shape[1::2]} & {*_CHANNELS})

@@ -197,6 +197,7 @@ class TrainerStack(TrainerBase):
         return self._job.learning_rates
 
     def _run_loop(self, call: Fit, loop: Loop) -> Self:
+        """Run a loop as `TrainerBase` does, and warn of members that were frozen as not finite."""
         super()._run_loop(call, loop)
         if frozen := sorted(loop.runner.not_finite.items()):
             named = ", ".join(f"member {k} after step {step}" for k, step in frozen)

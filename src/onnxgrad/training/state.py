@@ -216,7 +216,7 @@ class TrainState:
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
     def _load_on_device(self, runner: OnDevice, values: Values) -> None:
-        """Put values on the device, and drop the host's copies of values that it holds."""
+        """Put values on the device, and drop the host's copies of values that the device holds."""
         runner.load(values)
         self._runner, self._read, self._values = runner, (runner.now, values), values
         if runner.holds_all:

@@ -107,19 +107,16 @@ class Norms(Callback):
 
     def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
         """Add the norms to the record of the evaluation."""
-        self._add_to_history(trainer, state)
-
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
-        """Add the norms to the record of the epoch."""
-        self._add_to_history(trainer, state)
-
-    def _add_to_history(self, trainer: Any, state: Any) -> None:
         record = self._record_norms(trainer, state)
         if state.history and state.history[-1].get("step") == state.step:
             for name in ("gradient_norm", "weight_norm"):
                 if name in record:
                     norm = record[name]
                     state.history[-1][name] = np.array(norm) if isinstance(norm, list) else norm
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Add the norms to the record of the epoch."""
+        self.on_evaluate(trainer, state, control)
 
     def _record_norms(self, trainer: Any, state: Any) -> dict[str, Any]:
         """Return the record of this step; it is made once."""

@@ -198,6 +198,7 @@ class EarlyStopping(Callback):
         return any(self.monitor in record for record in state.history)
 
     def _monitor_error(self, state: Any) -> ValueError:
+        """Return the error of a `monitor` that the history does not have."""
         names = dict.fromkeys(name for record in state.history for name in record)
         error = unknown("monitor", self.monitor, [n for n in names if n not in ("step", "epoch")])
         remedy = f" Pass {argument('validation')} data to fit." if self._of_validation else ""
@@ -218,6 +219,7 @@ class EarlyStopping(Callback):
             control.freeze.add(k)
 
     def _count_evaluation(self, trainer: Any, state: Any, control: Control) -> None:
+        """Count the last record for each member: keep the best weights, or stop the member."""
         record = state.history[-1]
         if self.monitor not in record:
             raise self._monitor_error(state)

@@ -171,6 +171,7 @@ def _checkpoint_folder(callback: Callback) -> str | None:
 
 
 def _check_callback(callback: Any) -> None:
+    """Raise `ValueError` for a class, an object of another kind, or an invalid `every_steps`."""
     if isinstance(callback, type) and issubclass(callback, Callback):
         raise ValueError(f"{callback.__name__} is a class: pass an instance, {callback.__name__}()")
     if not isinstance(callback, Callback):

@@ -66,6 +66,7 @@ class History(Callback):
             self._write_file(state)
 
     def _write_file(self, state: Any) -> None:
+        """Write all records of the history, in place of an earlier file."""
         records = state.history
         if self.path.suffix == ".csv":
             records = [by_member(record, state) for record in records]

@@ -98,6 +98,7 @@ class Progress(Callback):
                 bar.stop()
 
     def _update_bar(self, progress: Any, state: Any) -> None:
+        """Show the present numbers in the bar, which begins with the first of them."""
         assert self._bar is not None
         total, done = _total_and_done(progress)
         epoch = _epoch_text(progress)
@@ -117,6 +118,7 @@ class Progress(Callback):
         self._evaluation = ""
 
     def _print_numbers(self, head: str, trainer: Any, state: Any) -> None:
+        """Print a line that begins with `head`, with losses, metrics, learning rate and speed."""
         self._shown = time.monotonic()
         results, conditions = _result_texts(trainer.progress, state, self._evaluation)
         self._print_line(f"{head}: {', '.join(results + conditions)}")

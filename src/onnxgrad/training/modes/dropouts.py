@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators import OPERATORS, marks
-from onnxgrad.operators.shapes import constant, dims, static
+from onnxgrad.operators.shapes import constant, dims, is_real, static
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.replacement import describe, emitter, replace, walk
 
@@ -200,7 +200,7 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
             nodes, partial(fnmatchcase, pat=pattern)
         )
         if not values:
-            floats = [v for node in nodes for v in node.outputs if _is_float(v)]
+            floats = [v for node in nodes for v in node.outputs if is_real(v)]
             names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
             raise unknown("node or output for dropout", pattern, dict.fromkeys(names))
         own = [v for v in values if _is_dropout(v.producer())]
@@ -218,13 +218,8 @@ def _matched_values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> lis
                 values.append(node.outputs[0])
             continue
         named = [y for y in _droppable_outputs(node) if y.name and matches(y.name)]
-        values += filter(_is_float, node.outputs[:1] if whole and not named else named)
+        values += filter(is_real, node.outputs[:1] if whole and not named else named)
     return values
-
-
-def _is_float(value: ir.Value) -> bool:
-    tensor = isinstance(value.type, ir.TensorType)
-    return tensor and value.dtype is not None and value.dtype.is_floating_point()
 
 
 # -- masks: random numbers as a function of a counter ----------------------------------------------
@@ -302,6 +297,7 @@ def _write_mix(op: Emit, z: ir.Value) -> ir.Value:
 
 
 def _write_fold(op: Emit, z: ir.Value, shift: int) -> ir.Value:
+    """Return `z ^ (z >> shift)` of the bits of z, uint64."""
     bits = op.Cast(z, to=ir.DataType.UINT64)
     return op.BitwiseXor(bits, _shift_bits(op, bits, shift, "RIGHT"))
 

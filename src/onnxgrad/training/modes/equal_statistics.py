@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from onnxgrad.model.constants import standard
-from onnxgrad.model.scopes import unused
+from onnxgrad.model.scopes import free_name
 from onnxgrad.model.traversal import names, nodes_of
 
 _OPERANDS = {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}
@@ -36,7 +37,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
         if root in merged:
             node = next(n for n in model.graph.node if name in n.output)
             model.graph.node.remove(node)
-            add_copy(model.graph, tensors[root], name)
+            add_copy(model.graph.initializer, tensors[root], name)
     taken = set(names(model.graph))
     users = _readers_but_copies(model)
     for node in filter(_is_batch_norm, model.graph.node):
@@ -46,11 +47,8 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
                 continue
             layer, weight, _ = node.input[1].rpartition(".weight")
             stem = layer if weight and operand > 1 else node.name or node.output[0]
-            new = f"{stem}.{word}"
-            new = unused(new, taken) if new in taken else new
-            taken.add(new)
-            node.input[operand] = new
-            add_copy(model.graph, tensors[name], new)
+            node.input[operand] = new = free_name(f"{stem}.{word}", taken)
+            add_copy(model.graph.initializer, tensors[name], new)
     return model
 
 
@@ -83,14 +81,15 @@ def readers_of(nodes: Iterable[NodeProto]) -> Readers:
     return readers
 
 
-def add_copy(graph: GraphProto, tensor: TensorProto, name: str) -> None:
-    """Add a copy of an initializer to `graph`, of this name."""
-    copy = graph.initializer.add()
-    copy.CopyFrom(tensor)
+def add_copy(entries: Any, entry: TensorProto | ValueInfoProto, name: str) -> None:
+    """Add a copy of an entry of a graph to `entries`, such as its initializers, with a new name."""
+    copy = entries.add()
+    copy.CopyFrom(entry)
     copy.name = name
 
 
 def _readers_but_copies(model: ModelProto) -> Readers:
+    """Return the readers of each value, without Identity nodes."""
     return readers_of(node for node in nodes_of(model) if node.op_type != "Identity")
 
 
@@ -110,6 +109,7 @@ def _merged_statistics(model: ModelProto) -> set[str]:
 
 
 def _statistic_role(node: NodeProto, operand: int) -> int:
+    """Return the index of an operand of BatchNormalization; 0 for other nodes."""
     return operand if _is_batch_norm(node) else 0
 
 

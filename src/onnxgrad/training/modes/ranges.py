@@ -168,16 +168,14 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
     makers = {y: node for node in proto.graph.node for y in node.output if notes}
     for note in notes:
         scale, change = held[note["scale"]], held[note["change"]]
-        given = TensorProto()
-        given.CopyFrom(change)
+        given = change
         if external.is_empty(change):
             given = numpy_helper.from_array(np.asarray(values[change.name], order="C"))
         nodes = [makers[name] for name in note["nodes"][: note["ends"]]]
         constants = {scale.name: scale, change.name: given}
         learned = computed(proto.opset_import, constants, nodes)
-        name = scale.name
-        scale.CopyFrom(ir.to_proto(ir.tensor(learned, name=name)))
-        _rename_operands(proto, note["learned"], name)
+        scale.CopyFrom(ir.to_proto(ir.tensor(learned, name=scale.name)))
+        _rename_operands(proto, note["learned"], scale.name)
     if notes:
         gone = {name for note in notes for name in note["nodes"]}
         changes = {note["change"] for note in notes}

@@ -41,6 +41,7 @@ from onnxgrad.model.traversal import (
 from onnxgrad.operators import REORDERS, VIEWS, operator_of
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
+from onnxgrad.training.modes.equal_statistics import add_copy
 
 _DOMAINS = ("", "com.microsoft")
 _MOVES = REORDERS | VIEWS | {"Cast"}  # of a weight, in front of its QuantizeLinear
@@ -94,6 +95,7 @@ def _pairs_in_graph(
     outer: ChainMap[str, TensorProto],
     opsets: Sequence[OperatorSetIdProto],
 ) -> Iterator[Pair]:
+    """Yield the pairs of a graph and its subgraphs; `outer` has the constants around it."""
     scope = outer.new_child({t.name: t for t in graph.initializer})
     makers: dict[str, NodeProto] = {}
     readers = readers_of(graph)
@@ -224,9 +226,7 @@ def computed(
     model.ir_version = min_ir_version(list(opsets))
     model.graph.name = "constants"
     for name, tensor in constants.items():
-        held = model.graph.initializer.add()
-        held.CopyFrom(tensor)
-        held.name = name
+        add_copy(model.graph.initializer, tensor, name)
     model.graph.node.extend(nodes)
     output = model.graph.output.add(name=nodes[-1].output[0])
     output.type.tensor_type.elem_type = constants[nodes[-1].input[1]].data_type
@@ -312,20 +312,17 @@ def as_floats(
         name, user = entry.tensor.name, entry.users[0]
         if name not in chosen:
             continue
-        constants = {t.name: t for t in (entry.tensor, entry.scale, entry.zero) if t is not None}
-        floats = TensorProto()
-        if entry.weight in originals:
-            floats.CopyFrom(originals[entry.weight])
-        else:
-            array = computed(model.opset_import, constants, [user])
-            floats.CopyFrom(ir.to_proto(ir.tensor(array)))
-        floats.name = entry.weight
+        floats = originals.get(entry.weight)
+        if floats is None:
+            tensors = (entry.tensor, entry.scale, entry.zero)
+            constants = {t.name: t for t in tensors if t is not None}
+            floats = ir.to_proto(ir.tensor(computed(model.opset_import, constants, [user])))
         if entry.tensor.data_type == TensorProto.INT32:  # of a bias, which onnxruntime rounds
             graph.node.remove(user)
         else:
             position = next(i for i, n in enumerate(graph.node) if n.output == user.output)
             graph.node.insert(position, _quantize_node(graph, entry))
-        graph.initializer.append(floats)
+        add_copy(graph.initializer, floats, entry.weight)
         _remove_entry(graph.initializer, name)
         _remove_entry(graph.input, name)
     initializers = {t.name for t in graph.initializer}

@@ -138,6 +138,7 @@ def _is_batch_norm(node: ir.Node) -> bool:
 
 
 def _refuse_update(node: ir.Node, reason: str) -> NoReturn:
+    """Raise `ValueError`: the running statistics of a node cannot be updated."""
     raise ValueError(
         f"the running statistics of {describe(node)} cannot be updated: it {reason}. Use "
         f"{argument('batch_norm', 'frozen')}"
@@ -145,6 +146,7 @@ def _refuse_update(node: ir.Node, reason: str) -> NoReturn:
 
 
 def _name_like(y: ir.Value, node: ir.Node) -> None:
+    """Give the node that computes `y` the name of `node`."""
     new = y.producer()
     assert new is not None
     new.name = node.name

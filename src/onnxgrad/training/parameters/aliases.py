@@ -21,7 +21,7 @@ from onnx import ModelProto
 
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.constants import standard
-from onnxgrad.model.scopes import name_of_floats
+from onnxgrad.model.scopes import free_name, name_of_floats
 from onnxgrad.operators import RECURRENT
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.flow import MOVES, letter, maker_of, readers, source_of
@@ -199,16 +199,7 @@ def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]
 
 def _unique_aliases(bases: Mapping[str, str], taken: set[str]) -> dict[str, str]:
     """Return aliases that are not in `taken`, with a suffix where they are; "" is none."""
-    result: dict[str, str] = {}
-    for name, base in bases.items():
-        alias, i = base, 0
-        while alias in taken:
-            i += 1
-            alias = f"{base}_{i}"
-        if alias:
-            result[name] = alias
-            taken.add(alias)
-    return result
+    return {name: free_name(base, taken) for name, base in bases.items() if base}
 
 
 def readable(name: str) -> bool:
@@ -257,6 +248,7 @@ class _Reader:
         return f"{module}.{role}" if module else ""
 
     def _parameter_role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:
+        """Return the word for an operand in names of PyTorch, such as "weight" or "bias_l0"."""
         if _is_recurrent(node):
             module = self.modules.module(node)
             layer = self.layers[module, node.op_type].index(node) if module else 0

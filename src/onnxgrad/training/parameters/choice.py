@@ -329,6 +329,6 @@ def _require_floats(proto: ModelProto, names: Collection[str]) -> None:
         if ref.name in names and (code := ref.read().data_type) not in FLOATS:
             dtype = ir.DataType(code).name.lower()
             raise ValueError(
-                f"{ref.name!r} holds {dtype}: only floats train. A quantized weight stays as it "
-                "is: train adapters beside it (add_lora), a new head (replace_head) or biases"
+                f"{ref.name!r} holds {dtype}: only floats train. A quantized weight does not "
+                "change: train adapters beside it (add_lora), a new head (replace_head) or biases"
             )

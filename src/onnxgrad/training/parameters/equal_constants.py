@@ -20,7 +20,7 @@ from onnxgrad.model.constants import FLOATS
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.scopes import unused
+from onnxgrad.model.scopes import free_name
 from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
 from onnxgrad.model.weights import constant_refs, lift
 from onnxgrad.operators import RECURRENT
@@ -260,6 +260,7 @@ class _Merged:
         return node.output[0]
 
     def _factor_names(self, node: NodeProto) -> Iterator[str]:
+        """Yield the names of the tensors that are factors of a node, behind moves and aliases."""
         for i, x in enumerate(node.input):
             if letter(node, i) == "f":
                 while (maker := self.makers.get(x)) is not None and maker.op_type in MOVES:
@@ -297,16 +298,12 @@ def _copy_with_parameters(
         if name and all(any(node is use.node for use in part) for node, _ in merged.readers[name]):
             replaced.add(name)
         else:
-            name = part[0].name or f"{original}.{_FIXED}"
-            name = unused(name, taken) if name in taken else name
-            taken.add(name)
+            name = free_name(part[0].name or f"{original}.{_FIXED}", taken)
         for use in part:
             ours[id(use.node)].input[use.index] = name
-        add_copy(model.graph, tensors[original], name)
+        add_copy(model.graph.initializer, tensors[original], name)
         if original in stated and part[0].key != _FIXED:
-            entry = model.graph.value_info.add()
-            entry.CopyFrom(stated[original])
-            entry.name = name
+            add_copy(model.graph.value_info, stated[original], name)
     keep_only(model.graph.node, lambda node: replaced.isdisjoint(node.output))
     return model
 

@@ -168,6 +168,7 @@ def is_cosine(array: np.ndarray) -> bool:
 
 
 def _recurs_like_waves(table: np.ndarray) -> bool:
+    """Return whether rows satisfy t[p+1] + t[p-1] = 2 cos(a) t[p], each with one angle a."""
     table = table.astype(np.float64).T
     sums, middle = table[2:] + table[:-2], table[1:-1]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -179,6 +180,7 @@ def _recurs_like_waves(table: np.ndarray) -> bool:
 
 
 def _has_pairs(table: np.ndarray) -> bool:
+    """Return whether sums of squares of paired columns are equal, as of sines and cosines."""
     rows, width = table.astype(np.float64), table.shape[1]
     rows = rows[np.abs(rows).max(-1) > 0]  # without zero rows of class tokens or padding
     if len(rows) < 2 or width < 4 or width % 2 or is_all(rows[1:] - rows[:1]):

@@ -146,6 +146,7 @@ class _UseAs:
         return Verdict(False, f"{why} ({self.where})", doubtful, certain)
 
     def _role_verdict(self) -> Verdict:
+        """Return the verdict on the role of the operand, by its kind and its node."""
         use, node, kind, where = self.use, self.node, self.kind, self.where
         if use.integers >= max(self.array.size, 1):
             return self._stay_verdict("scale or zero point of stored integers", certain=True)
@@ -303,6 +304,7 @@ class _UseAs:
     # -- sums and products, element by element ------------------------------------------------
 
     def _arithmetic_verdict(self) -> Verdict:
+        """Return the verdict on an operand of a sum, a product, or their kin."""
         node, use, array, adds, around = self.node, self.use, self.array, self.adds, self.around
         other = next(x for i, x in enumerate(node.inputs) if i != use.index and x in around.data)
         product = around.product_without_bias(other) if adds and self.moved else None

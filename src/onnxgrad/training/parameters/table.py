@@ -86,6 +86,7 @@ class Tensors(list[Tensor]):
         return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
     def _total_line(self) -> str:
+        """Return the line below the table: how many constants and numbers train."""
         trained = self.trained
         floats = [t for t in self if "int" not in t.dtype and "float8" not in t.dtype]
         numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in floats):,} numbers"
