@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    OperatorSetIdProto,
-    TensorProto,
-    numpy_helper,
-)
+from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, numpy_helper
 
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, standard
@@ -91,9 +84,7 @@ def pairs(proto: ModelProto) -> list[Pair]:
 
 
 def _pairs_in_graph(
-    graph: GraphProto,
-    outer: ChainMap[str, TensorProto],
-    opsets: Sequence[OperatorSetIdProto],
+    graph: GraphProto, outer: ChainMap[str, TensorProto], opsets: Sequence[OperatorSetIdProto]
 ) -> Iterator[Pair]:
     """Yield the pairs of a graph and its subgraphs; `outer` has the constants around it."""
     scope = outer.new_child({t.name: t for t in graph.initializer})

@@ -49,7 +49,7 @@ WHY = "a quantized weight: it stays; adapters train beside it"
 
 
 def integer_rows(proto: ModelProto) -> list[Tensor]:
-    """Return the quantized weights of `proto`: the first integers with two axes of their readers"""
+    """Return the quantized weights: the first operand of each node that is a matrix of integers."""
     refs = list(constant_refs(proto))
     found = {r.graph_name for r in refs if r.read().data_type in _TYPES and len(r.read().dims) > 1}
     weights = {

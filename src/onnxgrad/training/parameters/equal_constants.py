@@ -193,7 +193,7 @@ class _Merged:
         return list(groups.values())
 
     def _operand_role(self, node: NodeProto, index: int, readers: Readers) -> str:
-        """Return the letter of an operand, behind moves and inside of functions; "a": arithmetic"""
+        """Return the letter of an operand, behind moves and inside functions; "a" is arithmetic."""
         function = self.functions.get((node.domain, node.op_type, node.overload))
         if function is not None and index < len(function[0]):
             inner = function[1]
@@ -248,8 +248,8 @@ class _Merged:
     def _layer_key(self, use: _Use, tensor: str) -> str:
         """Return a text that tells layers apart: the weights beside the use, or else its result.
 
-        For a bias, the product has the weights that it is added to; for a normalization and others,
-        the next products have them.
+        For a bias, they are the weights of the product that it is added to; for a normalization and
+        other nodes, the weights of the next products.
         """
         node = use.node
         near = [node, *(self.makers[x] for x in node.input if x in self.makers)]
@@ -269,7 +269,7 @@ class _Merged:
                     yield root
 
     def _next_products(self, node: NodeProto) -> list[NodeProto]:
-        """Return the next products behind `node`, not beyond normalizations and sums of results"""
+        """Return the next products behind `node`, before any normalization or sum of results."""
         found, waiting = [], [node]
         for n in waiting:  # the loop appends to it
             for user, _ in (use for y in n.output for use in self.readers[y]):

@@ -69,13 +69,12 @@ def sounds_learned(name: str) -> bool:
 
 def stated_kinds(graph: GraphProto) -> dict[str, bool]:
     """Return which constants are parameters according to PyTorch's exporter, `{name: bool}`."""
-    stated = {
-        value.name: entry.value
+    return {
+        value.name: entry.value == "PARAMETER"
         for value in (*graph.value_info, *graph.input)
         for entry in value.metadata_props
         if entry.key == _KIND
     }
-    return {name: kind == "PARAMETER" for name, kind in stated.items()}
 
 
 def noted_kind(node: ir.Node) -> bool | None:

@@ -59,9 +59,8 @@ class Roles:
         self.from_torch = producer == "pytorch"  # then names of initializers are meaningful
         self.from_sklearn = producer == "skl2onnx"
         self.around.fix(buffers)
-        while (
-            transforms := set(self._fixed_transforms()) - self.around.fixed
-        ):  # one may follow another
+        # a transform may follow another one
+        while transforms := set(self._fixed_transforms()) - self.around.fixed:
             self.around.fix(transforms)
 
     def _fixed_transforms(self) -> Iterator[ir.Value]:

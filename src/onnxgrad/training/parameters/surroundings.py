@@ -214,7 +214,7 @@ class Surroundings(Flow):
         return node.inputs[:1] if scaled or node.op_type in MOVES else ()
 
     def has_bias(self, product: ir.Node) -> bool:
-        """Return whether numbers for each feature are added to `product`, by itself or behind it"""
+        """Return whether a number for each feature is added in or behind the node `product`."""
         if _has_own_bias(product):
             return True
         for user, index in readers(product.outputs):
@@ -225,9 +225,7 @@ class Surroundings(Flow):
         return False
 
     def leads_to_model(self, node: ir.Node) -> bool:
-        """Return whether a product with a weight or another part of a model reads the results of
-        `node`, also behind other nodes.
-        """
+        """Return whether a product with a weight or another part of a model follows `node`."""
         users = (user for v in reachable(node.outputs, self.onward) for user, _ in v.uses())
         return any(self.is_product(user) or _is_of_model(user) for user in users)
 
@@ -288,7 +286,7 @@ class Surroundings(Flow):
         return WAVES.issubset(user.op_type for user, _ in users)
 
     def reaches_softmax(self, value: ir.Value) -> bool:
-        """Return whether `value` is a score of attention: a Softmax and a product of data follow"""
+        """Return whether `value` is a score of attention: a Softmax and a product follow it."""
         return any(
             letter(user, index) == "m"
             or (user.op_type == "Softmax" and self._weighs_data(user.outputs[0]))
@@ -310,8 +308,10 @@ def maker_type(value: ir.Value) -> str:
 
 
 def _is_of_model(node: ir.Node) -> bool:
-    """Return whether `node` is a model of `ai.onnx.ml`, a search for the nearest rows, a comparison
-    with a threshold, or the logarithm of a sum of likelihoods.
+    """Return whether `node` is a part of a model, and no transformer in front of one.
+
+    It is a model of `ai.onnx.ml`, a search for the nearest rows, a comparison with a threshold, or
+    the logarithm of a sum of likelihoods.
     """
     operator = operator_of(node)
     learns = bool(operator.fitted) or any(is_weight for _, is_weight in operator.coefficients)
