@@ -14,7 +14,7 @@ import onnxgrad as og
 from onnxgrad import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.parallel import MESSAGES, Part, all_reduce, cut
-from onnxgrad.training.sharing import _flatten_leaves as flat
+from onnxgrad.training.sharing import _leaf_texts as flat
 from tests.support import parallel_worker as worker
 from tests.support.commands import succeed
 from tests.support.models import initializer_arrays

@@ -51,7 +51,7 @@ def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) ->
     The job keeps it while the recipe stays the same; the copy that is returned has `names`.
 
     Args:
-        recipe: the objective of a trainer.
+        recipe: the recipe of a trainer's step.
         names: the names of the columns of tables.
         buffers: names of statistics that train, and are not in the state yet.
     """

@@ -190,9 +190,8 @@ def _existing_folder(folder: Path) -> Path:
         return folder
     folder = Path(os.path.abspath(folder))
     found = _find_leftovers(folder.parent, re.compile(re.escape(folder.name)), REPLACED)
-    return max(
-        (path for path, _ in found), key=lambda path: path.stat().st_mtime_ns, default=folder
-    )
+    replaced = [path for path, _ in found]
+    return max(replaced, key=lambda path: path.stat().st_mtime_ns, default=folder)
 
 
 def _hidden_path(folder: Path, suffix: str) -> Path:
@@ -274,7 +273,7 @@ def _encode_number(value: Any) -> Any:
     """Return a number of numpy as a number of Python, for JSON.
 
     Raises:
-        TypeError: the value is none.
+        TypeError: the value is no number of numpy.
     """
     if isinstance(value, np.generic):
         return value.item()

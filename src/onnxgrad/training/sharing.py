@@ -117,7 +117,7 @@ class Sharing:
                 for output, metrics in job.metrics.items()
             },
         }
-        self._require_equal(_flatten_leaves(describe(own)))
+        self._require_equal(_leaf_texts(describe(own)))
 
     def check(
         self,
@@ -155,16 +155,11 @@ class Sharing:
                 f"{argument('class_weight', 'balanced')} is computed from labels, and with "
                 "shards=True a process has some of them: pass the weights of the classes"
             )
-        own = {
-            "step": str(state.step),
-            "epoch": str(state.epoch),
-            **_flatten_leaves(dict(identity)),
-        }
+        own = {"step": str(state.step), "epoch": str(state.epoch), **_leaf_texts(dict(identity))}
         for name, data in (("data", source), ("validation", held_out)):
             if data is not None:
-                own |= _flatten_leaves(
-                    {name: data.description, f"{name} batch_size": data.batch_size}
-                )
+                described = {name: data.description, f"{name} batch_size": data.batch_size}
+                own |= _leaf_texts(described)
             if isinstance(data, ArraySource):  # whose description has a digest of some rows
                 own |= {f"{name} {n}": _array_digest(a) for n, a in data.arrays.items()}
         if self.options.shards:
@@ -180,7 +175,7 @@ class Sharing:
         self._require_equal(own)
 
     def _require_equal(self, own: Mapping[str, str]) -> None:
-        """Raise `ValueError` in all processes if their values differ, with up to three values."""
+        """Raise `ValueError` in all processes if their values differ, naming up to three."""
         every = self.group.gather(own)
         keys = dict.fromkeys(k for each in every for k in each)
         if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
@@ -320,12 +315,12 @@ class Same(GroupSource):
             )
 
 
-def _flatten_leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _leaf_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return the leaves of nested mappings as text, by the path of their keys."""
     leaves: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            leaves |= _flatten_leaves(value, f"{prefix}{key}.")
+            leaves |= _leaf_texts(value, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = str(value)
     return leaves

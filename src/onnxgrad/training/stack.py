@@ -40,14 +40,13 @@ class TrainerStack(TrainerBase):
 
     Every weight has a leading axis of members, so that one run of the runtime trains all. For small
     networks the time of a step depends on the number of nodes, and many members take little longer
-    than one.
-    All members see the same batches, and the same masks of dropout. Weights, slots and running
-    statistics differ by member, and optimizers and learning rates may; each member trains as in a
-    `Trainer` with these arguments, up to rounding. The optimizers are of one class, with options
-    that may differ.
+    than one. All members see the same batches, and the same masks of dropout. Weights, slots and
+    running statistics differ by member, and optimizers and learning rates may; each member trains
+    as in a `Trainer` with its arguments, up to rounding. The optimizers are of one class, with
+    options that may differ.
 
-    A member whose loss or weights become NaN or infinite keeps the values from before
-    that step, and does not disturb the other members: `state.frozen` names it, and `fit` warns. A
+    A member whose loss or weights become NaN or infinite is frozen: it keeps the values from before
+    that step, and does not disturb the other members. `state.frozen` names it, and `fit` warns. A
     callback freezes a member by `control.freeze`, as `EarlyStopping` does, which watches each
     member. Frozen members stay frozen until `fit` is called again; `partial_fit` warns of them.
 
