@@ -20,7 +20,7 @@ from onnxgrad.training.row_axes import Axes, RowAxes, take_rows
 from onnxgrad.training.step.inputs import WHOLE, Slice
 
 SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
-JOINED_BYTES = 1 << 21  # of those of several epochs, which stay in the cache
+JOINED_BYTES = 1 << 21  # of the batches of several epochs, which stay in the cache
 PREFETCHED = 2  # slices that wait for the session
 
 Budget = Callable[[int], int]
@@ -176,7 +176,7 @@ class ArraySource(BatchSource):
         return np.arange(self.rows) if rng is None else rng.permutation(self.rows)
 
     def _slice_of_rows(self, order: np.ndarray, length: int, taken: slice | None = None) -> Slice:
-        """Return the batches of these rows in order, which are those of the slice `taken`."""
+        """Return the batches of the rows `order`, which are the slice `taken` of all rows."""
         batches = len(order) // length
         chosen = order.reshape(batches, length)[:, self.part.fed(length)].ravel()
         piece = Slice({}, batches, length, self.row_axes, self.part)
@@ -192,7 +192,7 @@ class ArraySource(BatchSource):
 
 @dataclass(frozen=True)
 class Split:
-    """The numbers of the rows to train on, and of those that are held out."""
+    """The numbers of the rows to train on, and of the rows that are held out."""
 
     trained: np.ndarray
     held_out: np.ndarray
@@ -230,7 +230,7 @@ def _no_share() -> ValueError:
 
 
 class ReaderSource(BatchSource):
-    """Batches that a reader reads, checked one at a time, in a thread of its own.
+    """Batches that a reader reads in a separate thread, checked one at a time.
 
     Args:
         reader: reads the batches.

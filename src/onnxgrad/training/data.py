@@ -294,9 +294,9 @@ def _names_any(value: Any, X: Any, columns: Sequence[str]) -> bool:
 
 
 def array_shape(array: Any) -> tuple[int, ...] | None:
-    """Return the shape of an array, a table or a list of rows; None for what is none of these.
+    """Return the shape of an array, a table or a list of rows; None for other values.
 
-    That of a table is (rows, values): a column of lists has as many values as these.
+    The shape of a table is (rows, values): a column of lists has as many values as these.
     """
     if isinstance(array, (list, tuple)) and array:
         return len(array), *np.shape(array[0])

@@ -189,7 +189,7 @@ class Evaluator:
     def check_metrics(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> None:
         """Raise `ValueError` for metrics that do not fit the first batch of a source.
 
-        A source that is not in memory is not read: of it, they see what the predictions are.
+        A source that is not in memory is not read: metrics see the facts of its predictions only.
         """
         if not any(metrics.values()):
             return
@@ -238,7 +238,7 @@ class Evaluator:
             yield from (b for b in group.gather((named, results) if arrays else None) if b)
 
     def cause(self, values: Arrays) -> str:
-        """Return a clause that says why the loss is not finite; `values` are those of one model."""
+        """Return a clause that says why the loss is not finite; `values` are of one model."""
         proto, names = self.plan.job.proto, self.plan.job.trained
         outputs = self.plan.loss.outputs(proto)
         file = constants.replace(proto, {name: values[name] for name in names})
@@ -278,7 +278,7 @@ class Evaluator:
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
         """Return the predictions for the data of a source, by output; (members, ...) of a stack."""
         parts = [results for _, results in self._batch_results("predictions", values, source)]
-        predictions, axis = {}, int(self.members is not None)  # in front of those of one model
+        predictions, axis = {}, int(self.members is not None)  # axes of members
         for i, name in enumerate(self.described.predictions):
             every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
             whole = _join_rows(name, every, self.row_axis(name) + axis, source)

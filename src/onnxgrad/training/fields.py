@@ -1,4 +1,4 @@
-"""The data inputs of a model with a loss, and what users pass as checked arrays for them."""
+"""The data inputs of a model with a loss, and the checked arrays of data for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
 class Fields:
     """The data inputs of a model with a loss: features, labels, sample weights.
 
-    `names` are those of the columns: of an earlier training, or else of the first table.
+    `names` has the names of the columns: of an earlier training, or else of the first table.
 
     Args:
         objective: the model and its loss.
@@ -82,7 +82,7 @@ class Fields:
 
     @property
     def _weight_axes(self) -> int:
-        """How many axes sample weights have: 1 for those of rows, those of the losses otherwise."""
+        """The number of axes of sample weights: 1 for weights of rows, else as of the losses."""
         return 0 if self.weight is None else len(self.fields[self.weight].shape or ())
 
     def _spread_weights(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
@@ -160,7 +160,7 @@ class Fields:
         return self._in_order(data)
 
     def _by_field(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `data` by input; those of a label may have the name of its output."""
+        """Return `data` by input; data of a label may have the name of its output."""
         outputs = {output: name for output, name in self.label_of.items() if name not in data}
         return {
             name if name in self.fields else outputs.get(name, name): value
@@ -195,7 +195,7 @@ class Fields:
     ) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of the inputs `names`, and the number of rows.
 
-        A `whole` batch is one that goes in as it is: rows are where the declared shapes say so.
+        A `whole` batch goes into the model uncut: rows are where the declared shapes say so.
         """
         self._check_names(data, names)
         numbers = {name: self._numbers_of_input(name, value) for name, value in data.items()}
@@ -304,7 +304,7 @@ class Fields:
         return self._split_table(X, names, columns_of)
 
     def _label_columns(self, names: list[str]) -> dict[str, list[str]]:
-        """Return the columns of labels in a table: those of their names, or of the training."""
+        """Return the columns of labels in a table: by their names, or as in the training."""
         named = {name: [name] for name in self.labels if name in names}
         target = self.names.target
         if not named and len(self.labels) == 1 and target and {*target} <= {*names}:
@@ -314,7 +314,7 @@ class Fields:
     def _split_table(
         self, X: Any, names: list[str], columns_of: Mapping[str, list[str]]
     ) -> dict[str, Any]:
-        """Return the columns of a table by input; `columns_of` are those of labels and weights."""
+        """Return the columns of a table by input; `columns_of`: columns of labels and weights."""
         of_labels = [name for columns in columns_of.values() for name in columns]
         rest = [name for name in names if name not in of_labels]
         own = [name for name in self.features if name in rest]
@@ -333,9 +333,9 @@ class Fields:
 
         The rows are first, in arrays that have any.
 
-        (X, y) and (X, y, weight) have rows. A dict goes in as it is: dtypes and declared shapes are
-        checked, and that dimensions of one symbol agree. Its rows are then those of the label, or
-        the first axis of the label, or 1.
+        (X, y) and (X, y, weight) have rows. A dict goes into the model uncut: dtypes and declared
+        shapes are checked, and that dimensions of one symbol agree. The number of its rows is the
+        length of the row axis of the label, or of the first axis of the label, or 1.
 
         Raises:
             ValueError: as `arrays`.
@@ -357,7 +357,7 @@ class Fields:
         return self.row_axes.rows_first(arrays), rows
 
     def _numbers_of_input(self, name: str, data: Any) -> np.ndarray:
-        """Return the data of an input as numbers; those of a label may be names of classes."""
+        """Return the data of an input as numbers; data of a label may be names of classes."""
         own = self.fields[name]
         if name in self.classified and not self.numbered:
             ignored = own.ignored, bool(own.ignores_nan)
@@ -365,7 +365,7 @@ class Fields:
         return own.numbers(data)
 
     def _count_as_it_is(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
-        """Return how many rows a batch has that goes in as it is."""
+        """Return the number of rows of a batch that goes into the model uncut."""
         for name in self.labels:
             if not arrays[name].size:
                 raise ValueError(f"{name!r} is empty: a batch needs a label")
@@ -407,7 +407,7 @@ class Fields:
 def _is_class(info: LossInfo, shape: Dims | None) -> bool:
     """Return whether each label is a class: a number, or one of the two that a score tells apart.
 
-    Of several scores a row, such as those of tags, each has a class of its own, which its column
+    Of several scores a row, such as scores of tags, each is the score of a class, which its column
     names.
     """
     if info.classes is not None or info.threshold is None:

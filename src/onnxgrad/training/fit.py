@@ -50,8 +50,8 @@ class Fit:
         recipe: its job and its state, and facts of the data.
         names: of the columns of tables in earlier calls.
         data: the rows to train on.
-        batch_size: rows of a step; None: those of a model with a static batch of several, or
-            else 32; 1 where a state is carried from row to row.
+        batch_size: rows of a step; None: the rows of a static batch of several, if
+            the model has one, else 32; 1 where a state is carried from row to row.
         held_out: validation data, or the share of the rows that are held out; None for none.
         further: whether it goes on where the call before ended, as `partial_fit`.
 

@@ -191,7 +191,7 @@ class Recipe:
         `in_place`, it may be only its first half: see `Step.updates`. `across` is how others share
         it; None: it is for the rows of this process. `members`: the members of a stack.
 
-        `fixed_rows` are those that the model takes of the `rows` of a batch, if not all;
+        `fixed_rows`: how many of the `rows` of a batch the model takes, if not all;
         `adds_losses`: whether the loss of a batch is the sum of the losses of its micro-batches.
 
         Raises:

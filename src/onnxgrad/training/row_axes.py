@@ -113,7 +113,7 @@ class RowAxes:
     def as_declared(self, arrays: Arrays, rows: int = 0) -> Arrays:
         """Return arrays with their rows on the axis `rows` as views for the model.
 
-        Axes before that of the rows, such as one of batches, stay where they are.
+        Axes before the axis of the rows, such as the axis of batches, keep their places.
         """
         if not self.moved:
             return arrays
