@@ -15,7 +15,7 @@ from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output, opt
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Chain, Optimizer, ParamGroup
-from onnxgrad.training.step import blocks
+from onnxgrad.training.step import weight_groups
 from onnxgrad.training.step.inputs import feed_inputs
 from onnxgrad.training.step.update import build_update, evaluated, write_update
 from tests.support.errors import naming
@@ -70,9 +70,9 @@ def fifty_steps(optimizer: Optimizer, dtype=np.float64, **options):
 
 
 def divide_into_small_blocks(monkeypatch, large: int, block_bytes: int) -> None:
-    monkeypatch.setattr(blocks, "LARGE", large)
-    monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 3)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(weight_groups, "LARGE", large)
+    monkeypatch.setattr(weight_groups, "SMALLEST_BLOCK", 3)
+    monkeypatch.setattr(weight_groups, "BLOCK_BYTES", block_bytes)
 
 
 EVERY = {
@@ -142,7 +142,7 @@ def test_blocks_of_a_trainer(name, monkeypatch):
 
     def update_in_blocks(*arguments):
         in_blocks.append(arguments)
-        return blocks.update_in_blocks(*arguments)
+        return weight_groups.update_in_blocks(*arguments)
 
     monkeypatch.setattr("onnxgrad.training.step.update.update_in_blocks", update_in_blocks)
     trained = OrtGradientOptimizer(add_loss_output(model), **options).fit(x, y).trained_coef_

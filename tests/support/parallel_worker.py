@@ -17,7 +17,7 @@ import onnx_ir as ir
 import onnxgrad as og
 from onnxgrad.model import without_elements
 from onnxgrad.model.convert import in_precision
-from onnxgrad.training.run import process_runner
+from onnxgrad.training.run import stages
 from tests.support.exports import export_module
 from tests.support.process_pool import rank_and_size
 from tests.support.running import in_sweep
@@ -143,15 +143,15 @@ def rows_and_labels(network: str, dtype: Any = np.float32) -> tuple[np.ndarray, 
 @contextmanager
 def _limits(form: dict[str, Any]) -> Iterator[None]:
     """Let states of any size change in place, and messages of any size be divided, for a job."""
-    before = without_elements.LARGE, process_runner.LARGE
+    before = without_elements.LARGE, stages.LARGE
     if form.get("large"):
         without_elements.LARGE = 1000
     if form.get("divided"):
-        process_runner.LARGE = 1000
+        stages.LARGE = 1000
     try:
         yield
     finally:
-        without_elements.LARGE, process_runner.LARGE = before
+        without_elements.LARGE, stages.LARGE = before
 
 
 def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: Any) -> og.Trainer:

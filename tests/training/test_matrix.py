@@ -17,7 +17,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.model import without_elements
-from onnxgrad.training.run import in_place
+from onnxgrad.training.run import states
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays
 from tests.support.running import in_sweep, run_named
@@ -191,7 +191,7 @@ def test_draw(number, exactly, tmp_path):
         if options.large:
             patch.setattr(without_elements, "LARGE", 0)
             patch.setattr(without_elements, "TENSOR_BYTES", 90)
-            patch.setattr(in_place, "PART", 64)
+            patch.setattr(states, "PART", 64)
         if options.refused:
             with pytest.raises(ValueError, match=naming(*options.refused)):
                 draw.train()

@@ -31,9 +31,8 @@ from onnxgrad.training.modes import warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.progress import FitProgress, shown
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.runner import Runner
-from onnxgrad.training.run.selection import Compiled
+from onnxgrad.training.run.selection import Compiled, new_runner
 from onnxgrad.training.state import Arrays, TrainState, Values
 from onnxgrad.training.step.update import evaluated
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +18,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as BoundValue
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import CPU, Device
 
+Value: TypeAlias = ort.OrtValue | np.ndarray
 FLOATS = {  # by the names of onnxruntime
     "tensor(float16)": ir.DataType.FLOAT16,
     "tensor(bfloat16)": ir.DataType.BFLOAT16,
@@ -68,8 +69,10 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
     return value
 
 
-def array_of(value: ort.OrtValue) -> np.ndarray:
+def array_of(value: Value) -> np.ndarray:
     """Return an OrtValue as an array; on the CPU it shares the memory, which it keeps alive."""
+    if isinstance(value, np.ndarray):
+        return value
     kind = FLOATS.get(value.data_type())
     if value.device_name().lower() != "cpu" or kind is None or kind not in _VIEWED:
         return value.numpy()
@@ -81,11 +84,18 @@ def array_of(value: ort.OrtValue) -> np.ndarray:
     return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
-def is_finite(value: ort.OrtValue) -> bool:
-    """Return whether all numbers of an OrtValue are finite; on the CPU it is not copied."""
-    array = array_of(value).reshape(-1)
-    parts = range(0, array.size, _CACHED_PART)
-    return all(np.isfinite(array[i : i + _CACHED_PART]).all() for i in parts)
+def is_finite(value: Value, axes: int = 0) -> np.ndarray:
+    """Return whether all numbers are finite, for each index of the first `axes`.
+
+    An OrtValue on the CPU is not copied.
+    """
+    array = array_of(value)
+    rest = array.reshape(*array.shape[:axes], -1)
+    part = max(1, _CACHED_PART // max(1, prod(array.shape[:axes])))
+    finite = np.isfinite(rest[..., :part]).all(axis=-1)
+    for i in range(part, rest.shape[-1], part):
+        finite = finite & np.isfinite(rest[..., i : i + part]).all(axis=-1)
+    return finite
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

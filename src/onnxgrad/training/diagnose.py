@@ -409,7 +409,7 @@ def _states_and_feeds(
     """Return the states of a runner, and data and scalars of a call, for the inputs of `step`."""
     call = runner.call(piece, rates, position)
     names = [str(v.name) for v in step.inputs.carried]
-    states = dict(zip(names, map(to_numpy, runner.states(piece).values()), strict=True))
+    states = dict(zip(names, map(to_numpy, runner.state_values(piece).values()), strict=True))
     return states, step.inputs.fed(call)
 
 

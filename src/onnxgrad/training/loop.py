@@ -181,7 +181,7 @@ class Loop:
         state, source, runner = self.state, self.source, self.runner
         if self.callbacks.all or self.evaluate is not None or not isinstance(source, ArraySource):
             return 1
-        if type(runner) is not Runner:  # what freezes members, or updates in place, looks
+        if not runner.joins_epochs:  # what freezes members, or updates in place, looks
             return 1
         step, begun = runner.step, state.position or state.pending
         if begun or step.scaled or FIRST.name in step.inputs.feeds or not self.rates.steady:

@@ -28,8 +28,9 @@ from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_obj
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.accumulate import build_accumulating_step
-from onnxgrad.training.step.build import Step, StepOptions, build_gradients, build_step
+from onnxgrad.training.step.build import Step, StepOptions, build_step
 from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.gradients import build_gradients
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
 

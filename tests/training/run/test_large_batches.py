@@ -8,7 +8,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.optimizers import ParamGroup, param_groups
-from onnxgrad.training.run import process_runner, row_parts
+from onnxgrad.training.run import row_parts, stages
 from onnxgrad.training.run.row_parts import rows_at_once
 from tests.support.models import parse_model
 from tests.support.running import in_sweep
@@ -26,7 +26,7 @@ def sizes(monkeypatch):
         return size
 
     def divide(rows: int = 4) -> list[list[int]]:
-        monkeypatch.setattr(process_runner, "rows_at_once", noted)
+        monkeypatch.setattr(stages, "rows_at_once", noted)
         monkeypatch.setattr(row_parts, "FORWARD_BYTES", 1)
         monkeypatch.setattr(
             row_parts, "WORK_PER_WEIGHT", rows

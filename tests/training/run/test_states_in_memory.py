@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training.run import runner
+from onnxgrad.training.run import states
 from tests.support.models import parse_model
 
 RNG = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def test_a_training_that_ends_before_a_step_leaves_weights_and_slots():
 
 def test_large_states_get_the_memory_of_earlier_ones(monkeypatch):
     """Unless somebody reads these still: then they stay as they were."""
-    monkeypatch.setattr(runner, "LARGE_STATE", 1000)
+    monkeypatch.setattr(states, "LARGE_STATE", 1000)
     plain, read, expected, places = watched_trainer().fit(X, Y, batch_size=4, epochs=2), [], [], []
 
     def look(state):

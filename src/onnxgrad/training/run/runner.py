@@ -1,43 +1,41 @@
-"""Running the model of training: slices of batches, with the states on the device."""
+"""Running the steps of a training, with the states on the device between calls."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
-from onnx import ModelProto
 
-from onnxgrad.errors import escaping
-from onnxgrad.parallel import Alone, Group
+from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import CPU, Device
-from onnxgrad.runtime.values import array_of, bind_output, is_finite
+from onnxgrad.runtime.values import Value, array_of
 from onnxgrad.training.batches import ArraySource
-from onnxgrad.training.run.sessions import Sessions
+from onnxgrad.training.run.states import InPlaceStates, ReplacedStates, TargetOf
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import Call, Slice
-from onnxgrad.training.step.weight_groups import Group as WeightGroup
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
-LARGE_STATE = 1 << 20  # elements of a state
-WeightsAndSlots = tuple[Arrays, Slots]
-_DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
 
 
 @dataclass(frozen=True, eq=False)
 class Now:
-    """States and buffers on the device, and the number of steps that led to them."""
+    """States and buffers on the device, and the number of steps that led to them.
 
-    states: Sequence[ort.OrtValue | None]  # None: a buffer that the first batch sets
+    - `states`: None for a buffer that the first batch sets.
+    - `frozen`: the members of a stack that keep their state, and the numbers of their steps.
+    - `slots`: the slots of all weights, once processes have collected them.
+    """
+
+    states: Sequence[ort.OrtValue | None]
     steps: int
-    arrays: Sequence[np.ndarray] = ()  # the first states, with the same memory, if it is theirs
-    frozen: Mapping[int, int] = field(default_factory=dict)  # members, and their steps
+    frozen: Mapping[int, int] = field(default_factory=dict)
+    slots: Slots | None = None
 
 
 @dataclass(frozen=True)
@@ -59,84 +57,146 @@ class Asked(Exception):
         self.requests = requests
 
 
+class Compute(Protocol):
+    """How a step is computed: by one session, or in pieces between which values are exchanged."""
+
+    device: Device
+
+    @property
+    def joins_batches(self) -> bool:
+        """Whether the batches of a slice are one call of onnxruntime."""
+
+    def expect(self, source: ArraySource | None) -> None:
+        """Announce the source of most batches; None if it is not known."""
+
+    def ask(self, requests: Sequence[bool]) -> bool:
+        """Send requests with the next step; return whether a message of it has room for them."""
+
+    def run(
+        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
+    ) -> tuple[list[Value], list[np.ndarray]]:
+        """Return the outputs after the last batch that belong to `states`, and reports by batch.
+
+        Args:
+            states: the states that the step reads, by the names of its inputs.
+            fed: data and feeds by name, one of each for every batch along the first axis.
+            piece: the batches.
+            target_of: returns the array into which to write a state's output, None for any.
+        """
+
+
 class Runner:
     """Runs slices of batches; keeps the states on the device between calls.
 
-    With `in_place`, there is no other copy of the states. `carried` are the data inputs of buffers
-    whose first value is in the data.
-    """
+    One model is a stack without the axis of members, so that `member_shape` is ().
 
-    in_place = False
-    group: Group = Alone()  # the processes that share the training
-    of_several = False  # whether other processes run parts of its batches
-    member_shape: tuple[int, ...] = ()  # of the members of a stack, one axis of states and losses
-    not_finite: Mapping[int, int] = {}  # members of a stack that a step froze, and their steps
+    Args:
+        step: the step, whose graph `compute` runs.
+        compute: how it is computed.
+        states: what becomes of its results: new states, or updates of these in memory.
+        group: the processes that share the training.
+        carried: the data inputs of buffers whose first value is in the data.
+    """
 
     def __init__(
         self,
-        model: ModelProto,
         step: Step,
-        device: Any,
-        work: float,
+        compute: Compute,
+        states: ReplacedStates | InPlaceStates,
+        group: Group,
         carried: Mapping[str, str] | None = None,
     ) -> None:
-        self.device = Device.of(device).check()
-        self.model, self.sessions = model, Sessions(model, step, self.device, work)
-        self.step, self.carried = step, carried or {}
-        own = [str(v.name) for v in step.inputs.all]
-        self.names = dict(zip(own, (x.name for x in model.graph.input), strict=True))
-        self.outputs = [y.name for y in model.graph.output]
+        self.step, self.compute, self.states = step, compute, states
+        self.device, self.in_place = compute.device, states.in_place
+        self.group, self.carried = group, carried or {}
+        self.member_shape = () if step.members is None else (len(step.members.optimizers),)
+        self.members = prod(self.member_shape)
         self.now = Now([], 0)
-        self._memory: dict[str, list[np.ndarray]] = {}  # of large states, by name
+        self.not_finite: dict[int, int] = {}  # members that a step froze, and their steps
+        self._fine = np.ones(self.member_shape, bool)  # members without NaN after the last call
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
         self.norms: dict[str, Any] = {}  # of the gradients in the last step
 
-    def load(self, values: Values) -> None:
-        """Set the states; a slot that is missing gets its initial value.
-
-        They may share the memory of the values: steps replace states, and modify none.
-        """
-        states = self.initial_states(values, copies=False)
-        self.now = Now(self.on_device(states), values.steps, frozen=dict(values.frozen))
-
-    def initial_states(self, values: Values, copies: bool) -> list[np.ndarray | None]:
-        """Return the states and buffers as arrays, None for a buffer without a value."""
-        states: list[np.ndarray | None] = []
-        for group in self.step.groups:
-            states += group.initial(values.weights, values.slots, copies)
-        return [*states, *(values.buffers.get(str(b.name)) for b in self.step.inputs.buffers)]
-
-    def on_device(self, states: Sequence[np.ndarray | None]) -> list[ort.OrtValue | None]:
-        """Return the states as values of the device."""
-        return [None if state is None else self.device.ortvalue(state) for state in states]
+    @property
+    def of_several(self) -> bool:
+        """Whether other processes run parts of the batches."""
+        return self.group.size > 1
 
     @property
-    def holds_all(self) -> bool:
-        """Whether states alone give values at hardly any cost, which are copies for a stack."""
-        return self.device == CPU and not self.member_shape
+    def joins_epochs(self) -> bool:
+        """Whether nothing looks at the states between the steps of a call."""
+        return self.compute.joins_batches and not self.member_shape
+
+    # -- steps --------------------------------------------------------------------------------
 
     def expect(self, source: ArraySource | None) -> None:
         """Announce the source of most batches; None if it is not known."""
-        self.sessions.expect({} if source is None else source.batch_shapes())
+        self.compute.expect(source)
 
     def budget(self) -> int:
-        """Return how many batches the next call may run."""
+        """Return how many batches the next call may run: one, if other processes must agree."""
+        if self.in_place or self.of_several:
+            return 1
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
-        """Train on the batches of `piece` at these learning rates, one a batch.
+        """Train on the batches of `piece` at learning rates of (batches,) or (batches, members).
 
         `position` is the number of the first batch in its epoch.
 
-        Return None, and leave the states unchanged, if the loss or a weight is not finite.
+        Return None, and leave the states unchanged, if the loss or a weight is not finite. A member
+        of a stack for which this happens is frozen where it was before that step, and does not
+        change the steps of other members: its losses are NaN, and None says that no member is left.
 
         Raises:
             Asked: any process has requests, of which `ask` was told; the states are unchanged.
         """
-        start = time.perf_counter()
-        new, losses = self.computed(self.call(piece, rates, position))
-        return self.finished(piece, new, losses, start)
+        if len(self.now.frozen) == self.members:
+            return None
+        losses = self._run_call(piece, rates, position)
+        if losses is None and self.member_shape:  # which member, and when?
+            losses = self._run_singly(piece, rates, position)
+        if losses is not None:
+            for k in self.now.frozen:
+                losses.sums[..., k] = np.nan
+        return losses
+
+    def _run_call(self, piece: Slice, rates: np.ndarray, position: int) -> Losses | None:
+        """Run the batches of a slice in one call; return None if a living member has NaN."""
+        start, call = time.perf_counter(), self.call(piece, rates, position)
+        values, own = self.state_values(piece), self.step.inputs
+        read = {name: values[name] for v in own.carried if (name := str(v.name))}
+        fed = own.fed(call)
+        new, reported = self.compute.run(read, fed, piece, self.states.target_of)
+        losses, now = self.read_losses(reported, piece), self.now
+        self._fine = np.isfinite(losses.sums).all(axis=(0, 1))
+        self._fine = self._fine & self.states.are_finite(new, call, now.states)
+        for k in now.frozen:
+            self._fine[k] = True  # it keeps its state
+        bad = not self._fine.all()
+        # without owners, all processes have the same states
+        if any(self.agree([bad])) if self.step.owners else bad:
+            return None
+        kept = self.states.keep(new, call, now.states, now.frozen)
+        # in one assignment, which cannot be interrupted
+        self.now = replace(now, states=kept, steps=now.steps + piece.batches, slots=None)
+        self.last = piece.batches
+        self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
+        return losses
+
+    def _run_singly(self, piece: Slice, rates: np.ndarray, position: int) -> Losses | None:
+        """Run the batches of a slice one at a time, and freeze members; None if none is left."""
+        results = []
+        for i in range(piece.batches):
+            one = piece.part_of(i, 1)
+            while (losses := self._run_call(one, rates[i : i + 1], position + i)) is None:
+                self.freeze(np.flatnonzero(~self._fine).tolist(), not_finite=True)
+                if len(self.now.frozen) == self.members:
+                    return None
+            results.append(losses)
+        sums = np.concatenate([losses.sums for losses in results])
+        return Losses(sums, np.concatenate([losses.counts for losses in results]))
 
     def call(self, piece: Slice, rates: np.ndarray, position: int) -> Call:
         """Return the next steps of the training, for the arguments of `run`.
@@ -157,84 +217,19 @@ class Runner:
                 )
         return Call(piece, rates, self.now.steps, position, count)
 
-    def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
-        """Return the states after the steps of a call, and their losses."""
-        piece = call.piece
-        running = self.sessions.of(piece.fed())
-        binding = running.io_binding()
-        states = self.states(piece)
-        for name, state in states.items():
-            binding.bind_ortvalue_input(self.names[name], state)
-        for name, array in self.step.inputs.fed(call).items():
-            binding.bind_cpu_input(self.names[name], array)
-        arrays = map(self._memory_for, states, states.values())
-        memory = dict(zip(self.outputs, arrays, strict=False))
-        for name in self.outputs:
-            target = memory.get(name)
-            if target is None:
-                self.device.bind_outputs(binding, [name])
-            else:
-                bind_output(binding, name, target)
-        with escaping():
-            running.run_with_iobinding(binding)
-        results = binding.get_outputs()
-        new = [
-            y if target is None else self.device.ortvalue(target)
-            for y, target in zip(results, memory.values(), strict=False)
-        ]
-        return new, self.read_losses([y.numpy() for y in results[len(states) :]], piece)
-
-    def _memory_for(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
-        """Return an array that a call writes a new state into; None: onnxruntime allocates one.
-
-        Large states get the array of an earlier state, unless anybody still reads it. onnxruntime
-        divides memory that it frees between smaller values, and takes more for the next state.
-        """
-        dtype = _DTYPES.get(state.data_type())
-        if self.device != CPU or dtype is None or prod(state.shape()) < LARGE_STATE:
-            return None
-        arrays = self._memory.setdefault(name, [])
-        unread = next((i for i, n in enumerate(_count_references(arrays)) if n == _UNREAD), None)
-        if unread is not None:
-            return arrays[unread]
-        arrays[:] = [*arrays[-1:], np.empty(state.shape(), dtype)]
-        return arrays[-1]
-
-    def finished(
-        self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
-    ) -> Losses | None:
-        """Keep the new states, if they and the losses are finite; return the losses, or None.
-
-        `start` is the time when the call began.
-        """
-        kept = self.finite_states(new, losses)
-        if kept is None:
-            return None
-        # in one assignment, which cannot be interrupted
-        self.now = replace(self.now, states=kept, steps=self.now.steps + piece.batches)
-        self.last = piece.batches
-        self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
-        return losses
-
-    def finite_states(
-        self, new: list[ort.OrtValue], losses: Losses
-    ) -> Sequence[ort.OrtValue | None] | None:
-        """Return the states to keep after a call; None if they or the losses are not finite."""
-        finite = np.isfinite(losses.sums).all() and all(map(is_finite, new))
-        return new if finite else None
-
-    def states(self, piece: Slice) -> dict[str, ort.OrtValue]:
+    def state_values(self, piece: Slice) -> dict[str, ort.OrtValue]:
         """Return states and buffers; one without a value gets zeros of the shape of its input."""
         names = [str(v.name) for v in (*self.step.states, *self.step.inputs.buffers)]
         return {
-            name: self.device.ortvalue(self._first_state(piece, name)) if state is None else state
+            name: self._zeros_like_data(piece, name) if state is None else state
             for name, state in zip(names, self.now.states, strict=True)
         }
 
-    def _first_state(self, piece: Slice, name: str) -> np.ndarray:
-        """Return the zeros of a buffer before the first batch, which has its value as data."""
+    def _zeros_like_data(self, piece: Slice, name: str) -> ort.OrtValue:
+        """Return the value of a buffer before the first batch, which has its value as data."""
         array = piece.fed()[self.carried[name]]
-        return np.zeros((*self.member_shape, *array.shape[1:]), array.dtype)
+        zeros = np.zeros((*self.member_shape, *array.shape[1:]), array.dtype)
+        return self.device.ortvalue(zeros)
 
     def read_losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
         """Return the losses from the outputs of a step, and keep the norms of its gradients."""
@@ -248,6 +243,28 @@ class Runner:
         half = len(columns) // 2
         return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
 
+    # -- states -------------------------------------------------------------------------------
+
+    def load(self, values: Values) -> None:
+        """Set the states; a slot that is missing gets its initial value.
+
+        They may share the memory of the values, unless steps update them in place.
+        """
+        if self.in_place:
+            self.now = Now([], values.steps)  # which frees the states before there are new ones
+        arrays: list[np.ndarray | None] = []
+        for group in self.step.groups:
+            arrays += group.initial(values.weights, values.slots, self.in_place)
+        arrays += (values.buffers.get(str(b.name)) for b in self.step.inputs.buffers)
+        states = [None if array is None else self.device.ortvalue(array) for array in arrays]
+        self.now = Now(states, values.steps, dict(values.frozen))
+        self.not_finite = {k: n for k, n in self.not_finite.items() if k in values.frozen}
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether states alone give values at hardly any cost, which are copies for a stack."""
+        return self.device == CPU and not self.member_shape
+
     def unpacked(self, now: Now, copies: bool = True) -> Values:
         """Return the values of `now`, by name.
 
@@ -256,33 +273,38 @@ class Runner:
         """
         weights: Arrays = {}
         slots: Slots = {}
-        arrays = self.arrays_of(now)
+        arrays: list[Any] = [None if state is None else array_of(state) for state in now.states]
         for group in self.step.groups:
-            size = len(group.inputs)
-            own, own_slots = self.split_group(group, arrays[:size], copies)
-            arrays = arrays[size:]
-            weights |= own
+            own, arrays = arrays[: len(group.inputs)], arrays[len(group.inputs) :]
+            own_copies = copies and (self.in_place or len(group.shapes) > 1)
+            own_weights, own_slots = group.split(own, own_copies)
+            weights |= own_weights
             slots |= own_slots
+        if now.slots is not None:
+            slots |= {name: dict(own) for name, own in now.slots.items()}
         pairs = zip(self.step.inputs.buffers, arrays, strict=True)
         buffers = {str(b.name): np.array(a) for b, a in pairs if a is not None}
         return Values(weights, slots, now.steps, buffers, dict(now.frozen))
 
-    def split_group(self, group: WeightGroup, arrays: list[Any], copies: bool) -> WeightsAndSlots:
-        """Return weights and slots by name, from the arrays of a group."""
-        return group.split(arrays, copies and (self.in_place or len(group.shapes) > 1))
-
     def freeze(self, ids: Sequence[int], not_finite: bool = False) -> None:
-        """Let members of a stack keep their state from now on."""
-        raise ValueError(f"control.freeze names members of a stack, {ids}, and this is one model")
+        """Let members of a stack keep their state from now on; `not_finite`: since they have NaN.
+
+        Raises:
+            ValueError: this is one model.
+        """
+        if not self.member_shape:
+            raise ValueError(
+                f"control.freeze names members of a stack, {ids}, and this is one model"
+            )
+        new = dict.fromkeys((k for k in ids if k not in self.now.frozen), self.now.steps)
+        self.now = replace(self.now, frozen={**self.now.frozen, **new})
+        self.not_finite |= new if not_finite else {}
 
     def release(self) -> None:
         """Free what only steps need."""
-        self._memory.clear()
+        self.states.release()
 
-    @property
-    def whole(self) -> bool:
-        """Whether the states of this process are all that there are."""
-        return True
+    # -- what processes have in common --------------------------------------------------------
 
     def agree(self, requests: Sequence[bool]) -> list[bool]:
         """Return which requests any of the processes has that share the training."""
@@ -292,23 +314,21 @@ class Runner:
 
     def ask(self, requests: Sequence[bool]) -> bool:
         """Let the next step tell the requests of all processes; return whether it can."""
-        return False
+        return self.of_several and self.compute.ask(requests)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this process has all slots: those that it updates, or all that are collected."""
+        return not self.step.owners or self.now.slots is not None
 
     def collect(self) -> None:
-        """Let every process that shares the training have all of its state."""
-
-    def arrays_of(self, now: Now) -> list[Any]:
-        """Return the states and buffers of `now` as arrays, None for a buffer without a value."""
-        return [None if state is None else array_of(state) for state in now.states]
-
-
-def _count_references(items: list[Any]) -> list[int]:
-    """Return how many references there are to each item, also from this function."""
-    return [sys.getrefcount(items[i]) for i in range(len(items))]
-
-
-# of an item to which nothing but its list refers; versions of Python count differently
-(_UNREAD,) = _count_references([object()])
+        """Let every process have the slots of all weights."""
+        if self.whole:
+            return
+        own: Slots = {n: s for n, s in self.unpacked(self.now).slots.items() if s}
+        every = self.group.gather(own)
+        # who has read the values of the state before lacks these slots
+        self.now = replace(self.now, slots={n: s for own in every for n, s in own.items()})
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
 from onnxgrad.native import Target
 from onnxgrad.operators import marks
-from onnxgrad.parallel import Alone
+from onnxgrad.parallel import Alone, Group, exchanges
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.run.in_place import new_runner
-from onnxgrad.training.run.member_runner import MemberRunner
-from onnxgrad.training.run.process_runner import shared_runner
 from onnxgrad.training.run.row_parts import (
     Footprint,
     measure_footprint,
@@ -24,14 +22,47 @@ from onnxgrad.training.run.row_parts import (
     mixes_no_rows,
     splits,
 )
-from onnxgrad.training.run.runner import Runner
+from onnxgrad.training.run.runner import Compute, Runner
+from onnxgrad.training.run.sessions import OneSession
+from onnxgrad.training.run.stages import Stages
+from onnxgrad.training.run.states import InPlaceStates, ReplacedStates
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.epoch import build_epoch, build_half
 from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.inputs import WHOLE
 
 _FEW = 8  # rows for which shapes that are unknown are not inferred
+
+
+def new_runner(
+    step: Step,
+    target: Target,
+    work: float,
+    carried: Mapping[str, str] | None = None,
+    group: Group | None = None,
+    part_rows: int | None = None,
+) -> Runner:
+    """Return the runner of a step, which takes over its graph.
+
+    Args:
+        step: it runs in pieces if it has nodes that exchange values.
+        target: where the sessions run.
+        work: multiply-adds of the rows that this process computes at once.
+        carried: the data inputs of buffers whose first value is in the data.
+        group: the processes that share the step; None: this one computes all of it.
+        part_rows: rows that a process without others computes at once, at most; None: all.
+    """
+    device, group = target.device.check(), group or Alone()
+    in_place = step.updates is not None
+    compute: Compute
+    if any(map(exchanges, step.model.graph)):
+        compute = Stages(step, target, work, group, part_rows)
+    else:
+        model = build_half(step, target) if in_place else build_epoch(step, target)
+        compute = OneSession(model, step, device, work)
+    states = InPlaceStates(step, work, group) if in_place else ReplacedStates(step, device)
+    return Runner(step, compute, states, group, carried)
 
 
 class Compiled:
@@ -64,8 +95,7 @@ class Compiled:
         `fixed`: whether calls to come have batches of this size, too.
         """
         work = self.work * source.batch_size * recipe.job.accumulate
-        size = 1 if sharing is None else sharing.part.size
-        work /= size
+        work /= 1 if sharing is None else sharing.part.size
         rows = _fixed_rows(recipe, source, fields)
         most = self._part_rows(recipe, sharing, source, rows)
         key = threads(work), work >= WORK_PER_THREAD, most
@@ -110,14 +140,8 @@ class Compiled:
             adds_losses=self.adds_losses,
         )
         target = Target.of(device, work, rows)
-        if step.members is not None:
-            model = build_epoch(step, target)
-            return MemberRunner(model, step, target.device, work, objective.carried)
-        if shared is not None:
-            return shared_runner(step, target, work, shared.group)
-        if most is not None:
-            return shared_runner(step, target, work, Alone(), most)
-        return new_runner(step, target, work, objective.carried)
+        group = None if shared is None else shared.group
+        return new_runner(step, target, work, objective.carried, group, most)
 
     def _adds_losses(self, recipe: Recipe, source: BatchSource, fixed: int | None) -> bool:
         """Return whether the loss of a batch is the sum of the losses of its micro-batches.

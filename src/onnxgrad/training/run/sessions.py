@@ -1,13 +1,15 @@
-"""The sessions of a step: one for the shapes that most batches have, and one for all others."""
+"""A step in one session; there is one for the shapes of most batches, and one for all others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.errors import escaping
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model import external
 from onnxgrad.native.order import order_all
@@ -15,7 +17,12 @@ from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
+from onnxgrad.runtime.values import Value, bind_output
+from onnxgrad.training.batches import ArraySource
+from onnxgrad.training.run.states import TargetOf
+from onnxgrad.training.state import Arrays
 from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.inputs import Slice
 
 
 class Sessions:
@@ -83,3 +90,56 @@ class Sessions:
                 pairs = zip(shape, own, strict=True)
                 lengths.update((d, n) for d, n in pairs if isinstance(d, str))
         return lengths
+
+
+class OneSession:
+    """Computes a step in one session: all batches of a slice, or the first half of one step.
+
+    Args:
+        model: of `build_epoch`, or of `build_half` if the step has `updates`.
+        step: the step.
+        device: where to run.
+        work: multiply-adds of a batch.
+    """
+
+    def __init__(self, model: ModelProto, step: Step, device: Device, work: float) -> None:
+        self.device = device
+        self.joins_batches = step.updates is None
+        self._sessions = Sessions(model, step, device, work)
+        self._inputs = [x.name for x in model.graph.input]
+        self._outputs = [y.name for y in model.graph.output]
+
+    def expect(self, source: ArraySource | None) -> None:
+        """Announce the source of most batches; None if it is not known."""
+        self._sessions.expect({} if source is None else source.batch_shapes())
+
+    def ask(self, requests: Sequence[bool]) -> bool:
+        """Return that no message has room for requests: nothing is exchanged."""
+        return False
+
+    def run(
+        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
+    ) -> tuple[list[Value], list[np.ndarray]]:
+        """Return the outputs after the last batch that belong to `states`, and reports by batch."""
+        whole, running = self.joins_batches, self._sessions.of(piece.fed())
+        binding, into = running.io_binding(), {}
+        names = iter(self._inputs)
+        for state in states.values():
+            binding.bind_ortvalue_input(next(names), state)
+        for array in fed.values():
+            binding.bind_cpu_input(next(names), array if whole else np.asarray(array[0], order="C"))
+        for name, target in zip_longest(self._outputs, map(target_of, states, states.values())):
+            if target is None:
+                self.device.bind_outputs(binding, [name])
+            else:
+                into[name] = target
+                bind_output(binding, name, target)
+        with escaping():
+            running.run_with_iobinding(binding)
+        results = binding.get_outputs()
+        new = [
+            self.device.ortvalue(into[name]) if name in into else value
+            for name, value in zip(self._outputs, results[: len(states)], strict=False)
+        ]
+        reported = [value.numpy() for value in results[len(states) :]]
+        return new, reported if whole else [y[None] for y in reported]

@@ -6,47 +6,67 @@ A process may compute its rows in parts, too, whose sums it adds up before it se
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from math import prod
-from typing import Any, TypeAlias
+from math import inf, prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 
+from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import reads
-from onnxgrad.parallel import Exchange, Group, Piece, exchanges
+from onnxgrad.native import Target, to_native
+from onnxgrad.parallel import MESSAGES, Exchange, Group, Part, Piece, cut, exchanges
 from onnxgrad.runtime.device import CPU, Device
-from onnxgrad.runtime.values import Binding, array_of
+from onnxgrad.runtime.values import Binding, Value, array_of
+from onnxgrad.training.batches import ArraySource
+from onnxgrad.training.run.row_parts import rows_at_once, rows_of_part
 from onnxgrad.training.run.runner import Asked
 from onnxgrad.training.run.sessions import Sessions
+from onnxgrad.training.run.states import TargetOf, as_state
+from onnxgrad.training.state import Arrays
 from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.inputs import Slice
 
-Value: TypeAlias = ort.OrtValue | np.ndarray
-Arrays = dict[str, np.ndarray]
 Wait = Callable[[], None]
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOATS = (*_HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+LARGE = 1 << 23  # bytes of a message, from which it pays to send half of it earlier
 REQUESTS = 3  # of callbacks, that the first message of a step has
 
 
 class Stages:
-    """Runs a step in pieces, between which processes exchange values.
+    """Computes a step in pieces, between which processes exchange values.
+
+    A process that is alone may compute the rows in parts, so that few of them need memory at once.
 
     Args:
-        pieces: of the graph of the step.
-        step: the step.
-        device: where to run.
+        step: it has nodes that exchange values.
+        target: where the sessions run.
         work: multiply-adds of the rows of this process.
         group: the processes.
+        part_rows: rows that are computed at once, at most; None: all.
     """
 
+    joins_batches = False
+
     def __init__(
-        self, pieces: list[Piece], step: Step, device: Device, work: float, group: Group
+        self,
+        step: Step,
+        target: Target,
+        work: float,
+        group: Group,
+        part_rows: int | None = None,
     ) -> None:
-        self.device, self.group = device, group
-        self._pieces = [_Running(piece, step, device, work) for piece in pieces]
+        rewrite(step.model.graph, GROUPS[MESSAGES])
+        to_native(step.model.graph, target)
+        self.device, self.group = target.device, group
+        self.part, self.part_rows = Part(group.rank, group.size), part_rows
+        self._data = [str(v.name) for v in step.inputs.data.values()]
+        self._outputs = [str(y.name) for y in step.model.graph.outputs]
+        pieces = cut(step.model, LARGE if group.size > 1 else inf)
+        self._pieces = [_Running(piece, step, target.device, work) for piece in pieces]
         self._row_values = _names_of_row_values(step)
         given = {name for piece in self._pieces for name in (*piece.inputs, *piece.outputs)}
         for piece in self._pieces:
@@ -54,8 +74,12 @@ class Stages:
         every = (sent for piece in self._pieces for sent in piece.sums if sent.tells)
         self._telling = next(every, None)
 
-    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Announce the shapes of the rows of most batches; an empty mapping announces none."""
+    def expect(self, source: ArraySource | None) -> None:
+        """Announce the source of most batches; None if it is not known."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if source is not None:
+            rows = rows_of_part(source.batch_size, self.part, self.part_rows)
+            shapes = dict(source.batch_shapes(rows))
         for piece in self._pieces:
             piece.expect(shapes)
 
@@ -66,6 +90,37 @@ class Stages:
         return self._telling is not None
 
     def run(
+        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
+    ) -> tuple[list[Value], list[np.ndarray]]:
+        """Return the outputs after the last batch that belong to `states`, and reports by batch.
+
+        Raises:
+            Asked: a process has requests.
+        """
+        every, new = [], list(states.values())
+        for i in range(piece.batches):
+            arrays = {name: np.asarray(stack[i], order="C") for name, stack in fed.items()}
+            data = {name: arrays.pop(name) for name in self._data}
+            own = dict(zip(states, (as_state(y, self.device) for y in new), strict=True))
+            values = self._run_batch(own | arrays, self._split_rows(data, piece), piece.counted > 0)
+            results = [values[name] for name in self._outputs]
+            new = results[: len(states)]
+            every.append([np.array(array_of(y)) for y in results[len(states) :]])
+        return new, [np.stack(column) for column in zip(*every, strict=True)]
+
+    def _split_rows(self, data: Arrays, piece: Slice) -> list[Arrays]:
+        """Return the rows of a batch of `piece` in parts, which run one after the other."""
+        if self.part_rows is None:
+            return [data]
+        axes, size = piece.row_axes, rows_at_once(piece.own, self.part_rows)
+        rows_first = axes.rows_first(data)
+        parts = [
+            axes.as_declared(axes.take_rows(rows_first, slice(i, i + size)))
+            for i in range(0, piece.own, size)
+        ]
+        return [{n: np.asarray(a, order="C") for n, a in part.items()} for part in parts]
+
+    def _run_batch(
         self, values: dict[str, Value], parts: Sequence[Arrays], counts: bool
     ) -> Mapping[str, Value]:
         """Run the step; return all values that pieces gave each other, and the results.
@@ -96,7 +151,7 @@ class Stages:
                 values.update(received)
                 waiting.update(dict.fromkeys(received, cache(wait)))
             for exchange in piece.broadcasts:
-                array = np.array(as_array(values[exchange.sent]))
+                array = np.array(array_of(values[exchange.sent]))
                 self.group.broadcast(array, exchange.root or 0)
                 values[exchange.received] = self.device.ortvalue(array)
             for name in piece.last:
@@ -178,21 +233,28 @@ class _Sum:
         self.wide = np.dtype(np.float32) if dtype in _HALF else self.dtype
         self.tells, self.requests = dtype in _FLOATS, [False] * REQUESTS
         self._told: np.ndarray | None = None
-        self.buffer: _Buffer | None = None
         self._total: np.ndarray | None = None  # of several parts
+        self.whole, self.views = np.empty(0, self.wide), dict[str, np.ndarray]()
         if all(e.shape is not None for e in exchanges):
-            self.buffer = self._new_buffer([e.shape or () for e in self.exchanges])
+            self._set_buffer([e.shape or () for e in self.exchanges])
 
-    def _new_buffer(self, shapes: Iterable[tuple[int, ...]]) -> _Buffer:
-        return _Buffer([e.sent for e in self.exchanges], shapes, self.wide)
+    def _set_buffer(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Set the buffer for values of these shapes: `views` of a vector, and room for requests."""
+        lengths = list(map(prod, shapes))
+        self.whole = np.empty(sum(lengths) + REQUESTS, self.wide)
+        self.whole[-REQUESTS:] = 0
+        parts = np.split(self.whole, np.cumsum(lengths))
+        pairs = zip(self.exchanges, parts, shapes, strict=False)
+        self.views = {e.sent: part.reshape(shape) for e, part, shape in pairs}
 
     def places(self) -> dict[str, np.ndarray]:
         """Return the arrays into which sessions write values that are sent, by name."""
-        return {} if self.buffer is None or self.wide != self.dtype else self.buffer.views
+        return self.views if self.wide == self.dtype else {}
 
     def add(self, values: Mapping[str, Value], part: int, count: int) -> None:
         """Take the values that part number `part` of `count` sends, added to earlier parts."""
-        own = self._fill_buffer(values).whole
+        self._fill_buffer(values)
+        own = self.whole
         if part == 0:
             self._total = own.copy() if count > 1 else None
         elif self._total is not None:
@@ -212,21 +274,20 @@ class _Sum:
 
         `waiting` has such functions for values of earlier messages.
         """
-        own = self.buffer
-        assert own is not None  # it has what `add` took
         if not counts:
-            own.whole.fill(0)
-        own.requests[:], self.requests = self.requests, [False] * REQUESTS
-        summed = group.sum(own.whole)
-        received = {e.received: own.views[e.sent] for e in self.exchanges}
-        scale = self._ratio_scaling(own, {**values, **received}, waiting)
+            self.whole.fill(0)
+        told = self.whole[-REQUESTS:]
+        told[:], self.requests = self.requests, [False] * REQUESTS
+        summed = group.sum(self.whole)
+        received = {e.received: self.views[e.sent] for e in self.exchanges}
+        scale = self._ratio_scaling({**values, **received}, waiting)
         narrow = received
         if self.wide != self.dtype:
             narrow = {n: np.empty(array.shape, self.dtype) for n, array in received.items()}
 
         def wait() -> None:
             summed()
-            self._told = own.requests
+            self._told = told
             scale()
             if narrow is not received:
                 for name, array in received.items():
@@ -235,15 +296,16 @@ class _Sum:
         return narrow, wait
 
     def _ratio_scaling(
-        self, own: _Buffer, values: Mapping[str, Value], waiting: Mapping[str, Wait]
+        self, values: Mapping[str, Value], waiting: Mapping[str, Wait]
     ) -> Callable[[], None]:
         """Return a function that multiplies sums by their ratio, which is often 1."""
         scaled = [e for e in self.exchanges if e.ratio]
         if not scaled:
             return lambda: None
-        expected, count = (as_array(values[name]) for name in scaled[0].ratio)
+        expected, count = (array_of(values[name]) for name in scaled[0].ratio)
         ready = waiting.get(scaled[0].ratio[1])
-        part = own.whole[own.starts[scaled[0].sent] : -REQUESTS]
+        size = sum(self.views[e.sent].size for e in scaled)  # these are the last ones
+        part = self.whole[-REQUESTS - size : -REQUESTS]
 
         def scale() -> None:
             if ready is not None:
@@ -258,37 +320,12 @@ class _Sum:
         told, self._told = self._told, None
         return [] if told is None else [number > 0 for number in told.tolist()]
 
-    def _fill_buffer(self, values: Mapping[str, Value]) -> _Buffer:
-        """Return the buffer with the values to send, which the session may have written there."""
-        arrays = [as_array(values[e.sent]) for e in self.exchanges]
-        buffer, shapes = self.buffer, [array.shape for array in arrays]
-        if buffer is None or [view.shape for view in buffer.views.values()] != shapes:
-            buffer = self.buffer = self._new_buffer(shapes)
-        for array, view in zip(arrays, buffer.views.values(), strict=True):
+    def _fill_buffer(self, values: Mapping[str, Value]) -> None:
+        """Let the buffer have the values to send, which the session may have written there."""
+        arrays = [array_of(values[e.sent]) for e in self.exchanges]
+        shapes = [array.shape for array in arrays]
+        if [view.shape for view in self.views.values()] != shapes:
+            self._set_buffer(shapes)
+        for array, view in zip(arrays, self.views.values(), strict=True):
             if array is not view:
                 np.copyto(view, array)
-        return buffer
-
-
-class _Buffer:
-    """Arrays of these names and shapes, as `views` of a vector, with `requests` at its end."""
-
-    def __init__(
-        self, names: Sequence[str], shapes: Iterable[tuple[int, ...]], dtype: np.dtype
-    ) -> None:
-        self.views: dict[str, np.ndarray] = {}
-        self.starts: dict[str, int] = {}
-        shapes = list(shapes)
-        self.whole = np.empty(sum(map(prod, shapes)) + REQUESTS, dtype)
-        end = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self.starts[name] = begin = end
-            end += prod(shape)
-            self.views[name] = self.whole[begin:end].reshape(shape)
-        self.requests = self.whole[end:]
-        self.requests[:] = 0
-
-
-def as_array(value: Value) -> np.ndarray:
-    """Return a value as an array; on the CPU it shares the memory."""
-    return value if isinstance(value, np.ndarray) else array_of(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import onnx_ir as ir
 
@@ -15,8 +16,9 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.parallel import all_reduce
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective, inverse
-from onnxgrad.training.step.build import Gradients, Step, StepOptions, write_gradients, write_step
+from onnxgrad.training.step.build import Step, StepOptions, write_step
 from onnxgrad.training.step.epoch import stacked_input, stacked_shape
+from onnxgrad.training.step.gradients import Gradients, write_gradients
 from onnxgrad.training.step.inputs import feed_inputs, feed_of
 from onnxgrad.training.step.loss_scale import LossScale
 
@@ -56,19 +58,20 @@ def build_accumulating_step(
         totals = [all_reduce(op, total) for total in totals]
     scale = LossScale.new(op) if one.scales else None
     factor = None if scale is None else scale.scale
-    number = _count_micro_batches(op, stacks, totals[0]) if adds_losses else None
+    number = None
+    if adds_losses:
+        length = op.Shape(next(iter(stacks.values())), start=0, end=1)
+        number = op.Cast(op.Reshape(length, []), to=totals[0].dtype)
     with op:
         for placeholder, total in zip(inverses, totals, strict=True):
             scaled = inverse(op, total, factor)
             scaled = scaled if number is None else scaled * number
             ir.convenience.replace_all_uses_with(placeholder, scaled)
-        summed = _write_sums(op, parts, stacks)
-        losses = [_sum_stack(op, s) for s in summed.reported[: len(inverses)]]
-        losses = losses if number is None else [loss * number for loss in losses]
-    summed.scale, summed.reported = scale, [*losses, *totals]
-    step = write_step(op, summed, optimizer, options, micro_batches)
-    step.work = multiply_adds * micro_batches
-    return step
+    sums = partial(_sum_micro_batches, stacks=stacks, totals=totals, number=number)
+    multiply_adds *= micro_batches
+    return write_step(
+        op, parts, optimizer, options, multiply_adds, scale, None, micro_batches, sums
+    )
 
 
 def _stack_inputs(parts: Gradients, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
@@ -88,12 +91,6 @@ def _stack_inputs(parts: Gradients, graph: ir.Graph) -> dict[ir.Value, ir.Value]
             parts.model.graph.inputs.remove(value)
             graph.inputs.append(value)
     return stacks
-
-
-def _count_micro_batches(op: Emit, stacks: dict[ir.Value, ir.Value], like: ir.Value) -> ir.Value:
-    """Return the number of micro-batches, a scalar of the dtype of `like`."""
-    length = op.Shape(next(iter(stacks.values())), start=0, end=1)
-    return op.Cast(op.Reshape(length, []), to=like.dtype)
 
 
 def _write_counts(
@@ -131,8 +128,18 @@ def _sum_stack(op: Emit, stack: ir.Value) -> ir.Value:
     return op.ReduceSum(stack, [0], keepdims=0)
 
 
-def _write_sums(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gradients:
-    """Make the graph of `parts` the body of a Scan that sums the gradients; return its results."""
+def _sum_micro_batches(
+    op: Emit,
+    parts: Gradients,
+    stacks: dict[ir.Value, ir.Value],
+    totals: list[ir.Value],
+    number: ir.Value | None,
+) -> Gradients:
+    """Make the graph of `parts` the body of a Scan that sums the gradients; return its results.
+
+    `totals` are the counts that it reports. With a `number` of micro-batches, the losses are their
+    sum, and not their mean.
+    """
     body, graph = parts.model.graph, op.graph
     inner, weights = Emit(body, outer=op), list(parts.gradients)
     sums, results = [], []
@@ -152,14 +159,18 @@ def _write_sums(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) ->
     outputs = op.emit_many("Scan", [*carried, *stacks.values()], attributes, outputs=len(after))
     for outer, result in zip(outputs, after, strict=True):
         outer.type, outer.shape = result.type, result.shape
-    reported = zip(outputs[len(carried) :], parts.reported, strict=True)
+    stacked = zip(outputs[len(carried) :], parts.reported, strict=True)
+    reported = [_set_stacked_type(stack, one) for stack, one in stacked]
+    with op:
+        losses = [_sum_stack(op, sums) for sums in reported[: len(totals)]]
+        losses = losses if number is None else [loss * number for loss in losses]
     return replace(
         parts,
         model=ir.Model(graph, ir_version=parts.model.ir_version),
         gradients=dict(zip(weights, outputs, strict=False)),
         data={name: stacks[x] for name, x in parts.data.items()},
         buffers=dict(zip(before_buffers, outputs[len(weights) : len(carried)], strict=True)),
-        reported=[_set_stacked_type(stack, one) for stack, one in reported],
+        reported=[*losses, *totals],
     )
 
 

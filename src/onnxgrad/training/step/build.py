@@ -1,46 +1,46 @@
 """The step: one model from a batch, weights and slots to the loss, new weights and new slots.
 
-Its first half computes the gradients, its second half updates the weights; between them are the
-transforms that see all gradients. `accumulate` repeats the first half for several micro-batches.
+Its first half computes the gradients, its second half updates the weights. Between them are
+functions from `Gradients` to `Gradients`, in this order:
+
+1. accumulation repeats the first half, and sums the gradients of micro-batches;
+2. the loss scale, by which the loss was multiplied, divides them;
+3. the exchange sums them over processes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.attention_blocks import attention_by_blocks
-from onnxgrad.autodiff.derivative import as_constants
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.local_functions import replace_calls
-from onnxgrad.autodiff.recompute import Recomputation
-from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.straight_through import StraightThrough, refuse_quantized
 from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
-from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.exchange import (
     Across,
     Expected,
-    averaged_across,
     counted_across,
     owners_of,
     sharded,
-    summed_across,
+    sum_over_processes,
 )
-from onnxgrad.training.step.inputs import RATE, SHARE, StepInputs, feed_inputs, remove_unread_feeds
+from onnxgrad.training.step.gradients import Gradients, copy_repeated, write_gradients
+from onnxgrad.training.step.inputs import RATE, StepInputs, feed_inputs, remove_unread_feeds
 from onnxgrad.training.step.loss_scale import SCALE, LossScale
 from onnxgrad.training.step.members import Members
-from onnxgrad.training.step.update import Update, may_be_in_place, write_update
+from onnxgrad.training.step.update import may_be_in_place, write_update
 from onnxgrad.training.step.weight_groups import Group, numpy_dtype
+
+Transform = Callable[[Emit, Gradients], Gradients]
 
 
 @dataclass
@@ -130,33 +130,6 @@ class StepOptions:
     members: Members | None = None
 
 
-@dataclass
-class Gradients:
-    """The first half of a step: the graph that computes the gradients of one batch.
-
-    - `model`: its graph has the weights of `gradients`, the `data` and feeds among its inputs.
-    - `gradients`: by weight; with a `scale`, of the loss times this scale.
-    - `data`: the inputs of a batch, by name.
-    - `buffers`: states with their new values after the batch.
-    - `reported`: the sums of the losses, then as many counts.
-    - `factors`: the factor of each sum.
-    - `unreached`: the names of weights without a gradient.
-    - `rounding`: operators whose rounding gradients pass straight through, one for each node.
-    - `expected`: the number of terms that the loss is divided by; None: it is their count.
-    """
-
-    model: ir.Model
-    gradients: dict[ir.Value, ir.Value]
-    data: dict[str, ir.Value]
-    buffers: dict[ir.Value, ir.Value]
-    reported: list[ir.Value]
-    factors: tuple[float, ...]
-    unreached: list[str]
-    rounding: list[str]
-    scale: LossScale | None = None
-    expected: Expected | None = None
-
-
 def build_step(
     objective: Objective, optimizer: Optimizer, options: StepOptions | None = None
 ) -> Step:
@@ -175,83 +148,7 @@ def build_step(
     else:
         objective, seeds, expected = counted_across(op, objective, factor)
     parts = write_gradients(op, objective, seeds, options.recompute)
-    parts.scale, parts.expected = scale, expected
-    step = write_step(op, parts, optimizer, options)
-    step.work = multiply_adds
-    return step
-
-
-def build_gradients(objective: Objective) -> ModelProto:
-    """Return the first half of a step as a model; `build_update` returns the second half.
-
-    Inputs: the weights, the buffers, the data, then the feeds: `draw` if there is dropout, and if
-    rows are mixed `partners` and `mix_numbers` (see `mixing.mix_rows`).
-    Outputs: the gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what
-    the objective reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
-
-    Raises:
-        ValueError: the loss depends on none of the weights.
-        NoGradientRule: an operator on the way has no rule.
-    """
-    op, graph = Emit(objective.model.graph), objective.model.graph
-    parts = write_gradients(op, objective, objective.cotangents(op))
-    feeds = feed_inputs(graph).values()
-    graph.inputs[:] = [*parts.gradients, *parts.buffers, *parts.data.values(), *feeds]
-    reported = _copy_repeated(op, parts.reported)
-    for i, value in enumerate(reported):  # sums, then as many counts
-        value.name = op.name("loss_sum" if 2 * i < len(reported) else "loss_count")
-    protected = {*graph.inputs, *reported}
-    graph.outputs[:] = [
-        *(op.name_output(g, f"{w.name}_grad", w, protected) for w, g in parts.gradients.items()),
-        *(op.name_output(y, f"{b.name}.new", b, protected) for b, y in parts.buffers.items()),
-        *reported,
-    ]
-    finish(objective.model)
-    return to_proto(objective.model)
-
-
-def write_gradients(
-    op: Emit,
-    objective: Objective,
-    seeds: Mapping[ir.Value, ir.Value],
-    recompute: str = "none",
-) -> Gradients:
-    """Write the gradients of one batch.
-
-    Raises:
-        ValueError: the loss depends on none of the weights.
-        NoGradientRule: an operator on the way has no rule.
-    """
-    graph, trained = objective.model.graph, objective.weights
-    if recompute == "all":
-        attention_by_blocks(op, {*seeds, *objective.referred})
-    recomputation = Recomputation(op, seeds.values(), recompute)
-    wrt = trained if objective.straight_through else []
-    quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)
-    stopped = {*objective.stop_gradient, *quantized.stopped}
-    gradients = sweep(op, seeds, trained, stopped, quantized.origins)
-    if not gradients:
-        refuse_quantized(list(graph), objective.data, seeds)
-        names, loss = [str(w.name) for w in trained], objective.written.sums[0]
-        raise ValueError(f"no differentiable path from any of {names} to the loss {loss.name!r}")
-    for w in gradients:
-        if (stored := objective.stored.get(str(w.name))) is not None:  # sparse: others stay zero
-            with op:
-                gradients[w] = op.set_type_like(gradients[w] * stored.astype(numpy_dtype(w)), w)
-    recomputation.write([*gradients.values(), *objective.buffers.values(), *objective.reported])
-    replace_calls(op, objective.model)
-    unreached = [w for w in trained if w not in gradients]
-    as_constants(graph, unreached)
-    return Gradients(
-        objective.model,
-        gradients,
-        {str(x.name): x for x in objective.data},
-        objective.buffers,
-        objective.reported,
-        tuple(objective.written.factors),
-        [str(w.name) for w in unreached],
-        [node.op_type for node in quantized.rounding],
-    )
+    return write_step(op, parts, optimizer, options, multiply_adds, scale, expected)
 
 
 def write_step(
@@ -259,31 +156,56 @@ def write_step(
     parts: Gradients,
     optimizer: Optimizer,
     options: StepOptions,
+    multiply_adds: float,
+    scale: LossScale | None = None,
+    expected: Expected | None = None,
     accumulate: int = 1,
+    sum_micro_batches: Transform | None = None,
 ) -> Step:
-    """Write the update behind the gradients, and set the inputs and outputs of the graph."""
-    graph, across, members = parts.model.graph, options.across, options.members
-    if parts.scale is not None:
-        parts.gradients = parts.scale.unscaled(op, parts.gradients)
-    if across is not None:
-        parts.gradients, parts.reported = summed_across(
-            op, parts.gradients, parts.reported, parts.expected
-        )
-        if parts.buffers and not across.same_buffers:
-            parts.buffers = averaged_across(op, parts.buffers, SHARE.input(op))
+    """Write the update behind the gradients, and set the inputs and outputs of the graph.
+
+    Args:
+        op: writes into the graph of the step.
+        parts: the gradients of one batch, or of one micro-batch.
+        optimizer: of the update.
+        options: of the step.
+        multiply_adds: of the forward pass, per row.
+        scale: of the loss.
+        expected: the number of terms that the loss is divided by; None: it is their count.
+        accumulate: the micro-batches of a step.
+        sum_micro_batches: makes the graph of `parts` the body of a loop.
+    """
+    across, members = options.across, options.members
+    transforms: list[Transform | None] = [
+        sum_micro_batches,
+        None if scale is None else scale.unscale,
+        None if across is None else partial(sum_over_processes, across=across, expected=expected),
+    ]
+    for transform in filter(None, transforms):
+        parts = transform(op, parts)
+    graph = parts.model.graph
     named = {str(w.name): g for w, g in parts.gradients.items()} if options.norms else {}
     returned = [_write_norms(op, list(named.values()))] if named else []
-    update = _write_update(op, parts, optimizer, options)
+    if members is not None:
+        update = members.write_update(op, parts.gradients, options.packed)
+    else:
+        in_place = options.in_place and scale is None
+        in_place &= may_be_in_place(parts.gradients, optimizer)
+        own = options.packed, options.blocks, in_place
+        update = write_update(op, parts.gradients, optimizer, *own)
+    buffers = parts.buffers
+    if scale is not None:
+        buffers = scale.guard(op, parts.gradients, update, buffers)
     owners: list[int] = []
     if across is not None and across.shards:
         owners = owners_of(update.groups, across.part.size)
         update = sharded(op, update, across.part.rank, owners)
     remove_unread_feeds(graph, but=RATE)
-    inputs = StepInputs(update.read, list(parts.buffers), parts.data, feed_inputs(graph))
+    inputs = StepInputs(update.read, list(buffers), parts.data, feed_inputs(graph))
     graph.inputs[:] = inputs.all
-    reported = _copy_repeated(op, [*parts.reported, *returned])
+    reported = copy_repeated(op, [*parts.reported, *returned])
     protected = {*graph.inputs, *reported}
-    new = [*update.new, *parts.buffers.values()]
+    new = [*update.new, *buffers.values()]
     graph.outputs[:] = [
         op.name_output(after, f"{before.name}.new", before, protected)
         for before, after in zip(inputs.carried, new, strict=True)
@@ -304,28 +226,8 @@ def write_step(
         updates=update.models,
         owners=owners,
         members=members,
+        work=multiply_adds,
     )
-
-
-def _write_update(op: Emit, parts: Gradients, optimizer: Optimizer, options: StepOptions) -> Update:
-    """Write the update of the weights by the gradients of all rows."""
-    gradients, scale = parts.gradients, parts.scale
-    if options.members is not None:
-        update = options.members.write_update(op, gradients, options.packed)
-    else:
-        in_place = options.in_place and scale is None and may_be_in_place(gradients, optimizer)
-        update = write_update(op, gradients, optimizer, options.packed, options.blocks, in_place)
-    if scale is not None:
-        parts.buffers = scale.guard(op, gradients, update, parts.buffers)
-    return update
-
-
-def _copy_repeated(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
-    """Return values that a Scan can return: with copies of inputs, and of repeated values."""
-    separate: list[ir.Value] = []
-    for v in values:
-        separate.append(op.copy_of(v) if v.producer() is None or v in separate else v)
-    return separate
 
 
 def _write_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:

@@ -10,7 +10,8 @@ from onnxgrad.graph.tidy import drop_unused, is_small, move_out, shapes_from_out
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, loop_to_native, to_native
-from onnxgrad.operators.shapes import rank
+from onnxgrad.operators import made_by
+from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.training.step.build import Step
 
 _LARGE = 1 << 16  # bytes
@@ -52,6 +53,22 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     drop_unused(body)
     if target is not None:
         loop_to_native(graph, target)
+    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+
+
+def build_half(step: Step, target: Target) -> ModelProto:
+    """Return the first half of a step, in the native form of sessions on `target`."""
+    graph = step.model.graph
+    to_native(graph, target)
+    for i in range(len(step.groups)):
+        y = graph.outputs[i]
+        node = made_by(y, "Reshape")
+        x = None if node is None else node.inputs[0]
+        known = x is not None and x.producer() is not None and static(dims(x)) is not None
+        if x is not None and node is not None and known and not x.is_graph_output():
+            graph.outputs[i] = x  # the Reshape would copy it
+            if not y.uses():
+                graph.remove(node, safe=True)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 

@@ -17,7 +17,8 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel import Part, all_reduce, broadcast
 from onnxgrad.training.objective import Objective, inverse
-from onnxgrad.training.step.inputs import ROWS
+from onnxgrad.training.step.gradients import Gradients
+from onnxgrad.training.step.inputs import ROWS, SHARE
 from onnxgrad.training.step.update import Update
 from onnxgrad.training.step.weight_groups import Group, stated_shape
 
@@ -79,33 +80,26 @@ def counted_across(
     return objective, objective.scaled(op, [inverse(op, expected.terms)]), expected
 
 
-def summed_across(
-    op: Emit,
-    gradients: dict[ir.Value, ir.Value],
-    reported: Sequence[ir.Value],
-    expected: Expected | None = None,
-) -> tuple[dict[ir.Value, ir.Value], list[ir.Value]]:
-    """Return the gradients and the losses of all processes.
+def sum_over_processes(
+    op: Emit, parts: Gradients, across: Across, expected: Expected | None
+) -> Gradients:
+    """Return the gradients, losses and buffers of all processes.
 
-    `reported` are sums, and then as many counts, which are the counts of all processes already.
+    The counts that it reports are the counts of all processes already. Buffers are the mean by the
+    share of rows, unless all processes compute the same.
     """
-    half = len(reported) // 2
+    half, buffers = len(parts.reported) // 2, dict(parts.buffers)
     ratio = () if expected is None else (expected.terms, expected.own)
-    sums = [all_reduce(op, total) for total in reported[:half]]
-    summed = {w: all_reduce(op, g, ratio) for w, g in gradients.items()}
-    return summed, [*sums, *reported[half:]]
-
-
-def averaged_across(
-    op: Emit, buffers: dict[ir.Value, ir.Value], share: ir.Value
-) -> dict[ir.Value, ir.Value]:
-    """Return the buffers with the mean of their new values, by the `share` of rows of each."""
-    new = {}
-    with op:
-        for before, after in buffers.items():
-            own = op.set_type_like(after * op.Cast(share, to=after.dtype), after)
-            new[before] = all_reduce(op, own)
-    return new
+    sums = [all_reduce(op, total) for total in parts.reported[:half]]
+    summed = {w: all_reduce(op, g, ratio) for w, g in parts.gradients.items()}
+    if buffers and not across.same_buffers:
+        share = SHARE.input(op)
+        with op:
+            for before, after in buffers.items():
+                own = op.set_type_like(after * op.Cast(share, to=after.dtype), after)
+                buffers[before] = all_reduce(op, own)
+    reported = [*sums, *parts.reported[half:]]
+    return replace(parts, gradients=summed, buffers=buffers, reported=reported)
 
 
 def sharded(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> Update:

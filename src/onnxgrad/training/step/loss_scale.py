@@ -9,13 +9,14 @@ numbers of `torch.amp.GradScaler`, but for the first scale, which float16 holds)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.training.step.gradients import Gradients
 from onnxgrad.training.step.inputs import STEP
 from onnxgrad.training.step.update import Update
 
@@ -43,14 +44,15 @@ class LossScale:
         kinds = {n: ir.TensorType(ir.DataType.from_numpy(v.dtype)) for n, v in INITIAL.items()}
         return cls(*(ir.Value(name=n, type=t, shape=ir.Shape([])) for n, t in kinds.items()))
 
-    def unscaled(self, op: Emit, gradients: Mapping[ir.Value, ir.Value]) -> dict:
-        """Return gradients of the scaled loss, divided by the scale."""
+    def unscale(self, op: Emit, parts: Gradients) -> Gradients:
+        """Return the gradients of the scaled loss, divided by the scale."""
         with op:
             inverse = op.Reciprocal(self.scale)
-            return {
+            gradients = {
                 w: op.set_type_like(op.Mul(g, op.Cast(inverse, to=g.dtype)), g)
-                for w, g in gradients.items()
+                for w, g in parts.gradients.items()
             }
+        return replace(parts, gradients=gradients)
 
     def guard(
         self,

@@ -6,7 +6,7 @@ only, such as rates of decay, which have the axis, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,46 @@ from onnxgrad.training.step.weight_groups import Group, graph_input, write_group
 
 _DOUBLE = ir.DataType.DOUBLE
 Places = dict[tuple[int, int], np.ndarray]  # constants by the node and operand that read them
+
+
+@dataclass
+class GroupOfMembers(Group):
+    """A `Group` of a stack, whose arrays have the axis of members first.
+
+    `optimizers` are the optimizers of the members.
+    """
+
+    optimizers: Sequence[Optimizer]
+
+    def initial(
+        self,
+        weights: Mapping[str, np.ndarray],
+        slots: Mapping[str, Mapping[str, np.ndarray]],
+        copies: bool = True,
+    ) -> list[np.ndarray]:
+        """Return the arrays of the inputs, which are copies, as `Group.initial`."""
+        members = []
+        for k, optimizer in enumerate(self.optimizers):
+            own = optimizer.for_weight(*next(iter(self.shapes.items())))
+            group = Group(self.shapes, self.state, self.slots, own, self.in_blocks)
+            known = {
+                name: {s: a[k] for s, a in slots.get(name, {}).items() if s in own.slots}
+                for name in self.shapes
+            }
+            members.append(group.initial({name: weights[name][k] for name in self.shapes}, known))
+        return [np.stack(arrays) for arrays in zip(*members, strict=True)]
+
+    def split(
+        self, arrays: Iterable[np.ndarray], copies: bool = True
+    ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+        """Return the weights, and the slots by weight, which are copies, as `Group.split`."""
+        members = [Group.split(self, own, False) for own in zip(*arrays, strict=True)]
+        weights = {name: np.stack([own[name] for own, _ in members]) for name in self.shapes}
+        slots = {
+            name: {slot: np.stack([own[name][slot] for _, own in members]) for slot in self.slots}
+            for name in self.shapes
+        }
+        return weights, slots
 
 
 @dataclass
@@ -56,7 +96,10 @@ class Members:
         same = all(optimizer == self.optimizers[0] for optimizer in self.optimizers)
         every = self.optimizers if same else _with_equal_parts(self.optimizers)
         pairs = write_groups(op, gradients, every[0], packed, blocks=False)
-        groups, own = [group for group, _ in pairs], [g for _, g in pairs]
+        groups: list[Group] = [
+            GroupOfMembers(**vars(group), optimizers=self.optimizers) for group, _ in pairs
+        ]
+        own = [g for _, g in pairs]
         sketch, places = _Sketch(op, groups, own, every[0]), list[Places]()
         for k, optimizer in enumerate(every):
             if (known := every.index(optimizer)) < k:  # optimizers are compared, not hashed

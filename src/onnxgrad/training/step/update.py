@@ -17,13 +17,13 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.optimizers import Inputs, Optimizer
-from onnxgrad.training.step.blocks import update_in_blocks
 from onnxgrad.training.step.inputs import FEEDS, STEP, feed_inputs, remove_unread_feeds
 from onnxgrad.training.step.weight_groups import (
     Group,
     Shape,
     graph_input,
     numpy_dtype,
+    update_in_blocks,
     write_groups,
 )
 
@@ -187,7 +187,7 @@ def _remove_unread_casts(graph: ir.Graph) -> None:
 
 
 def is_divided(group: Group) -> bool:
-    """Return whether each element of a group can be updated without the others."""
+    """Return whether each element of a group can be updated without other elements."""
     return group.optimizer.elementwise and bool(dims(group.state))
 
 

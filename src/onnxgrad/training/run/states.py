@@ -1,0 +1,226 @@
+"""What becomes of the results of a step: new states, or updates of the states in memory.
+
+States are replaced by the outputs of a call. Of large weights with their slots, there is one copy
+in memory: their step is two models, of which the first computes all gradients, and the second
+updates one group of weights by its gradient. The update runs twice: the first time, its results are
+only checked to be finite, so that a step which is not finite changes no state; the second time,
+they replace the states, part by part. Beside the states, there is nothing but the gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import reduce
+from math import prod
+from operator import and_
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.errors import escaping
+from onnxgrad.operators.shapes import dims, static
+from onnxgrad.parallel import Group
+from onnxgrad.runtime.device import CPU, Device
+from onnxgrad.runtime.session import session
+from onnxgrad.runtime.values import Value, array_of, bind_output, is_finite
+from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.inputs import FEEDS, Call
+from onnxgrad.training.step.update import is_divided
+from onnxgrad.training.step.weight_groups import Group as WeightGroup
+
+PART = 1 << 17  # elements that are updated at once: the results stay in the cache
+LARGE_STATE = 1 << 20  # elements of a state
+_DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
+States = Sequence[ort.OrtValue | None]
+TargetOf = Callable[[str, ort.OrtValue], np.ndarray | None]
+
+
+class ReplacedStates:
+    """States that are replaced by the outputs of a call; a stack has an axis of members first."""
+
+    in_place = False
+
+    def __init__(self, step: Step, device: Device) -> None:
+        self.device, self.member_axes = device, int(step.members is not None)
+        self._memory: dict[str, list[np.ndarray]] = {}  # of large states, by name
+
+    def target_of(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
+        """Return an array that a call writes a new state into; None: onnxruntime allocates one.
+
+        Large states get the array of an earlier state, unless anybody still reads it. onnxruntime
+        divides memory that it frees between smaller values, and takes more for the next state.
+        """
+        dtype = _DTYPES.get(state.data_type())
+        if self.device != CPU or dtype is None or prod(state.shape()) < LARGE_STATE:
+            return None
+        arrays = self._memory.setdefault(name, [])
+        unread = next((i for i, n in enumerate(_count_references(arrays)) if n == _UNREAD), None)
+        if unread is not None:
+            return arrays[unread]
+        arrays[:] = [*arrays[-1:], np.empty(state.shape(), dtype)]
+        return arrays[-1]
+
+    def are_finite(self, new: Sequence[Value], call: Call, old: States) -> np.ndarray:
+        """Return whether the new states of each member are finite."""
+        return reduce(and_, (is_finite(value, self.member_axes) for value in new))
+
+    def keep(
+        self, new: Sequence[Value], call: Call, old: States, frozen: Collection[int]
+    ) -> list[ort.OrtValue]:
+        """Return the states after a call; members that are `frozen` keep their old ones."""
+        kept = [as_state(value, self.device) for value in new]
+        if not frozen:
+            return kept
+        members, arrays = list(frozen), [np.array(array_of(state)) for state in kept]
+        for array, before in zip(arrays, old, strict=True):
+            if before is not None:
+                array[members] = array_of(before)[members]
+        return list(map(self.device.ortvalue, arrays))
+
+    def release(self) -> None:
+        """Free what only steps need."""
+        self._memory.clear()
+
+
+def as_state(value: Value, device: Device) -> ort.OrtValue:
+    """Return a new state on the device; an array, which the next step overwrites, is copied."""
+    return device.ortvalue(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def _count_references(items: list[Any]) -> list[int]:
+    """Return how many references there are to each item, also from this function."""
+    return [sys.getrefcount(items[i]) for i in range(len(items))]
+
+
+# of an item to which nothing but its list refers; versions of Python count differently
+(_UNREAD,) = _count_references([object()])
+
+
+class InPlaceStates:
+    """States that are updated where they are, by the gradients of one batch.
+
+    Args:
+        step: the first half of a step, whose `updates` are the second.
+        work: multiply-adds of the step.
+        group: the processes, which update some of the weights each if the step has `owners`.
+    """
+
+    in_place = True
+
+    def __init__(self, step: Step, work: float, group: Group) -> None:
+        self.step, self.group = step, group
+        self.updates = [  # of the groups that this process updates
+            None if model is None else GroupUpdate(g, model, work)
+            for g, model in zip(step.groups, step.updates or (), strict=True)
+        ]
+        pairs = zip(step.groups, step.model.graph.outputs, strict=False)
+        # of gradients, which may have other axes than the group
+        self._shapes = {str(group.state.name): static(dims(y)) for group, y in pairs}
+        # by state; memory that onnxruntime allocates would grow to more than they take
+        self._gradients: dict[str, np.ndarray] = {}
+
+    def target_of(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
+        """Return the array of a gradient; None for a buffer, which onnxruntime allocates."""
+        if name in self._shapes and name not in self._gradients:
+            shape = self._shapes[name]
+            like = array_of(state)
+            self._gradients[name] = np.empty(like.shape if shape is None else shape, like.dtype)
+        return self._gradients.get(name)
+
+    def are_finite(self, results: Sequence[Value], call: Call, old: States) -> bool:
+        """Return whether the new buffers, weights and slots are finite, of which none is kept."""
+        buffers = results[len(self.step.groups) :]
+        jobs = self._updates_by_gradients(results, old)
+        return all(map(is_finite, buffers)) and all(
+            update.run(own, g, call, write=False) for update, own, g in jobs
+        )
+
+    def keep(
+        self, results: Sequence[Value], call: Call, old: States, frozen: Collection[int]
+    ) -> list[ort.OrtValue | None]:
+        """Update the states, and give other processes the weights that this one has updated."""
+        arrays, count = self._arrays_by_group(old), len(self.step.states)
+        try:
+            for update, own, g in self._updates_by_gradients(results, old):
+                update.run(own, g, call, write=True)
+            for owner, (weights, *_) in zip(self.step.owners, arrays, strict=False):
+                self.group.broadcast(weights.reshape(-1), owner)
+        except BaseException:
+            for array in (array for own in arrays for array in own):
+                array.fill(np.nan)  # the next step has replaced some of them
+            raise
+        buffers = results[len(self.step.groups) :]
+        return [*old[:count], *(as_state(value, CPU) for value in buffers)]
+
+    def _updates_by_gradients(
+        self, results: Sequence[Value], states: States
+    ) -> Iterator[tuple[GroupUpdate, list[np.ndarray], np.ndarray]]:
+        """Yield each update of this process, the arrays that it updates, and the gradient."""
+        arrays = self._arrays_by_group(states)
+        for update, own, gradient in zip(self.updates, arrays, results, strict=False):
+            if update is not None:
+                yield update, own, array_of(gradient).reshape(own[0].shape)
+
+    def _arrays_by_group(self, states: States) -> list[list[np.ndarray]]:
+        """Return the arrays of each group, in the memory of the states: the weights, the slots."""
+        rest = iter(states)
+        return [
+            [array_of(state) for _ in group.inputs if (state := next(rest)) is not None]
+            for group in self.step.groups
+        ]
+
+    def release(self) -> None:
+        """Free what only steps need."""
+        self._gradients.clear()
+
+
+class GroupUpdate:
+    """The update of one group, by a session."""
+
+    def __init__(self, group: WeightGroup, model: ModelProto, work: float) -> None:
+        self.session, self.divided = session(model, CPU, work), is_divided(group)
+        count = len(group.inputs) + 1
+        self.names = [x.name for x in model.graph.input[:count]]
+        self.feeds = {
+            x.name: ir.DataType(x.type.tensor_type.elem_type) for x in model.graph.input[count:]
+        }
+        self.outputs = [y.name for y in model.graph.output]
+
+    def run(
+        self,
+        states: Sequence[np.ndarray],
+        gradient: np.ndarray,
+        call: Call,
+        write: bool,
+    ) -> bool:
+        """Compute the new weights and slots; return whether they are finite, or write them."""
+        whole, size = [*states, gradient], gradient.size
+        divided = [self.divided and array.shape == gradient.shape for array in whole]
+        binding, length = self.session.io_binding(), PART if self.divided else size
+        for name, dtype in self.feeds.items():
+            binding.bind_cpu_input(name, np.asarray(FEEDS[name].arrays(call, dtype)[0]))
+        results: list[np.ndarray] = []
+        for i in range(0, size, length):
+            pairs = zip(whole, divided, strict=True)
+            parts = [a.reshape(-1)[i : i + length] if d else a for a, d in pairs]
+            for name, array in zip(self.names, parts, strict=True):
+                binding.bind_input(
+                    name, CPU.kind, CPU.index, array.dtype, array.shape, array.ctypes.data
+                )
+            if not results or parts[0].shape != results[0].shape:
+                results = [np.empty_like(array) for array in parts[:-1]]
+                for name, array in zip(self.outputs, results, strict=True):
+                    bind_output(binding, name, array)
+            with escaping():
+                self.session.run_with_iobinding(binding)
+            if not write and not all(np.isfinite(array).all() for array in results):
+                return False
+            last = i + length >= size
+            for array, new, d in zip(parts, results, divided, strict=False):
+                if write and (d or last):  # a number is read again by the next part
+                    np.copyto(array, new)
+        return True
