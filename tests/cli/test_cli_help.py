@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import subprocess
+import sys
+from collections import Counter
 from inspect import isfunction
 from typing import get_type_hints
 
@@ -26,6 +29,7 @@ from tests.support.paths import DOCS
 COMMANDS = (
     "train", "eval", "predict", "trainable", "losses", "grad", "check", "merge", "report", "show"
 )  # fmt: skip
+MANY_OPTIONS = {"train": TrainOptions, "eval": EvalOptions}
 REGISTRIES = {
     "LOSSES": {*LOSSES, *ALIASES},
     "OPTIMIZERS": {*OPTIMIZERS, *WHOLE_TENSORS},
@@ -66,6 +70,61 @@ def test_every_command_has_help():
     assert succeed("--version").stdout == f"onnxgrad {__version__}\n"
 
 
+def shown_options(*arguments):
+    """Return the options that a help lists in its panels, without their further names."""
+    return re.findall(r"^│ (--[a-z-]+)", succeed(*arguments).stdout, re.M)
+
+
+@pytest.mark.parametrize(("command", "options"), MANY_OPTIONS.items())
+def test_the_help_shows_usual_options_and_all_on_demand(command, options):
+    fields = [each for each in Described.fields_of(options).values() if not each.positional]
+    flags = {each.names[0] if each.names else each.flag for each in fields}
+    usual = {each.names[0] if each.names else each.flag for each in fields if each.usual}
+    short, whole = shown_options(command, "--help"), shown_options(command, "--help-all")
+    assert set(short) == usual | {"--help"}
+    assert set(whole) == flags | {"--help"}
+    last = succeed(command, "--help", prog_name="onnxgrad").stdout.splitlines()[-1]
+    assert last.strip() == f"{len(flags - usual)} more options: onnxgrad {command} --help-all"
+    assert "more options" not in succeed(command, "--help-all").stdout
+
+
+def test_the_help_of_few_options_shows_all():
+    for command in set(COMMANDS) - set(MANY_OPTIONS):
+        text = succeed(command, "--help", prog_name="onnxgrad").stdout
+        assert "--debug" in text
+        assert "--help-all" not in text
+
+
+def test_usual_options_of_a_training_are_about_twenty_and_hold_the_examples_of_the_manual():
+    """--normalize is for images only."""
+    usual = {each.flag for each in Described.fields_of(TrainOptions).values() if each.usual}
+    assert 20 <= len(usual) <= 25
+    lines = [shlex.split(line) for line in page_commands() if line.startswith("train ")]
+    used = Counter(word for line in lines for word in line if word.startswith("--"))
+    used["--learning-rate"] += used.pop("--lr", 0)
+    assert {option for option, count in used.items() if count > 2} <= usual | {"--normalize"}
+
+
+@pytest.mark.parametrize("arguments", [(), *((name,) for name in COMMANDS)])
+def test_no_help_shows_a_type_beside_flags(arguments):
+    option = "--help-all" if arguments and arguments[0] in MANY_OPTIONS else "--help"
+    text = succeed(*arguments, option).stdout
+    assert "bool" not in text.lower()
+
+
+def test_the_help_imports_little():
+    """Each of these takes as long as a third of the help."""
+    code = (
+        "import sys\nfrom onnxgrad.cli import app\n"
+        "try:\n    app(['train', '--help'], prog_name='onnxgrad')\n"
+        "except SystemExit:\n"
+        "    slow = 'numpy onnx onnx_ir onnxruntime pydantic sklearn torch'.split()\n"
+        "    print([name for name in slow if name in sys.modules])"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert made.stdout.splitlines()[-1] == "[]", made.stderr
+
+
 @pytest.mark.parametrize("options", [TrainOptions, EvalOptions, PredictOptions])
 def test_every_option_is_described(options):
     for name, each in Described.fields_of(options).items():
@@ -89,7 +148,7 @@ def test_losses_and_their_options_are_listed():
     assert_names(ctc, "Graves et al. 2006", "--loss-option blank=0\n", "labels: int64")
     assert_names(ctc, "--loss-option from_logits=null  (")
     assert "'ctc'" in refusal("losses", "ct")
-    assert "onnxgrad losses NAME" in " ".join(succeed("train", "--help").stdout.split())
+    assert "onnxgrad losses NAME" in " ".join(succeed("train", "--help-all").stdout.split())
 
 
 def completed(line, shell="bash"):

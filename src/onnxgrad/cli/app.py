@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from onnxgrad import __version__
 from onnxgrad.cli.command import EXIT_CODES, register
+from onnxgrad.cli.command_help import Commands
 from onnxgrad.cli.command_options import (
     CheckOptions,
     EvalOptions,
@@ -23,23 +23,8 @@ from onnxgrad.cli.command_options import (
 )
 from onnxgrad.cli.train_options import TrainOptions
 
-
-class _Commands(TyperGroup):
-    """Takes height and width of `--image-size` also as two numbers; options of click have one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Join both numbers."""
-        joined: list[str] = []
-        for text in args:
-            if joined[-2:-1] == ["--image-size"] and joined[-1].isdigit() and text.isdigit():
-                joined[-1] += f"x{text}"
-            else:
-                joined.append(text)
-        return super().parse_args(ctx, joined)
-
-
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
     epilog=EXIT_CODES,
     no_args_is_help=True,

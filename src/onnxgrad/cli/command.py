@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from onnxgrad.cli.command_help import Command
 from onnxgrad.cli.console import complain, warn
 from onnxgrad.cli.face import Shell
 from onnxgrad.cli.options import argument, option, options
@@ -41,7 +42,9 @@ class ModelArgument:
 class Common:
     """What every command takes: the first base, so that it comes last."""
 
-    json: bool = option("Print one JSON object on stdout, everything else on stderr.", False)
+    json: bool = option(
+        "Print one JSON object on stdout, everything else on stderr.", False, usual=True
+    )
     debug: bool = option("Show the traceback of an error.", False)
 
 
@@ -58,7 +61,8 @@ def register(app: typer.Typer, runs: str, *examples: str) -> Callable[[Callable[
         # typer keeps the line breaks of a docstring, whatever the width of the terminal
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        app.command(function.__name__.removesuffix("_"), help=text, epilog=epilog)(guarded)
+        name = function.__name__.removesuffix("_")
+        app.command(name, cls=Command, help=text, epilog=epilog)(guarded)
         return function
 
     return add

@@ -15,9 +15,12 @@ class DeviceOptions:
     """Where a model runs, and how many rows at once."""
 
     batch_size: int | None = option(
-        "Rows of one call of the runtime.", min=1, show_default="256, or that of the model"
+        "Rows of one call of the runtime.",
+        min=1,
+        show_default="256, or that of the model",
+        usual=True,
     )
-    device: str = option("cpu, cuda or cuda:1.", "cpu")
+    device: str = option("cpu, cuda or cuda:1.", "cpu", usual=True)
 
 
 @options("Result")

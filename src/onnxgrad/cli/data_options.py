@@ -35,6 +35,7 @@ class InputOptions:
         "their loss and metrics: see `onnxgrad.tasks`.",
         metavar="NAME",
         panel="Task",
+        usual=True,
     )
     task_option: list[str] = option(
         "Option of the task, as extend=true of ctc; repeat for several.",
@@ -105,6 +106,7 @@ class LabelOptions(TextOptions, InputOptions):
         metavar="COLUMN",
         show_default="that of an earlier training",
         data=(TABLES,),
+        usual=True,
     )
     sample_weight: str | None = option(
         "Column of the weights of rows.", metavar="COLUMN", data=(TABLES,)
@@ -137,4 +139,5 @@ class DataOptions(SampleOptions, LabelOptions):
         "Share of the rows that is held out, or a file or folder like DATA; 0 for none.",
         metavar="SHARE|DATA",
         show_default="0.2 where rows can be drawn",
+        usual=True,
     )

@@ -18,6 +18,7 @@ def option(
     panel: str | None = None,
     needs: tuple[str, ...] = (),
     data: tuple[str, ...] = (),
+    usual: bool = False,
     **more: Any,
 ) -> Any:
     """Return a field that is an option.
@@ -29,10 +30,11 @@ def option(
         panel: the title of its panel in the help; None: that of its class.
         needs: fields, of which it has no effect without one.
         data: the kinds of DATA on which it has an effect, of KINDS; none: all.
+        usual: whether `--help` shows it where a command has many options.
         more: further arguments of `typer.Option`, such as `min`, `metavar` and `show_default`.
     """
     known = {"help": help, "names": names, "panel": panel, "needs": needs, "data": data}
-    return _field(default, positional=False, **known, more=more)
+    return _field(default, positional=False, **known, usual=usual, more=more)
 
 
 def output_option(help: str, default: str | None = None, **more: Any) -> Any:
@@ -90,6 +92,7 @@ class Described:
     required: bool = False
     needs: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
+    usual: bool = False
 
     @classmethod
     def fields_of(cls, options: type) -> dict[str, Described]:

@@ -40,6 +40,7 @@ def takes_options(function: Callable[[Any], None], runs: str) -> Callable[..., N
     parameters = [inspect.Parameter("context", _BY_NAME, annotation=typer.Context)]
     parameters += [_parameter(each) for each in described.values()]
     vars(command).update(__signature__=inspect.Signature(parameters), __annotations__={})
+    vars(command)["usual"] = {name for name, each in described.items() if each.usual}
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     return command
 

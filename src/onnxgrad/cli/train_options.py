@@ -34,6 +34,7 @@ class LossOptions:
         "for several outputs. Needed unless the model computes its own: see --loss-output.",
         [],
         autocompletion=losses,
+        usual=True,
     )
     loss_option: list[str] = option(
         "Option of the loss, as from_logits=true or delta=2; repeat for several. `onnxgrad losses "
@@ -59,6 +60,7 @@ class LossOptions:
         "--metric",
         show_default="accuracy for classes, perplexity for texts",
         autocompletion=metrics,
+        usual=True,
     )
 
 
@@ -73,11 +75,13 @@ class WeightOptions:
         "--weights",
         metavar="PATTERN",
         show_default="all by their role: see `onnxgrad trainable`",
+        usual=True,
     )
     freeze: list[str] = option(
         "Name or pattern of weights that stay as they are; repeat for several.",
         [],
         metavar="PATTERN",
+        usual=True,
     )
     train_ranges: bool = option(
         "Of a quantized model: train the scales of QuantizeLinear, too.",
@@ -88,6 +92,7 @@ class WeightOptions:
         "Give the model a new last layer: the number of its units, or the names of its classes "
         "separated by commas.",
         metavar="N|A,B,...",
+        usual=True,
     )
     head_at: list[str] = option(
         "The layer that --head replaces: its node, its result or its weights; several by a "
@@ -115,6 +120,7 @@ class WeightOptions:
         "repeat for several. `onnxgrad merge` gives the plain model afterwards.",
         [],
         metavar="PATTERN",
+        usual=True,
     )
     lora_rank: int = option("Rank of the adapters.", 8, min=1, needs=("lora",))
     lora_alpha: float = option("Their scale is alpha / rank.", 16.0, min=0, needs=("lora",))
@@ -127,7 +133,7 @@ class WeightOptions:
 class OptimizerOptions:
     """How weights move."""
 
-    optimizer: str = option(OPTIMIZERS + ".", "adamw", autocompletion=optimizers)
+    optimizer: str = option(OPTIMIZERS + ".", "adamw", autocompletion=optimizers, usual=True)
     optimizer_option: list[str] = option(
         "Option of the optimizer, as b1=0.95; repeat for several.", [], metavar="NAME=VALUE"
     )
@@ -142,11 +148,13 @@ class OptimizerOptions:
         min=0,
         show_default="0.001 for adam and its kin, 0.01 for sgd and its kin, 1 for adadelta, "
         "0.0001 for lion",
+        usual=True,
     )
     schedule: str = option(
         f"The learning rate by step: {SCHEDULES}. Those that end do so with the training.",
         "constant",
         autocompletion=schedules,
+        usual=True,
     )
     schedule_option: list[str] = option(
         "Option of the schedule, as end=1e-5, or every=100 of step_decay; repeat for several.",
@@ -157,6 +165,7 @@ class OptimizerOptions:
         "Steps in which the rate rises from 0, or below 1 their share of all steps.",
         min=0,
         metavar="STEPS|SHARE",
+        usual=True,
     )
     clip_norm: float | None = option(
         "Largest norm of all gradients together; larger ones are scaled down.", min=0
@@ -167,9 +176,9 @@ class OptimizerOptions:
 class RunOptions:
     """How long, and in which form."""
 
-    epochs: int = option("Passes over the data.", 10, min=1)
+    epochs: int = option("Passes over the data.", 10, min=1, usual=True)
     batch_size: int | None = option(
-        "Rows of a step.", min=1, show_default="32, or that of the model"
+        "Rows of a step.", min=1, show_default="32, or that of the model", usual=True
     )
     accumulate: int = option("Micro-batches into which a batch is split, to save memory.", 1, min=1)
     shuffle: bool = option("Order the rows anew for every epoch.", True)
@@ -192,6 +201,7 @@ class RunOptions:
         "End when --monitor has not improved for so many epochs, and keep the best weights.",
         min=1,
         metavar="PATIENCE",
+        usual=True,
     )
     monitor: str | None = option(
         "What --early-stopping watches, and --checkpoint keeps the best of.",
@@ -206,7 +216,7 @@ class RunOptions:
         "weights train in 16 bits, too.",
         "auto",
     )
-    device: str = option("cpu, cuda or cuda:1.", "cpu")
+    device: str = option("cpu, cuda or cuda:1.", "cpu", usual=True)
     sync_batch_norm: bool = option(
         "Of several processes: normalize by the statistics of the rows of all.",
         False,
@@ -218,7 +228,7 @@ class RunOptions:
         show_default=False,
     )
     seed: int = option(
-        "Of the split, of the order of rows, of dropout and of new weights.", 0, min=0
+        "Of the split, of the order of rows, of dropout and of new weights.", 0, min=0, usual=True
     )
 
 
@@ -227,7 +237,7 @@ class CheckpointOptions:
     """What survives a crash."""
 
     checkpoint: str | None = option(
-        "Folder for the state of training, written after every epoch.", metavar="FOLDER"
+        "Folder for the state of training, written after every epoch.", metavar="FOLDER", usual=True
     )
     checkpoint_every: int | None = option(
         "Write it after every so many steps instead.", min=1, needs=("checkpoint",)
@@ -244,6 +254,7 @@ class CheckpointOptions:
         False,
         show_default=False,
         needs=("checkpoint",),
+        usual=True,
     )
 
 
@@ -256,8 +267,9 @@ class ResultOptions:
         'folder like it; "-" is standard output.',
         None,  # until the model is known
         show_default="trained.onnx, or the folder trained",
+        usual=True,
     )
-    overwrite: bool = option("Replace files that exist.", False)
+    overwrite: bool = option("Replace files that exist.", False, usual=True)
     adapter: str | None = option(
         "With --lora, for a folder: write the base with adapters as inputs, and the trained one as "
         "adapters/NAME.onnx_adapter.",
@@ -292,7 +304,7 @@ class ResultOptions:
         "List at the end every constant that does not train, and why.", False, show_default=False
     )
     config: str | None = option(
-        "TOML file of options by name; what the command line says wins.", metavar="FILE"
+        "TOML file of options by name; what the command line says wins.", metavar="FILE", usual=True
     )
 
 

@@ -1,0 +1,82 @@
+"""The help of commands shows the options that people use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+MOST_SHOWN = 20  # options; the help of a command that has more shows the usual ones
+_HELP_ALL = "--help-all"
+
+
+class _PlainFlags:
+    """The base of a command or a group: its help shows no type beside a flag."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; an empty metavar hides the type, which typer would show."""
+        parameters = list(super().get_params(ctx))  # type: ignore[misc]
+        for each in parameters:
+            if not getattr(each, "is_flag", False):
+                continue
+            each.metavar = ""
+            if each.default is None and not each.expose_value:
+                each.default = False  # typer imports pydantic to read None: a third of the time
+        return parameters
+
+
+class Command(_PlainFlags, TyperCommand):
+    """A command of which `--help` shows the usual options, and `--help-all` all.
+
+    Its callback has the attribute `usual`, the names of these options.
+    """
+
+    shows_all = False
+
+    @property
+    def rare_options(self) -> list[Any]:
+        """The options that only `--help-all` shows."""
+        options = [each for each in self.params if each.param_type_name == "option"]
+        if len(options) <= MOST_SHOWN:
+            return []
+        return [each for each in options if each.name not in vars(self.callback)["usual"]]
+
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """Return the names of the option that prints the help."""
+        names = super().get_help_option_names(ctx)
+        return [*names, _HELP_ALL] if self.rare_options else names
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option that prints the help; it says what each of its names shows."""
+        shown = super().get_help_option(ctx)
+        if shown is not None and self.rare_options:
+            shown.help = "Show the usual options, or all of them, and exit."
+        return shown
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments, and whether `--help-all` is one of them."""
+        self.shows_all = _HELP_ALL in args
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        rare = [] if self.shows_all else self.rare_options
+        for each in rare:  # typer makes a command anew for each call of the app
+            each.hidden = True
+        super().format_help(ctx, formatter)
+        if rare:
+            formatter.write(f" {len(rare)} more options: {ctx.command_path} {_HELP_ALL}\n")
+
+
+class Commands(_PlainFlags, TyperGroup):
+    """Takes height and width of `--image-size` also as two numbers; options of click have one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Join both numbers."""
+        joined: list[str] = []
+        for text in args:
+            if joined[-2:-1] == ["--image-size"] and joined[-1].isdigit() and text.isdigit():
+                joined[-1] += f"x{text}"
+            else:
+                joined.append(text)
+        return super().parse_args(ctx, joined)
