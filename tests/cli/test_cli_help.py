@@ -13,6 +13,7 @@ from tiers import page_commands
 
 from onnxgrad import __version__
 from onnxgrad.cli import complete, train_options
+from onnxgrad.cli.command_help import OTHER_NAMES
 from onnxgrad.cli.command_options import EvalOptions, PredictOptions
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.schedule_names import SCHEDULES
@@ -123,6 +124,22 @@ def test_the_help_imports_little():
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert made.stdout.splitlines()[-1] == "[]", made.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *OTHER_NAMES.items(),
+        ("trian", "train"),
+        ("predicts", "predict"),
+    ],
+)
+def test_an_unknown_command_suggests_what_it_means(typed, meant):
+    result = run_command(typed, "model.onnx")
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert f"Unknown command '{typed}'. Did you mean '{meant}'" in words
+    assert meant in COMMANDS
 
 
 @pytest.mark.parametrize("options", [TrainOptions, EvalOptions, PredictOptions])

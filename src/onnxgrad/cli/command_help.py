@@ -1,4 +1,4 @@
-"""The help of commands shows the options that people use."""
+"""The help of commands: which options it shows, and which command an unknown name means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from onnxgrad.errors import unknown
+
 MOST_SHOWN = 20  # options; the help of a command that has more shows the usual ones
+OTHER_NAMES = {  # of commands, in other tools
+    "fit": "train",
+    "finetune": "train",
+    "evaluate": "eval",
+    "test": "eval",
+    "validate": "eval",
+    "inference": "predict",
+    "infer": "predict",
+}
 _HELP_ALL = "--help-all"
 
 
@@ -80,3 +91,11 @@ class Commands(_PlainFlags, TyperGroup):
             else:
                 joined.append(text)
         return super().parse_args(ctx, joined)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of the first argument; an unknown one fails with a suggestion."""
+        name = args[0]
+        if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
+            meant = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+            ctx.fail(str(unknown("command", name, self.commands, meant)))
+        return super().resolve_command(ctx, args)
