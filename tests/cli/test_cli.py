@@ -233,10 +233,34 @@ def test_overwrite(here):
     line = (*LINE, "--no-curves", "--epochs")
     succeed(*line, 1)
     old = (here / "trained.onnx").read_bytes()
-    assert "trained.onnx exists" in refusal(*line, 2)
+    assert "trained.onnx exists" in refusal(*line, 2, "--output", "trained.onnx")
     assert (here / "trained.onnx").read_bytes() == old
     succeed(*line, 2, "--overwrite")
     assert (here / "trained.onnx").read_bytes() != old
+
+
+def test_a_default_name_that_exists_gets_a_number(here):
+    """Neither the model nor the curves replace a file."""
+    line = (*LINE, "--epochs", 1)
+    assert "exist" not in succeed(*line).stderr
+    first = {name: (here / name).read_bytes() for name in ("trained.onnx", "trained.png")}
+    made = succeed(*line)
+    assert "exist: the result goes to trained-2.onnx" in made.stderr
+    assert "wrote trained-2.onnx\nwrote trained-2.png" in made.stdout
+    (here / "trained-3.png").touch()
+    assert as_json(*line)["files"] == ["trained-4.onnx", "trained-4.png"]
+    assert as_json(*line, "--no-curves")["files"] == ["trained-3.onnx"]
+    assert {name: (here / name).read_bytes() for name in first} == first
+    further = (LINE[0], "trained.onnx", *LINE[2:], "--epochs", 1, "--no-curves")
+    assert as_json(*further)["files"] == ["trained-5.onnx"]
+
+
+def test_a_resumed_training_writes_beside_the_result_of_the_first(here):
+    line = (*LINE, "--no-curves", "--checkpoint", "state", "--resume", "--epochs")
+    assert as_json(*line, 1)["files"] == ["trained.onnx"]
+    resumed = as_json(*line, 2)
+    assert resumed["files"] == ["trained-2.onnx"]
+    assert resumed["epoch"] == 2
 
 
 def test_a_failed_write_keeps_the_old_file(here, monkeypatch):

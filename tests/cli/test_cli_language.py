@@ -64,6 +64,12 @@ def test_a_folder_trains_as_in_python(tmp_path):
     assert found["metrics"] == {"perplexity": pytest.approx(expected["perplexity"], rel=1e-6)}
 
 
+def test_a_default_folder_that_exists_gets_a_number():
+    line = ("train", "lm", "texts.jsonl", *LOSS, "--validation", "0", "--epochs", 1)
+    assert as_json(*line)["files"] == ["trained", "trained.png"]
+    assert as_json(*line)["files"] == ["trained-2", "trained-2.png"]
+
+
 def test_packed_texts_fill_fewer_rows():
     line = ("train", "lm", "texts.jsonl", *LOSS, "--max-length", 12, "--validation", 0, "--dry-run")
     model = og.load_folder("lm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from onnx import ModelProto
@@ -26,6 +27,15 @@ class Output:
     def default(self) -> str:
         """What is written without `--output`."""
         return "trained.onnx" if self.like is None else "trained"
+
+    def unused_default(self, curves: bool) -> str:
+        """Return the default path, with a number where it or its curves would replace a file."""
+        default = Path(self.default)
+        numbered = (default.with_stem(f"{default.stem}-{number}") for number in count(2))
+        for path in chain([default], numbered):
+            if not path.exists() and not (curves and self.curves(path).exists()):
+                break
+        return str(path)
 
     def check(self, path: str, overwrite: bool, inputs: Iterable[Path], json: bool) -> None:
         """Raise if a model cannot be written, before anything is computed."""

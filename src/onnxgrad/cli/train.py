@@ -53,8 +53,10 @@ class Outcome:
 def train(options: TrainOptions) -> None:
     """Train a model on data, write the result, and report."""
     output = Output(folder_of(options.model), options.adapter)
-    if options.output is None:
-        options = replace(options, output=output.default)
+    named = options.output is not None
+    if not named:
+        unused = output.default if options.overwrite else output.unused_default(options.curves)
+        options = replace(options, output=unused)
     if options.dry_run:
         from onnxgrad.cli.dry_run import dry_run
 
@@ -74,6 +76,8 @@ def train(options: TrainOptions) -> None:
     asked = check_prompts(job, options.prompt)
     for text in job.task.notes if first else ():
         note(text)
+    if first and not named and options.output != output.default:
+        note(f"{output.default} or its curves exist: the result goes to {options.output}")
     began = time.perf_counter()
     outcome = _fit(job, options, watch)
     seconds = time.perf_counter() - began

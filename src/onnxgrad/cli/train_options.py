@@ -266,7 +266,7 @@ class ResultOptions:
         "Where the trained model goes, its loss curves beside it: a file, or for a folder a "
         'folder like it; "-" is standard output.',
         None,  # until the model is known
-        show_default="trained.onnx, or the folder trained",
+        show_default="trained.onnx, or the folder trained; trained-2 where that exists",
         usual=True,
     )
     overwrite: bool = option("Replace files that exist.", False, usual=True)
