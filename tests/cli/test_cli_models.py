@@ -2,12 +2,18 @@
 
 import json
 import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 from onnxgrad.operators import OPERATORS, Operator
+from onnxgrad.report import environment
 from tests.support.commands import (
     as_json,
     assert_names,
@@ -87,6 +93,56 @@ def test_check_within_a_budget(here):
 
 
 TANH = "g (float[N,2] x) => (float[N,1] y) { t = Tanh(x) y = MatMul(t, W) }"
+
+
+def test_check_without_a_model_describes_the_machine():
+    known = as_json("check")
+    machine = known["machine"]
+    assert machine["Python"] == platform.python_version()
+    for name in ("onnxgrad", "onnxruntime", "onnx", "onnx-ir", "numpy"):
+        assert machine[name] == version(name)
+    assert int(machine["cores"]) >= 1
+    assert known["providers"] == ort.get_available_providers()
+    lacks = [] if find_spec("tokenizers") else ["tokenizers"]
+    assert known["missing_packages"]["text"] == lacks
+    text = succeed("check").stdout
+    assert_names(text, version("onnxruntime"), "CPUExecutionProvider", "instruction sets", "extras")
+    for option in (("--order", 2), ("--weights", "W"), ("--separately",)):
+        assert f"{option[0]} has no effect without MODEL" in refusal("check", *option)
+
+
+def test_packages_that_an_extra_lacks_are_named(monkeypatch):
+    def fail_for_pillow(name):
+        if name == "pillow":
+            raise PackageNotFoundError
+        return version(name)
+
+    monkeypatch.setattr(environment, "version", fail_for_pillow)
+    missing = as_json("check")["missing_packages"]
+    assert missing["images"] == ["pillow"]
+    assert "pillow" in missing["detection"]
+    assert "pillow" not in missing["text"]
+    shown = succeed("check").stdout.partition("extras not installed")
+    assert "images" not in shown[0]
+    assert "images" in shown[2]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sets"),
+    [
+        ("model name\t: A\nflags\t\t: fpu avx2 avx512_vnni fma\n", ["fma", "avx2", "avx512_vnni"]),
+        ("processor\t: 0\nFeatures\t: fp asimd asimddp\n", ["asimd", "asimddp"]),
+        (None, []),
+    ],
+)
+def test_instruction_sets_are_read_where_the_system_tells_them(monkeypatch, lines, sets):
+    def read_text(path):
+        if lines is None:
+            raise FileNotFoundError
+        return lines
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert environment.instruction_sets() == sets
 
 
 def test_check_of_a_wrong_gradient_exits_with_1(here, monkeypatch):

@@ -142,9 +142,15 @@ def grad(options: GradOptions) -> None:
     """Write the model that computes the gradient of MODEL, or a family of derivatives."""
 
 
-@register(app, "onnxgrad.cli.inspect:check", "onnxgrad check model.onnx --order 2")
+@register(
+    app, "onnxgrad.cli.inspect:check", "onnxgrad check model.onnx --order 2", "onnxgrad check"
+)
 def check(options: CheckOptions) -> None:
-    """Compare the gradient of MODEL with central differences; exit with 1 if it differs."""
+    """Compare the gradient of MODEL with central differences; exit with 1 if it differs.
+
+    Without MODEL, print the versions, the processor and its instruction sets, the execution
+    providers of onnxruntime, and which extras of onnxgrad are installed.
+    """
 
 
 @register(

@@ -93,10 +93,16 @@ class Differentiated:
     """What a gradient is taken with respect to."""
 
     weights: list[str] = option(
-        "Weight to take the gradient with respect to; repeat.", [], show_default="all by their role"
+        "Weight to take the gradient with respect to; repeat.",
+        [],
+        show_default="all by their role",
+        needs=("model",),
     )
     inputs: list[str] = option(
-        "Input to take the gradient with respect to; repeat.", [], show_default="all floats"
+        "Input to take the gradient with respect to; repeat.",
+        [],
+        show_default="all floats",
+        needs=("model",),
     )
 
 
@@ -128,19 +134,30 @@ class GradOptions(Common, Written, Differentiated, ModelArgument):
 class CheckOptions(Common, Differentiated, ModelArgument):
     """Of `onnxgrad check`."""
 
-    order: int = option("2 checks the gradient of the gradient, too.", 1, min=1, max=2)
-    rtol: float | None = option(
-        "Largest relative error.", min=0, show_default="1e-6 in float64, 0.02 in float32"
+    model: str = argument(
+        'The .onnx file; "-" reads it from standard input. Without it, the machine is described.',
+        required=False,
     )
-    seed: int = option("Of the inputs and the directions.", 0, min=0)
+    order: int = option(
+        "2 checks the gradient of the gradient, too.", 1, min=1, max=2, needs=("model",)
+    )
+    rtol: float | None = option(
+        "Largest relative error.",
+        min=0,
+        show_default="1e-6 in float64, 0.02 in float32",
+        needs=("model",),
+    )
+    seed: int = option("Of the inputs and the directions.", 0, min=0, needs=("model",))
     separately: bool = option(
         "Change each input and weight by itself; without it, several together if there are many.",
         False,
         show_default=False,
+        needs=("model",),
     )
     budget: float | None = option(
         "Begin no further comparison after this time, and say what was not compared.",
         metavar="SECONDS",
+        needs=("model",),
     )
 
 

@@ -1,4 +1,4 @@
-"""`onnxgrad trainable`, `check` and `show`: what is known of a model."""
+"""`onnxgrad trainable`, `check` and `show`: what is known of a model, and of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto
 
 from onnxgrad.cli.command import FAILED
 from onnxgrad.cli.command_options import CheckOptions, ShowOptions, TrainableOptions
-from onnxgrad.cli.console import print_json, say
+from onnxgrad.cli.console import print_json, print_rows, say
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.operators.shapes import dims
 
@@ -40,7 +40,13 @@ def trainable(options: TrainableOptions) -> None:
 
 
 def check(options: CheckOptions) -> None:
-    """Compare the gradient with central differences; exit with `FAILED` if it differs."""
+    """Compare the gradient with central differences; exit with `FAILED` if it differs.
+
+    Without a model, print versions and what the machine has.
+    """
+    if not options.model:
+        _print_machine(options.json)
+        return
     from onnxgrad import check_gradient
 
     report = check_gradient(
@@ -69,6 +75,23 @@ def check(options: CheckOptions) -> None:
         say(str(report))
     if not report.ok:
         raise typer.Exit(FAILED)
+
+
+def _print_machine(json: bool) -> None:
+    """Print versions, processor, execution providers, and which extras are installed."""
+    from onnxruntime import get_available_providers
+
+    from onnxgrad.report.environment import environment, instruction_sets, missing_packages
+
+    known = {"providers": get_available_providers(), "instruction_sets": instruction_sets()}
+    missing = missing_packages()
+    if json:
+        print_json({"machine": environment(), **known, "missing_packages": missing})
+        return
+    installed = [extra for extra, packages in missing.items() if not packages]
+    known |= {"extras": installed, "extras not installed": [e for e in missing if missing[e]]}
+    texts = {name.replace("_", " "): ", ".join(values) for name, values in known.items()}
+    print_rows(environment() | texts)
 
 
 def show(options: ShowOptions) -> None:

@@ -1,25 +1,28 @@
-"""The machine and the versions with which a training ran."""
+"""The machine and the versions with which this process runs."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 _PACKAGES = ("onnxgrad", "onnxruntime", "onnx", "onnx-ir", "numpy")
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # packages of which one is installed
+_INSTRUCTION_SETS = (  # as /proc/cpuinfo calls those for which onnxruntime has kernels
+    *("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni"),
+    *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve"),
+)
 
 
 def environment() -> dict[str, str]:
     """Return versions, the system, the processor, its cores and the memory, as texts."""
     found = {"Python": platform.python_version()}
-    for name in dict.fromkeys([*_PACKAGES, *_RUNTIMES]):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    names = dict.fromkeys([*_PACKAGES, *_RUNTIMES])
+    found |= {name: version(name) for name in names if _is_installed(name)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
     found["processor"] = _processor()
@@ -27,6 +30,32 @@ def environment() -> dict[str, str]:
     if (total := _memory()) is not None:
         found["memory"] = f"{total / 2**30:.1f} GiB"
     return found
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets of the processor that kernels use; none where unknown."""
+    known = _processor_field("flags", "Features").split()
+    return [name for name in _INSTRUCTION_SETS if name in known]
+
+
+def missing_packages() -> dict[str, list[str]]:
+    """Return, for each extra of this package, which of its packages are not installed."""
+    if not _is_installed("onnxgrad"):  # it runs from a folder of sources
+        return {}
+    package = distribution("onnxgrad")
+    missing: dict[str, list[str]] = {n: [] for n in package.metadata.get_all("Provides-Extra", [])}
+    for line in package.requires or []:
+        if found := re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line):
+            name, extra = found.groups()
+            missing[extra] += [] if _is_installed(name) else [name]
+    return missing
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
 
 
 def peak_memory() -> int | None:
@@ -40,12 +69,17 @@ def peak_memory() -> int | None:
 
 
 def _processor() -> str:
+    return _processor_field("model name") or platform.processor() or "unknown"
+
+
+def _processor_field(*names: str) -> str:
+    """Return the first field of /proc/cpuinfo that has one of these names; "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+        return ""
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.strip() in names), "")
 
 
 def _memory() -> int | None:
