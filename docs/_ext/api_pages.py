@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 import onnxgrad
-from onnxgrad.training.base import TrainerBase
+from onnxgrad.training.trainer import TrainerBase
 
 PUBLIC = frozenset(onnxgrad.__dir__()) - {"__version__"}  # `__all__` lacks what is not installed
 

@@ -71,7 +71,7 @@ def test_in_the_first_epoch(here, send_in, monkeypatch, number):
 
 
 def test_while_validation_data_are_evaluated(here, send_in):
-    send_in("onnxgrad.training.evaluate.Evaluator.evaluate", call=2)
+    send_in("onnxgrad.training.evaluator.Evaluator.evaluate", call=2)
     made = run_command("train", *LINE, "--lr", 0.1, "--epochs", 30, "--history", "h.json")
     assert made.exit_code == 130
     assert (weights_of_file("trained.onnx")["W"] != 1).all()

@@ -9,7 +9,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.metrics.classification import F1
-from onnxgrad.training.arguments import ARGUMENTS
+from onnxgrad.training.job import ARGUMENTS
 from onnxgrad.training.sharing import Sharing
 from tests.support.errors import naming
 from tests.support.models import parse_model

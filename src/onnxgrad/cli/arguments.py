@@ -21,7 +21,7 @@ from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.parallel import DataParallel, group_of
 from onnxgrad.schedules import compose
 from onnxgrad.schedules.base import Schedule
-from onnxgrad.training.arguments import usual_rate
+from onnxgrad.training.job import usual_rate
 
 
 def trainer_arguments(options: TrainOptions) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.evaluate import evaluate
+from onnxgrad.training.evaluator import evaluate
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.objective import Objective, build_objective

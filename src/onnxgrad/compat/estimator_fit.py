@@ -26,13 +26,13 @@ from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import Job
-from onnxgrad.training.member_arguments import glorot
 from onnxgrad.training.modes import warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.progress import FitProgress, shown
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.run.selection import Compiled, new_runner
+from onnxgrad.training.stack import glorot
 from onnxgrad.training.state import Arrays, TrainState, Values
 from onnxgrad.training.step.update import evaluated
 

@@ -25,8 +25,7 @@ from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.class_weights import WeightedClasses
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_fit, find_failed_step
-from onnxgrad.training.evaluate import check_weights, evaluator_of
-from onnxgrad.training.evaluator import Evaluator
+from onnxgrad.training.evaluator import Evaluator, check_weights, evaluator_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
