@@ -16,9 +16,8 @@ import onnxgrad as og
 from onnxgrad import onnx_derivative
 from onnxgrad.runtime import not_finite
 from onnxgrad.runtime.not_finite import first_not_finite
-from onnxgrad.training.callbacks.base import Control
+from onnxgrad.training.callbacks.base import Callbacks, Control
 from onnxgrad.training.callbacks.diagnostics import NanWatch
-from onnxgrad.training.callbacks.events import Callbacks
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep

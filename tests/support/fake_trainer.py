@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from onnxgrad.training.callbacks.base import Control
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callbacks, Control
 
 STEPS = 4  # an epoch, of ten rows each
 

@@ -12,7 +12,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.model import without_elements
 from onnxgrad.runtime.values import to_numpy
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callbacks
 from tests.support.running import in_sweep
 from tests.support.trainings import normalized_model
 

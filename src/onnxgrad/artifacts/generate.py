@@ -29,7 +29,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import describe
-from onnxgrad.training.parameters.patterns import as_list
+from onnxgrad.training.parameters.choice import as_list
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.saving import serialized
 from onnxgrad.training.trainer import Trainer

@@ -19,8 +19,7 @@ from onnxgrad.optimizers import Optimizer, sgd
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.batches import BatchSource
-from onnxgrad.training.callbacks.base import Callback, Control
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callback, Callbacks, Control
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields

@@ -22,7 +22,7 @@ from onnxgrad.quantization.calibration import feeds
 from onnxgrad.quantization.overflow import integer_products_overflow
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.modes.stored_integers import as_floats, stored
-from onnxgrad.training.parameters.patterns import as_list
+from onnxgrad.training.parameters.choice import as_list
 
 _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt4"}
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}

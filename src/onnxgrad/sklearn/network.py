@@ -19,7 +19,7 @@ from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.runtime.session import WORK_PER_THREAD, work
 from onnxgrad.sklearn.front import Front, by_name, raw_array
 from onnxgrad.sklearn.head import Head
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.trainer import Trainer
 
 _ROWS = 1024  # of a call of the runtime

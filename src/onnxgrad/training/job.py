@@ -30,14 +30,13 @@ from onnxgrad.optimizers import Optimizer, select as select_optimizer, sgd
 from onnxgrad.parallel import DataParallel
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import LearningRate, constant, select as select_schedule
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.equality import BuildCache, describe
 from onnxgrad.training.mixing import Mix, check_mix
 from onnxgrad.training.modes.ranges import with_ranges
 from onnxgrad.training.modes.stored_integers import pairs
 from onnxgrad.training.output_metrics import ByOutput, select_metrics
-from onnxgrad.training.parameters.choice import separated_choice
-from onnxgrad.training.parameters.patterns import as_list
+from onnxgrad.training.parameters.choice import as_list, separated_choice
 from onnxgrad.training.precision import (
     PRECISIONS,
     Dtypes,

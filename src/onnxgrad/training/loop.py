@@ -13,8 +13,7 @@ import numpy as np
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.schedules.rates import Rates
 from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.callbacks.base import Control
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callbacks, Control
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members

@@ -40,7 +40,7 @@ from onnxgrad.training.model_loss import (
     write_model_loss,
 )
 from onnxgrad.training.modes import fold_normalizations, training_form
-from onnxgrad.training.modes.replacement import walk
+from onnxgrad.training.modes.dropouts import walk
 from onnxgrad.training.step.inputs import DRAW, FIRST, remove_unread_feeds
 
 _TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}

@@ -13,8 +13,7 @@ from onnxgrad.checks import check_count, check_positive
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.schedules.curves import exponential
-from onnxgrad.training.callbacks.base import Callback, Control
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callback, Callbacks, Control
 
 _SKIPPED = 10  # rates at both ends, at most, where the slope of the smoothed loss is noise
 

@@ -15,7 +15,7 @@ import numpy as np
 from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.equality import describe, options_of
 from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective

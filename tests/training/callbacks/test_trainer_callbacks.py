@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.base import Callback, Callbacks, Control
 from onnxgrad.training.callbacks.diagnostics import Norms, Timing
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping, better_if
-from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.history import History
 from tests.support.errors import naming
 from tests.support.fake_trainer import State, Trainer

@@ -17,7 +17,7 @@ from onnx import ModelProto
 import onnxgrad as og
 from onnxgrad.model import without_elements
 from onnxgrad.optimizers import ema, muon, schedule_free
-from onnxgrad.training.callbacks.events import Callbacks
+from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.run import states
 from onnxgrad.training.run.runner import Runner
 from tests.support.models import add_initializers, initializer_arrays, parse_model

@@ -1,6 +1,5 @@
 """The form of a model that trains, and the form that predicts: BatchNormalization and Dropout."""
 
-from onnxgrad.training.modes.equal_statistics import separate_statistics
 from onnxgrad.training.modes.inference_form import (
     exported,
     has_training_nodes,
@@ -8,6 +7,7 @@ from onnxgrad.training.modes.inference_form import (
     warn_of_stale_statistics,
 )
 from onnxgrad.training.modes.training_form import fold_normalizations, training_form
+from onnxgrad.training.parameters.equal_constants import separate_statistics
 
 __all__ = [
     "exported",

@@ -8,7 +8,7 @@ splittable pseudorandom number generators", figure 17).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,10 +20,11 @@ import onnx_ir as ir
 
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import remove_node, replace_value
+from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.operators import OPERATORS, marks
 from onnxgrad.operators.shapes import constant, dims, is_real, static
 from onnxgrad.reporting import logger
-from onnxgrad.training.modes.replacement import describe, emitter, replace, walk
 
 _OF_ONE_RESULT = ("Dropout", "BatchNormalization")
 
@@ -307,3 +308,32 @@ def _mix_counters(z: np.ndarray) -> np.ndarray:
     for shift, factor in _ROUNDS:
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
     return z ^ (z >> np.uint64(_LAST_SHIFT))
+
+
+def walk(graph: ir.Graph, around: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir.Node, tuple]]:
+    """Yield each node of `graph` and its subgraphs with the nodes that contain it, outermost first.
+
+    The graph may be modified at nodes that were yielded.
+    """
+    for node in list(graph):
+        yield node, around
+        for subgraph in subgraphs(node):
+            yield from walk(subgraph, (*around, node))
+
+
+def describe(node: ir.Node) -> str:
+    """Return the operator, name and first output of `node`, for messages."""
+    return f"{node.op_type} {node.name!r} (output {node.outputs[0].name!r})"
+
+
+def emitter(op: Emit, graph: ir.Graph | ir.Function | None) -> Emit:
+    """Return an emitter of `graph`, the main graph of `op` or a subgraph of it."""
+    assert isinstance(graph, ir.Graph)
+    return op if graph is op.graph else Emit(graph, outer=op)
+
+
+def replace(op: Emit, node: ir.Node, results: Sequence[ir.Value]) -> None:
+    """Replace `node` by nodes that compute `results`, which take over the names of its outputs."""
+    for old, new in zip(node.outputs, results, strict=False):
+        replace_value(op, old, new, keep=() if new in node.inputs else (old.name,))
+    remove_node(node)

@@ -34,7 +34,7 @@ from onnxgrad.model.traversal import (
 from onnxgrad.operators import REORDERS, VIEWS, operator_of
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
-from onnxgrad.training.modes.equal_statistics import add_copy
+from onnxgrad.training.parameters.equal_constants import add_copy
 
 _DOMAINS = ("", "com.microsoft")
 _MOVES = REORDERS | VIEWS | {"Cast"}  # of a weight, in front of its QuantizeLinear

@@ -17,8 +17,14 @@ from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.parallel import Part, all_reduce
 from onnxgrad.reporting import logger
-from onnxgrad.training.modes.dropouts import dropout_sites, write_dropouts
-from onnxgrad.training.modes.replacement import describe, emitter, replace, walk
+from onnxgrad.training.modes.dropouts import (
+    describe,
+    dropout_sites,
+    emitter,
+    replace,
+    walk,
+    write_dropouts,
+)
 
 BATCH_NORM = ("frozen", "train")
 
