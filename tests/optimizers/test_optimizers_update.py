@@ -194,7 +194,7 @@ def test_micro_batches_and_averages_of_weights_of_all_ranks(name, tmp_path):
         options |= {"clip_norm": 1.0} if name != "groups" else {}
         trainer = onnxgrad.Trainer(model_of_all_ranks(), "mse", learning_rate=0.01, **options)
         trainer.fit(x, y, **fit)
-        evaluated = trainer._job.values_to_evaluate(trainer.state)
+        evaluated = trainer.evaluated()
         assert {n: (type(a), a.shape) for n, a in evaluated.items()} == {
             name: (np.ndarray, shape) for name, shape in OF_RANK.items()
         }

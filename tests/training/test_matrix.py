@@ -117,7 +117,7 @@ class DrawnTraining:
             monkeypatch.undo()
             plain = self.plainly_trained()
             weights, history = plain.state.weights, plain.history
-            evaluated = plain._job.values_to_evaluate(plain.state)
+            evaluated = plain.evaluated()
             values = witness.values | {n: torch.tensor(np.float64(a)) for n, a in evaluated.items()}
         else:
             witness.fit(self.trained_rows, self.steps)
@@ -126,7 +126,7 @@ class DrawnTraining:
             evaluated = {n: v.detach().numpy() for n, v in values.items()}
         for name in options.trained:
             self.same(f"weight {name}", trainer.state.weights[name], weights[name])
-        self.same_values("evaluated", trainer._job.values_to_evaluate(trainer.state), evaluated)
+        self.same_values("evaluated", trainer.evaluated(), evaluated)
         assert len(trainer.history) == options.epochs
         for epoch, (ours, theirs) in enumerate(zip(trainer.history, history, strict=True)):
             for name in [name for name in theirs if name == "loss" or "validation" in name]:

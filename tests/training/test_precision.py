@@ -68,7 +68,7 @@ def assert_follows_float32(half, full, rtol=1e-5):
         for slot, value in full.state.slots[name].items():
             assert half.state.slots[name][slot].dtype == value.dtype
     stored, before = initializer_arrays(half.model), initializer_arrays(half._job.proto)
-    for name, value in half._job.values_to_evaluate(half.state).items():
+    for name, value in half.evaluated().items():
         assert stored[name].dtype == before[name].dtype
         np.testing.assert_array_equal(stored[name], value.astype(before[name].dtype))
 

@@ -155,7 +155,7 @@ def assert_follows_network(trainer, net, names):
     """Assert that a trainer has the parameters and statistics of a network."""
     assert {names[n][0] for n in trainer.trained} == {n for n, _ in net.named_parameters()}
     expected = {n: t.detach().numpy() for n, t in net.state_dict().items()}
-    for name, array in trainer._job.values_to_evaluate(trainer.state).items():
+    for name, array in trainer.evaluated().items():
         torch_name, transposed = names[name]
         want = expected[torch_name].T if transposed else expected[torch_name]
         scale = max(abs(want).max(), 0.1)

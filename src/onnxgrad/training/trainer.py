@@ -277,6 +277,15 @@ class TrainerBase:
         """The entries of the history: one an epoch, and one for each other evaluation."""
         return self.state.history
 
+    def evaluated(self) -> dict[str, np.ndarray]:
+        """Return the weights and running statistics that are evaluated and exported, by name.
+
+        They are the last ones, or the averages of an optimizer that averages weights; rounded to
+        16 bits where the file has these, in the dtypes in which the model trains. In a stack, they
+        have the shape (members, ...).
+        """
+        return self._job.values_to_evaluate(self.state)
+
     @property
     def rounding(self) -> dict[str, float]:
         """The errors of rounding weights to the file's 16 bits, `{"largest": ..., "mean": ...}`.

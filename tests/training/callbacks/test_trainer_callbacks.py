@@ -195,7 +195,7 @@ def test_what_is_exported_is_what_was_best(optimizer):
 
     class See(Callback):
         def on_evaluate(self, trainer, state, control):
-            values = trainer._job.values_to_evaluate(trainer.state)
+            values = trainer.evaluated()
             seen.append({name: array.copy() for name, array in values.items()})
 
     stopping = EarlyStopping(patience=2, min_delta=1e6)  # so that the first is the best

@@ -148,7 +148,7 @@ def trained_sequences(proto, batch: int = 23, by_rows: int = 0, **options):
     own = {"loss": "mse", "optimizer": "adamw", "learning_rate": 0.01} | options
     trainer = og.Trainer(proto, callbacks=[norms], **own)
     trainer.fit(X, y, batch_size=batch, epochs=3, shuffle=False)
-    evaluated = trainer._job.values_to_evaluate(trainer.state)
+    evaluated = trainer.evaluated()
     return {**evaluated, "norms": np.array(norms.seen), "p": trainer.predict(X)}
 
 
