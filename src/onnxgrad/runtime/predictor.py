@@ -76,12 +76,17 @@ class Predictor:
             ValueError: an input without an array, or an array that no input takes.
         """
         by_name = feed if isinstance(feed, Mapping) else {next(iter(self.inputs)): feed}
-        if missing := [name for name in self.inputs if by_name.get(name) is None]:
-            raise ValueError(f"the model needs the inputs {missing}, and got {list(by_name)}")
-        if unknown := [name for name in by_name if name not in self.inputs]:
-            raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
+        if by_name.keys() != self.inputs.keys() or any(a is None for a in by_name.values()):
+            self._refuse_names(by_name)
         arrays = {n: np.asarray(array, self.dtypes.get(n)) for n, array in by_name.items()}
         return self.session.run(list(outputs) or self.returned, arrays)
+
+    def _refuse_names(self, by_name: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for inputs that have no array, or arrays that no input takes."""
+        if missing := [name for name in self.inputs if by_name.get(name) is None]:
+            raise ValueError(f"the model needs the inputs {missing}, and got {list(by_name)}")
+        unknown = [name for name in by_name if name not in self.inputs]
+        raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
 
     def run_rows(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
         """Return outputs for the rows of one batch, at most those of a static batch.
@@ -107,19 +112,29 @@ class Predictor:
         Raises:
             ValueError: as `run`; an output that does not have a row for each.
         """
-        count, parts = len(next(iter(feed.values()))), list[list[Any]]()
-        for part in row_slices(count, self.fixed_rows or rows):
-            results = self.run_rows({name: array[part] for name, array in feed.items()})
-            lengths = part.stop - part.start
-            for name, y in zip(self.returned, results, strict=True):
-                if not np.ndim(y) or len(y) != lengths:
-                    raise ValueError(
-                        f"output {printable(name)} of shape {np.shape(y)} does not have a row for "
-                        f"each of {lengths} rows: choose others with {argument('outputs')}"
-                    )
-            parts.append(results)
+        count, size = len(next(iter(feed.values()))), self.fixed_rows or rows
+        if count <= size:
+            results = self._outputs_of_rows(feed, count)
+            return dict(zip(self.returned, results, strict=True))
+        parts = [
+            self._outputs_of_rows(
+                {name: a[part] for name, a in feed.items()}, part.stop - part.start
+            )
+            for part in row_slices(count, size)
+        ]
         columns = zip(self.returned, zip(*parts, strict=True), strict=True)
-        return {n: y[0] if len(y) == 1 else np.concatenate(y) for n, y in columns}
+        return {name: np.concatenate(arrays) for name, arrays in columns}
+
+    def _outputs_of_rows(self, feed: Mapping[str, np.ndarray], count: int) -> list[np.ndarray]:
+        """Return the outputs for the rows of one call, each of which has `count` rows."""
+        results = self.run_rows(feed)
+        for name, y in zip(self.returned, results, strict=True):
+            if y.shape[:1] != (count,):
+                raise ValueError(
+                    f"output {printable(name)} of shape {y.shape} does not have a row for each of "
+                    f"{count} rows: choose others with {argument('outputs')}"
+                )
+        return results
 
 
 def row_slices(count: int, size: int) -> Iterator[slice]:

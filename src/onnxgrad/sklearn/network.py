@@ -129,7 +129,10 @@ class RowPredictor:
         """
         fed = self._feeds(X)
         rows = len(next(iter(fed.values())))
-        return self._predictor_for(min(rows, self.fixed_rows or _ROWS)).predict(fed, _ROWS)
+        predictor = self._predictor_for(min(rows, self.fixed_rows or _ROWS))
+        if not self.fixed_rows and 0 < rows <= _ROWS:  # arrays are checked: a row takes less time
+            return dict(zip(self.outputs, predictor.session.run(self.outputs, fed), strict=True))
+        return predictor.predict(fed, _ROWS)
 
     def _predictor_for(self, rows: int) -> Predictor:
         """Return what runs calls of `rows` rows: a few may not be worth another thread."""
