@@ -263,7 +263,7 @@ def test_a_fit_that_cannot_be_prepared_changes_nothing(make, broken, monkeypatch
     def fail(*args, **options):
         raise MemoryError
 
-    room = "evaluate" if broken.startswith("Evaluator") else "run.runner"
+    room = "evaluator" if broken.startswith("Evaluator") else "run.runner"
     monkeypatch.setattr(f"onnxgrad.training.{room}.{broken}", fail)
     with pytest.raises(MemoryError):
         made.fit(X, Y, X_val=X, y_val=Y)
