@@ -123,7 +123,7 @@ class TrainerBase:
 
     @property
     def precision(self) -> str:
-        """The precision in which the model trains: "float32", "mixed" or "file"."""
+        """The precision in which the model trains, "float32", "mixed" or "file"."""
         return self._job.precision
 
     @property
@@ -288,10 +288,10 @@ class TrainerBase:
 
     @property
     def rounding(self) -> dict[str, float]:
-        """The errors of rounding weights to the file's 16 bits, `{"largest": ..., "mean": ...}`.
+        """The errors of rounding weights to the 16 bits of the file.
 
-        They are absolute differences of elements; empty for a model without weights of 16 bits, or
-        whose weights do not train in float32.
+        A dict of `largest` and `mean`, both absolute differences of elements; empty for a model
+        without weights of 16 bits, or whose weights do not train in float32.
         """
         return self._job.rounding(self.state)
 
