@@ -27,7 +27,7 @@ def test_values_are_returned_as_numbers_of_python():
     ("check", "wrong"),
     [
         (check_count, [0, -1, 2.0, True, np.True_, "3", None]),
-        (check_number, [-0.1, np.nan, np.inf, True, "3", None]),
+        (check_number, [-0.1, np.nan, np.inf, True, np.True_, "3", None]),
         (check_positive, [0, 0.0, -1, np.nan, -np.inf]),
         (check_share, [-0.1, 1.1, np.nan, False]),
     ],

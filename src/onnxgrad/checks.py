@@ -14,10 +14,16 @@ from typing import Any
 from onnxgrad.errors import named, unknown
 
 
+def _is_truth_value(value: Any) -> bool:
+    """Return whether a value is a bool of Python or of numpy, which older numpy takes for 1."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    return isinstance(value, bool) or kind == "b"
+
+
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return a whole number as an int; raise `ValueError` if it is none, or below `least`."""
     try:
-        if isinstance(value, bool):
+        if _is_truth_value(value):
             raise TypeError
         count = index(value)
     except TypeError:
@@ -36,7 +42,7 @@ def check_number(
     """
     bound = f"above {least:g}" if strict else f"of {least:g} or more"
     try:
-        if isinstance(value, (bool, str)):
+        if _is_truth_value(value) or isinstance(value, str):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
