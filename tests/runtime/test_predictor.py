@@ -58,8 +58,21 @@ def test_inputs_that_are_missing_or_unknown_are_named():
 
 
 def test_an_output_without_rows_is_named():
-    with pytest.raises(ValueError, match=naming("s", "outputs", "11 rows")):
+    with pytest.raises(ValueError, match=naming("'s'", "outputs")):
         Predictor(two_input_model()).predict({"x": X, "k": COUNTS})
+
+
+def test_an_output_as_long_as_a_part_of_a_static_batch_has_no_rows():
+    """The last call has three rows, and the output three elements, whatever the rows are."""
+    model = parse_model(
+        "f (float[4,3] x) => (float[4,3] y, float[3] m) { y = Neg(x)  m = ReduceMean(x, first) }",
+        first=np.int64([0]),
+    )
+    model.graph.node[1].attribute.add(name="keepdims", type=2, i=0)
+    predictor = Predictor(model)
+    assert [*predictor.run_rows({"x": X[:3]})] == ["y"]
+    with pytest.raises(ValueError, match=naming("'m'", "outputs")):
+        predictor.predict({"x": X[:3]})
 
 
 def test_no_rows():

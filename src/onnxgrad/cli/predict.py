@@ -91,21 +91,22 @@ class PredictedRows:
         """Yield the columns of some rows at a time."""
         predictor = Predictor(self.proto, self.outputs, self.options.device, self.fixed)
         for feed, count, extra in self._batches():
-            named = dict(zip(self.outputs, predictor.run_rows(feed), strict=True))
-            own = self.labels.columns(named, count) if self.labels else {}
-            columns = {**extra, **own, **self._by_row(named, count)}
+            named = predictor.run_rows(feed)
+            labels = self.labels if self.labels and self.labels.output in named else None
+            own = labels.columns(named, count) if labels else {}
+            columns = {**extra, **own, **self._by_row(named)}
             self.rows, self.names = self.rows + count, list(columns)
             yield columns
 
-    def _by_row(self, results: Mapping[str, Any], count: int) -> Arrays:
-        """Return the columns of outputs: arrays with a row each, or lists of maps."""
+    def _by_row(self, results: Mapping[str, Any]) -> Arrays:
+        """Return the columns of outputs with a row each, which are arrays or lists of maps."""
         columns: Arrays = {}
-        for name, value in results.items():
-            rows = isinstance(value, list) and len(value) == count
-            if rows and all(isinstance(row, dict) for row in value):
+        for name in self.outputs:
+            value = results.get(name)
+            if isinstance(value, list) and all(isinstance(row, dict) for row in value):
                 for key in value[0]:
                     columns[f"{name}_{key}"] = np.array([row[key] for row in value])
-            elif isinstance(value, np.ndarray) and value.ndim and len(value) == count:
+            elif isinstance(value, np.ndarray):
                 columns[name] = value
             elif name in self.options.outputs:
                 raise DataError(

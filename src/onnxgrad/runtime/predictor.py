@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.errors import argument, escaping, printable
+from onnxgrad.errors import argument, escaping
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.runtime.device import Device
@@ -31,7 +31,7 @@ class Predictor:
         work: multiply-adds of a call, for which there are threads; None: a thread for each core.
 
     Attributes:
-        inputs, outputs: what onnxruntime says of each, by name.
+        inputs, outputs: the descriptions by onnxruntime, by name: types and shapes.
         fixed_rows: rows of a static batch; 0 if a call takes any number of rows.
     """
 
@@ -88,23 +88,23 @@ class Predictor:
         unknown = [name for name in by_name if name not in self.inputs]
         raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
 
-    def run_rows(self, feed: Mapping[str, np.ndarray]) -> list[Any]:
-        """Return outputs for the rows of one batch, at most those of a static batch.
+    def run_rows(self, feed: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Return the outputs of one call that have a row for each row of `feed`, by name.
 
-        Rows that a static batch lacks are copies of the last one, and are cut from the outputs
-        that have a row for each.
+        Rows that a static batch lacks are copies of the last one, and are cut from the outputs.
 
         Raises:
             ValueError: as `run`.
         """
-        count, size = len(next(iter(feed.values()))), self.fixed_rows
-        if not size or count == size:
-            return self.run(feed)
-        padded = {
-            name: np.concatenate([array, np.repeat(array[-1:], size - count, axis=0)])
-            for name, array in feed.items()
-        }
-        return [_first_rows(y, size, count) for y in self.run(padded)]
+        count = len(next(iter(feed.values())))
+        size = self.fixed_rows or count
+        if count < size:
+            feed = {
+                name: np.concatenate([array, np.repeat(array[-1:], size - count, axis=0)])
+                for name, array in feed.items()
+            }
+        results = zip(self.returned, self.run(feed), strict=True)
+        return {name: y[:count] for name, y in results if _count_rows(y) == size}
 
     def predict(self, feed: Mapping[str, np.ndarray], rows: int = ROWS) -> Arrays:
         """Return outputs for any number of rows, by name, in calls of so many rows.
@@ -113,37 +113,20 @@ class Predictor:
             ValueError: as `run`; an output that does not have a row for each.
         """
         count, size = len(next(iter(feed.values()))), self.fixed_rows or rows
-        if count <= size:
-            results = self._outputs_of_rows(feed, count)
-            return dict(zip(self.returned, results, strict=True))
-        parts = [
-            self._outputs_of_rows(
-                {name: a[part] for name, a in feed.items()}, part.stop - part.start
-            )
-            for part in row_slices(count, size)
-        ]
-        columns = zip(self.returned, zip(*parts, strict=True), strict=True)
-        return {name: np.concatenate(arrays) for name, arrays in columns}
-
-    def _outputs_of_rows(self, feed: Mapping[str, np.ndarray], count: int) -> list[np.ndarray]:
-        """Return the outputs for the rows of one call, each of which has `count` rows."""
-        results = self.run_rows(feed)
-        for name, y in zip(self.returned, results, strict=True):
-            if y.shape[:1] != (count,):
+        parts = []
+        for start in range(0, max(count, 1), size):
+            part = self.run_rows({n: a[start : start + size] for n, a in feed.items()})
+            if lacking := [name for name in self.returned if name not in part]:
                 raise ValueError(
-                    f"output {printable(name)} of shape {y.shape} does not have a row for each of "
-                    f"{count} rows: choose others with {argument('outputs')}"
+                    f"the outputs {lacking} do not have a row for each row of the data: choose "
+                    f"others with {argument('outputs')}"
                 )
-        return results
+            parts.append(part)
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in self.returned}
 
 
-def row_slices(count: int, size: int) -> Iterator[slice]:
-    """Yield slices of at most `size` of `count` rows; one empty slice for no rows."""
-    for start in range(0, max(count, 1), size):
-        yield slice(start, min(start + size, count))
-
-
-def _first_rows(y: Any, size: int, count: int) -> Any:
-    """Return the first rows of an output, if it has as many as the batch."""
-    has_rows = isinstance(y, list) or (isinstance(y, np.ndarray) and y.ndim)
-    return y[:count] if has_rows and len(y) == size else y
+def _count_rows(y: Any) -> int | None:
+    """Return the length of a list, or of the first axis of an array; None for a scalar."""
+    return len(y) if isinstance(y, list) or np.ndim(y) else None

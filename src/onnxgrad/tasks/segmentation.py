@@ -177,7 +177,7 @@ class Segmentation(Task):
         (name,) = predictor.inputs
         for _, source in og.list_images(inputs):
             picture = og.open_image(source, _MODES[form.channels])
-            [scores] = predictor.run_rows({name: form.array(picture)[None]})
+            scores = predictor.run_rows({name: form.array(picture)[None]})[form.output]
             found.append(form.classes(scores[0], picture.size))
         return found
 

@@ -87,6 +87,11 @@ class TrainerStack(TrainerBase):
         members: number of copies.
         optimizers: the optimizer of each member; replace elements for the next `fit`.
         learning_rates: the learning rate of each member, in the same way.
+        trained: the names of the weights that train.
+        precision: "float32", "mixed" or "file", in which the models train.
+        metrics: the metrics, of all outputs.
+        rounding: the errors of rounding the weights to the 16 bits of the file.
+        models: the models of all members.
         state: the `TrainState`: `weights` (members, ...) by name, `values[k]` of the member k,
             `frozen`, `step`, `epoch`, `history`.
         history: an entry for each epoch: `step`, `epoch`, and arrays (members,) as `loss`,

@@ -450,6 +450,7 @@ class Trainer(TrainerBase):
 
     Attributes:
         state: the `TrainState`: weights, slots, buffers, step, epoch and history.
+        model: the trained model, in its inference form.
         trained: the names of the weights that train.
         precision: "float32", "mixed" or "file", in which the model trains.
         metrics: the metrics, of all outputs.
